@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--isa", help="instruction set, such as avx2; default: the best")
     parser.add_argument("--rounds", type=int, default=7, help="judging rounds of each cell; default: 7")
     parser.add_argument(
+        "--fills",
+        type=int,
+        default=1,
+        help="how often the caches of a cell with peers are filled, each time for a share of the rounds; default: 1 "
+        "(which physical pages a process gets is worth several percent)",
+    )
+    parser.add_argument(
         "--judge-below",
         type=float,
         default=50.0,
@@ -106,7 +114,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     threads = args.threads or len(cpus)
     if not 1 <= threads <= len(cpus):
         raise ValueError(f"--threads {threads}: this process may run on {len(cpus)} CPUs")
-    for name in ("rounds", "kv_heads", "group", "context", "head_size"):
+    for name in ("rounds", "fills", "kv_heads", "group", "context", "head_size"):
         values = getattr(args, name)
         if any(v < 1 for v in (values if isinstance(values, list) else [values]) if v is not None):
             raise ValueError(f"--{name.replace('_', '-')} is not a positive number")
@@ -243,16 +251,18 @@ class _Cell:
         return {**row, **_figures(self._args, self.roof[1:], self.gbps[1:], self.rate[1:], self.instructions[1:])}
 
 
-def _run_rounds(args: argparse.Namespace, cells: list[_Cell], then: Callable[[], None] = lambda: None) -> None:
-    """Run rounds of all cells until each has `--rounds` judging ones, or for three times `--rounds` rounds.
+def _run_rounds(
+    args: argparse.Namespace, cells: list[_Cell], rounds: int, then: Callable[[], None] = lambda: None
+) -> None:
+    """Run rounds of all cells until each has `rounds` judging ones, or for three times as many rounds.
 
     `then` is called at the end of every round.
     """
     with closing(_roofline(args.kv_bytes, cells[0].cpus)) as roofline:
-        for _ in (bar := tqdm(range(args.rounds * _PATIENCE + 1), desc="rounds", unit="round", leave=False)):
+        for _ in (bar := tqdm(range(rounds * _PATIENCE + 1), desc="rounds", unit="round", leave=False)):
             judging = min(cell.judging for cell in cells)
-            bar.set_postfix_str(f"{judging} of {args.rounds} judge")
-            if judging >= args.rounds:
+            bar.set_postfix_str(f"{judging} of {rounds} judge")
+            if judging >= rounds:
                 break
             for cell in cells:
                 cell.measure(roofline)
@@ -265,7 +275,7 @@ def _own_rows(
     """The rows of the R-engine. The cells take turns in each round, because they are compared with each other."""
     with ExitStack() as stack:
         filled = [stack.enter_context(closing(_Cell(args, part, *cell, cpus))) for cell in cells]
-        _run_rounds(args, filled)
+        _run_rounds(args, filled, args.rounds)
         return [cell.row() for cell in filled]
 
 
@@ -274,6 +284,34 @@ def _peer_rows(
 ) -> list[dict[str, Any]]:
     """The rows of the peers, measured in turns with the R-engine: one shape, because all at once would take too much
     memory."""
+    fills = [_measure_peers(args, kv_dtype, shape, cpus, names) for _ in range(args.fills)]
+    cells = [cell for cell, _ in fills if cell]
+    roof, ours = ([x for cell in cells for x in getattr(cell, of)[1:]] for of in ("roof", "rate"))
+    rows = []
+    for name, peer in fills[0][1].items():
+        seconds = [s for _, peers in fills for s in peers[name].seconds[1:]]
+        theirs = [peer.kv_bytes / s * 1e-9 for s in seconds]
+        rates = [peer.sequences / s for s in seconds]
+        row = {**cells[0].common, "sequences": peer.sequences, "isa": None, "peer": name, "format": peer.format}
+        ratio = statistics.median(a / b for a, b in zip(ours, rates, strict=True))
+        rows.append({**row, **_figures(args, roof, theirs, rates), "ours_to_peer": ratio})
+    return rows
+
+
+@dataclass(slots=True)
+class _Timed:
+    """The measurements of a peer whose cache was filled once; the first of `seconds` is a warm-up."""
+
+    format: str
+    sequences: int
+    kv_bytes: int
+    seconds: list[float] = field(default_factory=list)
+
+
+def _measure_peers(
+    args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int], names: list[str]
+) -> tuple[_Cell | None, dict[str, _Timed]]:
+    """Fill the caches of the R-engine and of the peers once, and measure them in turns; None if no peer can run."""
     with ExitStack() as stack:
         peers: dict[str, AttentionPeer] = {}
         for name in names:
@@ -286,24 +324,17 @@ def _peer_rows(
             peer.layer()
             check(peer, shape, kv_dtype)
         if not peers:
-            return []
+            return None, {}
         cell = stack.enter_context(closing(_Cell(args, "sweep", kv_dtype, shape, cpus)))
-        seconds: dict[str, list[float]] = {name: [] for name in peers}
+        timed = {name: _Timed(peer.format, peer.sequences, peer.kv_bytes) for name, peer in peers.items()}
 
-        def measure_peers() -> None:
+        def measure() -> None:
             for name, peer in peers.items():
-                seconds[name].append(peer.layer())
+                timed[name].seconds.append(peer.layer())
                 time.sleep(_SETTLE_SECONDS)
 
-        _run_rounds(args, [cell], measure_peers)
-        rows = []
-        for name, peer in peers.items():
-            theirs = [peer.kv_bytes / s * 1e-9 for s in seconds[name][1:]]
-            rates = [peer.sequences / s for s in seconds[name][1:]]
-            row = {**cell.common, "sequences": peer.sequences, "isa": None, "peer": name, "format": peer.format}
-            ratio = statistics.median(a / b for a, b in zip(cell.rate[1:], rates, strict=True))
-            rows.append({**row, **_figures(args, cell.roof[1:], theirs, rates), "ours_to_peer": ratio})
-        return rows
+        _run_rounds(args, [cell], -(-args.rounds // args.fills), measure)
+        return cell, timed
 
 
 def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Peers of the attention benchmark: decode attention of other projects on the same shapes.
+"""Peers of the attention benchmark: decode attention of other projects, and of other versions of this one, on the same
+shapes.
 
 Each peer uses the one of its own formats that is nearest to the format of the cell.
 """
@@ -14,6 +15,7 @@ import torch
 
 from fastdecode.bench.ggml_peer import GgmlFlashAttention
 from fastdecode.bench.openvino_peer import OpenVINOPagedAttention
+from fastdecode.bench.other_version_peer import OtherVersionAttention
 from fastdecode.bench.shape import Data, Shape
 from fastdecode.bench.vllm_peer import VllmPagedAttention
 from fastdecode.daemon.roofline import huge_pages
@@ -92,6 +94,7 @@ PEERS: dict[str, type[AttentionPeer]] = {
     "ggml": GgmlFlashAttention,
     "openvino": OpenVINOPagedAttention,
     "vllm": VllmPagedAttention,
+    "fastdecode": OtherVersionAttention,
 }
 
 

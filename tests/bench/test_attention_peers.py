@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from fastdecode.bench import attention
 from fastdecode.bench.attention_peers import PEERS, TOLERANCE, check, expected
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
+from fastdecode.daemon.machine import usable_cpus
 from fastdecode.daemon.roofline import Roofline
 from fastdecode.kernels._native import read_variants
 from fastdecode.region.contract import KV_DTYPES
@@ -34,7 +38,8 @@ def test_the_r_engine_of_the_benchmark_attends_to_every_token_of_every_sequence(
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_attends_to_every_token_of_every_sequence(name, kv_dtype):
+def test_a_peer_attends_to_every_token_of_every_sequence(name, kv_dtype, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_OTHER_PYTHON", sys.executable)  # this version stands in for another one
     if not PEERS[name].installed():
         pytest.skip(f"needs {PEERS[name].needs}")
     peer = PEERS[name](SHAPE, kv_dtype, KV_BYTES, 1)
@@ -44,6 +49,16 @@ def test_a_peer_attends_to_every_token_of_every_sequence(name, kv_dtype):
         check(peer, SHAPE, kv_dtype)
     finally:
         peer.close()
+
+
+def test_rounds_are_shared_among_fills(monkeypatch):
+    monkeypatch.setenv("FASTDECODE_OTHER_PYTHON", sys.executable)
+    parser = argparse.ArgumentParser()
+    attention.add_arguments(parser)
+    argv = ["--kv-dtype", "int8", "--kv-bytes", "1MiB", "--rounds", "4", "--fills", "2", "--judge-below", "1000000"]
+    rows = attention._peer_rows(parser.parse_args(argv), "int8", SHAPE, usable_cpus()[:1], ["torch", "fastdecode"])
+    assert [(row["peer"], row["rounds"]) for row in rows] == [("torch", 4), ("fastdecode", 4)]
+    assert all(row["ours_to_peer"] > 0 for row in rows)
 
 
 def test_a_peer_that_does_not_see_every_token_is_not_timed():

@@ -1,0 +1,27 @@
+"""The R-engine of another version of fastdecode, in a worker process that runs in that version's environment."""
+
+from __future__ import annotations
+
+import os
+
+from fastdecode.bench import other_version_worker
+from fastdecode.bench.attention_process import ProcessAttention
+from fastdecode.bench.shape import Shape
+
+
+class OtherVersionAttention(ProcessAttention):
+    """The other version's R-engine with its own layout of the same KV format, so that each cell of a table can be
+    compared with what it was."""
+
+    needs = "FASTDECODE_OTHER_PYTHON, the python of an environment with another version of fastdecode,"
+    _script = other_version_worker.__file__
+
+    @staticmethod
+    def python() -> str | None:
+        return os.environ.get("FASTDECODE_OTHER_PYTHON")
+
+    def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int):
+        """Raises ValueError if that version does not support the shape or format, RuntimeError if the worker ends."""
+        self.format = kv_dtype
+        opened = self._open(shape, format=kv_dtype, fill=kv_bytes, threads=threads)
+        self.sequences, self.kv_bytes = opened["sequences"], opened["kv_bytes"]
