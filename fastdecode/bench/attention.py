@@ -211,11 +211,14 @@ def _roofline(n_bytes: int, cpus: Sequence[int], passes: int = 1) -> Roofline:
 
 class _Cell:
     """The R-engine with one shape, and its measurements: one of each list for each round. The first round is a
-    warm-up."""
+    warm-up. `bound`: whether the instruction bound is measured too; beside peers it would leave the cores at another
+    clock for them than for the R-engine."""
 
-    def __init__(self, args: argparse.Namespace, part: str, kv_dtype: str, shape: Shape, cpus: list[int]):
+    def __init__(
+        self, args: argparse.Namespace, part: str, kv_dtype: str, shape: Shape, cpus: list[int], bound: bool = True
+    ):
         self.common = _common(part, kv_dtype, shape, len(cpus))
-        self.cpus, self._args = cpus, args
+        self.cpus, self._args, self._bound = cpus, args, bound
         self._ours = RPart(shape, kv_dtype, args.kv_bytes, cpus, args.isa, scattered=args.scattered)
         self.sequences = self._ours.sequences
         self.roof: list[float] = []
@@ -236,8 +239,9 @@ class _Cell:
         self.gbps.append(kv_bytes / elapsed * 1e-9)
         self.roof.append(max((before + roofline.gbps()) / 2, self.gbps[-1]))
         self.common["roofline_variant"] = _native.read_variants()[roofline.variant]
-        bound = _instruction_gbps(self._ours.isa, self.common["kv_dtype"], self.common["group"], self.cpus)
-        self.instructions += [bound] if bound else []
+        if self._bound:
+            bound = _instruction_gbps(self._ours.isa, self.common["kv_dtype"], self.common["group"], self.cpus)
+            self.instructions += [bound] if bound else []
         self.rate.append(self.sequences / elapsed)
 
     @property
@@ -325,7 +329,7 @@ def _measure_peers(
             check(peer, shape, kv_dtype)
         if not peers:
             return None, {}
-        cell = stack.enter_context(closing(_Cell(args, "sweep", kv_dtype, shape, cpus)))
+        cell = stack.enter_context(closing(_Cell(args, "sweep", kv_dtype, shape, cpus, bound=False)))
         timed = {name: _Timed(peer.format, peer.sequences, peer.kv_bytes) for name, peer in peers.items()}
 
         def measure() -> None:

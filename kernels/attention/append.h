@@ -5,8 +5,9 @@
  *   void row_to_bf16(uint16_t *dst, const float *src, uint32_t n)
  *   uint32_t row_to_int8(void *dst, int as_words, const float *src, uint32_t n)       returns the affine word
  *   uint32_t row_to_int4(void *dst, int as_words, const float *src, uint32_t n)       returns the affine word
+ *   void kv_to_int4(void *k_dst, const float *k, void *v_dst, const float *v, uint32_t n, uint32_t *affine)
  *
- * The integer conversions write uint8_t, or uint32_t if `as_words`.
+ * The integer conversions write uint8_t, or uint32_t if `as_words`. kv_to_int4 converts K to bytes and V to words.
  */
 #ifndef FD_APPEND_H
 #define FD_APPEND_H
@@ -105,13 +106,18 @@ FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint3
         fd_rotate(rotated_v, v_size);
         v = rotated_v;
     }
-    const uint32_t k_word = convert_row(k_format, 0, &k_row, k, head_size),
-                   v_word = convert_row(v_format, 1, &v_row, v, v_size);
+    uint32_t affine[2];
+    if (dtype == FD_KV_INT4 && head_size == v_size) {
+        kv_to_int4(&k_row, k, &v_row, v, head_size, affine);
+    } else {
+        affine[0] = convert_row(k_format, 0, &k_row, k, head_size);
+        affine[1] = convert_row(v_format, 1, &v_row, v, v_size);
+    }
     store_k(k_format, chunk, head_size, t, &k_row);
     store_v(v_format, chunk + fd_chunk_v(dtype, head_size), v_size, t, &v_row);
     if (!fd_kv_is_int(dtype)) return;
-    *(uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size, t)) = k_word;
-    *(uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size, t)) = v_word;
+    *(uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size, t)) = affine[0];
+    *(uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size, t)) = affine[1];
 }
 
 /* Appends with the usual head size, 128, as a constant, so that the loops unroll. */

@@ -222,6 +222,9 @@ static uint32_t row_to_int4(void *dst, int as_words, const float *src, uint32_t 
     }
     return fd_int4_fit(grid, sums, n);
 }
+static void kv_to_int4(void *k_dst, const float *k, void *v_dst, const float *v, uint32_t n, uint32_t *affine) {
+    affine[0] = row_to_int4(k_dst, 0, k, n), affine[1] = row_to_int4(v_dst, 1, v, n);
+}
 
 static void row_to_fp16(uint16_t *dst, const float *src, uint32_t n) {
     for (uint32_t i = 0; i < n; i++)

@@ -85,7 +85,7 @@ FD_INLINE void fd_rotate_block(float *x, const uint32_t size) {
 
 /* Rotates x [n], n a multiple of 8, in blocks of a power of two: of FD_ROTATED_MAX elements while so many are left,
  * then of as many as are left. */
-FD_INLINE void fd_rotate(float *x, uint32_t n) {
+FD_SHARED void fd_rotate(float *x, uint32_t n) {
     for (; n >= FD_ROTATED_MAX; x += FD_ROTATED_MAX, n -= FD_ROTATED_MAX) fd_rotate_block(x, FD_ROTATED_MAX);
     if (n & 64) fd_rotate_block(x, 64), x += 64;
     if (n & 32) fd_rotate_block(x, 32), x += 32;

@@ -62,37 +62,79 @@ FD_INLINE vec_t int4_codes(vec_t x, fd_int4_grid_t grid, int4_sums_t *sums) {
     return code;
 }
 
-FD_INLINE uint32_t row_to_int4(void *dst, const int as_words, const float *src, uint32_t n) {
-    const vec_t first = vec_set1(src[0]);
-    vec_t min = first, max = first;
+/* A row to convert: `src` to the integers of append.h in `dst`. */
+typedef struct {
+    const float *src;
+    void *dst;
+    int as_words;
+    uint32_t affine; /* the result */
+} int4_row_t;
+
+FD_INLINE void store_int4(const int4_row_t *row, uint32_t i, vec_t code) {
+    if (row->as_words) vec_store_int((uint32_t *)row->dst + i, code, fd_zero_point(FD_KV_INT4));
+    else vec_store_u8((uint8_t *)row->dst + i, code, fd_zero_point(FD_KV_INT4));
+}
+
+/* Converts rows of n elements at once, because each is a long chain of operations that wait for each other. */
+FD_INLINE void rows_to_int4(int4_row_t *rows, const uint32_t n_rows, uint32_t n) {
+    enum { MOST = 2 };
+    vec_t min[MOST], max[MOST];
+    fd_int4_grid_t grid[MOST];
+    int4_sums_t sums[MOST];
     uint32_t i = 0;
+    FD_UNROLL
+    for (uint32_t r = 0; r < n_rows; r++) min[r] = max[r] = vec_set1(rows[r].src[0]);
     for (; i + LANES <= n; i += LANES) {
-        min = vec_min(vec_load(src + i), min);
-        max = vec_max(vec_load(src + i), max);
+        FD_UNROLL
+        for (uint32_t r = 0; r < n_rows; r++) {
+            min[r] = vec_min(vec_load(rows[r].src + i), min[r]);
+            max[r] = vec_max(vec_load(rows[r].src + i), max[r]);
+        }
     }
     for (; i < n; i++) {
-        min = vec_min(vec_set1(src[i]), min);
-        max = vec_max(vec_set1(src[i]), max);
+        FD_UNROLL
+        for (uint32_t r = 0; r < n_rows; r++) {
+            min[r] = vec_min(vec_set1(rows[r].src[i]), min[r]);
+            max[r] = vec_max(vec_set1(rows[r].src[i]), max[r]);
+        }
     }
-    const fd_int4_grid_t grid = fd_int4_grid(-vec_reduce_max(vec_sub(vec_zero(), min)), vec_reduce_max(max));
-    int4_sums_t sums = {vec_zero(), vec_zero(), vec_zero(), vec_zero()};
+    FD_UNROLL
+    for (uint32_t r = 0; r < n_rows; r++) {
+        grid[r] = fd_int4_grid(-vec_reduce_max(vec_sub(vec_zero(), min[r])), vec_reduce_max(max[r]));
+        sums[r] = (int4_sums_t){vec_zero(), vec_zero(), vec_zero(), vec_zero()};
+    }
     for (i = 0; i + LANES <= n; i += LANES) {
-        const vec_t code = int4_codes(vec_load(src + i), grid, &sums);
-        if (as_words) vec_store_int((uint32_t *)dst + i, code, fd_zero_point(FD_KV_INT4));
-        else vec_store_u8((uint8_t *)dst + i, code, fd_zero_point(FD_KV_INT4));
+        FD_UNROLL
+        for (uint32_t r = 0; r < n_rows; r++)
+            store_int4(&rows[r], i, int4_codes(vec_load(rows[r].src + i), grid[r], &sums[r]));
     }
-    if (i < n) {
+    for (uint32_t r = 0; i < n && r < n_rows; r++) {
         /* The lanes beyond the row hold the centre, which adds nothing to the sums. */
         float last[LANES];
-        for (uint32_t j = 0; j < LANES; j++) last[j] = i + j < n ? src[i + j] : grid.centre;
-        const vec_t code = int4_codes(vec_load(last), grid, &sums);
-        if (as_words) vec_store_int_half((uint32_t *)dst + i, code, fd_zero_point(FD_KV_INT4));
-        else vec_store_u8_half((uint8_t *)dst + i, code, fd_zero_point(FD_KV_INT4));
+        for (uint32_t j = 0; j < LANES; j++) last[j] = i + j < n ? rows[r].src[i + j] : grid[r].centre;
+        const vec_t code = int4_codes(vec_load(last), grid[r], &sums[r]);
+        const int zero = fd_zero_point(FD_KV_INT4);
+        if (rows[r].as_words) vec_store_int_half((uint32_t *)rows[r].dst + i, code, zero);
+        else vec_store_u8_half((uint8_t *)rows[r].dst + i, code, zero);
     }
-    return fd_int4_fit(grid,
-                       (fd_int4_sums_t){vec_reduce_add(sums.n), vec_reduce_add(sums.nn), vec_reduce_add(sums.f),
-                                        vec_reduce_add(sums.nf)},
-                       n);
+    FD_UNROLL
+    for (uint32_t r = 0; r < n_rows; r++)
+        rows[r].affine = fd_int4_fit(grid[r],
+                                     (fd_int4_sums_t){vec_reduce_add(sums[r].n), vec_reduce_add(sums[r].nn),
+                                                      vec_reduce_add(sums[r].f), vec_reduce_add(sums[r].nf)},
+                                     n);
+}
+
+FD_SHARED uint32_t row_to_int4(void *dst, int as_words, const float *src, uint32_t n) {
+    int4_row_t row = {.src = src, .dst = dst, .as_words = as_words};
+    rows_to_int4(&row, 1, n);
+    return row.affine;
+}
+
+FD_SHARED void kv_to_int4(void *k_dst, const float *k, void *v_dst, const float *v, uint32_t n, uint32_t *affine) {
+    int4_row_t rows[] = {{.src = k, .dst = k_dst}, {.src = v, .dst = v_dst, .as_words = 1}};
+    rows_to_int4(rows, 2, n);
+    affine[0] = rows[0].affine, affine[1] = rows[1].affine;
 }
 
 #endif
