@@ -123,13 +123,16 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
         const uint32_t r0 = block_first_row(p->rows, p->n_blocks, block),
                        n = block_first_row(p->rows, p->n_blocks, block + 1) - r0;
         uint8_t stored[MAX_BLOCK * STORED_ROW_BYTES] __attribute__((aligned(64)));
+        float q[MAX_BLOCK][FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
+        /* Two loops: each is a chain of operations for a row, and a core overlaps the chains of more rows if they are
+         * short. */
         for (uint32_t r = 0; r < n; r++) {
-            float q[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
-            load_act(q, a->q + fd_q_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
-            if (fd_k_rotated(dtype)) fd_rotate(q, head_size);
-            init_row(dtype, q, head_size, a->slopes != NULL, stored + r * STORED_ROW_BYTES,
-                     &p->state[head * p->rows + r0 + r]);
+            load_act(q[r], a->q + fd_q_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
+            if (fd_k_rotated(dtype)) fd_rotate(q[r], head_size);
         }
+        for (uint32_t r = 0; r < n; r++)
+            init_row(dtype, q[r], head_size, a->slopes != NULL, stored + r * STORED_ROW_BYTES,
+                     &p->state[head * p->rows + r0 + r]);
         kv_pack_query_rows(p->q + (head * p->rows + r0) * p->row_bytes, stored, n, p->row_bytes);
     }
     memset(acc_row(a, head, p->row0), 0, (size_t)p->rows * a->v_size * sizeof *a->acc);
@@ -138,6 +141,8 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
 /* Writes the results of a head's rows: m, l, and O rows if the caller wants them, else acc. */
 FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t v_size, const panel_t *p,
                            uint32_t head) {
+    /* The rotation is its own inverse. */
+    for (uint32_t r = 0; fd_v_rotated(dtype) && r < p->rows; r++) fd_rotate(acc_row(a, head, p->row0 + r), v_size);
     for (uint32_t r = 0; r < p->rows; r++) {
         const row_state_t *state = &p->state[head * p->rows + r];
         const uint32_t row = p->row0 + r;
@@ -146,8 +151,7 @@ FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, cons
         float l = vec_reduce_add(vec_load(state->l));
         const float m = state->m * state->q_scale;
         float bias = fd_kv_is_int(dtype) ? vec_reduce_add(vec_load(state->bias)) : NO_BIAS;
-        if (fd_v_rotated(dtype)) { /* the rotation is its own inverse */
-            fd_rotate(acc, v_size);
+        if (fd_v_rotated(dtype)) {
             fd_add_rotated(acc, v_size, bias);
             bias = NO_BIAS;
         }
