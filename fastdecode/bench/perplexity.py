@@ -1,13 +1,17 @@
 """Perplexity of a text with each KV-cache format, or each format of the weights: what fewer bits cost.
 
 Every token is decoded and none is prefilled, so all attention reads the values that the R-node has stored. The text is
-cut into sequences that advance together, one token a step.
+cut into sequences that advance together, one token a step. ^C and SIGTERM end a run with what it has: a format that is
+cut off is compared with the first one on the tokens that both have.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import signal
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    print_result(args, uvloop.run(_run(args)), _print_table)
+    """Exits with 128 and the number of the signal that has cut the run off."""
+    cut_off_by: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        result = uvloop.run(_run(args, handlers, cut_off_by))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    print_result(args, result, _print_table)
+    if cut_off_by:
+        sys.exit(128 + cut_off_by[0])
 
 
 def _print_table(result: dict[str, Any]) -> None:
@@ -68,10 +82,21 @@ def _print_table(result: dict[str, Any]) -> None:
         change = "" if row["change"] is None else f"  {100 * row['change']:+.3f} %"
         nats, ppl, kept = row["nats_per_token"], row["perplexity"], format_bytes(row["weight_bytes"])
         formats = f"weights {row['weights']:<6}{kept:>10}  KV {row['kv_dtype']:<11}"
-        print(f"  {formats}{nats:10.5f} nats/token  perplexity {ppl:.4f}{change}")
+        note = "" if row["tokens"] == result["tokens"] else f"  (cut off after {row['tokens']} tokens)"
+        print(f"  {formats}{nats:10.5f} nats/token  perplexity {ppl:.4f}{change}{note}")
 
 
-async def _run(args: argparse.Namespace) -> dict[str, Any]:
+async def _run(args: argparse.Namespace, signals: Iterable[int], cut_off_by: list[int]) -> dict[str, Any]:
+    """The rows of all formats, or of those until one of `signals` comes, whose number goes into `cut_off_by`. Raises
+    KeyboardInterrupt at the second one."""
+
+    def cut_off(number: int, _: object) -> None:
+        if cut_off_by:
+            raise KeyboardInterrupt
+        cut_off_by.append(number)
+
+    for number in signals:
+        signal.signal(number, cut_off)  # not by the event loop, which a step blocks
     device, path = choose_device("auto"), NodeConfig(model=args.model).model_path() or model_dir()
     dtype = choose_dtype(args.dtype, read_config(path).dtype, device)
     text = args.text.read_text() if args.text else heldout_text()
@@ -82,24 +107,35 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     node = EmbeddedRNode(config, split_machine(config, s_on_gpu=device.type == "cuda"))
     await node.start()
     rows: list[dict[str, Any]] = []
+    first = np.empty(0)  # what the first format has lost at each position
     try:
         for weights in args.weights or ["auto"]:
+            if cut_off_by:
+                break
             model = load_model(path, device=device, dtype=dtype, weights=weights, calibration=calibration)
             for kv_dtype in args.kv_dtype or (["fp32"] if args.weights else KV_DTYPES):
+                if cut_off_by:
+                    break
                 balance_for(model, kv_dtype, calibration)
                 hello = model.hello(n_slots=1, max_rows=len(ids), kv_dtype=kv_dtype, kv_bytes=None, max_seqs=len(ids))
                 link = await connect(node.url, hello, None)
-                nats = nats_per_token(model, link, ids, progress=f"weights {weights}, KV {kv_dtype}")
+                name = f"weights {weights}, KV {kv_dtype}"
+                lost = nats_by_position(model, link, ids, name, lambda: bool(cut_off_by))
                 await link.close()
-                ppl = math.exp(nats)
+                if not len(lost):
+                    break
+                first = first if rows else lost
+                common, nats = min(len(lost), len(first)), float(lost.mean())
                 rows.append(
                     {
                         "weights": weights,
                         "weight_bytes": model.weight_bytes,
                         "kv_dtype": kv_dtype,
+                        "tokens": len(lost) * len(ids),
                         "nats_per_token": nats,
-                        "perplexity": ppl,
-                        "change": ppl / rows[0]["perplexity"] - 1 if rows else None,  # against the first row
+                        "perplexity": math.exp(nats),
+                        # Against the first row.
+                        "change": math.expm1(lost[:common].mean() - first[:common].mean()) if rows else None,
                     }
                 )
     finally:
@@ -113,17 +149,30 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def nats_per_token(model: Model, link: Link, ids: np.ndarray, progress: str | None = None) -> float:
+def nats_per_token(model: Model, link: Link, ids: np.ndarray) -> float:
     """Mean of -ln p(next token) over ids [sequences, length]. The link's lease must be unused and have room for all
     tokens."""
+    return float(nats_by_position(model, link, ids).mean())
+
+
+def nats_by_position(
+    model: Model,
+    link: Link,
+    ids: np.ndarray,
+    progress: str | None = None,
+    cut_off: Callable[[], bool] = lambda: False,
+) -> np.ndarray:
+    """The same at each position, fp64 [length - 1]; fewer positions if `cut_off` becomes true."""
     spart = SPart(model, [link])
     sequences, length = ids.shape
-    total = 0.0
+    found: list[float] = []
     for pos in tqdm(range(length - 1), desc=progress, disable=progress is None, unit="step"):
+        if cut_off():
+            break
         chunks = [Chunk(0, i, 1, pos, [int(ids[i, pos])], False, SampleSpec(temperature=0.0)) for i in range(sequences)]
         output = run_step(spart.step(StepBatch(0, chunks), keep_logits=True))
         assert output.logits is not None
         logits = output.logits.double()
         target = torch.from_numpy(ids[:, pos + 1].copy()).to(logits.device)
-        total += torch.nn.functional.cross_entropy(logits, target, reduction="sum").item()
-    return float(total / (sequences * (length - 1)))
+        found.append(torch.nn.functional.cross_entropy(logits, target).item())
+    return np.array(found)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -56,3 +61,24 @@ async def test_perplexity_of_each_kv_format(model, node, ids):
     assert exact == pytest.approx(judged, rel=1e-5)
     for kv_dtype, budget in BUDGET.items():
         assert await perplexity(model, node, ids, kv_dtype) == pytest.approx(exact, rel=budget), kv_dtype
+
+
+def test_a_run_that_is_cut_off_prints_what_it_has():
+    argv = ["perplexity", "--kv-dtype", "fp32", "--kv-dtype", "int8", "--length", "500", "--sequences", "2", "--json"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "fastdecode.bench.cli", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert run.stdout and run.stderr
+    seen = b""
+    while not re.search(rb"KV int8:[^\r]* [1-9]\d*/499 ", seen):
+        piece = run.stderr.read1()
+        assert piece, seen.decode()
+        seen += piece
+    run.send_signal(signal.SIGTERM)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    result = json.loads(out)
+    whole, part = result["rows"]
+    assert whole["tokens"] == result["tokens"] == 998 and whole["change"] is None
+    assert 0 < part["tokens"] < 998 and part["tokens"] % 2 == 0
+    assert abs(part["change"]) < 0.02  # against the same tokens of fp32, not against all of them
