@@ -5,9 +5,10 @@
  *   void row_to_bf16(uint16_t *dst, const float *src, uint32_t n)
  *   uint32_t row_to_int8(void *dst, int as_words, const float *src, uint32_t n)       returns the affine word
  *   uint32_t row_to_int4(void *dst, int as_words, const float *src, uint32_t n)       returns the affine word
- *   void kv_to_int4(void *k_dst, const float *k, void *v_dst, const float *v, uint32_t n, uint32_t *affine)
+ *   void row_pair_to_int4(void *k_dst, const float *k, void *v_dst, const float *v, uint32_t n, uint32_t *affine)
  *
- * The integer conversions write uint8_t, or uint32_t if `as_words`. kv_to_int4 converts K to bytes and V to words.
+ * The integer conversions write uint8_t, or uint32_t if `as_words`. row_pair_to_int4 converts K to bytes and V to
+ * words.
  */
 #ifndef FD_APPEND_H
 #define FD_APPEND_H
@@ -108,7 +109,7 @@ FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint3
     }
     uint32_t affine[2];
     if (dtype == FD_KV_INT4 && head_size == v_size) {
-        kv_to_int4(&k_row, k, &v_row, v, head_size, affine);
+        row_pair_to_int4(&k_row, k, &v_row, v, head_size, affine);
     } else {
         affine[0] = convert_row(k_format, 0, &k_row, k, head_size);
         affine[1] = convert_row(v_format, 1, &v_row, v, v_size);

@@ -222,7 +222,7 @@ static uint32_t row_to_int4(void *dst, int as_words, const float *src, uint32_t 
     }
     return fd_int4_fit(grid, sums, n);
 }
-static void kv_to_int4(void *k_dst, const float *k, void *v_dst, const float *v, uint32_t n, uint32_t *affine) {
+static void row_pair_to_int4(void *k_dst, const float *k, void *v_dst, const float *v, uint32_t n, uint32_t *affine) {
     affine[0] = row_to_int4(k_dst, 0, k, n), affine[1] = row_to_int4(v_dst, 1, v, n);
 }
 

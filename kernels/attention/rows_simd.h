@@ -131,7 +131,8 @@ FD_SHARED uint32_t row_to_int4(void *dst, int as_words, const float *src, uint32
     return row.affine;
 }
 
-FD_SHARED void kv_to_int4(void *k_dst, const float *k, void *v_dst, const float *v, uint32_t n, uint32_t *affine) {
+FD_SHARED void row_pair_to_int4(void *k_dst, const float *k, void *v_dst, const float *v, uint32_t n,
+                                uint32_t *affine) {
     int4_row_t rows[] = {{.src = k, .dst = k_dst}, {.src = v, .dst = v_dst, .as_words = 1}};
     rows_to_int4(rows, 2, n);
     affine[0] = rows[0].affine, affine[1] = rows[1].affine;
