@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         help="how often the caches of a cell with peers are filled, each time for a share of the rounds; default: 1 "
-        "(which physical pages a process gets is worth several percent)",
+        "(the physical pages that a process gets change its speed)",
     )
     parser.add_argument(
         "--judge-below",

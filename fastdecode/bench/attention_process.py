@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fastdecode.bench.shape import Data, Shape
+from fastdecode.bench.shape import Shape
 
 
 class ProcessAttention:
@@ -39,14 +39,10 @@ class ProcessAttention:
         return cls.python() is not None
 
     def _open(self, shape: Shape, **arguments: object) -> dict[str, Any]:
-        """Fill the worker's cache with the data of `shape`. Raises ValueError if it does not support `arguments`,
-        RuntimeError if the worker ends."""
-        data = Data.of(shape)
-        with tempfile.TemporaryDirectory(prefix="fastdecode-") as folder:
-            path = Path(folder, "data.npz")
-            np.savez(path, q=data.q, k=data.k, v=data.v)
-            numbers = {name: getattr(shape, name) for name in ("context", "group", "head_size", "kv_heads")}
-            return self._ask("open", **numbers, **arguments, data=str(path))
+        """Let the worker fill a cache for `shape`. Raises ValueError if the worker does not support `arguments`,
+        RuntimeError if it ends."""
+        numbers = {name: getattr(shape, name) for name in ("context", "group", "head_size", "kv_heads")}
+        return self._ask("open", **numbers, **arguments)
 
     @classmethod
     def _ask(cls, do: str, **arguments: object) -> dict[str, Any]:

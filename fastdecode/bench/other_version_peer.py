@@ -10,8 +10,8 @@ from fastdecode.bench.shape import Shape
 
 
 class OtherVersionAttention(ProcessAttention):
-    """The other version's R-engine with its own layout of the same KV format, so that each cell of a table can be
-    compared with what it was."""
+    """The other version's R-engine, with its own layout of the same KV format. It uses the best instruction set, or
+    that of FASTDECODE_ISA."""
 
     needs = "FASTDECODE_OTHER_PYTHON, the python of an environment with another version of fastdecode,"
     _script = other_version_worker.__file__

@@ -3,7 +3,7 @@
 It reads one JSON object a line and answers each with one line:
 
     {"do": "open", "context", "group", "head_size", "kv_heads", "format", "fill", "threads"}
-        caches as many sequences as make up `fill` bytes; answer: {"sequences", "kv_bytes"}
+        caches as many sequences of `Data.of(shape)` as make up `fill` bytes; answer: {"sequences", "kv_bytes"}
     {"do": "layer"}             runs the R-engine, one query row for each sequence; answer: {"seconds"}
     {"do": "output", "to"}      writes the last result as .npy, [sequences, q_heads, head_size] float32; answer: {}
     {"do": "close"}             frees the cache; answer: {}

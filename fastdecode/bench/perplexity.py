@@ -11,7 +11,7 @@ import argparse
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Exits with 128 and the number of the signal that has cut the run off."""
     cut_off_by: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def cut_off(number: int, _: object) -> None:
+        if cut_off_by:
+            raise KeyboardInterrupt
+        cut_off_by.append(number)
+
+    # Not by the event loop, which a step blocks.
+    before = {number: signal.signal(number, cut_off) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        result = uvloop.run(_run(args, handlers, cut_off_by))
+        result = uvloop.run(_run(args, cut_off_by))
     finally:
-        for number, handler in handlers.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
     print_result(args, result, _print_table)
     if cut_off_by:
@@ -86,17 +93,8 @@ def _print_table(result: dict[str, Any]) -> None:
         print(f"  {formats}{nats:10.5f} nats/token  perplexity {ppl:.4f}{change}{note}")
 
 
-async def _run(args: argparse.Namespace, signals: Iterable[int], cut_off_by: list[int]) -> dict[str, Any]:
-    """The rows of all formats, or of those until one of `signals` comes, whose number goes into `cut_off_by`. Raises
-    KeyboardInterrupt at the second one."""
-
-    def cut_off(number: int, _: object) -> None:
-        if cut_off_by:
-            raise KeyboardInterrupt
-        cut_off_by.append(number)
-
-    for number in signals:
-        signal.signal(number, cut_off)  # not by the event loop, which a step blocks
+async def _run(args: argparse.Namespace, cut_off_by: list[int]) -> dict[str, Any]:
+    """The rows of all formats, or of those that are measured until `cut_off_by` has a signal's number."""
     device, path = choose_device("auto"), NodeConfig(model=args.model).model_path() or model_dir()
     dtype = choose_dtype(args.dtype, read_config(path).dtype, device)
     text = args.text.read_text() if args.text else heldout_text()

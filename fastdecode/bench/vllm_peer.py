@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import ClassVar
+
+import numpy as np
 
 from fastdecode.bench import vllm_attention_worker
 from fastdecode.bench.attention_process import ProcessAttention
-from fastdecode.bench.shape import Shape
+from fastdecode.bench.shape import Data, Shape
 from fastdecode.bench.vllm_environment import vllm_python
 
 #: KV format -> nearest format of vLLM's cache.
@@ -31,5 +35,9 @@ class VllmPagedAttention(ProcessAttention):
         """Raises ValueError if vLLM does not support the shape or format, RuntimeError if the worker ends."""
         self.format = _FORMATS[kv_dtype]
         self.sequences = shape.sequences(2 * shape.kv_heads * shape.head_size * _BYTES[self.format], kv_bytes)
-        opened = self._open(shape, format=self.format, sequences=self.sequences, threads=threads)
-        self.kv_bytes = opened["kv_bytes"]
+        data = Data.of(shape)
+        with tempfile.TemporaryDirectory(prefix="fastdecode-") as folder:
+            path = Path(folder, "data.npz")
+            np.savez(path, q=data.q, k=data.k, v=data.v)
+            arguments = {"format": self.format, "sequences": self.sequences, "threads": threads, "data": str(path)}
+            self.kv_bytes = self._open(shape, **arguments)["kv_bytes"]
