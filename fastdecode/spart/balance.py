@@ -13,8 +13,8 @@ O projection's columns then take the place of Q's second moments.
 The second moments are those of a text, because they differ from those of random tokens. RoPE has hardly turned the slow
 pairs of its few positions, so each row of Q and K counts a second time as if it stood at a random later position.
 
-A row counts by what its error does to O. Few tokens get most of the attention, and what the cache makes of the others
-hardly matters (`_weights`).
+A row counts by what its error does to O (`_weights`). Few tokens get most of the attention, so the errors of the other
+tokens hardly matter.
 """
 
 from __future__ import annotations
@@ -180,9 +180,10 @@ def _weights(state: StepState, scale: float) -> tuple[torch.Tensor, torch.Tensor
     count: fp64.
 
     O of a query is the sum of values times shares of attention, and the errors of two tokens are independent. So the
-    error of a value counts by the squares of its shares. That of a score moves O by its share of the distance between
-    the value and O; keys and queries count by the square root of what this comes to, because without the root a
-    handful of tokens would decide. Sinks, windows and biases of the scores are left out.
+    error of a value counts by the sum of the squares of its shares. The error of a score moves O by the token's share
+    times the distance between the token's value and O. Keys and queries count by the square root of the sum of the
+    squares of these products, because without the root a handful of tokens would decide. Sinks, windows and biases of
+    the scores are left out.
     """
     n_kv = state.places.k_heads.shape[1]
     queries = state.places.q_heads.unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3).float()

@@ -63,8 +63,8 @@
 #endif
 #endif
 
-/* A function that runs once for a row or a head. Each file has one copy: between two calls the kernel's loops displace
- * code from the instruction cache, so inlined copies would be fetched from L2 one after the other. */
+/* A function that runs once for a row or a head. Each file has one copy of it, because inlined copies would be many KB
+ * of code that seldom runs. */
 #define FD_SHARED static __attribute__((noinline, unused))
 
 /* The format of K and the format of V. Functions on words take one of these (`format`, never FD_KV_INT8_INT4);

@@ -25,7 +25,7 @@ FD_INLINE void fd_rotate_eight(fd_v8_t *x) {
     *x = y * fours + __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3);
 }
 
-/* Registers of a rotation. A file that includes this within its target pragma gets the ISA's widest vectors. */
+/* The vectors of a rotation: 16 lanes wide in a file that includes this within a target pragma of AVX-512. */
 #ifdef __AVX512F__
 enum { ROTATE_LANES = 16 };
 typedef float fd_rotate_t __attribute__((vector_size(64), aligned(4), may_alias));
@@ -49,7 +49,8 @@ typedef fd_v8_t fd_rotate_t;
 FD_INLINE void fd_rotate_lanes(fd_rotate_t *x) { fd_rotate_eight(x); }
 #endif
 
-/* Rotates a block of `size` elements, a power of two of at least ROTATE_LANES, all stages but the last in registers. */
+/* Rotates a block of `size` elements, a power of two of at least ROTATE_LANES. If the block does not fit into eight
+ * vectors, its last stage goes through memory. */
 FD_INLINE void fd_rotate_block(float *x, const uint32_t size) {
     enum { IN_REGISTERS = 8 * ROTATE_LANES };
     const float scale = 1.0f / sqrtf((float)size);
