@@ -98,13 +98,11 @@ FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint3
     float rotated_k[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
     float rotated_v[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
     if (fd_k_rotated(dtype)) {
-        memcpy(rotated_k, k, head_size * sizeof *k);
-        fd_rotate(rotated_k, head_size);
+        fd_rotate(rotated_k, k, head_size);
         k = rotated_k;
     }
     if (fd_v_rotated(dtype)) {
-        memcpy(rotated_v, v, v_size * sizeof *v);
-        fd_rotate(rotated_v, v_size);
+        fd_rotate(rotated_v, v, v_size);
         v = rotated_v;
     }
     uint32_t affine[2];

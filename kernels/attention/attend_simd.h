@@ -111,6 +111,15 @@ typedef struct {
     size_t row_bytes;              /* bytes of multipliers for one row of q */
 } panel_t;
 
+/* Prefetches the next `lines` lines at *ahead, if it is not NULL. The work between tiles does so, or memory would be
+ * idle after the lines that the last tile has prefetched. */
+FD_INLINE void prefetch_on(const uint8_t **ahead, const int lines) {
+    if (!*ahead) return;
+    for (int i = 0; i < lines; i++, *ahead += LINE) __builtin_prefetch(*ahead, 0, PREFETCH_LOCALITY);
+}
+/* The lines that are prefetched for each query row that is converted, and for each token that is appended. */
+enum { LINES_PER_ROW = 4, LINES_PER_TOKEN = 8 };
+
 /* Row `row` of KV head `head` in acc. */
 FD_INLINE float *acc_row(const fd_attend_t *a, uint32_t head, uint32_t row) {
     return a->acc + ((size_t)head * a->q_len * a->group + row) * a->v_size;
@@ -118,7 +127,7 @@ FD_INLINE float *acc_row(const fd_attend_t *a, uint32_t head, uint32_t row) {
 
 /* Prepares a head's rows for its first chunk: multipliers, softmax state and a zeroed acc. */
 FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, panel_t *p,
-                         uint32_t head) {
+                         uint32_t head, const uint8_t **ahead) {
     for (uint32_t block = 0; block < p->n_blocks; block++) {
         const uint32_t r0 = block_first_row(p->rows, p->n_blocks, block),
                        n = block_first_row(p->rows, p->n_blocks, block + 1) - r0;
@@ -128,7 +137,8 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
          * short. */
         for (uint32_t r = 0; r < n; r++) {
             load_act(q[r], a->q + fd_q_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
-            if (fd_k_rotated(dtype)) fd_rotate(q[r], head_size);
+            if (fd_k_rotated(dtype)) fd_rotate(q[r], q[r], head_size);
+            prefetch_on(ahead, LINES_PER_ROW);
         }
         for (uint32_t r = 0; r < n; r++)
             init_row(dtype, q[r], head_size, a->slopes != NULL, stored + r * STORED_ROW_BYTES,
@@ -140,10 +150,14 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
 
 /* Writes the results of a head's rows: m, l, and O rows if the caller wants them, else acc. */
 FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t v_size, const panel_t *p,
-                           uint32_t head) {
+                           uint32_t head, const uint8_t **ahead) {
     /* The rotation is its own inverse. */
-    for (uint32_t r = 0; fd_v_rotated(dtype) && r < p->rows; r++) fd_rotate(acc_row(a, head, p->row0 + r), v_size);
+    for (uint32_t r = 0; fd_v_rotated(dtype) && r < p->rows; r++) {
+        float *acc = acc_row(a, head, p->row0 + r);
+        fd_rotate(acc, acc, v_size);
+    }
     for (uint32_t r = 0; r < p->rows; r++) {
+        prefetch_on(ahead, LINES_PER_ROW);
         const row_state_t *state = &p->state[head * p->rows + r];
         const uint32_t row = p->row0 + r;
         const size_t i = (size_t)head * a->q_len * a->group + row;
@@ -167,13 +181,15 @@ FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, cons
 }
 
 /* init_rows and finish_rows with the usual head size, 128, as a constant, so that a row stays in registers. */
-FD_INLINE void init_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, panel_t *p, uint32_t head) {
-    if (a->head_size == 128) init_rows(dtype, a, 128, p, head);
-    else init_rows(dtype, a, a->head_size, p, head);
+FD_INLINE void init_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, panel_t *p, uint32_t head,
+                         const uint8_t **ahead) {
+    if (a->head_size == 128) init_rows(dtype, a, 128, p, head, ahead);
+    else init_rows(dtype, a, a->head_size, p, head, ahead);
 }
-FD_INLINE void finish_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, const panel_t *p, uint32_t head) {
-    if (a->v_size == 128) finish_rows(dtype, a, 128, p, head);
-    else finish_rows(dtype, a, a->v_size, p, head);
+FD_INLINE void finish_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, const panel_t *p, uint32_t head,
+                           const uint8_t **ahead) {
+    if (a->v_size == 128) finish_rows(dtype, a, 128, p, head, ahead);
+    else finish_rows(dtype, a, a->v_size, p, head, ahead);
 }
 
 /* Prefetches the panel's rows of KV head `head` in `rows`, which is q or (`write`) o. */
@@ -237,10 +253,17 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
             const uint32_t tiles = (FD_PAGE_TOKENS + v_size) / FD_COLUMN_LANES;
             b.next_page = next_page + (size_t)h * tiles * early_lines_per_tile(dtype, (int)rows) * LINE;
             if (h == 0) __builtin_prefetch(next_page, 0, PREFETCH_LOCALITY); /* loads the page's TLB entry early */
-            if (!initialized) init_head(dtype, a, &p, h);
+            /* What the tiles of this chunk and of the next one begin to prefetch. */
+            const size_t distance = prefetch_ahead(dtype, (int)rows, prefetch_near(&b));
+            const int spreads = p.n_blocks == 1 && distance < b.chunk_bytes;
+            const uint8_t *ahead = spreads ? chunk + distance : NULL, *next_ahead = spreads ? b.next + distance : NULL;
+            if (!initialized) init_head(dtype, a, &p, h, &ahead);
             if (!initialized && h + 1 < a->heads) prefetch_rows(a, &p, h + 1, a->q, 0);
             if (!more_chunks && a->o) prefetch_rows(a, &p, h, a->o, 1);
-            if (!more_chunks && a->before_last_chunk) a->before_last_chunk(a->context, h);
+            if (!more_chunks && a->before_last_chunk) {
+                prefetch_on(&ahead, LINES_PER_TOKEN);
+                a->before_last_chunk(a->context, h);
+            }
             for (; b.index < p.n_blocks; b.index++) {
                 const uint32_t r = block_first_row(rows, p.n_blocks, b.index), i = h * rows + r;
                 b.rows = block_first_row(rows, p.n_blocks, b.index + 1) - r;
@@ -253,7 +276,7 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
                 b.row = row0 + r;
                 blocks[b.rows - 1](&b);
             }
-            if (!more_chunks) finish_head(dtype, a, &p, h);
+            if (!more_chunks) finish_head(dtype, a, &p, h, &next_ahead);
         }
         if (!more_chunks) return;
         initialized = 1;

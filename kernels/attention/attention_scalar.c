@@ -105,7 +105,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
     float q[BLOCK_ROWS][FD_MAX_HEAD_SIZE];
     for (uint32_t r = 0; r < rows; r++) {
         load_act(q[r], a->q + fd_q_offset(a, head, row + r), head_size, a->act_dtype, a->softmax_scale);
-        if (fd_k_rotated(dtype)) fd_rotate(q[r], head_size);
+        if (fd_k_rotated(dtype)) fd_rotate(q[r], q[r], head_size);
     }
     for (uint32_t d = 0; d < head_size; d++) {
         widen(k_format, widened, chunk, fd_k_depth(k_format, head_size), FD_PAGE_TOKENS, d, first, last);
@@ -170,7 +170,8 @@ FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t he
             attend_block(&a, dtype, head, a.chunks[c] + head * a.head_stride, base, r,
                          rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS);
     }
-    for (uint32_t r = 0; fd_v_rotated(dtype) && r < rows; r++) fd_rotate(a.acc + (size_t)r * a.v_size, a.v_size);
+    for (uint32_t r = 0; fd_v_rotated(dtype) && r < rows; r++)
+        fd_rotate(a.acc + (size_t)r * a.v_size, a.acc + (size_t)r * a.v_size, a.v_size);
     for (uint32_t r = 0; a.o && r < rows; r++) {
         const float l = a.sinks ? fd_add_sink(a.l[r], a.m[r], a.sinks[head * a.group + r % a.group]) : a.l[r];
         finish_row(a.o + fd_o_offset(&a, head, r), a.acc + (size_t)r * a.v_size, l, a.v_size, a.act_dtype);

@@ -201,14 +201,16 @@ static inline fd_int4_grid_t fd_int4_grid(float min, float max) {
 }
 
 /* The affine word of a token of `size` elements: the least-squares centre, rounded to bf16, then the least-squares
- * scale for this centre. */
+ * scale for this centre. Two of the quotients do not wait for the other results, because a core computes only one at a
+ * time. */
 static inline uint32_t fd_int4_fit(fd_int4_grid_t grid, fd_int4_sums_t sums, uint32_t size) {
     const double n = sums.n, nn = sums.nn, f = sums.f, nf = sums.nf, unit = (double)grid.step / FD_INT4_FINE;
     const double determinant = size * nn - n * n;
     if (grid.inverse == 0.0f || !(determinant > 0)) return fd_fp32_to_bf16(grid.centre);
-    const uint32_t centre = fd_fp32_to_bf16((float)(grid.centre + (nn * f - n * nf) / determinant * unit));
+    const double of_centre = unit / determinant, of_scale = unit / nn;
+    const uint32_t centre = fd_fp32_to_bf16((float)(grid.centre + (nn * f - n * nf) * of_centre));
     const double moved = ((double)fd_bits_float(centre << 16) - grid.centre) / unit;
-    const float scale = (float)((nf - moved * n) / nn * unit);
+    const float scale = (float)((nf - moved * n) * of_scale);
     return (scale >= FD_TINY ? (uint32_t)fd_fp32_to_bf16(scale) << 16 : 0u) | centre;
 }
 

@@ -49,9 +49,9 @@ typedef fd_v8_t fd_rotate_t;
 FD_INLINE void fd_rotate_lanes(fd_rotate_t *x) { fd_rotate_eight(x); }
 #endif
 
-/* Rotates a block of `size` elements, a power of two of at least ROTATE_LANES. If the block does not fit into eight
- * vectors, its last stage goes through memory. */
-FD_INLINE void fd_rotate_block(float *x, const uint32_t size) {
+/* Rotates a block of `size` elements, a power of two of at least ROTATE_LANES, from `src` to `x`, which may be the
+ * same. If the block does not fit into eight vectors, its last stage goes through memory. */
+FD_INLINE void fd_rotate_block(float *x, const float *src, const uint32_t size) {
     enum { IN_REGISTERS = 8 * ROTATE_LANES };
     const float scale = 1.0f / sqrtf((float)size);
     const uint32_t part = size < IN_REGISTERS ? size : IN_REGISTERS, n = part / ROTATE_LANES;
@@ -59,7 +59,7 @@ FD_INLINE void fd_rotate_block(float *x, const uint32_t size) {
         fd_rotate_t y[8];
         FD_UNROLL
         for (uint32_t i = 0; i < n; i++) {
-            y[i] = *(fd_rotate_t *)(x + at + i * ROTATE_LANES);
+            y[i] = *(const fd_rotate_t *)(src + at + i * ROTATE_LANES);
             fd_rotate_lanes(&y[i]);
         }
         FD_UNROLL
@@ -84,15 +84,16 @@ FD_INLINE void fd_rotate_block(float *x, const uint32_t size) {
     }
 }
 
-/* Rotates x [n], n a multiple of 8, in blocks of a power of two: of FD_ROTATED_MAX elements while so many are left,
- * then of as many as are left. */
-FD_SHARED void fd_rotate(float *x, uint32_t n) {
-    for (; n >= FD_ROTATED_MAX; x += FD_ROTATED_MAX, n -= FD_ROTATED_MAX) fd_rotate_block(x, FD_ROTATED_MAX);
-    if (n & 64) fd_rotate_block(x, 64), x += 64;
-    if (n & 32) fd_rotate_block(x, 32), x += 32;
-    if (n & 16) fd_rotate_block(x, 16), x += 16;
+/* Rotates src [n], n a multiple of 8, to x, which may be the same, in blocks of a power of two: of FD_ROTATED_MAX
+ * elements while so many are left, then of as many as are left. */
+FD_SHARED void fd_rotate(float *x, const float *src, uint32_t n) {
+    for (; n >= FD_ROTATED_MAX; x += FD_ROTATED_MAX, src += FD_ROTATED_MAX, n -= FD_ROTATED_MAX)
+        fd_rotate_block(x, src, FD_ROTATED_MAX);
+    if (n & 64) fd_rotate_block(x, src, 64), x += 64, src += 64;
+    if (n & 32) fd_rotate_block(x, src, 32), x += 32, src += 32;
+    if (n & 16) fd_rotate_block(x, src, 16), x += 16, src += 16;
     if (!(n & 8)) return;
-    fd_v8_t y = *(fd_v8_t *)x;
+    fd_v8_t y = *(const fd_v8_t *)src;
     fd_rotate_eight(&y);
     *(fd_v8_t *)x = y * (1.0f / sqrtf(8.0f));
 }
