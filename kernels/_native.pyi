@@ -25,7 +25,9 @@ def isa_of_kernels(isa: str, kv_dtype: str, /) -> str:
 def chunk_bytes(kv_dtype: str, head_size: int, v_size: int = ..., /) -> int:
     """Bytes of a chunk: K and V of one page and KV head in one layer. `v_size` is that of V, by default `head_size`."""
 
-def kv_append(isa: str, kv_dtype: str, chunks: Buffer, first_token_slot: int, k: Buffer, v: Buffer, /) -> None:
+def kv_append(
+    isa: str, kv_dtype: str, chunks: Buffer, first_token_slot: int, k: Buffer, v: Buffer, rotated: int = 0, /
+) -> None:
     """Append `k` [n, head_size] and `v` [n, v_size] to the consecutive `chunks` (bytes, 64-byte aligned).
 
     Row i becomes token `first_token_slot` + i, counted from the start of the first chunk.
@@ -49,6 +51,7 @@ def kv_attend(
     softcap: float = 0.0,
     slopes: Buffer | None = None,
     sinks: Buffer | None = None,
+    rotated: int = 0,
 ) -> None:
     """Attend q [heads, q_len, group, head_size] to pages of `heads` chunks each (fd_attend_t of attention.h).
 
@@ -58,7 +61,7 @@ def kv_attend(
 
     Writes the partial result: acc [heads, q_len, group, v_size], and m and l [heads, q_len, group]. With `o`, shaped as
     acc, it writes acc / l to `o`, and the contents of acc are undefined. `segment`, `softcap`, `slopes` and `sinks`,
-    the latter two [heads, group], are those of fd_attend_t.
+    the latter two [heads, group], and `rotated` are those of fd_attend_t.
     """
 
 def attend_merge(isa: str, m: Buffer, l: Buffer, acc: Buffer, m2: Buffer, l2: Buffer, acc2: Buffer, /) -> None:
@@ -409,6 +412,7 @@ class REngine:
         slopes: Buffer | None = None,
         heads: Sequence[Sequence[int]] | None = None,
         part: tuple[int, int] = (0, 1),
+        rotated: int = 0,
     ) -> REngineLink:
         """Grant a lease of `n_pages` pages and `max_seqs` sequence indexes, and serve the calls in `region`.
 
@@ -419,8 +423,9 @@ class REngine:
         `softcaps`, each [n_layers], `sinks` (fp32, [n_layers, n_q_heads]), `slopes` (fp32, [n_q_heads]) and `heads`
         ([n_layers] tuples of an fd_heads_t's four numbers; None: those of the geometry) are those of fd_layer_t
         (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`. `part`: the link
-        keeps this part, (index, n), of every sequence's tokens (kernels/engine/parts.h). Raises
-        ValueError for a bad argument, MemoryError if the KV-cache has no room for `n_pages`.
+        keeps this part, (index, n), of every sequence's tokens (kernels/engine/parts.h). `rotated`: what the caller
+        rotates in place of the kernels (fd_attend_t). Raises ValueError for a bad argument, MemoryError if the
+        KV-cache has no room for `n_pages`.
         """
     def pages_within(
         self,

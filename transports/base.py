@@ -26,6 +26,7 @@ The conformance suite of the transports is tests/transports: test_transports.py,
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,13 @@ class CallRefused(TransportError):
         self.link = link
 
 
+class Rotated(enum.IntFlag):
+    """What an S-node rotates before int4 and int8 round it, in place of the R-node (kernels/attention/rotate.h)."""
+
+    QK = 1  # Q and K
+    VO = 2  # V, and O back
+
+
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
     """Options of the layers' attention that few models use (fd_layer_t of kernels/engine/layers.h). Empty: unused."""
@@ -88,6 +96,7 @@ class LayerOptions:
     heads: tuple[tuple[int, int, int, int], ...] = ()
     #: (i, n): the R-node keeps the i-th part of n of every sequence's tokens (kernels/engine/parts.h)
     part: tuple[int, int] = (0, 1)
+    rotated: Rotated = Rotated(0)  # what the S-node rotates; the R-node rotates the rest if kv_dtype needs it
 
     def stored(self, windows: tuple[int, ...]) -> dict[str, Any]:
         """What decides on the size of a KV page, `windows` (Hello.windows) included, as keyword arguments of

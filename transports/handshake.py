@@ -41,7 +41,7 @@ from typing import TypeVar
 from fastdecode.region.contract import PROTOCOL_VERSION
 from fastdecode.region.geometry import Geometry, GeometryError, region_layout
 
-from .base import Hello, LayerOptions, Lease, LinkRefused, TransportError
+from .base import Hello, LayerOptions, Lease, LinkRefused, Rotated, TransportError
 from .frames import MAX_FRAME_AFTER_AUTH, FrameSocket
 from .messages import (
     Accepted,
@@ -154,6 +154,7 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         slopes=base64.b64encode(hello.layers.slopes).decode(),
         heads=[list(heads) for heads in hello.layers.heads],
         part=list(hello.layers.part),
+        rotated=int(hello.layers.rotated),
     )
     session = None if secret is None else Session(secret, message.nonce, challenge.nonce)
     answer = await _answer(conn, challenge, message, Welcome, session, _unproved(challenge))
@@ -257,6 +258,7 @@ class Handshake:
                 slopes=base64.b64decode(message.slopes),
                 heads=tuple((q, kv, k, v) for q, kv, k, v in message.heads),
                 part=(message.part[0], message.part[1]),
+                rotated=Rotated(message.rotated),
             ),
         )
 

@@ -18,7 +18,7 @@ import orjson
 
 from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, MAX_LAYERS, MAX_SECTIONS, PROTOCOL_VERSION
 
-from .base import TransportError
+from .base import Rotated, TransportError
 
 #: Most handles of one message; a frame of 1 MiB has room for this many.
 MAX_HANDLES = 32768
@@ -212,6 +212,7 @@ class HelloMessage:
     slopes: str = _base64()
     heads: list[list[int]] = _tuples(4, "quadruples", MAX_LAYERS)
     part: list[int] = _pair()
+    rotated: int = _int(Rotated.QK | Rotated.VO)
 
 
 @_message

@@ -186,6 +186,7 @@ class RNode:
                 slopes=hello.layers.slopes or None,
                 heads=hello.layers.heads or None,
                 part=hello.layers.part,
+                rotated=hello.layers.rotated,
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None

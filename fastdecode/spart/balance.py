@@ -3,9 +3,9 @@
 Scores are products of Q and K, so K may be multiplied by any matrix M if Q is multiplied by the inverse of its
 transpose. Integers have the same step in all of a key's directions. The error of a score is then least if keys are
 large in the same directions as queries, and to the same extent: M is the square root of the geometric mean of the
-inverse of K's second moments and of Q's. The direction in which both are largest becomes a head's first element. The
-rotation on the R-node (kernels/attention/rotate.h) spreads this element evenly over the head, where an int4 token's
-centre holds it.
+inverse of K's second moments and of Q's. The direction in which both are largest becomes a head's first element. A
+rotation (kernels/attention/rotate.h) spreads this element evenly over the head, where an int4 token's centre holds it.
+The matrices include the rotation, so that the R-node is spared it (Rotated).
 
 O is a sum of rows of V, so V may be multiplied by a matrix, too, if O is multiplied by its inverse. The products of the
 O projection's columns then take the place of Q's second moments.
@@ -31,13 +31,21 @@ from fastdecode.spart.probe import prompt_state, sequences_of
 from fastdecode.spart.rope import RotaryEmbedding, rotate
 from fastdecode.spart.served import ServedModel
 from fastdecode.spart.weights import Balance, Layer, Model
+from fastdecode.transports.base import Rotated
 
 #: The most sequences by which the second moments are estimated.
 _SEQUENCES = 4
 #: The positions of the rows that count a second time are below this, and within the model's context.
 _LATEST = 8192
+#: FD_ROTATED_MAX of rotate.h.
+_LARGEST_BLOCK = 128
 #: Added to the second moments, relative to their mean eigenvalue: what the estimate says of small ones is noise.
 _LEAST = 1e-2
+
+
+def rotated_by_s_node(kv_dtype: str) -> Rotated:
+    """What the matrices of a model rotate in place of the R-nodes: Model.rotated after balance_for."""
+    return {"int4": Rotated.QK | Rotated.VO, "int8-int4": Rotated.VO}.get(kv_dtype, Rotated(0))
 
 
 @torch.inference_mode()
@@ -61,10 +69,11 @@ def balance_for(model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> Non
         found.append(_second_moments(spart, sequence, later))
     for layer, *of_sequences in zip(model.weights.layers, *found, strict=True):
         queries, keys, values = (sum(kind) for kind in zip(*of_sequences, strict=True))
-        of_values = balancing(_output_moments(layer, model), values)
+        turned = rotation(config.head_size)
+        of_values = turned @ balancing(_output_moments(layer, model), values)
         of_keys = of_queries = None
         if kv_dtype == "int4":
-            of_keys = balancing(queries, keys)
+            of_keys = turned @ balancing(queries, keys)
             of_queries = torch.linalg.inv(of_keys).mT
         # Rows are multiplied from the left.
         layer.balance = Balance(
@@ -127,6 +136,20 @@ def balancing(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     normal = normal / normal.norm(dim=1, keepdim=True).clamp_min(1e-12)
     reflected: torch.Tensor = matrix - 2 * normal[:, :, None] * (normal[:, None] @ matrix)
     return reflected
+
+
+def rotation(size: int) -> torch.Tensor:
+    """The matrix, fp64 [size, size], of the rotation in kernels/attention/rotate.h, which is its own inverse. `size` is
+    a multiple of 8."""
+    blocks, left = [], size
+    while left:
+        block = torch.ones(1, 1, dtype=torch.float64)
+        while len(block) < min(_LARGEST_BLOCK, 1 << left.bit_length() - 1):
+            block = torch.kron(block, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)) * 0.5**0.5
+        blocks.append(block)
+        left -= len(block)
+    matrix: torch.Tensor = torch.block_diag(*blocks)
+    return matrix
 
 
 def _power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.shape import AttentionShape
-from fastdecode.transports.base import Hello, LayerOptions
+from fastdecode.transports.base import Hello, LayerOptions, Rotated
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -53,6 +53,11 @@ class ServedModel:
         """The links' activation dtype, one of ACT_DTYPES. It is the S-Part's dtype, so that no row is converted."""
         return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)
 
+    @property
+    def rotated(self) -> Rotated:
+        """What the S-Part rotates in place of the R-nodes."""
+        return Rotated(0)
+
     def hello(self, n_slots: int, max_rows: int, kv_dtype: str, kv_bytes: int | None, max_seqs: int) -> Hello:
         """The message by which an S-node with this model asks an R-node for a lease. The arguments are those fields
         of Geometry and Hello that the model does not fix."""
@@ -63,5 +68,5 @@ class ServedModel:
             softmax_scale=self.shape.softmax_scale,
             kv_bytes=kv_bytes,
             max_seqs=max_seqs,
-            layers=self.shape.options,
+            layers=replace(self.shape.options, rotated=self.rotated),
         )

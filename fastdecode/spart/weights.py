@@ -17,6 +17,7 @@ from fastdecode.spart.experts import Mixture
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.served import ServedModel
+from fastdecode.transports.base import Rotated
 
 
 @dataclass(slots=True)
@@ -102,6 +103,16 @@ class Model(ServedModel):
     def pooled(self) -> bool:
         layers = all(layer.qkv.pooled and layer.o.pooled and layer.mlp.pooled for layer in self.weights.layers)
         return layers and self.weights.head.pooled
+
+    @property
+    def rotated(self) -> Rotated:
+        balances = [layer.balance for layer in self.weights.layers]
+        rotated = Rotated(0)
+        if all(balance is not None for balance in balances):
+            rotated |= Rotated.VO
+        if all(balance is not None and balance.q is not None for balance in balances):
+            rotated |= Rotated.QK
+        return rotated
 
     @property
     def widths(self) -> tuple[int, int]:

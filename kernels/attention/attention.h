@@ -38,6 +38,11 @@ size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_siz
 /* Prefetches the cache lines that append writes for token t. */
 void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t);
 
+/* What a caller has rotated, or will, in place of the kernels (rotate.h): Q and K arrive rotated; V arrives rotated,
+ * and O leaves as a sum of rotated rows. Bits of a number that goes over the wire; formats without rotations ignore
+ * them. */
+enum { FD_ROTATED_QK = 1, FD_ROTATED_VO = 2, FD_ROTATED_ALL = 3 };
+
 /* The most query rows whose softmax state a kernel holds at once. */
 #define FD_PANEL_ROWS 64u
 
@@ -70,6 +75,7 @@ typedef struct {
     /* NULL, or [heads][group]: one more score for each row, whose V is 0 (attention sinks of gpt-oss). It only enters O
      * rows; a caller that merges partial results adds it to the merged l (fd_add_sink). */
     const float *sinks;
+    uint32_t rotated;      /* FD_ROTATED_QK, FD_ROTATED_VO */
     uint32_t act_dtype;    /* fd_act_dtype_t of q and o */
     const uint8_t *q;      /* [group][head_size] for each head and query token, at the strides below */
     size_t q_head_stride;  /* bytes from one head's query rows to the next head's */
@@ -93,8 +99,10 @@ typedef struct {
 
 typedef struct {
     const char *isa;
-    /* Rounds or quantises k [head_size] and v [v_size] and writes them to a chunk as token t (0..127). */
-    void (*append)(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k, const float *v);
+    /* Rounds or quantises k [head_size] and v [v_size] and writes them to a chunk as token t (0..127). `rotated` is
+     * that of fd_attend_t. */
+    void (*append)(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k, const float *v,
+                   uint32_t rotated);
     void (*attend)(const fd_attend_t *a);
 } fd_kv_ops_t;
 

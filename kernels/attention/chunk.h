@@ -30,7 +30,8 @@
  * reads a chunk from its first byte to its last without a gap, which hardware prefetchers can follow.
  *
  * int8-int4 stores K as int8 does and V as int4 does; every other format stores K and V alike. K is rotated before it
- * is rounded to integers, and so is Q; V is rotated before it is rounded to int4, and O is rotated back (rotate.h).
+ * is rounded to integers, and so is Q; V is rotated before it is rounded to int4, and O is rotated back (rotate.h). The
+ * caller may have rotated them (FD_ROTATED_QK, FD_ROTATED_VO).
  *
  * Rounding is to nearest even. fp16 saturates at +-65504, because an infinity in the cache would turn every later
  * output of its sequence into NaN; bf16 has the range of fp32 and need not saturate. fp32, fp16 and bf16 keep
@@ -167,9 +168,13 @@ static inline float fd_affine_centre(fd_kv_dtype_t format, uint32_t word) {
     return format == FD_KV_INT8 ? 0.0f : fd_bits_float(word << 16);
 }
 
-/* Whether K, or V, is rotated before it is stored (rotate.h). */
-FD_INLINE int fd_k_rotated(fd_kv_dtype_t dtype) { return fd_kv_is_int(fd_k_format(dtype)); }
-FD_INLINE int fd_v_rotated(fd_kv_dtype_t dtype) { return fd_v_format(dtype) == FD_KV_INT4; }
+/* Whether a kernel rotates Q and K, or V and O (rotate.h), if the caller has done what `rotated` says. */
+FD_INLINE int fd_rotates_qk(fd_kv_dtype_t dtype, uint32_t rotated) {
+    return fd_kv_is_int(fd_k_format(dtype)) && !(rotated & FD_ROTATED_QK);
+}
+FD_INLINE int fd_rotates_vo(fd_kv_dtype_t dtype, uint32_t rotated) {
+    return fd_v_format(dtype) == FD_KV_INT4 && !(rotated & FD_ROTATED_VO);
+}
 
 /* How the values of an int4 token become integers. With `fine` integers in a step,
  *

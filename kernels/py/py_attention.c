@@ -137,15 +137,19 @@ static PyObject *chunk_bytes(PyObject *self, PyObject *args) {
     return PyLong_FromSize_t(fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, head_size, v_size));
 }
 
+static int check_rotated(uint32_t rotated) { return check(rotated <= FD_ROTATED_ALL, "unknown rotations"); }
+
 static PyObject *kv_append(PyObject *self, PyObject *args) {
     int dtype;
     fd_isa_t isa;
-    uint32_t slot;
+    uint32_t slot, rotated = 0;
     PyObject *chunks_o, *k_o, *v_o, *result = NULL;
     buffers_t b = {.n = 0};
     Py_buffer *chunks, *k, *v;
-    if (!PyArg_ParseTuple(args, "O&O&OO&OO", to_isa, &isa, to_kv_dtype, &dtype, &chunks_o, to_u32, &slot, &k_o, &v_o))
+    if (!PyArg_ParseTuple(args, "O&O&OO&OO|I", to_isa, &isa, to_kv_dtype, &dtype, &chunks_o, to_u32, &slot, &k_o, &v_o,
+                          &rotated))
         return NULL;
+    if (!check_rotated(rotated)) goto out;
     if (!(k = get_floats(&b, k_o, 0, 2)) || !(v = get_floats(&b, v_o, 0, 2)) || !check_same_shape(k, v, 1)) goto out;
     if (!check_head_size(k->shape[1]) || !check_head_size(v->shape[1])) goto out;
     const uint32_t head_size = (uint32_t)k->shape[1], v_size = (uint32_t)v->shape[1];
@@ -158,7 +162,7 @@ static PyObject *kv_append(PyObject *self, PyObject *args) {
         const size_t t = slot + i;
         uint8_t *chunk = (uint8_t *)chunks->buf + t / FD_PAGE_TOKENS * bytes;
         ops->append(chunk, head_size, v_size, t % FD_PAGE_TOKENS, (const float *)k->buf + i * head_size,
-                    (const float *)v->buf + i * v_size);
+                    (const float *)v->buf + i * v_size, rotated);
     }
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
@@ -202,8 +206,8 @@ static int get_per_head(buffers_t *b, PyObject *o, const Py_buffer *q, const flo
 }
 
 static PyObject *kv_attend(PyObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"isa", "kv_dtype", "chunks", "order",   "first_token", "q",      "q_pos", "window", "acc",
-                            "m",   "l",        "o",      "segment", "softcap",     "slopes", "sinks", NULL};
+    static char *names[] = {"isa", "kv_dtype", "chunks", "order",   "first_token", "q",      "q_pos", "window",  "acc",
+                            "m",   "l",        "o",      "segment", "softcap",     "slopes", "sinks", "rotated", NULL};
     int dtype;
     fd_isa_t isa;
     fd_attend_t a = {0};
@@ -212,11 +216,12 @@ static PyObject *kv_attend(PyObject *self, PyObject *args, PyObject *kwargs) {
     const uint8_t **picked = NULL;
     buffers_t b = {.n = 0};
     Py_buffer *chunks, *q, *acc, *m, *l, *o = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&OOO&OO&O&OOO|O$O&fOO", names, to_isa, &isa, to_kv_dtype, &dtype,
-                                     &chunks_o, &order, to_u32, &a.first_token, &q_o, to_u32, &a.q_pos, to_u32,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&OOO&OO&O&OOO|O$O&fOOI", names, to_isa, &isa, to_kv_dtype,
+                                     &dtype, &chunks_o, &order, to_u32, &a.first_token, &q_o, to_u32, &a.q_pos, to_u32,
                                      &a.window, &acc_o, &m_o, &l_o, &o_o, to_u32, &a.segment, &a.softcap, &slopes,
-                                     &sinks))
+                                     &sinks, &a.rotated))
         return NULL;
+    if (!check_rotated(a.rotated)) goto out;
     if (!(q = get_floats(&b, q_o, 0, 4)) || !(acc = get_floats(&b, acc_o, PyBUF_WRITABLE, 4)) ||
         !check_same_shape(q, acc, 3))
         goto out;
@@ -317,7 +322,7 @@ PyMethodDef fd_attention_methods[] = {
     {"chunk_bytes", chunk_bytes, METH_VARARGS,
      "chunk_bytes(kv_dtype, head_size, v_size=head_size) -> int: bytes of one (page, KV head) chunk."},
     {"kv_append", kv_append, METH_VARARGS,
-     "kv_append(isa, kv_dtype, chunks, first_token_slot, k, v): append k and v to consecutive chunks."},
+     "kv_append(isa, kv_dtype, chunks, first_token_slot, k, v, rotated=0): append k and v to consecutive chunks."},
     {"kv_attend", (PyCFunction)(void (*)(void))kv_attend, METH_VARARGS | METH_KEYWORDS,
      "kv_attend(isa, kv_dtype, chunks, order, first_token, q, q_pos, window, acc, m, l, o=None, *, segment=0, "
      "softcap=0, slopes=None, sinks=None): attend q to chunks."},

@@ -32,6 +32,7 @@ static int convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long m
 /* The keyword arguments of add_link that say what the layers' attention does. NULL or None: nothing. */
 typedef struct {
     PyObject *windows, *segments, *kv_layers, *softcaps, *sinks, *slopes, *heads;
+    uint32_t rotated;
     Py_buffer sinks_view, slopes_view;
 } layer_args_t;
 
@@ -103,7 +104,8 @@ static int get_layers(layer_args_t *a, const fd_geometry_t *g, fd_layer_t *layer
                                  .segment = segments[i],
                                  .kv_layer = kv_layers[i],
                                  .slopes = a->slopes_view.buf,
-                                 .sinks = sinks ? sinks + (size_t)i * g->n_q_heads : NULL};
+                                 .sinks = sinks ? sinks + (size_t)i * g->n_q_heads : NULL,
+                                 .rotated = a->rotated};
     return get_heads(a->heads, g, layers) && get_softcaps(a->softcaps, n, layers);
 }
 

@@ -64,7 +64,8 @@ static void append(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
         const uint32_t t = r->token + i;
         uint8_t *chunk = b[0].at + t / FD_PAGE_TOKENS * chunk_bytes;
         ops->append(chunk, r->head_size, r->v_size, t % FD_PAGE_TOKENS,
-                    (const float *)b[1].at + (size_t)i * r->head_size, (const float *)b[2].at + (size_t)i * r->v_size);
+                    (const float *)b[1].at + (size_t)i * r->head_size, (const float *)b[2].at + (size_t)i * r->v_size,
+                    0);
     }
 }
 

@@ -87,6 +87,7 @@ def hello_message(geometry: Geometry = SMALL, **changes: object) -> dict:
         "slopes": "",
         "heads": [],
         "part": [0, 1],
+        "rotated": 0,
     }
     return message | changes
 

@@ -18,9 +18,10 @@ from kernel_budget import INTEGERS, budget, unit
 from kernel_reference import Cache, Partial, aligned_bytes, assert_close, normal, queries, reference
 from quick import quick
 
-from fastdecode.bench.accuracy import stored, stored_kv
+from fastdecode.bench.accuracy import rotated, stored, stored_kv
 from fastdecode.kernels import _native as native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
+from fastdecode.transports.base import Rotated
 
 ISAS = native.isa_supported()
 
@@ -94,6 +95,32 @@ def test_isas_agree_with_the_operating_system() -> None:
     needed["neon"] = {"asimd"}
     assert ["scalar", *(isa for isa, wanted in needed.items() if wanted <= flags)] == ISAS
     assert native.isa_best() == ISAS[-1]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "int8-int4"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_caller_may_rotate_in_place_of_a_kernel(isa: str, kv_dtype: str) -> None:
+    for head_size, rotated_by_caller in itertools.product((80, 128), (Rotated.QK, Rotated.VO, Rotated.QK | Rotated.VO)):
+        q, k, v = make_inputs(Case(head_size, group=4, length=200, window=0, q_len=2))
+        plain, plain_o = outputs(Cache(isa, kv_dtype, k, v), q)
+        rotates_v = Rotated.VO in rotated_by_caller and kv_dtype.endswith("int4")
+        if Rotated.QK in rotated_by_caller:
+            q, k = (rotated(x.reshape(-1, head_size)).reshape(x.shape) for x in (q, k))
+        cache = Cache(isa, kv_dtype, k, rotated(v) if rotates_v else v, rotated=rotated_by_caller)
+        got, o = outputs(cache, q, rotated=int(rotated_by_caller))
+        if rotates_v:
+            assert np.abs(o - plain_o).max() > 0.1
+            o, acc = (rotated(x.reshape(-1, head_size)).reshape(x.shape) for x in (o, got.acc))
+            got = got._replace(acc=acc)
+        for ours, theirs in zip((*got, o), (*plain, plain_o), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=2e-3 * np.abs(theirs).max())
+
+
+def outputs(cache: Cache, q: np.ndarray, **options: int) -> tuple[Partial, np.ndarray]:
+    """The partial result of queries behind 198 tokens, and their O rows."""
+    o = np.empty((1, *q.shape), np.float32)
+    cache.attend(q, 198, o=o, **options)
+    return cache.attend(q, 198, **options), o[0]
 
 
 @pytest.mark.parametrize("head_size", quick(HEAD_SIZES, 64))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rnode_process import RNodeProcess
 
+from fastdecode.bench.accuracy import rotated
 from fastdecode.bench.perplexity import nats_per_token
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model
-from fastdecode.spart.balance import _weights, balance_digest, balance_for, balancing
+from fastdecode.spart.balance import _weights, balance_digest, balance_for, balancing, rotated_by_s_node, rotation
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer
+from fastdecode.transports.base import Rotated
 from fastdecode.transports.registry import connect
 
 SEQUENCES, LENGTH = 16, 140
@@ -28,9 +32,13 @@ def node(tmp_path_factory):
     node.end()
 
 
-async def nats(model, node, kv_dtype: str) -> float:
+async def nats(model, node, kv_dtype: str, said: Rotated | None = None) -> float:
+    """Nats a token; `said`: what the S-node says of rotations, by default what its model does."""
     ids = cut(Tokenizer.from_dir(model_dir()), heldout_text(), SEQUENCES, LENGTH)
-    link = await connect(node.url, model.hello(1, SEQUENCES, kv_dtype, None, SEQUENCES), None)
+    hello = model.hello(1, SEQUENCES, kv_dtype, None, SEQUENCES)
+    if said is not None:
+        hello = replace(hello, layers=replace(hello.layers, rotated=said))
+    link = await connect(node.url, hello, None)
     try:
         return nats_per_token(model, link, ids)
     finally:
@@ -51,6 +59,12 @@ def test_balanced_queries_and_keys_have_equal_second_moments() -> None:
         assert ours[0][0, 0] > 0.99 * torch.linalg.eigvalsh(ours[0])[-1]  # the largest direction comes first
         before = keys[head].trace() * queries[head].trace()
         assert of_keys[head].trace() * of_queries[head].trace() < before / 2
+
+
+@pytest.mark.parametrize("size", [8, 24, 64, 80, 128, 192, 256])
+def test_the_rotation_is_that_of_the_kernels(size) -> None:
+    rows = np.random.default_rng(size).standard_normal((3, size))
+    np.testing.assert_allclose(rows @ rotation(size).numpy(), rotated(rows), atol=1e-12)
 
 
 def test_a_row_counts_by_what_its_error_does_to_o() -> None:
@@ -90,8 +104,11 @@ async def test_results_stay_and_a_cache_of_4_bits_loses_less(node, kv_dtype) -> 
     exact, plain = await nats(model, node, "fp32"), await nats(model, node, kv_dtype)
     balance_for(model, kv_dtype, tokens)
     digest = balance_digest(model)
+    assert model.rotated == rotated_by_s_node(kv_dtype) != Rotated(0)
     assert await nats(model, node, "fp32") == pytest.approx(exact, rel=1e-5)
-    assert abs(math.expm1(await nats(model, node, kv_dtype) - exact)) < 0.004
+    balanced = await nats(model, node, kv_dtype)
+    assert abs(math.expm1(balanced - exact)) < 0.004
+    assert await nats(model, node, kv_dtype, Rotated(0)) != balanced  # the R-node rotates too
     assert digest and all(layer.balance is not None for layer in model.weights.layers)
     assert all((layer.balance.k is not None) == (kv_dtype == "int4") for layer in model.weights.layers)
     assert plain != exact
