@@ -31,6 +31,7 @@ from tqdm import tqdm
 from fastdecode.bench.attention_peers import PEERS, AttentionPeer, check, installed
 from fastdecode.bench.attention_report import print_report, summary
 from fastdecode.bench.options import print_result, refuse_unsupported
+from fastdecode.bench.other_version_peer import OtherVersionAttention
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Data, Shape
 from fastdecode.daemon.machine import available_memory, usable_cpus
@@ -73,7 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="KV of each peer; default: as --kv-bytes (less saves time, but may fit into the last-level cache)",
     )
-    parser.add_argument("--scattered", action="store_true", help="no two pages of a sequence are adjacent")
+    parser.add_argument(
+        "--scattered",
+        action="store_true",
+        help="no two pages of a sequence are adjacent (of the peers only fastdecode has pages)",
+    )
     repeatable("--part", {"choices": PARTS}, "what to measure; default: all")
     parser.add_argument("--threads", type=int, help="threads of the sweep; default: one for each usable core")
     parser.add_argument("--isa", help="instruction set, such as avx2; default: the best")
@@ -320,7 +325,11 @@ def _measure_peers(
         peers: dict[str, AttentionPeer] = {}
         for name in names:
             try:
-                peer = PEERS[name](shape, kv_dtype, _peer_kv_bytes(args), len(cpus))
+                peer: AttentionPeer
+                if PEERS[name] is OtherVersionAttention:
+                    peer = OtherVersionAttention(shape, kv_dtype, _peer_kv_bytes(args), len(cpus), args.scattered)
+                else:
+                    peer = PEERS[name](shape, kv_dtype, _peer_kv_bytes(args), len(cpus))
             except ValueError as error:
                 tqdm.write(f"{name} cannot run {kv_dtype}, head size {shape.head_size}: {error}", file=sys.stderr)
                 continue

@@ -20,8 +20,10 @@ class OtherVersionAttention(ProcessAttention):
     def python() -> str | None:
         return os.environ.get("FASTDECODE_OTHER_PYTHON")
 
-    def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int):
-        """Raises ValueError if that version does not support the shape or format, RuntimeError if the worker ends."""
+    def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int, scattered: bool = False):
+        """`scattered` is that of RPart. Raises ValueError if that version does not support the shape or format,
+        RuntimeError if the worker ends."""
         self.format = kv_dtype
-        opened = self._open(shape, format=kv_dtype, fill=kv_bytes, threads=threads)
+        opened = self._open(shape, format=kv_dtype, fill=kv_bytes, threads=threads, scattered=scattered)
         self.sequences, self.kv_bytes = opened["sequences"], opened["kv_bytes"]
+        self.run_pages: float = opened["run_pages"]  # the average number of adjacent pages of a sequence

@@ -2,8 +2,10 @@
 
 It reads one JSON object a line and answers each with one line:
 
-    {"do": "open", "context", "group", "head_size", "kv_heads", "format", "fill", "threads"}
-        caches as many sequences of `Data.of(shape)` as make up `fill` bytes; answer: {"sequences", "kv_bytes"}
+    {"do": "open", "context", "group", "head_size", "kv_heads", "format", "fill", "threads",
+     "scattered"}
+        caches as many sequences of `Data.of(shape)` as make up `fill` bytes, in pages that RPart scatters if
+        `scattered`; answer: {"sequences", "kv_bytes", "run_pages"}
     {"do": "layer"}             runs the R-engine, one query row for each sequence; answer: {"seconds"}
     {"do": "output", "to"}      writes the last result as .npy, [sequences, q_heads, head_size] float32; answer: {}
     {"do": "close"}             frees the cache; answer: {}
@@ -27,8 +29,9 @@ def answer(request: dict[str, Any], held: list[RPart]) -> dict[str, Any]:
     if request["do"] == "open":
         cpus = sorted(os.sched_getaffinity(0))[: request["threads"]]
         shape = Shape(request["context"], request["group"], request["head_size"], request["kv_heads"])
-        held.append(RPart(shape, request["format"], request["fill"], cpus, progress=False))
-        return {"sequences": held[0].sequences, "kv_bytes": held[0].kv_bytes}
+        how = {"progress": False, "scattered": request["scattered"]}
+        held.append(RPart(shape, request["format"], request["fill"], cpus, **how))
+        return {name: getattr(held[0], name) for name in ("sequences", "kv_bytes")} | {"run_pages": held[0].run_pages()}
     if request["do"] == "layer":
         return {"seconds": held[0].layer()[0]}
     if request["do"] == "output":

@@ -11,12 +11,13 @@ import pytest
 
 from fastdecode.bench import attention
 from fastdecode.bench.attention_peers import PEERS, TOLERANCE, check, expected
+from fastdecode.bench.other_version_peer import OtherVersionAttention
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.daemon.roofline import Roofline
 from fastdecode.kernels._native import read_variants
-from fastdecode.region.contract import KV_DTYPES
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 
 pytestmark = pytest.mark.quick
 
@@ -47,6 +48,17 @@ def test_a_peer_attends_to_every_token_of_every_sequence(name, kv_dtype, monkeyp
         assert peer.layer() > 0
         assert peer.kv_bytes >= KV_BYTES
         check(peer, SHAPE, kv_dtype)
+    finally:
+        peer.close()
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_the_pages_of_another_version_are_scattered_as_ours_are(scattered, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_OTHER_PYTHON", sys.executable)
+    long = replace(SHAPE, context=8 * PAGE_TOKENS)
+    peer = OtherVersionAttention(long, "int8", 64 << 20, 1, scattered)
+    try:
+        assert (peer.run_pages < 1.5) == scattered
     finally:
         peer.close()
 
