@@ -41,7 +41,7 @@ FD_INLINE int prefetch_next_page_early(const fd_kv_dtype_t dtype, const int rows
     return PREFETCH_NEAR && dtype == FD_KV_INT4 && rows == 1;
 }
 /* The prefetch distance in bytes; prefetch_start limits it to one chunk. `near`: see prefetch_near. With one row, tiles
- * of AVX2 read whole lines, and Zen 4 then reads up to a fifth faster at 6 KiB than at 8 KiB or 4 KiB. */
+ * of AVX2 read whole lines, and Zen 4 then reads faster at 6 KiB than at 8 KiB or 4 KiB. */
 FD_INLINE size_t prefetch_ahead(const fd_kv_dtype_t dtype, const int rows, const int near) {
     const int nearer = prefetch_next_page_early(dtype, rows) || (PREFETCH_BY_VENDOR && rows == 1);
     return near ? (size_t)(nearer ? 6 : 8) << 10 : SIZE_MAX;
