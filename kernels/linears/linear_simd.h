@@ -70,8 +70,8 @@ FD_INLINE void store_rows(const fd_linear_t *l, const vec_t *acc, uint32_t at, u
 }
 
 /* Bytes by which a product of one or two rows fetches 4-bit weights ahead: its instructions hold up the processor's own
- * prefetching, whereas 8 bits are read as fast without. Zen 4 reads faster at 6 KiB than at 4 KiB or 8 KiB. */
-enum { FEW_ROWS_AHEAD = 6144 };
+ * prefetching, whereas 8 bits are read as fast without. */
+enum { FEW_ROWS_AHEAD = 4096 };
 
 /* The vectors of outputs of a tile. */
 enum { VECS = FD_LINEAR_LANES / LANES };
