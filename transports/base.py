@@ -77,7 +77,7 @@ class CallRefused(TransportError):
 
 
 class Rotated(enum.IntFlag):
-    """What an S-node rotates before int4 and int8 round it, in place of the R-node (kernels/attention/rotate.h)."""
+    """The heads that an S-node rotates in place of the R-node (kernels/attention/rotate.h)."""
 
     QK = 1  # Q and K
     VO = 2  # V, and O back

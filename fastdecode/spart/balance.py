@@ -5,7 +5,7 @@ transpose. Integers have the same step in all of a key's directions. The error o
 large in the same directions as queries, and to the same extent: M is the square root of the geometric mean of the
 inverse of K's second moments and of Q's. The direction in which both are largest becomes a head's first element. A
 rotation (kernels/attention/rotate.h) spreads this element evenly over the head, where an int4 token's centre holds it.
-The matrices include the rotation, so that the R-node is spared it (Rotated).
+The matrices include the rotation, so the R-node does not rotate (Rotated).
 
 O is a sum of rows of V, so V may be multiplied by a matrix, too, if O is multiplied by its inverse. The products of the
 O projection's columns then take the place of Q's second moments.

@@ -25,8 +25,8 @@
  * is rounded to 15 bits. An ISA may round to 8 bits instead (kv_bits, kv_size), and may round the multipliers of bf16
  * to bf16 (kv_store_query, kv_store_float_weights). With V = scale * stored + offset, the scales are multiplied into
  * the weights before the weights are rounded. The offsets contribute the same amount to every dimension, which is
- * summed in row_state_t.bias and added to O at the end. O of a V that was rotated is rotated back then, if not by the
- * caller.
+ * summed in row_state_t.bias and added to O at the end. If V was rotated, the kernel then rotates O back,
+ * unless the caller does.
  *
  * A panel calls before_last_chunk for each head, so an fd_attend_t with before_last_chunk must fit into one panel:
  * heads * q_len * group <= FD_PANEL_ROWS.
@@ -112,8 +112,8 @@ typedef struct {
     size_t row_bytes;              /* bytes of multipliers for one row of q */
 } panel_t;
 
-/* Prefetches the next `lines` lines at *ahead, if it is not NULL. The work between tiles does so, or memory would be
- * idle after the lines that the last tile has prefetched. */
+/* Prefetches the next `lines` lines at *ahead, if *ahead is not NULL. The work between two tiles calls this, because
+ * memory would otherwise be idle once it has read what the last tile prefetched. */
 FD_INLINE void prefetch_on(const uint8_t **ahead, const int lines) {
     if (!*ahead) return;
     for (int i = 0; i < lines; i++, *ahead += LINE) __builtin_prefetch(*ahead, 0, PREFETCH_LOCALITY);

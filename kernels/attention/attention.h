@@ -38,9 +38,9 @@ size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_siz
 /* Prefetches the cache lines that append writes for token t. */
 void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t);
 
-/* What a caller has rotated, or will, in place of the kernels (rotate.h): Q and K arrive rotated; V arrives rotated,
- * and O leaves as a sum of rotated rows. Bits of a number that goes over the wire; formats without rotations ignore
- * them. */
+/* What the caller rotates in place of the kernels (rotate.h). FD_ROTATED_QK: Q and K arrive rotated. FD_ROTATED_VO: V
+ * arrives rotated, and the caller rotates O back. The number goes over the wire; formats without rotations ignore
+ * it. */
 enum { FD_ROTATED_QK = 1, FD_ROTATED_VO = 2, FD_ROTATED_ALL = 3 };
 
 /* The most query rows whose softmax state a kernel holds at once. */

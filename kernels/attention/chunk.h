@@ -168,7 +168,7 @@ static inline float fd_affine_centre(fd_kv_dtype_t format, uint32_t word) {
     return format == FD_KV_INT8 ? 0.0f : fd_bits_float(word << 16);
 }
 
-/* Whether a kernel rotates Q and K, or V and O (rotate.h), if the caller has done what `rotated` says. */
+/* Whether a kernel rotates Q and K, and whether it rotates V and O (rotate.h). `rotated` says what its caller does. */
 FD_INLINE int fd_rotates_qk(fd_kv_dtype_t dtype, uint32_t rotated) {
     return fd_kv_is_int(fd_k_format(dtype)) && !(rotated & FD_ROTATED_QK);
 }
@@ -206,8 +206,8 @@ static inline fd_int4_grid_t fd_int4_grid(float min, float max) {
 }
 
 /* The affine word of a token of `size` elements: the least-squares centre, rounded to bf16, then the least-squares
- * scale for this centre. Two of the quotients do not wait for the other results, because a core computes only one at a
- * time. */
+ * scale for this centre. The quotients of_centre and of_scale depend on the sums alone, so that a core divides while
+ * it computes the rest. */
 static inline uint32_t fd_int4_fit(fd_int4_grid_t grid, fd_int4_sums_t sums, uint32_t size) {
     const double n = sums.n, nn = sums.nn, f = sums.f, nf = sums.nf, unit = (double)grid.step / FD_INT4_FINE;
     const double determinant = size * nn - n * n;

@@ -1,4 +1,4 @@
-"""Idle links to an R-node as a process, whose CPU time nothing else adds to.
+"""A process that only holds idle links to an R-node, so that all CPU time of the process is theirs.
 
     python idle_links.py URL LINKS
 

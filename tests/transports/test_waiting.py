@@ -32,7 +32,7 @@ def test_an_idle_node_uses_under_1_percent_of_a_core(shared_node):
     node = shared_node.pid
     client = IdleLinks(shared_node.url, 6)
     time.sleep(0.2)
-    # Busy neighbours empty the caches of an idle node, which costs it CPU time now and then; spinning costs it always.
+    # A node whose caches a busy neighbour has emptied needs more CPU time for a while; a spinning node always does.
     windows = [used_in((node, client.pid), IDLE_S) for _ in range(3)]
     assert client.end() == 0
     assert all(min(used) < 0.01 * IDLE_S for used in zip(*windows, strict=True)), windows
