@@ -393,6 +393,10 @@ class REngine:
     @property
     def eventfd(self) -> int:
         """An eventfd that wakes the engine, for callers in this process. A peer is given REngineLink.eventfd."""
+    @property
+    def stand_in(self) -> object:
+        """A PyCapsule "fastdecode.stand_in" (region/stand_in.h) for Ports of this process. After `close` it does
+        nothing."""
     def add_link(
         self,
         region: Buffer,

@@ -33,6 +33,10 @@ typedef struct {
     /* The descriptor that is readable when `poll` has something to do. Only with `poll`. */
     int (*poll_fd)(void *self);
 
+    /* Does some of the other end's work in the calling thread, which waits for it. Returns whether there was any. With
+     * `go_on` false the thread waits no longer. NULL: the other end does its work itself. */
+    bool (*serve)(void *self, bool go_on);
+
     /* A waiter calls this after each nap, so that the death of a peer is noticed. `harder` is true every 250 ms: make
      * the peer's end acknowledge something. NULL: other means find a dead peer. */
     void (*probe)(void *self, uint32_t slot, bool harder);

@@ -24,7 +24,8 @@ class Port:
 
     The caller gives exactly one of these, which selects the way that messages leave:
 
-    - `wake_fd` (shared memory): the R-engine's eventfd, which stays open until `close` returns;
+    - `wake_fd` (shared memory): the R-engine's eventfd, which stays open until `close` returns. With `stand_in`, the
+      capsule of an R-engine of this process, a thread in `wait` also does the work of the R-engine's thread 0;
     - `data_fd` (any connected stream socket): the Port owns the socket, even if this raises OSError;
     - `verbs` (RDMA): a queue pair, which stays connected until `close` returns;
     - `loopback`: there is no R-node; every message is answered at once, and the O rows stay as they are.
@@ -42,6 +43,7 @@ class Port:
         data_fd: int = -1,
         verbs: _Verbs = ...,
         loopback: bool = False,
+        stand_in: object | None = None,
     ) -> None: ...
     @property
     def down_fd(self) -> int:

@@ -123,6 +123,17 @@ static bool poll_carriers(fd_awaited_t *awaited, size_t n) {
     return n_polled > 0;
 }
 
+/* Does some of the work that the other ends of slots leave to this thread. Returns whether there was any. */
+static bool serve(const fd_awaited_t *awaited, size_t n, bool go_on) {
+    bool any = false;
+    for (size_t i = 0; i < n; i++) {
+        const fd_carrier_t *carrier = &awaited[i].port->carrier;
+        if (carrier->ops->serve && (!go_on || awaited[i].result == FD_PORT_PENDING))
+            any |= carrier->ops->serve(carrier->self, go_on);
+    }
+    return any;
+}
+
 /* The first wait without a pending result, or -1. Looks at all slots that are pending. */
 static long first_over(const fd_waits_t *w) {
     long first = -1;
@@ -147,24 +158,26 @@ static long first_readable(const fd_waits_t *w) {
 }
 
 long fd_port_await_any(const fd_waits_t *w, uint64_t timeout_ns) {
-    uint64_t start = 0, spin_ns = 0, probed_ns = 0;
+    uint64_t start = 0, served_at = 0, spin_ns = 0, probed_ns = 0;
     long over;
     for (size_t i = 0; i < w->n; i++)
         if (w->awaited[i].port->spin_ns > spin_ns) spin_ns = w->awaited[i].port->spin_ns;
     for (uint32_t i = 1; (over = first_over(w)) < 0; i++) {
-        const bool polled = poll_carriers(w->awaited, w->n);
-        if (w->n && !polled && i % LOOKS_PER_CLOCK) {
+        const bool served = serve(w->awaited, w->n, true), polled = poll_carriers(w->awaited, w->n);
+        if (w->n && !served && !polled && i % LOOKS_PER_CLOCK) {
             fd_cpu_relax();
             continue;
         }
         if ((over = first_readable(w)) >= 0) break;
         const uint64_t now = fd_now_ns();
         if (!start) start = now;
-        const uint64_t waited = now - start;
+        if (served) served_at = now;
+        const uint64_t waited = now - start, idle = served_at ? now - served_at : waited;
         if (waited >= timeout_ns) break;
-        if (waited >= spin_ns && first_over(w) < 0) rest(w, waited, timeout_ns - waited, &probed_ns);
-        else if (waited >= FD_YIELD_AFTER_NS) sched_yield();
+        if (idle >= spin_ns && !served && first_over(w) < 0) rest(w, waited, timeout_ns - waited, &probed_ns);
+        else if (idle >= FD_YIELD_AFTER_NS) sched_yield();
     }
+    serve(w->awaited, w->n, false);
     for (size_t i = 0; i < w->n; i++) {
         fd_awaited_t *a = &w->awaited[i];
         if (a->polling) a->port->carrier.ops->poll(a->port->carrier.self, false);

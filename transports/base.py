@@ -27,6 +27,7 @@ The conformance suite of the transports is tests/transports: test_transports.py,
 from __future__ import annotations
 
 import enum
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -321,6 +322,7 @@ class LinkService(Protocol):
     """The service of an R-node to the transports that it listens on (implemented by daemon.rnode.RNode)."""
 
     name: str  # the R-node's name, which CHALLENGE tells to every S-node
+    log: logging.Logger  # for what happens to its links
 
     def open_link(self, hello: Hello, region: memoryview, carrier: object | None) -> LinkGrant:
         """Grant a lease, and let the R-engine serve the steps that appear in `region`.
@@ -343,6 +345,8 @@ class LinkGrant(Protocol):
 
     lease: Lease
     wake_fd: int  # eventfd; a write to it wakes the R-engine
+    #: The capsule with which waiters of this process stand in for the R-engine's thread 0; None if they should not.
+    stand_in: object | None
 
     def free(self, handles: Sequence[tuple[int, int]]) -> None: ...
     def trim(self, seq_index: int, tag: int, length: int) -> None: ...

@@ -12,6 +12,23 @@ static void shm_send(void *self, uint32_t slot, fd_message_t message) {
 
 const fd_carrier_ops_t fd_shm_s_ops = {.send = shm_send, .wakes = true};
 
+static void leave_to_waiter(void *self, uint32_t slot, fd_message_t message) { (void)self, (void)slot, (void)message; }
+
+static bool stand_in(void *self, bool go_on) {
+    const fd_shm_s_t *shm = self;
+    const fd_stand_in_t *engine = shm->stand_in;
+    if (!go_on) {
+        engine->leave(engine->self);
+        return false;
+    }
+    const fd_stand_in_result_t result = engine->serve(engine->self);
+    /* Thread 0 may have looked at the bells before this one was rung, and be about to sleep. */
+    if (result == FD_STAND_IN_TAKEN) fd_wake_engine(&shm->header->engine_asleep, shm->wake_fd);
+    return result == FD_STAND_IN_BUSY;
+}
+
+const fd_carrier_ops_t fd_shm_s_ops_standing_in = {.send = leave_to_waiter, .serve = stand_in, .wakes = true};
+
 static void loopback_send(void *self, uint32_t index, fd_message_t message) {
     fd_port_t *port = self;
     fd_slot_t *slot = fd_port_slot(port, index);

@@ -18,6 +18,7 @@
 
 #include "carrier.h"
 #include "down.h"
+#include "stand_in.h"
 
 typedef enum { FD_SLOT_IDLE, FD_SLOT_ARMING, FD_SLOT_ARMED, FD_SLOT_ASKED } fd_slot_phase_t;
 
@@ -124,8 +125,12 @@ void fd_port_poison(fd_port_t *port);
 typedef struct {
     fd_region_header_t *header;
     int wake_fd; /* the R-engine's eventfd */
+    const fd_stand_in_t *stand_in;
 } fd_shm_s_t;
 extern const fd_carrier_ops_t fd_shm_s_ops;
+/* The same, but a thread that waits also stands in for thread 0 of the R-engine, through `stand_in`. Every call must be
+ * waited for by fd_port_await or fd_port_await_any, because no message wakes the R-engine. */
+extern const fd_carrier_ops_t fd_shm_s_ops_standing_in;
 
 /* No R-node: the carrier answers every message itself at once, and O rows stay as they are. `self` is the port. For
  * measurements of the S-Part alone, and to warm a device up. */

@@ -20,19 +20,26 @@ PyObject *fd_py_down_reason(fd_down_t *down) {
 }
 
 static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"region", "geometry", "spin_us", "wake_fd", "data_fd", "verbs", "loopback", NULL};
-    PyObject *region;
+    static char *names[] = {"region", "geometry", "spin_us",  "wake_fd", "data_fd",
+                            "verbs",  "loopback", "stand_in", NULL};
+    PyObject *region, *stand_in = Py_None;
     fd_geometry_t g;
     unsigned int spin_us;
     int wake_fd = -1, data_fd = -1, loopback = 0;
     fd_verbs_t verbs = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&I|$iiO&p:Port", names, &region, fd_py_geometry, &g, &spin_us,
-                                     &wake_fd, &data_fd, fd_py_verbs, &verbs, &loopback))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&I|$iiO&pO:Port", names, &region, fd_py_geometry, &g, &spin_us,
+                                     &wake_fd, &data_fd, fd_py_verbs, &verbs, &loopback, &stand_in))
         return NULL;
     if ((wake_fd >= 0) + (data_fd >= 0) + (verbs.qp != NULL) + loopback != 1) {
         PyErr_SetString(
             PyExc_TypeError,
             "a port needs exactly one of wake_fd (shared memory), data_fd (TCP), verbs (RDMA) and loopback");
+        return NULL;
+    }
+    const fd_stand_in_t *engine = NULL;
+    if (stand_in != Py_None && !(engine = PyCapsule_GetPointer(stand_in, FD_STAND_IN_CAPSULE))) return NULL;
+    if (engine && wake_fd < 0) {
+        PyErr_SetString(PyExc_TypeError, "stand_in is for shared memory: it needs wake_fd");
         return NULL;
     }
     PortObject *self = (PortObject *)type->tp_alloc(type, 0);
@@ -44,9 +51,10 @@ static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         goto fail;
     }
     self->open = true;
-    self->shm = (fd_shm_s_t){self->region.buf, wake_fd};
-    self->port.carrier = loopback ? (fd_carrier_t){&fd_loopback_ops, &self->port}
-                                  : (fd_carrier_t){&fd_shm_s_ops, &self->shm};
+    self->shm = (fd_shm_s_t){self->region.buf, wake_fd, engine};
+    self->stand_in = engine ? Py_NewRef(stand_in) : NULL;
+    if (loopback) self->port.carrier = (fd_carrier_t){&fd_loopback_ops, &self->port};
+    else self->port.carrier = (fd_carrier_t){engine ? &fd_shm_s_ops_standing_in : &fd_shm_s_ops, &self->shm};
     if (data_fd >= 0) {
         self->pump = fd_pump_new(FD_SIDE_S, self->region.buf, &g, &self->port.down);
         if (!self->pump) {
@@ -91,6 +99,7 @@ static void port_dealloc(PortObject *self) {
     if (self->open) port_stop(self);
     if (self->pump) fd_pump_free(self->pump);
     if (self->poster) fd_poster_free(self->poster);
+    Py_XDECREF(self->stand_in);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);

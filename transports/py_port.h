@@ -11,6 +11,7 @@ typedef struct {
     fd_pump_t *pump;     /* TCP; else NULL */
     fd_poster_t *poster; /* RDMA; else NULL */
     fd_shm_s_t shm;
+    PyObject *stand_in; /* the capsule of shm.stand_in; else NULL */
     fd_port_t port;
     Py_buffer region;
 } PortObject;

@@ -31,7 +31,7 @@ from fastdecode.region.region import Region
 
 from . import handshake, tcp
 from ._native import Port, Poster
-from .base import Hello, Link, LinkDown, LinkRefused, LinkService, Server, TransportError
+from .base import Hello, Link, LinkDown, LinkGrant, LinkRefused, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .link import RegionLink
 from .messages import Endpoint as EndpointMessage
@@ -144,7 +144,7 @@ class _RdmaCarrier(Carrier):
         self.carrier = self._poster.carrier
         self.down_fd = self._poster.down_fd
 
-    async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
+    async def attach(self, conn: FrameSocket, grant: LinkGrant) -> None:
         peer = await conn.read()
         if not isinstance(peer, EndpointMessage):
             raise ProtocolError(f"expected ENDPOINT, got {peer.TYPE}")

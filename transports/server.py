@@ -80,12 +80,12 @@ class Carrier(ABC):
         """`region` stays mapped until `close` returns."""
 
     @abstractmethod
-    async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
+    async def attach(self, conn: FrameSocket, grant: LinkGrant) -> None:
         """Start the data path. The server calls this at most once, after it has sent ATTACHED.
 
         `conn` is the link's second connection. The server closes it when this returns, so a carrier that goes on using
-        the socket detaches it. A write to the eventfd `wake_fd` wakes the R-engine. Raises LinkRefused, LinkDown,
-        ProtocolError, OSError.
+        the socket detaches it. `grant` says how to wake the R-engine. Raises LinkRefused, LinkDown, ProtocolError,
+        OSError.
         """
 
     def detach(self) -> None:  # noqa: B027
@@ -103,7 +103,16 @@ class Carrier(ABC):
 class LinkSession:
     """One connected S-node: its control connection, region, carrier and grant. The session owns them."""
 
-    def __init__(self, name: str, source: str, conn: FrameSocket, region: Region, carrier: Carrier, grant: LinkGrant):
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        conn: FrameSocket,
+        region: Region,
+        carrier: Carrier,
+        grant: LinkGrant,
+        log: logging.Logger,
+    ):
         self.name = name
         self.source = source
         self.lease = grant.lease
@@ -112,6 +121,7 @@ class LinkSession:
         self._region = region
         self._carrier = carrier
         self._grant = grant
+        self._log = log
         self._loop = asyncio.get_running_loop()
         self._ending: asyncio.Future[str] = self._loop.create_future()
         self._peer_gone = False
@@ -119,7 +129,7 @@ class LinkSession:
 
     async def attach(self, conn: FrameSocket) -> None:
         """Start the data path on the link's second connection. Raises like Carrier.attach."""
-        await self._carrier.attach(conn, self._grant.wake_fd)
+        await self._carrier.attach(conn, self._grant)
 
     def end(self, reason: str) -> None:
         """End the link, for a reason that the session sends to the peer. Only the first reason counts."""
@@ -140,7 +150,7 @@ class LinkSession:
             requests.cancel()
             if not self._peer_gone:
                 await send_last(self._conn, Error(id=0, status=Status.INTERNAL, message=reason))
-            log.info("link of %s ended: %s", self.name, reason)
+            self._log.info("link of %s ended: %s", self.name, reason)
         finally:
             requests.cancel()
             await asyncio.gather(requests, return_exceptions=True)
@@ -373,7 +383,9 @@ class ControlServer(Server):
                 carrier.close()
             region.close()
             raise
-        return LinkSession(self.peer_name(conn.sock), self.source(conn.sock), conn, region, carrier, grant)
+        return LinkSession(
+            self.peer_name(conn.sock), self.source(conn.sock), conn, region, carrier, grant, self._service.log
+        )
 
     async def _serve(self, opening: handshake.Handshake, link: LinkSession) -> None:
         token = secrets.token_hex(32)
@@ -387,7 +399,7 @@ class ControlServer(Server):
         timer = self._loop.call_later(handshake.DEADLINE_S, link.end, late)
         self._unattached[token] = _Unattached(link, timer, opening.session)
         self._links[task] = link
-        log.info("link of %s opened: %s", link.name, link.lease)
+        self._service.log.info("link of %s opened: %s", link.name, link.lease)
         try:
             if self._accepting.done():
                 link.end("the R-node is shutting down")
@@ -395,7 +407,7 @@ class ControlServer(Server):
                 await opening.welcome(link.lease, token)
             await link.run()
         except (LinkDown, TimeoutError) as error:
-            log.info("link of %s ended: %s", link.name, error)
+            self._service.log.info("link of %s ended: %s", link.name, error)
         finally:
             timer.cancel()
             self._unattached.pop(token, None)

@@ -24,7 +24,7 @@ from fastdecode.region.region import Region
 
 from . import handshake
 from ._native import Port
-from .base import Hello, Link, LinkDown, LinkRefused, LinkService, Server, TransportError
+from .base import Hello, Link, LinkDown, LinkGrant, LinkRefused, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .link import RegionLink
 from .server import Carrier, ControlServer
@@ -42,6 +42,16 @@ def parse(url: str) -> str:
     if len(os.fsencode(path)) > _PATH_MAX:
         raise TransportError(f"the socket's path is longer than the {_PATH_MAX} bytes it may have: {path}")
     return path
+
+
+#: By region, the capsules with which this process's waiters stand in for thread 0 of R-engines in this process.
+_stand_ins: dict[tuple[int, int], object] = {}
+
+
+def _identity(region_fd: int) -> tuple[int, int]:
+    """Which memfd a descriptor is of, among those that exist."""
+    status = os.fstat(region_fd)
+    return status.st_dev, status.st_ino
 
 
 # ---- S side ----
@@ -67,7 +77,8 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
         except RegionError as error:
             raise TransportError(str(error)) from None
         on_failure.callback(region.close)
-        port = Port(region.view, geometry_tuple(hello.geometry), spin_us, wake_fd=wake_fd)
+        stand_in = _stand_ins.get(_identity(region_fd))
+        port = Port(region.view, geometry_tuple(hello.geometry), spin_us, wake_fd=wake_fd, stand_in=stand_in)
         on_failure.pop_all()
 
     async def release() -> None:
@@ -152,14 +163,16 @@ class _MemoryCarrier(Carrier):
     def __init__(self, region: Region):
         self._region = region
 
-    async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
-        socket.send_fds(conn.sock, [b"\0"], [self._region.fd, wake_fd])
+    async def attach(self, conn: FrameSocket, grant: LinkGrant) -> None:
+        if grant.stand_in is not None:
+            _stand_ins[_identity(self._region.fd)] = grant.stand_in
+        socket.send_fds(conn.sock, [b"\0"], [self._region.fd, grant.wake_fd])
 
     def reason(self) -> str:
         return ""
 
     def close(self) -> None:
-        pass
+        _stand_ins.pop(_identity(self._region.fd), None)
 
 
 class _ShmServer(ControlServer):

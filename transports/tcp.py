@@ -20,7 +20,7 @@ from fastdecode.region.region import Region
 
 from . import handshake
 from ._native import Port, Pump
-from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
+from .base import Hello, Link, LinkDown, LinkGrant, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .link import RegionLink
 from .server import Carrier, ControlServer
@@ -116,8 +116,8 @@ class PumpCarrier(Carrier):
         self.carrier = self._pump.carrier
         self.down_fd = self._pump.down_fd
 
-    async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
-        self._pump.start(conn.sock.detach(), wake_fd)
+    async def attach(self, conn: FrameSocket, grant: LinkGrant) -> None:
+        self._pump.start(conn.sock.detach(), grant.wake_fd)
 
     def reason(self) -> str:
         return self._pump.reason or "the data connection ended"

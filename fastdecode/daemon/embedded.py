@@ -1,4 +1,4 @@
-"""The embedded R-node: the child that an S-node without `--r-node` starts and talks to over shared memory."""
+"""The embedded R-node: what an S-node without `--r-node` starts and talks to over shared memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import tempfile
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
 from fastdecode.daemon.config_sources import without_options
 from fastdecode.daemon.machine import numa_nodes, usable_cpus
 from fastdecode.daemon.parent import die_with_parent
+
+if TYPE_CHECKING:
+    from fastdecode.daemon.rnode import RNode
 
 log = logging.getLogger(__name__)
 
@@ -88,86 +92,133 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
 
 
 class EmbeddedRNode:
-    """A child process `fastdecode-node --role r`. The kernel kills it when this process dies, whatever the cause."""
+    """The R-node of an S-node without `--r-node`, which talks to it over shared memory.
+
+    If both parts take turns on the same cores with one mini-batch, the R-node's threads belong to this process, and the
+    S-Part's thread stands in for one of them while it waits (region/stand_in.h). Otherwise the R-node is a child
+    process, which the command line may bind to CPUs and memory of its own.
+    """
 
     def __init__(self, config: NodeConfig, split: Split, brief: bool = False):
-        """Prepare the child's command line. `brief`: the child is for a measurement, and the log need not show it.
+        """Prepare the R-node. `brief`: it is for a measurement, and the log need not show it.
 
-        Start the child after the S-node has loaded the weights: without `--kv-memory`, the child takes a share of the
-        memory that is free when it starts.
+        Start it after the S-node has loaded the weights: without `--kv-memory`, it takes a share of the memory that is
+        free when it starts.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # mode 0700: only this user reaches the socket
-        self._process: asyncio.subprocess.Process | None = None
-        self._threads = split.r_threads
-        self._log_level = logging.DEBUG if brief else logging.INFO
-        if brief and config.log_level == "info":
-            config = replace(config, log_level="warning")
         self.url = f"shm://{self._directory}/r.sock"
-        self._argv = ["--role", "r", "--listen", self.url, "--threads", str(split.r_threads)]
-        self._argv += ["--drain-seconds", "0"]  # it ends after its only S-node
-        self._argv += config.to_args([name for name in EMBEDDED_OPTIONS if name != "threads"])
-        if split.r_cpus:
-            self._argv += ["--cpus", ",".join(map(str, split.r_cpus))]
+        self._log_level = logging.DEBUG if brief else logging.INFO
         if split.in_turns and config.spin_us is None:
             # A spinning thread of the R-node would keep its core from the S-Part of the next layer: at sched_yield,
             # Linux does not hand the core to a thread that has yielded, too.
-            self._argv += ["--spin-us", "0"]
-        self._argv += config.to_args(["spin_us", "secret_file", "log_level", "log_format"])
+            config = replace(config, spin_us=0)
+        own = config.cpus is not None or config.numa_node is not None
+        self._run: _Threads | _Child
+        if split.in_turns and split.mini_batches == 1 and not own:
+            self._run = _Threads(config, split, brief)
+        else:
+            self._run = _Child(config, split, self.url, brief)
 
     async def start(self) -> None:
-        """Start the child and wait until it listens. Raises RuntimeError if it does not."""
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # the child must not import a folder `fastdecode` in the working directory
-            "-m",
-            "fastdecode.daemon.node",
-            *self._argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            env=without_options(fields(NodeConfig), os.environ),
-            # ^C in a terminal must not reach this child, which the parent's running requests still need.
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        """Start the R-node and wait until it listens. Raises ConfigError, TransportError, RuntimeError, ValueError."""
         try:
-            await self._wait_until_listening(self._process)
+            log.log(self._log_level, "embedded R-node: %s", await self._run.start(self.url))
         except BaseException:
             await self.stop()
             raise
-        log.log(self._log_level, "embedded R-node: %d thread(s), pid %d", self._threads, self._process.pid)
 
     async def restart(self) -> None:
-        """Replace a child that is dead or does not answer. Raises RuntimeError, OSError."""
+        """Replace an R-node that is dead or does not answer. Raises like `start`, and OSError."""
         await self.stop()
         self._directory.mkdir(mode=0o700)
         await self.start()
-
-    async def _wait_until_listening(self, process: asyncio.subprocess.Process) -> None:
-        socket = self._directory / "r.sock"
-        deadline = time.monotonic() + _START_SECONDS
-        while not socket.exists():
-            if process.returncode is not None:
-                raise RuntimeError(f"the embedded R-node ended at start (exit status {process.returncode})")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the embedded R-node is not listening after {_START_SECONDS:.0f} s")
-            await asyncio.sleep(0.02)
 
     def remove_socket(self) -> None:
         """Remove the socket, so that nobody but the S-node can connect and a kill leaves no file behind."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def stop(self) -> None:
-        """End the child with SIGTERM, or with SIGKILL if it has not ended after 5 seconds. Idempotent."""
-        if self._process is not None:
-            await _terminate(self._process)
+        """End the R-node. Idempotent."""
+        await self._run.stop()
         self.remove_socket()
 
 
-async def _terminate(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), 5.0)
-    except TimeoutError:
-        log.warning("the embedded R-node does not end on SIGTERM; killing it")
-        process.kill()
-        await process.wait()
+class _Threads:
+    """An R-node in this process."""
+
+    def __init__(self, config: NodeConfig, split: Split, brief: bool):
+        self.config = config
+        self._threads, self._brief = split.r_threads, brief
+        self._node: RNode | None = None
+        self._measuring: asyncio.Task[None] | None = None
+
+    async def start(self, url: str) -> str:
+        from fastdecode.daemon.rnode_start import make_r_node, measure_roofline
+
+        self._node = make_r_node(
+            self.config, self._threads, stand_in=True, quiet=self._brief and not log.isEnabledFor(logging.DEBUG)
+        )
+        await self._node.serve([url], self.config.read_secret())
+        if not self._brief:  # for the page of the cluster
+            self._measuring = asyncio.create_task(measure_roofline(self._node, usable_cpus()[: self._threads]))
+        return f"{self._threads} thread(s) of this process"
+
+    async def stop(self) -> None:
+        if self._measuring is not None:
+            self._measuring.cancel()
+        if self._node is not None:
+            await self._node.close()
+            self._node = None
+
+
+class _Child:
+    """A child process `fastdecode-node --role r`. The kernel kills it when this process dies, whatever the cause."""
+
+    def __init__(self, config: NodeConfig, split: Split, url: str, brief: bool):
+        self._process: asyncio.subprocess.Process | None = None
+        self._threads = split.r_threads
+        if brief and config.log_level == "info":
+            config = replace(config, log_level="warning")
+        self.argv = ["--role", "r", "--listen", url, "--threads", str(split.r_threads)]
+        self.argv += ["--drain-seconds", "0"]  # it ends after its only S-node
+        self.argv += config.to_args([name for name in EMBEDDED_OPTIONS if name != "threads"])
+        if split.r_cpus:
+            self.argv += ["--cpus", ",".join(map(str, split.r_cpus))]
+        self.argv += config.to_args(["spin_us", "secret_file", "log_level", "log_format"])
+
+    async def start(self, url: str) -> str:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # the child must not import a folder `fastdecode` in the working directory
+            "-m",
+            "fastdecode.daemon.node",
+            *self.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            env=without_options(fields(NodeConfig), os.environ),
+            # ^C in a terminal must not reach this child, which the parent's running requests still need.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        socket = Path(url.removeprefix("shm://"))
+        deadline = time.monotonic() + _START_SECONDS
+        while not socket.exists():
+            if self._process.returncode is not None:
+                raise RuntimeError(f"the embedded R-node ended at start (exit status {self._process.returncode})")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the embedded R-node is not listening after {_START_SECONDS:.0f} s")
+            await asyncio.sleep(0.02)
+        return f"{self._threads} thread(s), pid {self._process.pid}"
+
+    async def stop(self) -> None:
+        """End the child with SIGTERM, or with SIGKILL if it has not ended after 5 seconds."""
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), 5.0)
+        except TimeoutError:
+            log.warning("the embedded R-node does not end on SIGTERM; killing it")
+            process.kill()
+            await process.wait()

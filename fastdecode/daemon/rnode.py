@@ -26,6 +26,8 @@ from fastdecode.transports import registry
 from fastdecode.transports.base import CallRefused, Hello, Lease, LinkRefused, Server
 
 log = logging.getLogger(__name__)
+_quiet_log = logging.getLogger(f"{__name__}.quiet")
+_quiet_log.setLevel(logging.WARNING)
 
 _SPIN_US = 100
 _PROGRESS_SECONDS = 2.0
@@ -71,6 +73,8 @@ class RNode:
         prefault: bool = False,
         trim_idle_s: float = 0.0,
         max_lease: int | None = None,
+        stand_in: bool = False,
+        quiet: bool = False,
     ):
         """Start the R-engine.
 
@@ -82,13 +86,17 @@ class RNode:
             name: the R-node's name for S-nodes and logs; None: host name and process id.
             huge_pages, prefault, trim_idle_s: see kernels._native.REngine.
             max_lease: bytes of KV-cache that one link may have; None: all.
+            stand_in: let waiters of this process, over shared memory, do the work of the R-engine's thread 0.
+            quiet: log no more than warnings.
 
         Raises ValueError (a bad value), RuntimeError (threads cannot start, or too few hugetlb pages are free).
         """
+        self.log = _quiet_log if quiet else log
         self.name = name or f"{socket.gethostname()}:{os.getpid()}"
         spin_us = _SPIN_US if spin_us is None else spin_us
         self._engine = REngine(threads, kv_bytes, isa, cpus, spin_us, huge_pages, prefault, trim_idle_s)
-        self._kv_bytes = kv_bytes
+        self.stand_in = self._engine.stand_in if stand_in else None
+        self.kv_bytes = kv_bytes  # of all leases and activation regions
         self._max_lease = kv_bytes if max_lease is None else max_lease
         self._grows = huge_pages != "hugetlb" or machine_huge_pages().size <= _MAX_GROWING_HUGETLB
         self._regions: dict[REngineGrant, int] = {}  # bytes of each open link's activation region
@@ -153,7 +161,7 @@ class RNode:
         except ValueError as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
         free = self.kv_free - region.nbytes
-        most = min(self._max_lease, self._kv_bytes - region.nbytes)
+        most = min(self._max_lease, self.kv_bytes - region.nbytes)
         wanted = most if hello.kv_bytes is None else hello.kv_bytes
         layers = sum(grant.growing_layers for grant in self._regions.copy())
         grows = self._grows and layers + pages.layers <= _MAX_GROWING_LAYERS
@@ -165,7 +173,7 @@ class RNode:
         if n_pages < least:
             raise LinkRefused(
                 f"no memory for a KV-cache: {wanted} bytes wanted beside an activation region of {region.nbytes}, "
-                f"{self.kv_free} free of the {self._kv_bytes} that R-node {self.name} has for all its S-nodes; one of "
+                f"{self.kv_free} free of the {self.kv_bytes} that R-node {self.name} has for all its S-nodes; one of "
                 f"them may lease {self._max_lease}, and {PAGE_TOKENS} tokens of this model take {least * pages.bytes}"
             )
         try:
@@ -203,10 +211,10 @@ class RNode:
         grant = REngineGrant(self, link, lease, pages, region.nbytes)
         self._regions[grant] = region.nbytes
         self.log_prefault(link)
-        log.info(
+        self.log.info(
             "lease of %s granted, %s at most, and an activation region of %s; %s of %s are free",
             *map(format_bytes, (n_pages * pages.bytes, max_pages * pages.bytes, region.nbytes, self.kv_free)),
-            format_bytes(self._kv_bytes),
+            format_bytes(self.kv_bytes),
         )
         return grant
 
@@ -271,6 +279,7 @@ class REngineGrant:
     def __init__(self, node: RNode, link: REngineLink, lease: Lease, pages: _Pages, region_bytes: int):
         self.lease = lease
         self.wake_fd = link.eventfd
+        self.stand_in = node.stand_in
         self._node = node
         self._link = link
         self._pages = pages
@@ -352,4 +361,4 @@ class REngineGrant:
         stats = self._link.stats()
         self._link.close()
         self._node.link_closed(self)
-        log.info("lease of %d pages freed after %s", stats["pages_total"], stats)
+        self._node.log.info("lease of %d pages freed after %s", stats["pages_total"], stats)

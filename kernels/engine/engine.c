@@ -85,25 +85,34 @@ static void sleep_until_rung(fd_engine_t *e, uint64_t idle_ns) {
     struct epoll_event events[16];
     fd_poll_carriers(e, false);
     set_asleep(e, 1);
-    if (!any_bell(e) && !links_changed(e)) {
-        if (e->n_no_wakeup) {
+    const bool news = any_bell(e) || links_changed(e), naps = e->n_no_wakeup;
+    pthread_mutex_unlock(&e->duty);
+    if (!news) {
+        if (naps) {
             uint64_t nap_ns = fd_nap_ns(idle_ns, NAP_MAX_NS);
             struct pollfd bells = {.fd = e->epoll, .events = POLLIN};
             ppoll(&bells, 1, &(struct timespec){.tv_nsec = (long)nap_ns}, NULL);
         }
-        epoll_wait(e->epoll, events, 16, e->n_no_wakeup ? 0 : SAFETY_NET_MS);
+        epoll_wait(e->epoll, events, 16, naps ? 0 : SAFETY_NET_MS);
     }
+    pthread_mutex_lock(&e->duty);
     set_asleep(e, 0);
+}
+
+/* Does what there is to do for calls, once. Returns whether there was anything. */
+static bool serve(fd_engine_t *e) {
+    if (links_changed(e)) adopt_links(e);
+    const bool asked = fd_turns_poll(e);
+    if (e->n_jobs) fd_turns_work(e);
+    return asked || e->n_jobs;
 }
 
 static void *polling_main(void *arg) {
     fd_engine_t *e = arg;
     uint64_t idle_since = fd_now_ns();
+    pthread_mutex_lock(&e->duty);
     for (uint32_t i = 1; !__atomic_load_n(&e->stop, __ATOMIC_ACQUIRE); i++) {
-        if (links_changed(e)) adopt_links(e);
-        const bool asked = fd_turns_poll(e);
-        if (e->n_jobs) fd_turns_work(e);
-        if (asked || e->n_jobs) {
+        if (serve(e)) {
             idle_since = fd_now_ns();
             if (idle_since - e->maintained_ns >= MAINTAIN_NS) fd_maintain(e);
         } else if (i % FD_POLLS_PER_CLOCK) {
@@ -114,8 +123,39 @@ static void *polling_main(void *arg) {
         }
     }
     fd_poll_carriers(e, false);
+    pthread_mutex_unlock(&e->duty);
     return NULL;
 }
+
+/* ---- threads that stand in for thread 0 ---- */
+
+static fd_stand_in_result_t stand_in_serve(void *self) {
+    fd_engine_t *e = self;
+    if (pthread_mutex_trylock(&e->duty)) return FD_STAND_IN_TAKEN;
+    const bool any = !__atomic_load_n(&e->stop, __ATOMIC_RELAXED) && serve(e);
+    pthread_mutex_unlock(&e->duty);
+    return any ? FD_STAND_IN_BUSY : FD_STAND_IN_IDLE;
+}
+
+static void stand_in_leave(void *self) {
+    fd_engine_t *e = self;
+    if (pthread_mutex_trylock(&e->duty)) return;
+    if (!__atomic_load_n(&e->stop, __ATOMIC_RELAXED) && (e->n_jobs || any_bell(e))) fd_eventfd_wake(e->eventfd);
+    pthread_mutex_unlock(&e->duty);
+}
+
+void fd_engine_begin_stand_in(fd_engine_t *e, fd_stand_in_t *stand_in) {
+    __atomic_add_fetch(&e->holders, 1, __ATOMIC_RELAXED);
+    *stand_in = (fd_stand_in_t){stand_in_serve, stand_in_leave, e};
+}
+
+static void let_go(fd_engine_t *e) {
+    if (__atomic_sub_fetch(&e->holders, 1, __ATOMIC_ACQ_REL)) return;
+    pthread_mutex_destroy(&e->duty);
+    free(e);
+}
+
+void fd_engine_end_stand_in(const fd_stand_in_t *stand_in) { let_go(stand_in->self); }
 
 /* ---- life ---- */
 
@@ -197,6 +237,8 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
     e->huge = config->huge;
     e->prefault = config->prefault;
     e->trim_idle_ns = config->trim_idle_ns;
+    e->holders = 1;
+    pthread_mutex_init(&e->duty, NULL);
     pthread_mutex_init(&e->mutex, NULL);
     pthread_cond_init(&e->adoption, NULL);
     e->threads = calloc(e->n_threads, sizeof *e->threads);
@@ -228,13 +270,15 @@ void fd_engine_free(fd_engine_t *e) {
         fd_wake_all(e);
     }
     for (uint32_t i = 0; i < e->n_started; i++) pthread_join(e->threads[i], NULL);
+    pthread_mutex_lock(&e->duty); /* a stand-in may still be at work; the next one sees `stop` */
     if (e->eventfd >= 0) close(e->eventfd);
     if (e->epoll >= 0) close(e->epoll);
     pthread_mutex_destroy(&e->mutex);
     pthread_cond_destroy(&e->adoption);
     free(e->threads);
     fd_places_destroy(e);
-    free(e);
+    pthread_mutex_unlock(&e->duty);
+    let_go(e);
 }
 
 int fd_engine_eventfd(const fd_engine_t *e) { return e->eventfd; }

@@ -2,10 +2,11 @@
  *
  * No thread of the pool ever enters Python or takes its GIL. Thread 0 finds the calls, copies and checks their headers
  * and row tables, plans the steps and decides the order of the calls (turns.h). All threads share the work (jobs.h),
- * and thread 0 rings the replies. Control operations run on other threads: adding and removing a link takes the
- * engine's mutex; FREE, TRIM and FORK take the link's mutex, which a call takes only while it plans a step. Between
- * calls the threads maintain the memory of the leases, a slice at a time: if so configured, they fault it in ahead of
- * use and give free pages back to the OS.
+ * and thread 0 rings the replies. A thread of an S side in the same process may stand in for thread 0 (stand_in.h);
+ * what is said of thread 0 in these files holds for that thread, too. Control operations run on other threads: adding
+ * and removing a link takes the engine's mutex; FREE, TRIM and FORK take the link's mutex, which a call takes only
+ * while it plans a step. Between calls the threads maintain the memory of the leases, a slice at a time: if so
+ * configured, they fault it in ahead of use and give free pages back to the OS.
  */
 #ifndef FD_ENGINE_H
 #define FD_ENGINE_H
@@ -16,6 +17,7 @@
 #include "memory.h"
 #include "parts.h"
 #include "region.h"
+#include "stand_in.h"
 
 #define FD_MAX_THREADS 512
 
@@ -64,6 +66,9 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
 void fd_engine_free(fd_engine_t *engine); /* joins the threads; all links must have been removed */
 /* Writing 1 wakes a sleeping engine. Only for code that the R-node trusts; a peer gets fd_link_eventfd. */
 int fd_engine_eventfd(const fd_engine_t *engine);
+/* Fills `stand_in`. It may be used until fd_engine_end_stand_in; after fd_engine_free it does nothing. */
+void fd_engine_begin_stand_in(fd_engine_t *engine, fd_stand_in_t *stand_in);
+void fd_engine_end_stand_in(const fd_stand_in_t *stand_in);
 /* The planes of a page, which are those of the layers that store K and V. The layers and the dtype must be valid. */
 fd_planes_t fd_page_planes(const fd_layer_t *layers, uint32_t n_layers, uint32_t kv_dtype);
 /* NULL if the layers of a link with geometry `g` are valid, else a sentence in err. */

@@ -237,11 +237,31 @@ static PyObject *engine_get_eventfd(engine_object_t *self, void *unused) {
     return PyLong_FromLong(fd_engine_eventfd(self->engine));
 }
 
+static void stand_in_free(PyObject *capsule) {
+    fd_stand_in_t *stand_in = PyCapsule_GetPointer(capsule, FD_STAND_IN_CAPSULE);
+    fd_engine_end_stand_in(stand_in);
+    PyMem_Free(stand_in);
+}
+
+static PyObject *engine_get_stand_in(engine_object_t *self, void *unused) {
+    if (!self->engine) return closed_error("the R-engine");
+    fd_stand_in_t *stand_in = PyMem_Malloc(sizeof *stand_in);
+    if (!stand_in) return PyErr_NoMemory();
+    fd_engine_begin_stand_in(self->engine, stand_in);
+    PyObject *capsule = PyCapsule_New(stand_in, FD_STAND_IN_CAPSULE, stand_in_free);
+    if (!capsule) {
+        fd_engine_end_stand_in(stand_in);
+        PyMem_Free(stand_in);
+    }
+    return capsule;
+}
+
 static PyGetSetDef engine_getset[] = {
     {"isa", (getter)engine_get_isa, NULL, "name of the instruction set in use", NULL},
     {"threads", (getter)engine_get_threads, NULL, "number of threads", NULL},
     {"kv_free", (getter)engine_get_kv_free, NULL, "bytes of the budget that no lease has", NULL},
     {"eventfd", (getter)engine_get_eventfd, NULL, "eventfd that wakes the engine, for callers in this process", NULL},
+    {"stand_in", (getter)engine_get_stand_in, NULL, "capsule of stand_in.h for Ports of this process", NULL},
     {0},
 };
 

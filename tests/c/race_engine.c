@@ -3,8 +3,9 @@
  * Each link has a thread that sends calls in two slots, short ones and long ones that must be interrupted, and a thread
  * that forks, trims, frees, lists and counts meanwhile. It forks the sequences that the calls append to, so these copy
  * pages; it frees only sequences of its own, because what a call reads of a sequence that is freed meanwhile is
- * undefined. Links come and go, some with calls in flight. Every call that a link waits for must be answered, and the
- * sum of the O rows of a sequence whose V is 1 everywhere must be the number of their elements.
+ * undefined. Two of the three threads that send calls stand in for the R-engine's thread 0 while they wait; another
+ * does so while the R-engine ends. Links come and go, some with calls in flight. Every call that a link waits for must
+ * be answered, and the sum of the O rows of a sequence whose V is 1 everywhere must be the number of their elements.
  *
  * Usage: race_engine THREADS SECONDS. Prints the numbers of calls, control operations and links.
  */
@@ -26,7 +27,9 @@ enum { PER_SLOT = 4, OWN = 8, SEQUENCES = SLOTS * PER_SLOT + OWN }; /* OWN: sequ
 
 static const fd_geometry_t geometry = {SLOTS, MAX_ROWS, LAYERS, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, HEAD};
 static fd_engine_t *engine;
+static fd_stand_in_t stand_in;
 static time_t end;
+static bool ended;                            /* atomic: the R-engine */
 static uint64_t n_calls, n_controls, n_links; /* atomic */
 
 static uint32_t below(uint64_t *state, uint32_t bound) {
@@ -152,6 +155,7 @@ static void *control(void *arg) {
 
 static void *s_node_main(void *arg) {
     uint64_t seed = (uintptr_t)arg + 1;
+    if (seed > 1) s_side_stand_in = &stand_in;
     char err[256];
     for (; time(NULL) < end; seed++) {
         s_node_t s = {.state = seed * 0x9e3779b97f4a7c15u | 1, .control_state = seed * 0xd1342543de82ef95u | 1};
@@ -185,6 +189,16 @@ static void *s_node_main(void *arg) {
     return NULL;
 }
 
+/* Stands in while the R-engine ends, and afterwards. */
+static void *stand_in_to_the_end(void *unused) {
+    while (!__atomic_load_n(&ended, __ATOMIC_ACQUIRE)) {
+        stand_in.serve(stand_in.self);
+        stand_in.leave(stand_in.self);
+    }
+    REQUIRE(stand_in.serve(stand_in.self) == FD_STAND_IN_IDLE);
+    return unused;
+}
+
 int main(int argc, char **argv) {
     const uint32_t threads = argc > 1 ? (uint32_t)atoi(argv[1]) : 3;
     end = time(NULL) + (argc > 2 ? atoi(argv[2]) : 5);
@@ -193,12 +207,18 @@ int main(int argc, char **argv) {
                                        256u << 20, FD_HUGE_OFF, false,         1000000 /* ns */};
     engine = fd_engine_new(&config, err, sizeof err);
     REQUIRE(engine);
+    fd_engine_begin_stand_in(engine, &stand_in);
     pthread_t s_nodes[S_NODES];
     for (uintptr_t i = 0; i < S_NODES; i++)
         REQUIRE(pthread_create(&s_nodes[i], NULL, s_node_main, (void *)(i * 1000)) == 0);
     for (uint32_t i = 0; i < S_NODES; i++) pthread_join(s_nodes[i], NULL);
     REQUIRE(fd_engine_kv_free(engine) == 256u << 20);
+    pthread_t late;
+    REQUIRE(pthread_create(&late, NULL, stand_in_to_the_end, NULL) == 0);
     fd_engine_free(engine);
+    __atomic_store_n(&ended, true, __ATOMIC_RELEASE);
+    pthread_join(late, NULL);
+    fd_engine_end_stand_in(&stand_in);
     printf("%llu calls, %llu controls, %llu links\n", (unsigned long long)n_calls, (unsigned long long)n_controls,
            (unsigned long long)n_links);
     return 0;

@@ -337,19 +337,3 @@ def test_the_s_part_of_a_small_model_computes_in_one_thread_on_a_cpu_of_its_own(
     assert split(NodeConfig(r_node=("tcp://there:7300",)), small) == embedded.Split(1, 0, 2)
     monkeypatch.setattr(embedded, "usable_cpus", lambda: [0])
     assert split(NodeConfig(), small) == embedded.Split(1, 1, 1, in_turns=True)
-
-
-@pytest.mark.parametrize(
-    ("split", "given", "spin_us"),
-    [
-        (embedded.Split(2, 2, 1, in_turns=True), None, 0),
-        (embedded.Split(2, 2, 1, in_turns=True), 70, 70),
-        (embedded.Split(1, 1, 2), None, None),
-    ],
-)
-def test_an_embedded_r_node_in_turns_leaves_the_cores_at_once(
-    split: embedded.Split, given: int | None, spin_us: int | None
-) -> None:
-    node = embedded.EmbeddedRNode(NodeConfig(spin_us=given), split)
-    node.remove_socket()
-    assert NodeConfig.from_args(node._argv).spin_us == spin_us

@@ -34,11 +34,13 @@ def test_demo_model_streams_and_sigterm_ends_both_processes(start, tmp_path):
     assert traces(tmp_path) <= before
 
 
-def test_a_killed_s_node_ends_its_embedded_r_node_and_leaves_nothing_behind(start, tmp_path):
+@pytest.mark.parametrize("mini_batches", ["1", "2"])
+def test_a_killed_s_node_ends_its_embedded_r_node_and_leaves_nothing_behind(mini_batches, start, tmp_path):
     before = traces(tmp_path)
-    node = start("--port", "0", "--kv-memory", "256MiB")
+    node = start("--port", "0", "--kv-memory", "256MiB", "--mini-batches", mini_batches)
     complete(node.api())
     children = node.children()
+    assert len(children) == len(node.api_processes()) + (mini_batches == "2")
     node.end(signal.SIGKILL)
     assert all(map(gone, children))
     assert traces(tmp_path) <= before
@@ -89,7 +91,7 @@ def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(st
 
 def test_embedded_r_node_killed_is_started_again(start, tmp_path):
     before = traces(tmp_path)
-    node = start("--port", "0", "--kv-memory", "256MiB")
+    node = start("--port", "0", "--kv-memory", "256MiB", "--mini-batches", "2")  # side by side: a child process
     with node.api() as api:
         text = complete(api)
         child = node.r_node()

@@ -43,20 +43,20 @@ def steps(n_links: int) -> list[list[Chunk]]:
     return [prompts, *decodes]
 
 
-async def outputs(model, tmp_path, n_links: int, scheme: str, n_slots: int):
+async def outputs(model, tmp_path, n_links: int, scheme: str, n_slots: int, stand_in: bool = False):
     tmp_path.mkdir()
-    async with linked(model, tmp_path, n=n_links, scheme=scheme, n_slots=n_slots) as links:
+    async with linked(model, tmp_path, n=n_links, scheme=scheme, n_slots=n_slots, stand_in=stand_in) as links:
         spart = SPart(model, links)
         return [run(spart.step(StepBatch(0, chunks), keep_logits=True)) for chunks in steps(n_links)], spart.timeline
 
 
-@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize(("scheme", "stand_in"), [("shm", False), ("shm", True), ("tcp", False)])
 @pytest.mark.parametrize("n_links", [1, 2])
-async def test_the_results_are_those_of_layer_after_layer(model, n_links, scheme, tmp_path, calls):
+async def test_the_results_are_those_of_layer_after_layer(model, n_links, scheme, stand_in, tmp_path, calls):
     n_parts = model.config.n_layers + 1
     layer_after_layer, _ = await outputs(model, tmp_path / "a", n_links, scheme, n_slots=2)
     assert calls == []
-    at_once, timeline = await outputs(model, tmp_path / "b", n_links, scheme, n_slots=1)
+    at_once, timeline = await outputs(model, tmp_path / "b", n_links, scheme, 1, stand_in)
     assert calls == [0, 0]  # the step with prompts computes their attention between post and wait
     for got, want in zip(at_once, layer_after_layer, strict=True):
         assert torch.equal(got.logits, want.logits)

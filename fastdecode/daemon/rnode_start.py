@@ -1,0 +1,63 @@
+"""Starting the R-node that a configuration describes: that of `--role r`, or an S-node's own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from fastdecode.daemon import roofline
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes
+from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.rnode import RNode
+from fastdecode.daemon.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+def make_r_node(config: NodeConfig, threads: int, *, stand_in: bool = False, quiet: bool = False) -> RNode:
+    """Start the R-engine of an R-node that serves no links yet. `stand_in`, `quiet`: see RNode.
+
+    Raises ConfigError, ValueError, RuntimeError.
+    """
+    return RNode(
+        threads=threads,
+        kv_bytes=_kv_memory(config),
+        cpus=config.cpus,
+        spin_us=config.spin_us,
+        huge_pages=config.huge_pages,
+        prefault=config.prefault,
+        trim_idle_s=config.trim_idle_s,
+        max_lease=config.max_lease,
+        stand_in=stand_in,
+        quiet=quiet,
+    )
+
+
+def _kv_memory(config: NodeConfig) -> int:
+    """Bytes for the KV-cache: --kv-memory, else half of the available memory, or all free pages of the hugetlb pool.
+
+    Raises ConfigError if --prefault asks for more than is free.
+    """
+    if config.huge_pages == "hugetlb":
+        pages = huge_pages()
+        return config.kv_memory or max(1, pages.free) * pages.size
+    free = [available_memory(), *(n.free for n in numa_nodes() if n.number == config.numa_node)]
+    wanted = config.kv_memory or 0
+    if config.prefault and wanted > min(free):
+        raise ConfigError(
+            f"--prefault needs all of --kv-memory {format_bytes(wanted)} now, and only "
+            f"{format_bytes(min(free))} are free"
+        )
+    return config.kv_memory or min(free) // 2
+
+
+async def measure_roofline(node: RNode, cpus: Sequence[int]) -> None:
+    """Let an R-node tell S-nodes how fast these cpus read memory."""
+    try:
+        node.roofline = await asyncio.to_thread(roofline.measure, cpus)
+    except (OSError, ValueError) as error:
+        log.debug("the memory's read bandwidth was not measured: %s", error)
+    else:
+        log.debug("%d thread(s) read %.1f GB/s", len(cpus), node.roofline / 1e9)

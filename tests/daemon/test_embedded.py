@@ -1,0 +1,106 @@
+"""The R-node that an S-node without `--r-node` starts: threads of its own process, or a child."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from link_driver import Payloads, in_thread
+
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.embedded import EmbeddedRNode, Split
+from fastdecode.transports.base import Link, LinkDown
+from fastdecode.transports.registry import connect
+
+CONFIG = NodeConfig(kv_memory=64 << 20)
+IN_TURNS, SIDE_BY_SIDE = Split(2, 2, 1, in_turns=True), Split(1, 1, 2)
+
+
+def children() -> set[int]:
+    return {int(pid) for x in Path("/proc/self/task").iterdir() for pid in (x / "children").read_text().split()}
+
+
+def r_threads() -> list[str]:
+    """The threads of R-engines in this process, by name."""
+    names = [(x / "comm").read_text().strip() for x in Path("/proc/self/task").iterdir()]
+    return sorted(name for name in names if name.startswith("fd-r"))
+
+
+async def checked_link(node: EmbeddedRNode) -> Link:
+    """A link over which calls had the right results."""
+    link = await connect(node.url, Payloads.HELLO, None)
+    await in_thread(Payloads(link).run, 200)
+    return link
+
+
+async def test_an_r_node_that_takes_turns_is_in_this_process_until_it_is_stopped():
+    before, others = children(), r_threads()
+    node = EmbeddedRNode(CONFIG, IN_TURNS)
+    await node.start()
+    link = await checked_link(node)
+    assert children() == before
+    assert r_threads() == sorted([*others, "fd-r0", "fd-r1"])
+    await link.close()
+    await node.stop()
+    await node.stop()
+    assert r_threads() == others and not Path(node.url.removeprefix("shm://")).exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "split"),
+    [
+        (CONFIG, SIDE_BY_SIDE),
+        (CONFIG, Split(2, 1, 2, in_turns=True)),  # the S-Part of one mini-batch, meanwhile the R-Part of the other
+        (NodeConfig(kv_memory=64 << 20, cpus=(min(os.sched_getaffinity(0)),)), Split(2, 1, 1, in_turns=True)),
+    ],
+    ids=["side by side", "two mini-batches", "on CPUs of its own"],
+)
+async def test_other_r_nodes_are_child_processes(config: NodeConfig, split: Split):
+    before, others = children(), r_threads()
+    node = EmbeddedRNode(config, split)
+    await node.start()
+    link = await checked_link(node)
+    assert len(children() - before) == 1 and r_threads() == others
+    await link.close()
+    await node.stop()
+    assert children() == before
+
+
+@pytest.mark.parametrize("split", [IN_TURNS, SIDE_BY_SIDE], ids=["in turns", "side by side"])
+async def test_a_link_is_opened_again_after_a_restart(split: Split):
+    node = EmbeddedRNode(CONFIG, split)
+    await node.start()
+    link = await checked_link(node)
+    await node.restart()
+    async with asyncio.timeout(5):
+        assert isinstance(await link.closed(), LinkDown)
+    await link.close()
+    await (await checked_link(node)).close()
+    await node.stop()
+
+
+@pytest.mark.parametrize("split", [IN_TURNS, SIDE_BY_SIDE], ids=["in turns", "side by side"])
+async def test_a_lease_that_does_not_fit_is_refused_in_the_words_of_any_r_node(split: Split):
+    node = EmbeddedRNode(NodeConfig(kv_memory=4096), split)
+    await node.start()
+    with pytest.raises(Exception, match="no memory for a KV-cache"):
+        await connect(node.url, Payloads.HELLO, None)
+    await node.stop()
+
+
+@pytest.mark.parametrize(
+    ("split", "given", "spin_us"),
+    [
+        (IN_TURNS, None, 0),
+        (IN_TURNS, 70, 70),
+        (Split(3, 2, 2, in_turns=True), None, 0),
+        (SIDE_BY_SIDE, None, None),
+    ],
+)
+def test_an_embedded_r_node_in_turns_leaves_the_cores_at_once(split: Split, given: int | None, spin_us: int | None):
+    node = EmbeddedRNode(NodeConfig(spin_us=given), split)
+    node.remove_socket()
+    run = node._run
+    assert (run.config if split is IN_TURNS else NodeConfig.from_args(run.argv)).spin_us == spin_us
