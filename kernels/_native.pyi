@@ -181,8 +181,11 @@ class Dense16Linear:
         cls, dtype: int, act: int, outs: int, ins: int, weights: Buffer, bias: Buffer | None
     ) -> Dense16Linear: ...
     @staticmethod
-    def pack(dtype: int, act: int, outs: int, ins: int, weights: Buffer, /) -> bytearray:
-        """The bytes of weights [outs, ins] in the order of the kernels."""
+    def pack(dtype: int, act: int, outs: int, ins: int, weights: Buffer, packed: Buffer, /) -> None:
+        """Write weights [outs, ins] to `packed` in the order of the kernels. Raises ValueError like the constructor."""
+    @staticmethod
+    def packed_bytes(dtype: int, act: int, outs: int, ins: int, /) -> int:
+        """The bytes that packed weights take. Raises ValueError if the ISA has no such products."""
     @property
     def isa(self) -> str:
         """The ISA of the kernels."""

@@ -23,6 +23,7 @@ from fastdecode.daemon.sizes import format_bytes
 
 #: Rounds of a cell are numbered in steps of this for each group; the first one of a group is its warm-up.
 GROUP_ROUNDS = 1 << 20
+_SETTLE_SECONDS = 0.02  # in which the OpenMP threads of the last contender stop spinning
 _MEMORY_SHARE = 0.92  # of the free memory that caches may take; the rest is for activations and copies
 
 T = TypeVar("T")
@@ -127,6 +128,7 @@ async def take_turns(cell: Cell, measured: dict[Contender, Measured], limits: Li
         for n in tqdm(range(first, first + limits.rounds + 1), desc=str(cell), unit="round", leave=False):
             for contender in list(running):
                 mine = measured[contender]
+                await asyncio.sleep(_SETTLE_SECONDS)
                 if left[contender] <= 0 or limits.stop.is_set():
                     mine.note = "interrupted" if limits.stop.is_set() else _cut_off(limits)
                 elif seconds := await within(contender, contender.round(limits.steps, left[contender], limits.stop)):

@@ -84,25 +84,34 @@ static PyObject *dense16_run(dense16_t *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *dense16_pack(PyObject *type, PyObject *args) {
+static PyObject *dense16_packed_bytes(PyObject *type, PyObject *args) {
     unsigned dtype, act, outs, ins;
-    Py_buffer from;
-    if (!PyArg_ParseTuple(args, "IIIIy*", &dtype, &act, &outs, &ins, &from)) return NULL;
+    if (!PyArg_ParseTuple(args, "IIII", &dtype, &act, &outs, &ins)) return NULL;
     const char *name;
     const fd_dense16_ops_t *ops = choose(dtype, act, &name);
-    PyObject *to = NULL;
+    return ops ? PyLong_FromSize_t(packed_bytes(ops, outs, ins)) : NULL;
+}
+
+static PyObject *dense16_pack(PyObject *type, PyObject *args) {
+    unsigned dtype, act, outs, ins;
+    Py_buffer from, to;
+    if (!PyArg_ParseTuple(args, "IIIIy*w*", &dtype, &act, &outs, &ins, &from, &to)) return NULL;
+    const char *name;
+    const fd_dense16_ops_t *ops = choose(dtype, act, &name);
     if (ops && ins % ops->together)
         PyErr_Format(PyExc_ValueError, "%u inputs are not a multiple of %zu", ins, ops->together);
-    else if (ops && (size_t)from.len != (size_t)outs * ins * sizeof(uint16_t))
+    else if (ops && ((size_t)from.len != (size_t)outs * ins * sizeof(uint16_t) ||
+                     (size_t)to.len != packed_bytes(ops, outs, ins)))
         PyErr_Format(PyExc_ValueError, "weights do not have the bytes of %u x %u", outs, ins);
-    else if (ops && (to = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)packed_bytes(ops, outs, ins)))) {
-        uint16_t *words = (uint16_t *)PyByteArray_AS_STRING(to);
+    else if (ops) {
         Py_BEGIN_ALLOW_THREADS
-        fd_dense16_pack(ops, outs, ins, from.buf, words);
+        fd_dense16_pack(ops, outs, ins, from.buf, to.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&from);
-    return to;
+    PyBuffer_Release(&to);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *dense16_isa(dense16_t *self, void *unused) { return PyUnicode_FromString(self->isa); }
@@ -110,7 +119,9 @@ static PyObject *dense16_isa(dense16_t *self, void *unused) { return PyUnicode_F
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)dense16_run, METH_VARARGS, "run(x, y, threads): y [rows, outs] = x [rows, ins] W^T + b."},
     {"pack", dense16_pack, METH_VARARGS | METH_STATIC,
-     "pack(dtype, act, outs, ins, weights): the bytes of weights [outs, ins] in the order of the kernels."},
+     "pack(dtype, act, outs, ins, weights, packed): weights [outs, ins] in the order of the kernels."},
+    {"packed_bytes", dense16_packed_bytes, METH_VARARGS | METH_STATIC,
+     "packed_bytes(dtype, act, outs, ins): the size of `packed`."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef getset[] = {

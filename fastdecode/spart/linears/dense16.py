@@ -13,6 +13,7 @@ import torch
 from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.linears.base import Embedding, Linear
+from fastdecode.spart.linears.memory import empty
 from fastdecode.spart.threads import pool_threads
 
 _CODES = {torch.float16: ACT_DTYPES.index("fp16"), torch.bfloat16: ACT_DTYPES.index("bf16")}
@@ -33,7 +34,7 @@ def _has_products(device: torch.device, act: int) -> bool:
     if device.type != "cpu":
         return False
     try:
-        _native.Dense16Linear.pack(_CODES[torch.bfloat16], act, 1, 2, bytes(4))
+        _native.Dense16Linear.packed_bytes(_CODES[torch.bfloat16], act, 1, 2)
     except ValueError:  # an ISA without them
         return False
     return True
@@ -63,11 +64,12 @@ class Dense16Linear(Linear):
         """
         outs, ins = weight.shape
         codes = _CODES[weight.dtype], _CODES.get(act, _FP32)
-        packed = _native.Dense16Linear.pack(*codes, outs, ins, _numbers(weight.contiguous()))
+        packed = empty(_native.Dense16Linear.packed_bytes(*codes, outs, ins))
+        _native.Dense16Linear.pack(*codes, outs, ins, _numbers(weight.contiguous()), packed)
         vector = None if bias is None else bias.float().contiguous().numpy()
         self._native = _native.Dense16Linear(*codes, outs, ins, packed, vector)
         self._outs = outs
-        self.nbytes = len(packed) + (0 if vector is None else vector.nbytes)
+        self.nbytes = packed.nbytes + (0 if vector is None else vector.nbytes)
 
     @property
     def isa(self) -> str:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from fastdecode.kernels._native import QuantisedLinear
 from fastdecode.spart.linears.base import Embedding, Linear
+from fastdecode.spart.linears.memory import in_huge_pages
 from fastdecode.spart.linears.quantised import GROUP, Quantised, decode, rotate
 from fastdecode.spart.threads import pool_threads
 
@@ -35,8 +36,8 @@ class GroupedLinear(Linear):
         self._rotated = matrix.rotated
         self._signed = matrix.rotated and self._bits == 8 and device.type == "cpu" and QuantisedLinear.wants_signed()
         rows = -(-self._outs // _LANES) * _LANES
-        self._weights = _tiles(matrix, rows).to(device)
-        self._negated_sums = _negated_sums(matrix, rows) if self._signed else None
+        self._weights = in_huge_pages(_tiles(matrix, rows).to(device))
+        self._negated_sums = in_huge_pages(_negated_sums(matrix, rows)) if self._signed else None
         if self._signed:
             self._weights ^= _SIGN
         most = matrix.scales.abs().amax(1)
@@ -44,8 +45,9 @@ class GroupedLinear(Linear):
             most = torch.maximum(most, matrix.mins.abs().amax(1))
         # Powers of two, so that scales which were fp16 in the file stay exact.
         units = torch.exp2(torch.log2(most.clamp_min(1e-30)).ceil() - _UNIT_EXPONENT)
-        self._scales = _lanes(matrix.scales / units[:, None], rows).to(device)
-        self._mins = None if matrix.mins is None else _lanes(matrix.mins / units[:, None], rows).to(device)
+        self._scales = in_huge_pages(_lanes(matrix.scales / units[:, None], rows).to(device))
+        mins = matrix.mins
+        self._mins = None if mins is None else in_huge_pages(_lanes(mins / units[:, None], rows).to(device))
         self._units = F.pad(units, (0, rows - self._outs)).to(device)
         self._bias = None if bias is None else F.pad(bias.float(), (0, rows - self._outs)).to(device)
         self._native = self._make_native() if device.type == "cpu" else None
