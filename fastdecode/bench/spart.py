@@ -1,4 +1,4 @@
-"""The S-Part's time for a decode step, by format of the weights, backend, LoRA adapters and batch size.
+"""The S-Part's time for a decode step, by format and memory of the weights, backend, LoRA adapters and batch size.
 
 Every variant decodes the same sequences, a few tokens long, over its own link to one R-node, in interleaved rounds. The
 time is that of the S-Part alone: waiting for the R-node is not counted. All variants are in memory at once.
@@ -32,6 +32,7 @@ from fastdecode.demo import model_dir
 from fastdecode.spart import SPart, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.spart.linears.memory import small_pages
 from fastdecode.spart.lora.files import Adapter, read_adapter
 from fastdecode.spart.threads import set_threads
 from fastdecode.transports.registry import connect
@@ -52,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=("native", "transformers"),
         help="backend (repeatable), each with each format; default: native",
+    )
+    parser.add_argument(
+        "--pages",
+        action="append",
+        choices=("huge", "small"),
+        help="memory of weights on a CPU (repeatable), each with each format; default: huge",
     )
     parser.add_argument(
         "--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="as for fastdecode-node"
@@ -81,7 +88,8 @@ def _print_table(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         size = format_bytes(row["weight_bytes"])
         ratio = f"{row['speedup']:5.2f}x the first" if row["speedup"] else ""
-        cell = f"{row['backend']:<13}{row['weights']:<6}{size:>10}  {row['adapters']:<12}batch {row['batch']:>3}"
+        what = f"{row['backend']:<13}{row['weights']:<6}{row['pages']:<6}{size:>10}"
+        cell = f"{what}  {row['adapters']:<12}batch {row['batch']:>3}"
         print(f"  {cell}{1e3 * row['seconds']:10.3f} ms{row['batch'] / row['seconds']:10.1f} tokens/s  {ratio}")
 
 
@@ -89,6 +97,7 @@ def _print_table(result: dict[str, Any]) -> None:
 class _Variant:
     backend: str
     weights: str
+    pages: str
     weight_bytes: int
     spart: SPart
     adapters: str  # what the sequences use, for people
@@ -126,15 +135,16 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         for name in args.backend or ["native"]:
             backend = choose_backend(name, path)
             dtype = choose_dtype(args.dtype, backend.config.dtype, device)
-            for weights in args.weights or ["dense", "int8", "int4"]:
+            for weights, pages in itertools.product(args.weights or ["dense", "int8", "int4"], args.pages or ["huge"]):
                 adapters = _make_adapters(Path(stack.enter_context(TemporaryDirectory())), backend, args.lora or 0)
-                model = backend.load(device, dtype, weights=weights, adapters=adapters)
+                with small_pages() if pages == "small" else contextlib.nullcontext():
+                    model = backend.load(device, dtype, weights=weights, adapters=adapters)
                 hello = model.hello(1, max(batches), "fp32", 1 << 29, sum(batches))
                 for used, uses in _uses(len(adapters)).items():
                     link = await connect(node.url, hello, None)
                     stack.push_async_callback(link.close)
                     spart = backend.make_spart(model, [link])
-                    variants.append(_Variant(name, weights, model.weight_bytes, spart, used, uses))
+                    variants.append(_Variant(name, weights, pages, model.weight_bytes, spart, used, uses))
         rounds = [False] + [True] * args.rounds
         for timed in tqdm(rounds, desc="rounds", unit="round"):
             for batch in batches:
@@ -151,6 +161,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
                 {
                     "backend": variant.backend,
                     "weights": variant.weights,
+                    "pages": variant.pages,
                     "weight_bytes": variant.weight_bytes,
                     "adapters": variant.adapters,
                     "batch": batch,

@@ -49,6 +49,15 @@ def test_a_large_matrix_lies_in_huge_pages():
     assert mapping(weight.data_ptr())["AnonHugePages"] >= 8 << 20  # the rest if memory is not in pieces
 
 
+@needs_huge_pages
+def test_small_pages_are_for_comparison():
+    with memory.small_pages():
+        small = memory.in_huge_pages(torch.ones(16 << 20, dtype=torch.uint8))
+    huge = memory.in_huge_pages(torch.ones(16 << 20, dtype=torch.uint8))
+    assert mapping(small.data_ptr())["AnonHugePages"] == 0
+    assert mapping(huge.data_ptr())["AnonHugePages"] > 0
+
+
 def test_small_matrices_share_memory_and_do_not_overlap():
     sizes = [1, 63, 64, 65, 4097, 1 << 20]
     parts = [memory.empty(n) for n in sizes]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ class _Memory:
         numbers = np.frombuffer(memory, np.uint8)
         begin = -numbers.ctypes.data % _HUGE
         with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE, begin, nbytes)
+            memory.madvise(_advice, begin, nbytes)
         self._free = numbers[begin : begin + nbytes]
 
     def take(self, nbytes: int) -> np.ndarray | None:
@@ -38,8 +39,21 @@ class _Memory:
         return taken
 
 
+_advice = mmap.MADV_HUGEPAGE
 _shared: _Memory | None = None
 _lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def small_pages() -> Iterator[None]:
+    """Weights that are loaded meanwhile lie in small pages, for comparison."""
+    global _advice, _shared
+    before = _advice
+    _advice, _shared = mmap.MADV_NOHUGEPAGE, None
+    try:
+        yield
+    finally:
+        _advice, _shared = before, None
 
 
 def empty(nbytes: int) -> np.ndarray:
