@@ -136,7 +136,7 @@ class NodeConfig:
         choices=("auto", "none", *REASONING_FORMS),
     )
     r_node: tuple[str, ...] = _option(
-        "an R-node to use (repeatable); default: an embedded R-node, a child process over shared memory",
+        "an R-node to use (repeatable); default: an embedded R-node, over shared memory",
         (),
         role="s",
         parse=option_values.url,

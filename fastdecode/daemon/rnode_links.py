@@ -69,7 +69,7 @@ class RNodeLinks:
         config: NodeConfig,
         embedded: EmbeddedRNode | None = None,
     ):
-        """`embedded` is the child process behind the only URL, which is started again when it is lost."""
+        """`embedded` is the R-node behind the only URL, which is started again when it is lost."""
         self._r_nodes = r_nodes
         self._hello = hello
         self._secret = secret

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 
@@ -22,10 +23,13 @@ def children() -> set[int]:
     return {int(pid) for x in Path("/proc/self/task").iterdir() for pid in (x / "children").read_text().split()}
 
 
-def r_threads() -> list[str]:
-    """The threads of R-engines in this process, by name."""
-    names = [(x / "comm").read_text().strip() for x in Path("/proc/self/task").iterdir()]
-    return sorted(name for name in names if name.startswith("fd-r"))
+def r_threads() -> dict[int, str]:
+    """The threads of R-engines in this process: their names by id."""
+    found = {}
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found[int(thread.name)] = (thread / "comm").read_text().strip()
+    return {thread: name for thread, name in found.items() if name.startswith("fd-r")}
 
 
 async def checked_link(node: EmbeddedRNode) -> Link:
@@ -36,16 +40,16 @@ async def checked_link(node: EmbeddedRNode) -> Link:
 
 
 async def test_an_r_node_that_takes_turns_is_in_this_process_until_it_is_stopped():
-    before, others = children(), r_threads()
+    before, others = children(), r_threads().keys()
     node = EmbeddedRNode(CONFIG, IN_TURNS)
     await node.start()
     link = await checked_link(node)
-    assert children() == before
-    assert r_threads() == sorted([*others, "fd-r0", "fd-r1"])
+    assert not children() - before
+    assert sorted(name for thread, name in r_threads().items() if thread not in others) == ["fd-r0", "fd-r1"]
     await link.close()
     await node.stop()
     await node.stop()
-    assert r_threads() == others and not Path(node.url.removeprefix("shm://")).exists()
+    assert not r_threads().keys() - others and not Path(node.url.removeprefix("shm://")).exists()
 
 
 @pytest.mark.parametrize(
@@ -58,14 +62,14 @@ async def test_an_r_node_that_takes_turns_is_in_this_process_until_it_is_stopped
     ids=["side by side", "two mini-batches", "on CPUs of its own"],
 )
 async def test_other_r_nodes_are_child_processes(config: NodeConfig, split: Split):
-    before, others = children(), r_threads()
+    before, others = children(), r_threads().keys()
     node = EmbeddedRNode(config, split)
     await node.start()
     link = await checked_link(node)
-    assert len(children() - before) == 1 and r_threads() == others
+    assert len(children() - before) == 1 and not r_threads().keys() - others
     await link.close()
     await node.stop()
-    assert children() == before
+    assert not children() - before
 
 
 @pytest.mark.parametrize("split", [IN_TURNS, SIDE_BY_SIDE], ids=["in turns", "side by side"])

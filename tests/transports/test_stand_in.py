@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -22,8 +24,11 @@ from fastdecode.transports.registry import connect
 
 def r_threads() -> dict[int, str]:
     """The threads of R-engines in this process: their names by id."""
-    names = {int(x.name): (x / "comm").read_text().strip() for x in Path("/proc/self/task").iterdir()}
-    return {thread: name for thread, name in names.items() if name.startswith("fd-r")}
+    found = {}
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found[int(thread.name)] = (thread / "comm").read_text().strip()
+    return {thread: name for thread, name in found.items() if name.startswith("fd-r")}
 
 
 def switches(thread: int) -> int:
@@ -59,20 +64,20 @@ async def test_thread_0_sleeps_while_a_waiter_serves_the_calls(stand_in: bool, t
     driver = Driver(link, wanted)
     n = 30
 
-    def steps() -> tuple[int, int]:
+    def steps() -> tuple[int, float]:
         driver.step(0, [(0, 1, True)])
-        before = switches(node.thread_ids[0])
+        before, start = switches(node.thread_ids[0]), time.monotonic()
         for _ in range(n):
             driver.step(0, [(0, 1, True)])
-        return before, switches(node.thread_ids[0])
+        return switches(node.thread_ids[0]) - before, time.monotonic() - start
 
-    before, after = await in_thread(steps)
+    slept, seconds = await in_thread(steps)
     stats = await link.stats()
     assert stats["rows"] == (n + 1) * wanted.geometry.n_layers
     if stand_in:
-        assert after - before < n / 2  # it looks after the arenas from time to time
+        assert slept <= 3 + 30 * seconds  # it looks after the arenas ten times a second
     else:
-        assert after - before >= n
+        assert slept >= n
     await link.close()
     await node.close()
 
