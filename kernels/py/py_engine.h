@@ -1,0 +1,37 @@
+/* The objects REngine and REngineLink, which py_engine.c and py_engine_link.c share. Include Python.h first. */
+#ifndef FD_PY_ENGINE_H
+#define FD_PY_ENGINE_H
+
+#include "engine.h"
+
+#define ERR_LEN 256
+
+typedef struct {
+    PyObject_HEAD
+    fd_engine_t *engine;
+    PyObject *link_type;
+    uint32_t threads;
+    fd_isa_t isa;
+    uint32_t n_links;
+    pid_t pid; /* of the process that started the threads: a child forked from it has the object only */
+} engine_object_t;
+
+typedef struct {
+    PyObject_HEAD
+    fd_link_t *link;
+    engine_object_t *owner;
+    PyObject *carrier;
+    Py_buffer region;
+    /* Threads that use `link` without the GIL; changed with the GIL. Each copies `link` while it holds the GIL, because
+     * remove_link sets it to NULL before it waits for them. */
+    uint32_t users;
+} link_object_t;
+
+/* Raises RuntimeError. */
+static inline PyObject *closed_error(const char *what) {
+    return PyErr_Format(PyExc_RuntimeError, "%s is closed", what);
+}
+
+extern PyType_Spec fd_py_engine_link_spec;
+
+#endif

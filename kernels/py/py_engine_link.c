@@ -1,0 +1,280 @@
+/* REngineLink: one link of an R-engine, for Python. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <sched.h>
+
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "py_engine.h"
+
+/* Removes the link from the engine. The engine does not touch the region after that. */
+static void remove_link(link_object_t *self) {
+    fd_link_t *link = self->link;
+    self->link = NULL;
+    while (self->users) {
+        Py_BEGIN_ALLOW_THREADS
+        sched_yield();
+        Py_END_ALLOW_THREADS
+    }
+    if (link && self->owner->pid == getpid()) {
+        Py_BEGIN_ALLOW_THREADS
+        fd_engine_remove_link(self->owner->engine, link);
+        Py_END_ALLOW_THREADS
+    }
+    if (link) self->owner->n_links--;
+    if (link || !self->owner) PyBuffer_Release(&self->region); /* does nothing to a view that was never filled */
+}
+
+static void link_dealloc(link_object_t *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    remove_link(self);
+    Py_XDECREF(self->carrier);
+    Py_XDECREF(self->owner);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *link_close(link_object_t *self, PyObject *unused) {
+    remove_link(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *outcome(int rc, const char *err) {
+    if (rc == 0) Py_RETURN_NONE;
+    PyErr_SetString(rc == -(int)FD_BAD_SEQUENCE ? PyExc_ValueError : PyExc_MemoryError, err);
+    return NULL;
+}
+
+static PyObject *link_free(link_object_t *self, PyObject *args) {
+    unsigned seq_index, tag;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "II", &seq_index, &tag)) return NULL;
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
+    int rc;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
+    rc = fd_link_free(link, seq_index, tag, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return outcome(rc, err);
+}
+
+static PyObject *link_trim(link_object_t *self, PyObject *args) {
+    unsigned seq_index, tag, length;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
+    int rc;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
+    rc = fd_link_trim(link, seq_index, tag, length, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return outcome(rc, err);
+}
+
+static PyObject *link_fork(link_object_t *self, PyObject *args) {
+    unsigned src, src_tag, dst, dst_tag, length;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "IIIII", &src, &src_tag, &dst, &dst_tag, &length)) return NULL;
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
+    int rc;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
+    rc = fd_link_fork(link, src, src_tag, dst, dst_tag, length, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return outcome(rc, err);
+}
+
+static PyObject *link_grow(link_object_t *self, PyObject *args) {
+    unsigned n_pages;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "I", &n_pages)) return NULL;
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
+    int rc;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS
+    rc = fd_link_grow(link, n_pages, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return outcome(rc, err);
+}
+
+static PyObject *link_receive(link_object_t *self, PyObject *args) {
+    unsigned seq_index, tag, length;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
+    int rc;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS
+    rc = fd_link_receive(link, seq_index, tag, length, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return outcome(rc, err);
+}
+
+typedef int64_t transfer_fn(fd_link_t *, int, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t, int *, char *, size_t);
+
+static PyObject *transfer(link_object_t *self, PyObject *args, transfer_fn *move) {
+    int fd, error = 0;
+    unsigned seq_index, tag, first, n;
+    unsigned long long offset;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "iIIIIK", &fd, &seq_index, &tag, &first, &n, &offset)) return NULL;
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
+    int64_t moved;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS
+    moved = move(link, fd, seq_index, tag, first, n, offset, &error, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    if (moved >= 0) return PyLong_FromLongLong(moved);
+    if (moved != INT64_MIN) return outcome((int)moved, err);
+    errno = error;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static PyObject *link_send_pages(link_object_t *self, PyObject *args) {
+    return transfer(self, args, fd_link_send_pages);
+}
+
+static PyObject *link_receive_pages(link_object_t *self, PyObject *args) {
+    return transfer(self, args, fd_link_receive_pages);
+}
+
+static PyObject *link_fault_in(link_object_t *self, PyObject *args) {
+    unsigned seq_index, tag, first, n;
+    unsigned long long offset;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "IIIIK", &seq_index, &tag, &first, &n, &offset)) return NULL;
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
+    int64_t bytes;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS
+    bytes = fd_link_fault_in(link, seq_index, tag, first, n, offset, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return bytes >= 0 ? PyLong_FromLongLong(bytes) : outcome((int)bytes, err);
+}
+
+static PyObject *link_copy_pages(link_object_t *self, PyObject *args) {
+    link_object_t *to;
+    unsigned seq_index, tag, to_index, to_tag, first, n;
+    unsigned long long offset;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "O!IIIIIIK", Py_TYPE(self), &to, &seq_index, &tag, &to_index, &to_tag, &first, &n,
+                          &offset))
+        return NULL;
+    fd_link_t *here = self->link, *there = to->link;
+    if (!here || !there) return closed_error("the link");
+    int64_t copied;
+    self->users++;
+    to->users++;
+    Py_BEGIN_ALLOW_THREADS
+    copied = fd_link_copy_pages(here, seq_index, tag, there, to_index, to_tag, first, n, offset, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    to->users--;
+    self->users--;
+    return copied >= 0 ? PyLong_FromLongLong(copied) : outcome((int)copied, err);
+}
+
+static PyObject *link_pages(link_object_t *self, PyObject *args) {
+    unsigned seq_index, tag, n;
+    uint32_t *pages;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "II", &seq_index, &tag)) return NULL;
+    if (!self->link) return closed_error("the link");
+    const int rc = fd_link_pages(self->link, seq_index, tag, &pages, &n, err, sizeof err);
+    if (rc) return outcome(rc, err);
+    PyObject *list = PyList_New(n);
+    for (unsigned i = 0; list && i < n; i++) {
+        PyObject *page = PyLong_FromUnsignedLong(pages[i]);
+        if (page) PyList_SET_ITEM(list, i, page);
+        else Py_CLEAR(list);
+    }
+    free(pages);
+    return list;
+}
+
+static PyObject *link_stats(link_object_t *self, PyObject *unused) {
+    fd_link_stats_t s;
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS
+    fd_link_stats(link, &s);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:I,s:I,s:I}", "calls", s.calls, "refused", s.refused, "rows", s.rows,
+                         "kv_bytes", s.kv_bytes, "busy_ns", s.busy_ns, "pages_total", s.pages_total, "pages_used",
+                         s.pages_used, "seqs", s.seqs);
+}
+
+static PyObject *link_get_prefault(link_object_t *self, void *unused) {
+    fd_prefault_t p;
+    if (!self->link) return closed_error("the link");
+    fd_link_prefault(self->link, &p);
+    return Py_BuildValue("KKi", p.bytes, p.total, p.error);
+}
+
+static PyObject *link_get_eventfd(link_object_t *self, void *unused) {
+    if (!self->link) return closed_error("the link");
+    return PyLong_FromLong(fd_link_eventfd(self->link));
+}
+
+static PyGetSetDef link_getset[] = {
+    {"eventfd", (getter)link_get_eventfd, NULL, "eventfd that wakes the engine, for a peer", NULL},
+    {"prefault", (getter)link_get_prefault, NULL,
+     "(bytes faulted in so far, bytes to fault in, errno that stopped it or 0)", NULL},
+    {0},
+};
+
+static PyMethodDef link_methods[] = {
+    {"free", (PyCFunction)link_free, METH_VARARGS, "free(seq_index, tag): free a sequence's pages"},
+    {"trim", (PyCFunction)link_trim, METH_VARARGS,
+     "trim(seq_index, tag, length): keep only the first `length` tokens of a sequence"},
+    {"fork", (PyCFunction)link_fork, METH_VARARGS,
+     "fork(src, src_tag, dst, dst_tag, length): let the empty `dst` share the first `length` tokens of `src`"},
+    {"grow", (PyCFunction)link_grow, METH_VARARGS, "grow(n_pages): let the lease have this many pages"},
+    {"receive", (PyCFunction)link_receive, METH_VARARGS,
+     "receive(seq_index, tag, length): let an empty sequence hold tokens that `receive_pages` brings"},
+    {"fault_in", (PyCFunction)link_fault_in, METH_VARARGS,
+     "fault_in(seq_index, tag, first, n, offset) -> bytes that have memory now"},
+    {"send_pages", (PyCFunction)link_send_pages, METH_VARARGS,
+     "send_pages(fd, seq_index, tag, first, n, offset) -> bytes sent now"},
+    {"receive_pages", (PyCFunction)link_receive_pages, METH_VARARGS,
+     "receive_pages(fd, seq_index, tag, first, n, offset) -> bytes received now"},
+    {"copy_pages", (PyCFunction)link_copy_pages, METH_VARARGS,
+     "copy_pages(link, seq_index, tag, to_index, to_tag, first, n, offset) -> bytes copied now"},
+    {"pages", (PyCFunction)link_pages, METH_VARARGS,
+     "pages(seq_index, tag) -> the numbers of a sequence's pages, in order"},
+    {"stats", (PyCFunction)link_stats, METH_NOARGS, "The counters of fd_link_stats_t, by name."},
+    {"close", (PyCFunction)link_close, METH_NOARGS,
+     "Remove the link from the engine and free its lease; waits for a call in progress. Idempotent."},
+    {0},
+};
+
+static PyType_Slot link_slots[] = {
+    {Py_tp_doc, "One link of an REngine, and its lease of the KV-cache."},
+    {Py_tp_dealloc, link_dealloc},
+    {Py_tp_methods, link_methods},
+    {Py_tp_getset, link_getset},
+    {0, NULL},
+};
+
+PyType_Spec fd_py_engine_link_spec = {
+    .name = "fastdecode.kernels._native.REngineLink",
+    .basicsize = sizeof(link_object_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = link_slots,
+};
