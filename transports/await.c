@@ -160,10 +160,14 @@ static long first_readable(const fd_waits_t *w) {
 long fd_port_await_any(const fd_waits_t *w, uint64_t timeout_ns) {
     uint64_t start = 0, served_at = 0, spin_ns = 0, probed_ns = 0;
     long over;
-    for (size_t i = 0; i < w->n; i++)
-        if (w->awaited[i].port->spin_ns > spin_ns) spin_ns = w->awaited[i].port->spin_ns;
+    bool serves = false; /* seldom: no other wait should look at all carriers again and again */
+    for (size_t i = 0; i < w->n; i++) {
+        const fd_port_t *port = w->awaited[i].port;
+        if (port->spin_ns > spin_ns) spin_ns = port->spin_ns;
+        serves |= port->carrier.ops->serve != NULL;
+    }
     for (uint32_t i = 1; (over = first_over(w)) < 0; i++) {
-        const bool served = serve(w->awaited, w->n, true), polled = poll_carriers(w->awaited, w->n);
+        const bool served = serves && serve(w->awaited, w->n, true), polled = poll_carriers(w->awaited, w->n);
         if (w->n && !served && !polled && i % LOOKS_PER_CLOCK) {
             fd_cpu_relax();
             continue;
@@ -177,7 +181,7 @@ long fd_port_await_any(const fd_waits_t *w, uint64_t timeout_ns) {
         if (idle >= spin_ns && !served && first_over(w) < 0) rest(w, waited, timeout_ns - waited, &probed_ns);
         else if (idle >= FD_YIELD_AFTER_NS) sched_yield();
     }
-    serve(w->awaited, w->n, false);
+    if (serves) serve(w->awaited, w->n, false);
     for (size_t i = 0; i < w->n; i++) {
         fd_awaited_t *a = &w->awaited[i];
         if (a->polling) a->port->carrier.ops->poll(a->port->carrier.self, false);

@@ -124,8 +124,8 @@ void fd_port_poison(fd_port_t *port);
 /* Shared memory: `self` is an fd_shm_s_t. */
 typedef struct {
     fd_region_header_t *header;
-    int wake_fd; /* the R-engine's eventfd */
-    const fd_stand_in_t *stand_in;
+    int wake_fd;                   /* the R-engine's eventfd */
+    const fd_stand_in_t *stand_in; /* NULL: no thread stands in */
 } fd_shm_s_t;
 extern const fd_carrier_ops_t fd_shm_s_ops;
 /* The same, but a thread that waits also stands in for thread 0 of the R-engine, through `stand_in`. Every call must be

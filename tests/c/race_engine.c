@@ -29,7 +29,7 @@ static const fd_geometry_t geometry = {SLOTS, MAX_ROWS, LAYERS, GROUP * KV_HEADS
 static fd_engine_t *engine;
 static fd_stand_in_t stand_in;
 static time_t end;
-static bool ended;                            /* atomic: the R-engine */
+static bool ended;                            /* atomic: the R-engine has ended */
 static uint64_t n_calls, n_controls, n_links; /* atomic */
 
 static uint32_t below(uint64_t *state, uint32_t bound) {
