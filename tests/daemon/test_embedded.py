@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from pathlib import Path
 
 import pytest
 from link_driver import Payloads, in_thread
+from rnode_process import r_threads
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
-from fastdecode.transports.base import Link, LinkDown
+from fastdecode.transports.base import Link, LinkDown, LinkRefused
 from fastdecode.transports.registry import connect
 
 CONFIG = NodeConfig(kv_memory=64 << 20)
@@ -21,15 +21,6 @@ IN_TURNS, SIDE_BY_SIDE = Split(2, 2, 1, in_turns=True), Split(1, 1, 2)
 
 def children() -> set[int]:
     return {int(pid) for x in Path("/proc/self/task").iterdir() for pid in (x / "children").read_text().split()}
-
-
-def r_threads() -> dict[int, str]:
-    """The threads of R-engines in this process: their names by id."""
-    found = {}
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            found[int(thread.name)] = (thread / "comm").read_text().strip()
-    return {thread: name for thread, name in found.items() if name.startswith("fd-r")}
 
 
 async def checked_link(node: EmbeddedRNode) -> Link:
@@ -56,7 +47,10 @@ async def test_an_r_node_that_takes_turns_is_in_this_process_until_it_is_stopped
     ("config", "split"),
     [
         (CONFIG, SIDE_BY_SIDE),
-        (CONFIG, Split(2, 1, 2, in_turns=True)),  # the S-Part of one mini-batch, meanwhile the R-Part of the other
+        (
+            CONFIG,
+            Split(2, 1, 2, in_turns=True),
+        ),  # R-Part of one mini-batch beside S-Part of the other
         (NodeConfig(kv_memory=64 << 20, cpus=(min(os.sched_getaffinity(0)),)), Split(2, 1, 1, in_turns=True)),
     ],
     ids=["side by side", "two mini-batches", "on CPUs of its own"],
@@ -89,7 +83,7 @@ async def test_a_link_is_opened_again_after_a_restart(split: Split):
 async def test_a_lease_that_does_not_fit_is_refused_in_the_words_of_any_r_node(split: Split):
     node = EmbeddedRNode(NodeConfig(kv_memory=4096), split)
     await node.start()
-    with pytest.raises(Exception, match="no memory for a KV-cache"):
+    with pytest.raises(LinkRefused, match="no memory for a KV-cache"):
         await connect(node.url, Payloads.HELLO, None)
     await node.stop()
 

@@ -9,6 +9,7 @@ STUCK_S seconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import os
@@ -35,6 +36,15 @@ LISTEN_URLS = {
 }
 #: A test prints this when it expects the R-node's host to lose power.
 PULL_THE_PLUG = "now pull the plug of the R-node's host"
+
+
+def r_threads() -> dict[int, str]:
+    """The threads of R-engines in this process: their names by id."""
+    found = {}
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found[int(thread.name)] = (thread / "comm").read_text().strip()
+    return {thread: name for thread, name in found.items() if name.startswith("fd-r")}
 
 
 class RNodeProcess(ScriptProcess):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from link_driver import HANG_S, LARGE, Driver, Payloads, hello, in_thread, until
-from rnode_process import KV_BYTES
+from rnode_process import KV_BYTES, r_threads
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
@@ -20,15 +19,6 @@ from fastdecode.region.region import Region
 from fastdecode.transports._native import Port
 from fastdecode.transports.base import LinkDown
 from fastdecode.transports.registry import connect
-
-
-def r_threads() -> dict[int, str]:
-    """The threads of R-engines in this process: their names by id."""
-    found = {}
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            found[int(thread.name)] = (thread / "comm").read_text().strip()
-    return {thread: name for thread, name in found.items() if name.startswith("fd-r")}
 
 
 def switches(thread: int) -> int:
@@ -75,7 +65,7 @@ async def test_thread_0_sleeps_while_a_waiter_serves_the_calls(stand_in: bool, t
     stats = await link.stats()
     assert stats["rows"] == (n + 1) * wanted.geometry.n_layers
     if stand_in:
-        assert slept <= 3 + 30 * seconds  # it looks after the arenas ten times a second
+        assert slept <= 3 + 30 * seconds  # thread 0 looks after the arenas ten times a second
     else:
         assert slept >= n
     await link.close()
