@@ -153,6 +153,7 @@ class _Threads:
         self._measuring: asyncio.Task[None] | None = None
 
     async def start(self, url: str) -> str:
+        """Serve at `url`. Returns what the log says of the R-node."""
         from fastdecode.daemon.rnode_start import make_r_node, measure_roofline
 
         self._node = make_r_node(
@@ -187,6 +188,7 @@ class _Child:
         self.argv += config.to_args(["spin_us", "secret_file", "log_level", "log_format"])
 
     async def start(self, url: str) -> str:
+        """Wait until the child listens at `url`. Returns what the log says of the R-node."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # the child must not import a folder `fastdecode` in the working directory
