@@ -51,25 +51,26 @@ typedef struct {
     const fd_dense16_t *l;
     const uint8_t *x;
     uint8_t *y;
-    size_t rows, blocks; /* blocks of FD_DENSE16_ROWS */
+    size_t rows, blocks, block_rows; /* blocks of at most FD_DENSE16_ROWS rows */
 } run_t;
 
 static void run_parts(void *data, size_t first, size_t n) {
     run_t *run = data;
     for (size_t part = first; part < first + n; part++) {
-        const size_t row = part % run->blocks * FD_DENSE16_ROWS, rows = run->rows - row;
+        const size_t row = part % run->blocks * run->block_rows, rows = run->rows - row;
         const uint8_t *x = run->x + row * run->l->ins * run->ops->number_bytes;
         uint8_t *y = run->y + row * run->l->outs * run->ops->number_bytes;
-        const size_t n_rows = rows < FD_DENSE16_ROWS ? rows : FD_DENSE16_ROWS;
-        run->ops->multiply(run->l, x, n_rows, y, part / run->blocks);
+        run->ops->multiply(run->l, x, rows < run->block_rows ? rows : run->block_rows, y, part / run->blocks);
     }
 }
 
 void fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
                          unsigned threads) {
     enum { WORTH_A_THREAD = 1 << 16 }; /* weights that are read sooner than a thread wakes up */
+    if (!rows) return;
     const size_t most = l->outs * l->ins / WORTH_A_THREAD + 1, blocks = (rows + FD_DENSE16_ROWS - 1) / FD_DENSE16_ROWS;
-    run_t run = {ops, l, x, y, rows, blocks};
+    const size_t tiles = (rows + FD_DENSE16_TILE - 1) / FD_DENSE16_TILE; /* blocks have much the same number of them */
+    run_t run = {ops, l, x, y, rows, blocks, (tiles + blocks - 1) / blocks * FD_DENSE16_TILE};
     fd_parallel(run_parts, &run, (l->outs + ops->panel - 1) / ops->panel * blocks,
                 most < threads ? (unsigned)most : threads);
 }

@@ -22,8 +22,9 @@ typedef struct {
     const float *bias;       /* [outs], or NULL */
 } fd_dense16_t;
 
-/* Rows of a part of the work: their sums stay in a cache, and threads share also products with few panels. */
-enum { FD_DENSE16_ROWS = 96 };
+/* Rows whose sums stay in registers, and the most rows of a part of the work: their sums stay in a cache, and threads
+ * share also products with few panels. */
+enum { FD_DENSE16_TILE = 6, FD_DENSE16_ROWS = 16 * FD_DENSE16_TILE };
 
 /* One ISA's functions for weights and rows of some dtypes. */
 typedef struct {

@@ -11,7 +11,7 @@
 #include "dense16.h"
 #include "half.h"
 
-enum { TILE_ROWS = 6, PANEL = TILE_VECTORS * LANES };
+enum { TILE_ROWS = FD_DENSE16_TILE, PANEL = TILE_VECTORS * LANES };
 
 /* Several tiles of rows read DEPTH inputs of a panel, which stay in a cache. */
 #ifdef FD_BF16_PAIRS

@@ -13,7 +13,7 @@ enum { MOST_WORKERS = 1023 };
 typedef struct {
     void (*body)(void *data, size_t first, size_t n);
     void *data;
-    size_t parts, step, next; /* a thread takes `step` of `parts` at a time; `next` is the first that is free */
+    size_t parts, shares, next; /* a thread takes 1 / `shares` of the parts that are left, from `next` on */
 } loop_t;
 
 /* The pool's state is one word, so that a worker joins a loop only while its caller is there:
@@ -33,11 +33,13 @@ static struct {
 } pool = {.busy = PTHREAD_MUTEX_INITIALIZER};
 
 static void take_parts(loop_t *loop) {
-    for (;;) {
-        const size_t first = __atomic_fetch_add(&loop->next, loop->step, __ATOMIC_RELAXED);
-        if (first >= loop->parts) return;
-        const size_t rest = loop->parts - first;
-        loop->body(loop->data, first, rest < loop->step ? rest : loop->step);
+    size_t first = __atomic_load_n(&loop->next, __ATOMIC_RELAXED);
+    while (first < loop->parts) {
+        const size_t n = (loop->parts - first) / loop->shares + 1; /* fewer and fewer, so that threads end together */
+        if (!__atomic_compare_exchange_n(&loop->next, &first, first + n, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+            continue;
+        loop->body(loop->data, first, n);
+        first = __atomic_load_n(&loop->next, __ATOMIC_RELAXED);
     }
 }
 
@@ -134,7 +136,7 @@ void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, s
         body(data, 0, parts);
         return;
     }
-    loop_t loop = {body, data, parts, parts / (threads * 4) + 1, 0};
+    loop_t loop = {body, data, parts, threads * 4, 0};
     run(&loop, workers);
     pthread_mutex_unlock(&pool.busy);
 }
