@@ -341,15 +341,8 @@ class StepState:
         self._prompts, self._exchange, self._adapters = prompts, exchange, adapters
         positions = uploaded["positions"]
         self.x = spart._embed(uploaded["tokens"], positions) if x is None else x
-        n, n_attend = len(exchange.kv), len(exchange.q)
-        self._mixed = bool(prompts)
-        if self._mixed:  # rows of prompts have Q and O too, but these do not go to an R-node
-            self._q = self.x.new_empty(n, exchange.q.shape[1])
-            self._o = torch.empty_like(self._q)
-        else:
-            self._q, self._o = exchange.q, exchange.o
-        self._n_attend = n_attend
-        self.places = Places(self._q, exchange.kv, c)
+        self._o = exchange.o
+        self.places = Places(exchange.q, exchange.kv, c)
         self._angles = spart._rope.angles(positions, uploaded.get("long")) if spart._rope else None
         self._layers = spart._weights.layers
         self._joints, self._joint_rows = spart._joints, None
@@ -360,28 +353,16 @@ class StepState:
         """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a
         prompt have no token drawn after them, and nothing else needs what the last layer makes of them. False if all
         rows are kept, as in a step without joints."""
-        if self._joints is None or self._joint_rows is None or not self._mixed:
+        if self._joints is None or self._joint_rows is None or not self._prompts:
             return False
-        self._take_attended()
         self.x, self._o = self.x.index_select(0, rows), self._o.index_select(0, rows)
-        self._mixed = False
         self._joint_rows = self._joints.last_rows(self.x, self._o)
         return True
 
-    def _take_attended(self) -> None:
-        """In a step with prompts, bring the O rows of attending rows beside those of prompts."""
-        if self._mixed and self._n_attend:
-            self._o[: self._n_attend].copy_(self._exchange.o)
-
     def advance(self, index: int) -> None:
         """Finish layer `index` - 1 and project layer `index`, as far as there are such layers."""
-        if self._joint_rows is not None:
-            if index > 0:
-                self._take_attended()
-            if self._joint_rows.run(index):
-                if self._mixed and self._n_attend and index < len(self._layers):
-                    self._exchange.q.copy_(self._q[: self._n_attend])
-                return
+        if self._joint_rows is not None and self._joint_rows.run(index):
+            return
         if index > 0:
             self.finish(self._layers[index - 1])
         if index < len(self._layers):
@@ -390,7 +371,7 @@ class StepState:
     def between(self) -> object | None:
         """What `advance` computes for all layers but the first, for Exchange.run_layers. None in a step with prompts,
         and where no joints can do it."""
-        return None if self._mixed or self._joint_rows is None else self._joint_rows.between()
+        return None if self._prompts or self._joint_rows is None else self._joint_rows.between()
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""
@@ -402,18 +383,16 @@ class StepState:
                 multiply_heads(self.places.q_heads, balance.q)
                 multiply_heads(self.places.k_heads, balance.k)
             multiply_heads(self.places.v_heads, balance.v)
-        if self._mixed and self._n_attend:
-            self._exchange.q.copy_(self._q[: self._n_attend])
 
     def attend_prompts(self, layer: int) -> None:
         """Compute the O rows of prompts."""
+        exchange = self._exchange
         for prompt in self._prompts:
             rows = prompt.rows
-            prompt.attend(layer, self._q[rows], self._exchange.kv[rows], out=self._o[rows])
+            prompt.attend(layer, exchange.q[rows], exchange.kv[rows], out=exchange.o[rows])
 
     def finish(self, layer: Layer) -> None:
         """Compute the rest of the block from the O rows and the residual stream."""
-        self._take_attended()
         o = self._o
         if layer.balance is not None:
             o = o.clone(memory_format=torch.contiguous_format)  # the link's memory stays as the R-node wrote it

@@ -43,7 +43,7 @@ class _NoLinks:
     def __init__(self, model: Model, rows: int):
         q_size, kv_size, o_size = model.config.row_sizes
         self.kv = torch.empty(rows, kv_size, device=model.device, dtype=model.dtype)
-        self.q, self.o = self.kv.new_empty(0, q_size), self.kv.new_empty(0, o_size)
+        self.q, self.o = self.kv.new_empty(rows, q_size), self.kv.new_empty(rows, o_size)
 
     def post(self, layer: int, timeout: float) -> None:
         """Does nothing."""

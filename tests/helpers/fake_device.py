@@ -80,11 +80,11 @@ class DeviceRows:
     """Stands for the exchange, whose own copies are not the S-Part's: a step's Q, K, V and O rows on the device."""
 
     def __init__(self, slot: int, link_rows: list[Any], device: torch.device):
-        n_attend, n_rows = sum(rows.n_attend for rows in link_rows), sum(rows.n_rows for rows in link_rows)
+        n_rows = sum(rows.n_rows for rows in link_rows)
         (q_size, kv_size), dtype = link_rows[0].views.sizes, link_rows[0].views.dtype
-        self.q = torch.empty(n_attend, q_size, device=device, dtype=dtype)
+        self.q = torch.empty(n_rows, q_size, device=device, dtype=dtype)
         self.kv = torch.empty(n_rows, kv_size, device=device, dtype=dtype)
-        self.o = torch.empty(n_attend, q_size, device=device, dtype=dtype)
+        self.o = torch.empty(n_rows, q_size, device=device, dtype=dtype)
         self.failures: dict[Any, Any] = {}
 
     pending = None

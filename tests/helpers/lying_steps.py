@@ -191,7 +191,7 @@ def without(what: str) -> Iterator[None]:
     def early_event(exchange: Any) -> None:
         exchange._copied.record()
         for host, rows in zip(exchange._host, (exchange.q, exchange.kv), strict=False):
-            host.copy_(rows, non_blocking=True)
+            host.copy_(rows[: len(host)], non_blocking=True)
         exchange._copied.synchronize()
 
     with contextlib.ExitStack() as patches:

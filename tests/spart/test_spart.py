@@ -252,7 +252,7 @@ async def test_with_one_link_the_rows_are_the_slot_itself(tmp_path):
         y = links[0].layout
         start = torch.frombuffer(links[0].region, dtype=torch.uint8).data_ptr() + y.slot(1)
         assert [x.data_ptr() - start for x in (exchange.q, exchange.kv, exchange.o)] == [y.q, y.kv, y.o]
-        assert [len(exchange.q), len(exchange.kv), len(exchange.o)] == [1, 4, 1]
+        assert [len(exchange.q), len(exchange.kv), len(exchange.o)] == [4, 4, 4]
         both = link_rows([chunks[0], Chunk(1, 0, 1, 5, [7], False, GREEDY)], views)
         apart = make_exchange(1, both, torch.device("cpu"))
         assert not start <= apart.q.data_ptr() < start + y.slot_bytes

@@ -1,9 +1,10 @@
 """The contract of an exchange: a step's Q, K, V and O rows on their way between the decoder and the links' slots.
 
-The decoder works on three tensors a step, which the exchange makes: `q` [attending rows, n_q_heads * head_size], `kv`
-[rows, n_kv_heads * (head_size + v_size)] and `o` [attending rows, n_q_heads * v_size]. A layer with fewer or smaller
-heads uses the first elements of a row. In each layer the decoder fills `q` and `kv`, calls `post`, does the work that
-needs no R-node, calls `wait`, and reads `o`.
+The decoder works on three tensors a step, which the exchange makes: `q` [rows, n_q_heads * head_size], `kv` [rows,
+n_kv_heads * (head_size + v_size)] and `o` [rows, n_q_heads * v_size]. A layer with fewer or smaller heads uses the
+first elements of a row. Attending rows stand first; the Q and O rows of prompts, behind them, are the S-Part's own. In
+each layer the decoder fills `q` and `kv`, calls `post`, does the work that needs no R-node, calls `wait`, and reads
+`o`.
 """
 
 from __future__ import annotations
@@ -112,8 +113,9 @@ class StepLinks:
     """
 
     def __init__(self, slot: int, link_rows: list[LinkRows], host: Sequence[torch.Tensor] = ()):
-        """`host` is the step's `q`, `kv` and `o` on the CPU, from which one C call a layer copies each link's rows to
-        its slot and back. Without `host` the decoder or the device writes and reads the rows in the slots."""
+        """`host` is the step's `q`, `kv` and `o` on the CPU, `q` and `o` without the rows of prompts. One C call
+        a layer copies each link's rows to its slot and back. Without `host` the decoder or the device writes and reads
+        the rows in the slots."""
         self._slot, self._link_rows = slot, link_rows
         self.failures: dict[Link, TransportError] = {}
         members = [(rows, member) for rows in link_rows for member in rows.views.link.members]
@@ -272,12 +274,12 @@ class Exchange(StepLinks, ABC):
 
 
 def buffers(
-    link_rows: list[LinkRows], device: torch.device, pin_memory: bool = False
+    link_rows: list[LinkRows], n_q_rows: int, device: torch.device, pin_memory: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New tensors `q`, `kv` and `o` for a step."""
-    n_attend, n_rows = row_counts(link_rows)
+    """New tensors `q`, `kv` and `o` for a step, of which `q` and `o` have `n_q_rows` rows."""
+    _, n_rows = row_counts(link_rows)
     views = link_rows[0].views
-    shapes = (n_attend, views.q.shape[1]), (n_rows, views.kv.shape[1]), (n_attend, views.o.shape[1])
+    shapes = (n_q_rows, views.q.shape[1]), (n_rows, views.kv.shape[1]), (n_q_rows, views.o.shape[1])
     q, kv, o = (torch.empty(shape, device=device, dtype=views.q.dtype, pin_memory=pin_memory) for shape in shapes)
     return q, kv, o
 

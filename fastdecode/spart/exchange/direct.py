@@ -12,14 +12,14 @@ class Direct(Exchange):
     several R-nodes they are memory of their own, and the C call that rings a layer copies the rows to the slots."""
 
     def __init__(self, slot: int, link_rows: list[LinkRows]):
+        n_attend, n_rows = row_counts(link_rows)
         if sum(len(rows.views.link.members) for rows in link_rows) == 1:
-            n_attend, n_rows = row_counts(link_rows)
             views = link_rows[0].views
-            self.q, self.kv, self.o = views.q[:n_attend], views.kv[:n_rows], views.o[:n_attend]
+            self.q, self.kv, self.o = views.q[:n_rows], views.kv[:n_rows], views.o[:n_rows]
             super().__init__(slot, link_rows)
         else:
-            self.q, self.kv, self.o = buffers(link_rows, torch.device("cpu"))
-            super().__init__(slot, link_rows, (self.q, self.kv, self.o))
+            self.q, self.kv, self.o = buffers(link_rows, n_rows, torch.device("cpu"))
+            super().__init__(slot, link_rows, (self.q[:n_attend], self.kv, self.o[:n_attend]))
 
     def _send_rows(self) -> None:
         pass

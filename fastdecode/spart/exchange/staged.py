@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastdecode.spart.exchange.base import Exchange, LinkRows, buffers
+from fastdecode.spart.exchange.base import Exchange, LinkRows, buffers, row_counts
 
 
 class Staged(Exchange):
@@ -12,18 +12,20 @@ class Staged(Exchange):
     R-nodes, and lets the device copy `o`."""
 
     def __init__(self, slot: int, link_rows: list[LinkRows], device: torch.device):
-        self.q, self.kv, self.o = buffers(link_rows, device)
-        self._host = buffers(link_rows, torch.device("cpu"), pin_memory=True)
+        n_attend, n_rows = row_counts(link_rows)
+        self.q, self.kv, self.o = buffers(link_rows, n_rows, device)
+        self._host = buffers(link_rows, n_attend, torch.device("cpu"), pin_memory=True)
         self._copied = torch.Event(device)
         super().__init__(slot, link_rows, self._host)
 
     def _send_rows(self) -> None:
         q, kv, _ = self._host
-        q.copy_(self.q, non_blocking=True)
+        q.copy_(self.q[: len(q)], non_blocking=True)
         kv.copy_(self.kv, non_blocking=True)
         self._copied.record()
         self._copied.synchronize()
 
     def _take_rows(self) -> None:
         # The next `post` waits for the device before `o` on the host is written again.
-        self.o.copy_(self._host[2], non_blocking=True)
+        o = self._host[2]
+        self.o[: len(o)].copy_(o, non_blocking=True)

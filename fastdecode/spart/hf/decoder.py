@@ -140,13 +140,6 @@ class _Forward:
         self.adapters = rows.adapters if rows else None
         self._config = spart.model.config
         self._layer = 0
-        n, self._n_attend = len(exchange.kv), len(exchange.q)
-        self._mixed = bool(self._prompts)
-        if self._mixed:  # rows of prompts have Q and O too, but these do not go to an R-node
-            self._q = exchange.kv.new_empty(n, exchange.q.shape[1])
-            self._o = exchange.kv.new_empty(n, exchange.o.shape[1])
-        else:
-            self._q, self._o = exchange.q, exchange.o
 
     def run(self) -> torch.Tensor:
         """Run the model; returns logits [drawn + scored rows, vocab_size] fp32."""
@@ -167,23 +160,20 @@ class _Forward:
         index, exchange, config = self._layer, self._exchange, self._config
         layer, heads = config.layers[index], config.heads_of(index)
         self._layer += 1
-        self._write(heads_in(self._q, 0, heads.n_q, heads.k_size), q, layer.scale / config.softmax_scale)
-        if layer.kv_layer == index or self._mixed:  # the R-nodes have the K and V that layers share
+        self._write(heads_in(exchange.q, 0, heads.n_q, heads.k_size), q, layer.scale / config.softmax_scale)
+        if layer.kv_layer == index or self._prompts:  # the R-nodes have the K and V that layers share
             self._write(heads_in(exchange.kv, 0, heads.n_kv, heads.k_size), k)
             self._write(heads_in(exchange.kv, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size), v)
-        if self._mixed and self._n_attend:
-            exchange.q.copy_(self._q[: self._n_attend])
         exchange.post(index, self._timeout)
         for prompt in self._prompts:
-            prompt.attend(index, self._q[prompt.rows], exchange.kv[prompt.rows], out=self._o[prompt.rows])
+            rows = prompt.rows
+            prompt.attend(index, exchange.q[rows], exchange.kv[rows], out=exchange.o[rows])
         if self._in_greenlet:
             _current().parent.switch()  # to HFSPart.step, which waits for the R-nodes before it resumes this greenlet
         else:
             exchange.wait(self._timeout)
-        if self._mixed and self._n_attend:
-            self._o[: self._n_attend].copy_(exchange.o)
         # A copy, because the next layer overwrites the slot's O rows and a model may hold on to its attention's output.
-        return heads_in(self._o, 0, heads.n_q, heads.v_size)[None, :, :, : layer.v_size].clone()
+        return heads_in(exchange.o, 0, heads.n_q, heads.v_size)[None, :, :, : layer.v_size].clone()
 
     @staticmethod
     def _write(heads: torch.Tensor, values: torch.Tensor, factor: float = 1.0) -> None:
