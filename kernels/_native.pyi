@@ -291,6 +291,12 @@ class RowOps:
 #: cos and sin, their pairs, the number of rows, and of threads. The addresses of Q to sin are 0 if no layer follows.
 _JointStep = tuple[int, int, int, int, int, int, int, int, int, int, int]
 
+#: A prompt's chunk: its first row in the step, its rows, the position of the first one, and for each layer the address
+#: of the blocks' words, the words of a head, the window and the segment (0: no such limit).
+_PromptChunk = tuple[int, int, int, list[tuple[int, int, int, int]]]
+#: The prompts of a step: the attention, the scale of scores, and the chunks.
+_Prompts = tuple[PromptAttention, float, list[_PromptChunk]]
+
 class Joints:
     """What an S-Part computes between the attention of two layers (joint.h). Norms and rows are given as addresses of
     C-contiguous memory, which is not checked."""
@@ -314,9 +320,10 @@ class Joints:
         """
     def run(self, layer: int, step: _JointStep, /) -> None:
         """Finish block `layer` - 1, project block `layer`. Other Python threads run meanwhile. Raises MemoryError."""
-    def between(self, step: _JointStep, /) -> object:
-        """The PyCapsule "fastdecode.between" (between.h) that runs the joints of a step. The step's memory must outlive
-        it. Raises MemoryError."""
+    def between(self, step: _JointStep, prompts: _Prompts | None, /) -> object:
+        """The PyCapsule "fastdecode.between" (between.h) that runs the joints of a step, and attends its prompts. The
+        memory of both must outlive it. Raises MemoryError, and ValueError for chunks beyond the step or their blocks.
+        """
 
 # ---- the R-engine (engine.h, memory.h) ----
 

@@ -125,12 +125,12 @@ class StepGroup:
         A link that does not answer within `timeout` seconds goes down. Members with nothing in flight are passed over.
         """
     def run_layers(self, between: object, from_layer: int, to_layer: int, timeout: float, /) -> tuple[_Failures, bytes]:
-        """`ring` and `wait` for each layer from `from_layer` to before `to_layer`, and after each one what the S-Part
-        computes before the next. Other Python threads run meanwhile.
+        """`ring` and `wait` for each layer from `from_layer` to before `to_layer`, between them what the S-Part
+        computes meanwhile, and after each layer what it computes before the next. Other Python threads run meanwhile.
 
         `between` is a PyCapsule "fastdecode.between" (between.h). After a layer in which a link fails, nothing more is
         computed or asked for. Returns the failures, and of each layer two float64 in seconds of CLOCK_MONOTONIC: when
-        its rows were posted, and when all links had answered. Raises ValueError like `ring`, MemoryError if there is
+        the wait for it began, and when all links had answered. Raises ValueError like `ring`, MemoryError if there is
         none for the computation.
         """
     def disarm(self) -> list[tuple[int, int, int]]:

@@ -2,16 +2,19 @@
 #include "between.h"
 #include "py_group.h"
 
-/* When the S-Part had posted a layer's rows, and when all replies had come, in seconds of CLOCK_MONOTONIC. */
+/* When the S-Part began to wait for a layer's replies, and when all of them had come, in seconds of CLOCK_MONOTONIC. */
 typedef struct {
     double posted, replied;
 } times_t;
 
 static double seconds_now(void) { return (double)fd_now_ns() * 1e-9; }
 
-/* Asks the first `n` awaited for a layer and waits for them. Returns the caller's mistake or NULL. */
-static const char *exchange(GroupObject *self, size_t n, uint32_t layer, uint64_t timeout_ns, times_t *times) {
+/* Asks the first `n` awaited for a layer and waits for them. Returns the caller's mistake or NULL. `error` is that of
+ * what is computed meanwhile. */
+static const char *exchange(GroupObject *self, size_t n, uint32_t layer, uint64_t timeout_ns,
+                            const fd_between_t *between, times_t *times, int *error) {
     const char *misuse = fd_py_group_ring(self, n, layer);
+    if (!misuse && between->while_asked) *error = between->while_asked(between->self, layer);
     times->posted = seconds_now();
     if (misuse) return misuse;
     for (size_t k = 0; k < n; k++)
@@ -54,10 +57,10 @@ PyObject *fd_py_group_run_layers(GroupObject *self, PyObject *args) {
     PyThreadState *state = fd_py_group_leave_python(self, n);
     while (layer < to && !failed && !error) {
         if (layer > from) make_pending(self, n);
-        misuse = exchange(self, n, layer, timeout_ns, time++);
+        misuse = exchange(self, n, layer, timeout_ns, between, time++, &error);
         failed = misuse || any_failed(self, n);
         layer++;
-        if (!failed) error = between->run(between->self, layer);
+        if (!failed && !error) error = between->run(between->self, layer);
     }
     fd_py_group_return_to_python(self, n, state);
     PyObject *failures = fd_py_group_end(self, n, misuse);

@@ -81,9 +81,10 @@ class SPart:
             n_layers, last_rows = len(self._weights.layers), rows.uploaded["last rows"]
             state.advance(0)
             between = state.between() if self._joints is not None and exchange.alone else None
+            at_once = n_layers - bool(rows.prompts) if between is not None else 0  # the last layer drops prompts' rows
             done = 0  # layers
-            while done < n_layers and between is not None:
-                times, whole = exchange.run_layers(between, done, n_layers, batch.layer_timeout)
+            while done < at_once:
+                times, whole = exchange.run_layers(between, done, at_once, batch.layer_timeout)
                 clock.exchanged(times)
                 done += len(times)
                 if not whole:
@@ -369,9 +370,12 @@ class StepState:
             self.project(self._layers[index])
 
     def between(self) -> object | None:
-        """What `advance` computes for all layers but the first, for Exchange.run_layers. None in a step with prompts,
-        and where no joints can do it."""
-        return None if self._prompts or self._joint_rows is None else self._joint_rows.between()
+        """What `advance` and `attend_prompts` compute for all layers but the first, for Exchange.run_layers. None where
+        no joints can do it, or C cannot attend the prompts."""
+        prompts = PromptChunk.native(self._prompts) if self._prompts else None
+        if self._joint_rows is None or (self._prompts and prompts is None):
+            return None
+        return self._joint_rows.between(prompts)
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""

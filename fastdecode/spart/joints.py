@@ -13,6 +13,7 @@ import torch
 from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.config import ModelConfig
+from fastdecode.spart.prompt_attention import NativePrompts
 from fastdecode.spart.row_ops import NativeRowOps, Places, RowOps
 from fastdecode.spart.threads import pool_threads
 from fastdecode.spart.weights import MLP, Layer
@@ -91,9 +92,10 @@ class JointRows:
         self._native.run(joint, self._step)
         return True
 
-    def between(self) -> object | None:
-        """What runs all joints but the first for StepGroup.run_layers. None if a layer is balanced."""
-        return None if _balanced(self._layers) else self._native.between(self._step)
+    def between(self, prompts: NativePrompts | None) -> object | None:
+        """What runs all joints but the first for StepGroup.run_layers, and attends the step's prompts. None if a layer
+        is balanced."""
+        return None if _balanced(self._layers) else self._native.between(self._step, prompts)
 
 
 def _balanced(layers: Sequence[Layer]) -> bool:

@@ -9,7 +9,7 @@ parts that are merged, so no mask is made that grows with the prompt.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from fastdecode.spart.attention import attend
 from fastdecode.spart.batch import Chunk
 from fastdecode.spart.heads import heads_in
-from fastdecode.spart.prompt_attention import BLOCK_TOKENS, Blocks, PromptAttention, make_prompt_attention
+from fastdecode.spart.prompt_attention import (
+    BLOCK_TOKENS,
+    Blocks,
+    NativeChunk,
+    NativePrompts,
+    PromptAttention,
+    make_prompt_attention,
+)
 from fastdecode.spart.scoring import Scoring, scoring_of
 from fastdecode.spart.shape import AttentionShape, Heads
 
@@ -206,8 +213,7 @@ class PromptChunk:
         q, out = heads_in(q, 0, heads.n_q, heads.k_size), heads_in(out, 0, heads.n_q, heads.v_size)
         k = heads_in(kv, 0, heads.n_kv, heads.k_size).transpose(0, 1)
         v = heads_in(kv, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size).transpose(0, 1)
-        window, segment = self._windows[layer], self._options.segments[layer] if self._options.segments else 0
-        window, segment = (limit if limit < pos + n else 0 for limit in (window, segment))
+        window, segment = self._limits(layer)
         scoring = scoring_of(self._options, layer, len(self._windows), heads, q.device)
         if self.prompt is not None and store == layer:
             self.prompt.stage(layer, k, v, pos)
@@ -224,12 +230,46 @@ class PromptChunk:
         if isinstance(self.prompt, PackedPrompt):
             return self.prompt.blocks(layer)
         assert self._attention is not None
-        heads = Heads(len(k), len(k), k.shape[2], v.shape[2])
+        blocks = self._unstaged_blocks(len(k), k.shape[2], v.shape[2])
+        self._attention.pack(blocks, k, v, 0)
+        return blocks
+
+    def _unstaged_blocks(self, n_kv: int, k_size: int, v_size: int) -> Blocks:
+        assert self._attention is not None
+        heads = Heads(n_kv, n_kv, k_size, v_size)
         if heads not in self._unstaged:
-            words = torch.empty(len(k), self._attention.words(heads, k.shape[1]), dtype=torch.int32)
-            self._unstaged[heads] = Blocks(words, heads.k_size, heads.v_size)
-        self._attention.pack(self._unstaged[heads], k, v, 0)
+            words = torch.empty(n_kv, self._attention.words(heads, len(self.chunk.tokens)), dtype=torch.int32)
+            self._unstaged[heads] = Blocks(words, k_size, v_size)
         return self._unstaged[heads]
+
+    @staticmethod
+    def native(chunks: Sequence[PromptChunk]) -> NativePrompts | None:
+        """The chunks of a step for C, which packs their K and V and attends, layer by layer. None if it cannot: where
+        torch attends, and where layers share K and V or have sinks."""
+        first = chunks[0]
+        own = first._kv_layers == tuple(range(len(first._windows)))
+        if first._attention is None or first._options.sinks or not own:
+            return None
+        return first._attention.native, first._scale, [chunk._native() for chunk in chunks]
+
+    def _native(self) -> NativeChunk:
+        layers = []
+        for layer in range(len(self._windows)):
+            heads = self._heads_of(layer)
+            if isinstance(self.prompt, PackedPrompt):
+                blocks = self.prompt.blocks(layer)
+            else:
+                blocks = self._unstaged_blocks(heads.n_kv, heads.k_size, heads.v_size)
+            words, head_words, *_ = blocks.native
+            layers.append((words, head_words, *self._limits(layer)))
+        return self.rows.start, len(self.chunk.tokens), self.chunk.pos, layers
+
+    def _limits(self, layer: int) -> tuple[int, int]:
+        """The window and the segment of a layer, 0 where the chunk's rows do not reach beyond it."""
+        segment = self._options.segments[layer] if self._options.segments else 0
+        stop = self.chunk.pos + len(self.chunk.tokens)
+        window, segment = (limit if limit < stop else 0 for limit in (self._windows[layer], segment))
+        return window, segment
 
     def _attend_by_torch(
         self,

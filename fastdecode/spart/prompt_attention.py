@@ -18,6 +18,11 @@ _ACT_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 #: Tokens of a block.
 BLOCK_TOKENS = 64
+#: The prompts of a step, for Joints.between of kernels/_native.pyi: the attention, the scale of scores, and the chunks.
+NativePrompts = tuple[_native.PromptAttention, float, list["NativeChunk"]]
+#: A chunk's first row in the step, its rows, its position, and for each layer the address of the blocks' words, the
+#: words of a head, the window and the segment.
+NativeChunk = tuple[int, int, int, list[tuple[int, int, int, int]]]
 
 
 class Blocks:
@@ -41,16 +46,16 @@ class PromptAttention:
     def __init__(self, dtype: torch.dtype):
         """Raises ValueError if the CPU's ISA has no such functions."""
         self.dtype = dtype
-        self._native = _native.PromptAttention(list(ACT_DTYPES).index(_ACT_NAMES[dtype]))
+        self.native = _native.PromptAttention(list(ACT_DTYPES).index(_ACT_NAMES[dtype]))
 
     @property
     def isa(self) -> str:
         """The ISA of the functions."""
-        return self._native.isa
+        return self.native.isa
 
     def words(self, heads: Heads, n_tokens: int) -> int:
         """32-bit words that `n_tokens` tokens of one KV head take."""
-        return -(-n_tokens // BLOCK_TOKENS) * self._native.block_words(heads.k_size, heads.v_size)
+        return -(-n_tokens // BLOCK_TOKENS) * self.native.block_words(heads.k_size, heads.v_size)
 
     def pack(self, blocks: Blocks, k: torch.Tensor, v: torch.Tensor, pos: int) -> None:
         """Pack k [KV heads, n, k_size] and v [KV heads, n, v_size] of tokens at positions from `pos` on. All tokens
@@ -59,9 +64,9 @@ class PromptAttention:
         n = k.shape[1]
         assert k.dtype is v.dtype is self.dtype and k.stride(2) == v.stride(2) == 1
         assert k.shape == (n_kv, n, k_size) and v.shape == (n_kv, n, v_size)
-        assert -(-(pos + n) // BLOCK_TOKENS) * self._native.block_words(k_size, v_size) <= blocks.native[1]
+        assert -(-(pos + n) // BLOCK_TOKENS) * self.native.block_words(k_size, v_size) <= blocks.native[1]
         strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
-        self._native.pack(blocks.native, k.data_ptr(), v.data_ptr(), pos, n, *strides, pool_threads())
+        self.native.pack(blocks.native, k.data_ptr(), v.data_ptr(), pos, n, *strides, pool_threads())
 
     def attend(
         self,
@@ -84,11 +89,11 @@ class PromptAttention:
         n, n_q = q.shape[:2]
         assert q.dtype is out.dtype is self.dtype and n_q % n_kv == 0
         assert q.shape[2] == k_size and out.shape == (n, n_q, v_size)
-        assert -(-(pos + n) // BLOCK_TOKENS) * self._native.block_words(k_size, v_size) <= head_words
+        assert -(-(pos + n) // BLOCK_TOKENS) * self.native.block_words(k_size, v_size) <= head_words
         for rows in (q, out):  # a row's heads stand side by side
             assert rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
         assert sinks is None or (sinks.dtype is torch.float32 and sinks.is_contiguous() and sinks.numel() == n_q)
-        self._native.attend(
+        self.native.attend(
             blocks.native,
             q.data_ptr(),
             out.data_ptr(),

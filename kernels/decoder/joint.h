@@ -41,9 +41,9 @@ typedef struct {
 
 /* The rows of a step. */
 typedef struct {
-    void *x;       /* [rows][hidden], the residual stream */
-    const void *o; /* [rows][q_heads * head_size] */
-    void *q, *kv;  /* rows stand q_stride and kv_stride numbers apart */
+    void *x;      /* [rows][hidden], the residual stream */
+    void *o;      /* [rows][q_heads * head_size] */
+    void *q, *kv; /* rows stand q_stride and kv_stride numbers apart */
     size_t q_stride, kv_stride;
     const float *cos, *sin; /* [rows][pairs] */
     size_t pairs, rows;

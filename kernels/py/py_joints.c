@@ -2,6 +2,7 @@
  * given as addresses; fastdecode/spart/joints.py checks and keeps them. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdbool.h>
 
 #include "between.h"
 #include "joint.h"
@@ -177,11 +178,12 @@ static PyObject *joints_run(joints_t *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* The joints of one step. */
+/* The joints of one step, and its prompts. */
 typedef struct {
     fd_between_t contract; /* what the capsule points to */
     joints_t *joints;
     step_t step;
+    fd_prompt_chunks_t *prompts; /* or NULL */
 } between_t;
 
 static int between_run(void *self, uint32_t layer) {
@@ -190,21 +192,35 @@ static int between_run(void *self, uint32_t layer) {
     return run_joint(between->joints, layer, &between->step);
 }
 
+static int between_attend(void *self, uint32_t layer) {
+    const between_t *between = self;
+    if (layer >= between->prompts->n_layers) return -1;
+    return fd_prompt_chunks_attend(between->prompts, layer, &between->joints->joints, &between->step.rows,
+                                   between->step.threads);
+}
+
 static void between_free(PyObject *capsule) {
     between_t *between = PyCapsule_GetContext(capsule);
     Py_DECREF(between->joints);
+    PyMem_Free(between->prompts);
     PyMem_Free(between);
 }
 
-static PyObject *joints_between(joints_t *self, PyObject *tuple) {
+static PyObject *joints_between(joints_t *self, PyObject *args) {
+    PyObject *step, *prompts, *capsule = NULL;
+    if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &step, &prompts)) return NULL;
     between_t *between = PyMem_Calloc(1, sizeof *between);
     if (!between) return PyErr_NoMemory();
-    between->contract = (fd_between_t){between_run, between};
-    PyObject *capsule = NULL;
-    if (PyTuple_Check(tuple) && read_step(self, tuple, &between->step))
-        capsule = PyCapsule_New(&between->contract, FD_BETWEEN_CAPSULE, between_free);
-    else if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a step is a tuple");
+    between->contract = (fd_between_t){between_run, NULL, between};
+    bool good = read_step(self, step, &between->step);
+    if (good && prompts != Py_None) {
+        between->prompts = fd_py_prompt_chunks(prompts, &self->joints, between->step.rows.rows);
+        between->contract.while_asked = between_attend;
+        good = between->prompts != NULL;
+    }
+    if (good) capsule = PyCapsule_New(&between->contract, FD_BETWEEN_CAPSULE, between_free);
     if (!capsule) {
+        PyMem_Free(between->prompts);
         PyMem_Free(between);
         return NULL;
     }
@@ -216,7 +232,8 @@ static PyObject *joints_between(joints_t *self, PyObject *tuple) {
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)joints_run, METH_VARARGS,
      "run(layer, (x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads)): see fd_joint_run."},
-    {"between", (PyCFunction)joints_between, METH_O, "between(step): the capsule of between.h for the rows of a step."},
+    {"between", (PyCFunction)joints_between, METH_VARARGS,
+     "between(step, prompts): the capsule of between.h for the rows of a step."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {

@@ -1,12 +1,17 @@
-/* The products of Python's objects, for other objects in C. Include Python.h first. */
+/* The functions of Python's objects, for other objects in C. Include Python.h first. */
 #ifndef FD_PY_PRODUCTS_H
 #define FD_PY_PRODUCTS_H
 
 #include "joint.h"
+#include "prompt_chunks.h"
 
 /* Each function returns 1, or 0 if `o` is not of its type or has no product of rows in the activation dtype `act`. The
  * product is valid as long as `o`. */
 int fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product); /* py_linears.c */
 int fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product);   /* py_dense16.c */
+
+/* Reads the prompts' chunks of a step of `rows` rows, (PromptAttention, scale, chunks) as _native.pyi has it, for
+ * the model `j`. Returns memory to be freed with PyMem_Free, or NULL with an exception. */
+fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, const fd_joints_t *j, size_t rows); /* py_prompt.c */
 
 #endif

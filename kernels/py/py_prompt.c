@@ -5,6 +5,7 @@
 
 #include "prompt.h"
 #include "py_isa.h"
+#include "py_products.h"
 
 typedef struct {
     PyObject_HEAD
@@ -93,6 +94,72 @@ static PyObject *attend(prompt_attention_t *self, PyObject *args) {
     if (error) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
+
+/* ---- the prompts of a step ---- */
+
+/* Why a chunk's tokens are not in the step or not in the blocks of a layer, or NULL. */
+static const char *chunk_error(const fd_prompt_ops_t *ops, const fd_prompt_chunk_t *chunk, size_t rows,
+                               const fd_prompt_layer_t *layer) {
+    const fd_prompt_blocks_t *b = &layer->blocks;
+    if (chunk->rows > rows || chunk->first > rows - chunk->rows) return "a chunk's rows are beyond the step's";
+    const size_t blocks = (chunk->pos + chunk->rows + FD_PROMPT_KEYS - 1) / FD_PROMPT_KEYS;
+    if (blocks * ops->block_words(b->k_size, b->v_size) > b->head_words)
+        return "a chunk's tokens are beyond its blocks";
+    return NULL;
+}
+
+static int read_chunk(const fd_prompt_ops_t *ops, PyObject *o, const fd_joints_t *j, size_t rows,
+                      fd_prompt_chunk_t *chunk, fd_prompt_layer_t *layers) {
+    Py_ssize_t first, n, pos;
+    PyObject *list;
+    if (!PyArg_ParseTuple(o, "nnnO!;a chunk is (first, rows, pos, layers)", &first, &n, &pos, &PyList_Type, &list))
+        return 0;
+    *chunk = (fd_prompt_chunk_t){(size_t)first, (size_t)n, (size_t)pos, layers};
+    const char *wrong = first < 0 || n < 0 || pos < 0 ? "a chunk begins or ends before 0" : NULL;
+    if ((size_t)PyList_GET_SIZE(list) != j->n_layers) wrong = "a chunk does not have the model's layers";
+    for (size_t i = 0; i < j->n_layers && !wrong; i++) {
+        unsigned long long words;
+        Py_ssize_t head_words, window, segment;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, (Py_ssize_t)i),
+                              "Knnn;a chunk's layer is (words, head_words, window, segment)", &words, &head_words,
+                              &window, &segment))
+            return 0;
+        layers[i] = (fd_prompt_layer_t){
+            .blocks = {POINTER(words), (size_t)head_words, j->kv_heads, j->head_size, j->head_size},
+            .window = (size_t)window,
+            .segment = (size_t)segment,
+        };
+        wrong = chunk_error(ops, chunk, rows, &layers[i]);
+    }
+    if (wrong) PyErr_SetString(PyExc_ValueError, wrong);
+    return !wrong;
+}
+
+fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, const fd_joints_t *j, size_t rows) {
+    PyObject *attention, *list;
+    float scale;
+    if (!PyArg_ParseTuple(o, "OfO!;prompts are (attention, scale, chunks)", &attention, &scale, &PyList_Type, &list))
+        return NULL;
+    if (Py_TYPE(attention)->tp_dealloc != prompt_attention_dealloc) {
+        PyErr_SetString(PyExc_TypeError, "prompts need a PromptAttention");
+        return NULL;
+    }
+    const size_t n = (size_t)PyList_GET_SIZE(list);
+    fd_prompt_chunks_t *c =
+        PyMem_Calloc(1, sizeof *c + n * (sizeof *c->chunks + j->n_layers * sizeof *c->chunks->layers));
+    if (!c) return (fd_prompt_chunks_t *)PyErr_NoMemory();
+    fd_prompt_chunk_t *chunks = (fd_prompt_chunk_t *)(c + 1);
+    fd_prompt_layer_t *layers = (fd_prompt_layer_t *)(chunks + n);
+    *c = (fd_prompt_chunks_t){((prompt_attention_t *)attention)->ops, scale, n, j->n_layers, chunks};
+    for (size_t i = 0; i < n; i++)
+        if (!read_chunk(c->ops, PyList_GET_ITEM(list, (Py_ssize_t)i), j, rows, &chunks[i], layers + i * j->n_layers)) {
+            PyMem_Free(c);
+            return NULL;
+        }
+    return c;
+}
+
+/* ---- the type ---- */
 
 static PyObject *prompt_attention_isa(prompt_attention_t *self, void *unused) {
     return PyUnicode_FromString(self->isa);

@@ -11,6 +11,7 @@ from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.exchange.base import Exchange
+from fastdecode.spart.prompt_attention import PromptAttention
 from fastdecode.spart.weights import Balance
 from fastdecode.transports.base import LinkDown
 
@@ -37,10 +38,12 @@ def calls(monkeypatch):
 
 
 def steps(n_links: int) -> list[list[Chunk]]:
-    """A prompt for every link, then two steps that decode."""
+    """A prompt for every link, two steps that decode, and two with the chunks of a longer prompt for every link."""
     prompts = [Chunk(i, 0, 1, 0, text(20 + i), True, GREEDY) for i in range(n_links)]
-    decodes = [[Chunk(i, 0, 1, 20 + i + step, [5 + step], False, GREEDY) for i in range(n_links)] for step in (0, 1)]
-    return [prompts, *decodes]
+    decodes = [[Chunk(i, 0, 1, 20 + i + step, [5 + step], False, GREEDY) for i in range(n_links)] for step in range(4)]
+    first = [Chunk(i, 1, 1, 0, text(70 + i), True, None) for i in range(n_links)]
+    second = [Chunk(i, 1, 1, 70 + i, text(9), True, GREEDY) for i in range(n_links)]
+    return [prompts, *decodes[:2], decodes[2] + first, decodes[3] + second]
 
 
 async def outputs(model, tmp_path, n_links: int, scheme: str, n_slots: int, stand_in: bool = False):
@@ -57,11 +60,12 @@ async def test_the_results_are_those_of_layer_after_layer(model, n_links, scheme
     layer_after_layer, _ = await outputs(model, tmp_path / "a", n_links, scheme, n_slots=2)
     assert calls == []
     at_once, timeline = await outputs(model, tmp_path / "b", n_links, scheme, 1, stand_in)
-    assert calls == [0, 0]  # the step with prompts computes their attention between post and wait
+    assert calls == [0] * 5
     for got, want in zip(at_once, layer_after_layer, strict=True):
         assert torch.equal(got.logits, want.logits)
         assert got.kv_bytes == want.kv_bytes
-    for output, parts in zip(at_once[1:], (timeline.last(2 * n_parts)[:n_parts], timeline.last(n_parts)), strict=True):
+    for i, output in enumerate(at_once):
+        parts = timeline.last((len(at_once) - i) * n_parts)[:n_parts]
         assert [part.number for part in parts] == list(range(n_parts))
         times = [time for part in parts for time in (part.asked, part.replied, part.ended)]
         assert times == sorted(times)
@@ -69,13 +73,43 @@ async def test_the_results_are_those_of_layer_after_layer(model, n_links, scheme
         assert output.r_wait_seconds == pytest.approx(sum(part.replied - part.asked for part in parts))
 
 
+@pytest.mark.parametrize(("name", "weights"), [("qwen2-window", "int8"), ("mistral", "int4"), ("llama-bf16", "dense")])
+async def test_prompts_attend_as_layer_after_layer(name, weights, tmp_path, calls):
+    model = load_model(make_checkpoint(name), device=torch.device("cpu"), weights=weights)
+    layer_after_layer, _ = await outputs(model, tmp_path / "a", 1, "shm", n_slots=2)
+    at_once, _ = await outputs(model, tmp_path / "b", 1, "shm", n_slots=1)
+    for got, want in zip(at_once, layer_after_layer, strict=True):
+        assert torch.equal(got.logits, want.logits)
+    assert bool(calls) == (SPart(model, [])._joints is not None)
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    ({"rows": 5}, "beyond the step's"),
+    ({"first": 1}, "beyond the step's"),
+    ({"pos": 61}, "beyond its blocks"),
+    ({"pos": -1}, "before 0"),
+    ({"layers": 1}, "the model's layers"),
+])  # fmt: skip
+async def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
+    joints, attention = SPart(model, [])._joints, PromptAttention(model.dtype)
+    heads = model.config.heads_of(0)
+    chunk = {"first": 0, "rows": 4, "pos": 60, "layers": model.config.n_layers} | change
+    *where, n_layers = chunk.values()
+    layers = [(0, attention.words(heads, 64), 0, 0)] * n_layers
+    step = (*[0] * 9, 4, 1)
+    with pytest.raises(ValueError, match=match):
+        joints._native.between(step, (attention.native, 1.0, [(*where, layers)]))
+
+
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
-async def test_an_r_node_that_is_lost_on_the_way_costs_the_others_nothing(model, scheme, tmp_path, monkeypatch):
-    (_, want, _), _ = await outputs(model, tmp_path / "whole", 2, scheme, n_slots=1)
+@pytest.mark.parametrize("step", [1, 4])
+async def test_an_r_node_that_is_lost_on_the_way_costs_the_others_nothing(model, scheme, step, tmp_path, monkeypatch):
+    wants, _ = await outputs(model, tmp_path / "whole", 2, scheme, n_slots=1)
     async with linked(model, tmp_path, n=2, scheme=scheme, n_slots=1) as links:
         spart = SPart(model, links)
-        first, decode, _ = steps(2)
-        run(spart.step(StepBatch(0, first)))
+        for chunks in steps(2)[:step]:
+            run(spart.step(StepBatch(0, chunks)))
+        lossy = steps(2)[step]
         real, begun = Exchange.run_layers, []
 
         def losing(self, between, from_layer, to_layer, timeout):
@@ -87,19 +121,20 @@ async def test_an_r_node_that_is_lost_on_the_way_costs_the_others_nothing(model,
             return times, whole
 
         monkeypatch.setattr(Exchange, "run_layers", losing)
-        output = run(spart.step(StepBatch(0, decode), keep_logits=True))
+        output = run(spart.step(StepBatch(0, lossy), keep_logits=True))
         assert list(output.failures) == [links[1]] and isinstance(output.failures[links[1]], LinkDown)
-        assert torch.equal(output.logits[0], want.logits[0])
+        kept = [i for i, chunk in enumerate(chunk for chunk in lossy if chunk.sample) if chunk.link == 0]
+        assert torch.equal(output.logits[kept], wants[step].logits[kept])
         begun.clear()
         links[0].port.kill("nor is this one there")
         with pytest.raises(LinkDown):
-            run(spart.step(StepBatch(0, decode)))
+            run(spart.step(StepBatch(0, steps(2)[1])))
 
 
 async def test_a_late_r_node_is_lost(model, tmp_path):
     async with linked(model, tmp_path, n_slots=1) as links:
         spart = SPart(model, links)
-        first, decode, _ = steps(1)
+        first, decode, *_ = steps(1)
         run(spart.step(StepBatch(0, first)))
         with pytest.raises(LinkDown, match="within"):
             run(spart.step(StepBatch(0, decode, layer_timeout=0.0)))
@@ -115,7 +150,7 @@ async def test_balanced_layers_run_one_after_another(model, tmp_path, calls, mon
 async def test_a_lone_step_yields_nothing(model, tmp_path):
     async with linked(model, tmp_path, n_slots=1) as links:
         spart = SPart(model, links)
-        first, decode, _ = steps(1)
+        first, decode, *_ = steps(1)
         run(spart.step(StepBatch(0, first)))
         with pytest.raises(StopIteration):
             next(spart.step(StepBatch(0, decode)))

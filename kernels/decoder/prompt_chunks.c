@@ -1,0 +1,41 @@
+#include "prompt_chunks.h"
+
+static int attend(const fd_prompt_chunks_t *c, const fd_prompt_chunk_t *chunk, size_t layer, const fd_joints_t *j,
+                  const fd_joint_rows_t *r, unsigned threads) {
+    const fd_prompt_layer_t *l = &chunk->layers[layer];
+    const size_t size = j->head_size, o_row = j->q_heads * size;
+    const uint8_t *kv = (const uint8_t *)r->kv + chunk->first * r->kv_stride * j->number_bytes;
+    const fd_prompt_pack_t pack = {
+        .blocks = &l->blocks,
+        .k = kv,
+        .v = kv + j->kv_heads * size * j->number_bytes,
+        .pos = chunk->pos,
+        .n = chunk->rows,
+        .k_head = size,
+        .k_row = r->kv_stride,
+        .v_head = size,
+        .v_row = r->kv_stride,
+    };
+    fd_prompt_pack(c->ops, &pack, threads);
+    const fd_prompt_t prompt = {
+        .blocks = &l->blocks,
+        .q = (const uint8_t *)r->q + chunk->first * r->q_stride * j->number_bytes,
+        .out = (uint8_t *)r->o + chunk->first * o_row * j->number_bytes,
+        .q_row = r->q_stride,
+        .out_row = o_row,
+        .rows = chunk->rows,
+        .pos = chunk->pos,
+        .group = j->q_heads / j->kv_heads,
+        .window = l->window,
+        .segment = l->segment,
+        .scale = c->scale,
+    };
+    return fd_prompt_attend(c->ops, &prompt, threads);
+}
+
+int fd_prompt_chunks_attend(const fd_prompt_chunks_t *c, size_t layer, const fd_joints_t *j, const fd_joint_rows_t *r,
+                            unsigned threads) {
+    for (size_t i = 0; i < c->n; i++)
+        if (attend(c, &c->chunks[i], layer, j, r, threads) < 0) return -1;
+    return 0;
+}
