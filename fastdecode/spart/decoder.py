@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 
 import numpy as np
 import torch
@@ -258,16 +258,17 @@ class StepRows:
         self.chunks = chunks = batch.chunks
         if not chunks:
             raise ValueError("a step has no chunks")
-        lengths = np.array([len(chunk.tokens) for chunk in chunks])
-        if not lengths.all():
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        if 0 in lengths:
             raise ValueError("a chunk has no tokens")
-        stops = lengths.cumsum()
-        tokens = np.fromiter(chain.from_iterable([chunk.tokens for chunk in chunks]), np.int64, int(stops[-1]))
-        if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        starts = list(accumulate(lengths, initial=0))
+        stops = starts[1:]
+        tokens = np.fromiter(chain.from_iterable([chunk.tokens for chunk in chunks]), np.int64, stops[-1])
+        if tokens.view(np.uint64).max() >= config.vocab_size:  # a negative number is a large one
             raise ValueError(f"a token id is outside the vocabulary of {config.vocab_size} tokens")
-        # The position of a row is that of its chunk plus the row's index within the chunk.
-        offsets = np.array([chunk.pos for chunk in chunks]) - (stops - lengths)
-        positions = np.arange(stops[-1]) + offsets.repeat(lengths)
+        positions = np.array([chunk.pos for chunk in chunks])
+        if stops[-1] > len(chunks):  # a row's position is that of its chunk plus the row's index within the chunk
+            positions = (positions - starts[:-1]).repeat(lengths) + np.arange(stops[-1])
         if config.rope is None and positions.max() >= config.max_positions:
             raise ValueError(f"a position is outside the model's {config.max_positions}")
         self.sampled = [i for i, chunk in enumerate(chunks) if chunk.sample is not None]
@@ -275,25 +276,25 @@ class StepRows:
         self.link_rows = link_rows(chunks, views)
         self.prompts = []
         for i in [i for i, chunk in enumerate(chunks) if chunk.prefill]:
-            chunk, stop = chunks[i], int(stops[i])
+            chunk, stop = chunks[i], stops[i]
             key = (chunk.link, chunk.seq_index, chunk.tag)
             self.prompts.append(spart._prompts.begin(key, chunk, slice(stop - len(chunk.tokens), stop)))
         table = StepTable()
         table.add("tokens", tokens)
         table.add("positions", positions)
-        last_rows = (stops - 1)[self.sampled]
+        last_rows = [stops[i] - 1 for i in self.sampled]
         specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
         self._drafts = [chunks[i].drafts for i in self.sampled]
         if any(self._drafts):
-            rows_of = [range(row - n, row + 1) for row, n in zip(last_rows.tolist(), self._drafts, strict=True)]
-            last_rows = np.array([row for some in rows_of for row in some])
+            rows_of = [range(row - n, row + 1) for row, n in zip(last_rows, self._drafts, strict=True)]
+            last_rows = [row for some in rows_of for row in some]
             specs = [spec.later(j) for spec, n in zip(specs, self._drafts, strict=True) for j in range(n + 1)]
         self.specs = specs  # of each token to draw
         self.n_drawn = len(specs)
-        table.add("last rows", last_rows)
+        table.add("last rows", np.array(last_rows, np.int64))
         if any(chunk.long for chunk in chunks):
             table.add("long", np.array([chunk.long for chunk in chunks], dtype=np.int64).repeat(lengths))
-        self.scorer = Scorer(chunks, (stops - lengths).tolist(), config.vocab_size, table)
+        self.scorer = Scorer(chunks, starts, config.vocab_size, table)
         self._adapter_rows = AdapterRows(chunks, len(spart.model.adapters), table)
         self.adapters: AdapterRows | None = None
         self.table = table

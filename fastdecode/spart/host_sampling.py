@@ -60,7 +60,8 @@ class HostSampler:
         self._asked = [i for i, spec in enumerate(specs) if spec.logprobs is not None]
         self._rows = rows = np.zeros(len(specs), _ROW)
         rows["mask"] = _NO_MASK
-        rows["mask"][self._masked] = np.arange(len(self._masked))
+        if self._masked:
+            rows["mask"][self._masked] = np.arange(len(self._masked))
         drawn = [i for i, spec in enumerate(specs) if spec.temperature >= MIN_TEMPERATURE]
         if drawn:
             some = [specs[i] for i in drawn]
@@ -70,8 +71,8 @@ class HostSampler:
             rows["min_p"][drawn] = [spec.min_p for spec in some]
             rows["top_k"][drawn] = [min(spec.top_k, vocab_size) for spec in some]
         ruled = [(i, spec.rules) for i, spec in enumerate(specs) if spec.rules is not None]
-        self._rules = row_rules([rule for _, rule in ruled])
-        for (i, rule), (bias_stop, seen_stop) in zip(ruled, self._rules.stops, strict=True):
+        self._rules = row_rules([rule for _, rule in ruled]) if ruled else None
+        for (i, rule), (bias_stop, seen_stop) in zip(ruled, self._rules.stops if self._rules else (), strict=True):
             rows[i]["repetition"] = rule.repetition
             rows[i]["bias_start"], rows[i]["bias_stop"] = bias_stop - len(rule.bias_ids), bias_stop
             rows[i]["seen_start"], rows[i]["seen_stop"] = seen_stop - rule.n_penalised, seen_stop
@@ -98,24 +99,26 @@ class HostSampler:
         logits = (logits if logits.dtype in _DTYPES else logits.float()).contiguous()
         n, vocab = logits.shape
         assert n == len(self._specs) and vocab == self._vocab and logits.device.type == "cpu"
-        masks = mask_words([spec.mask for spec in self._specs if spec.mask is not None], vocab)
-        tokens, flags = np.empty(n, np.int32), np.empty(n, np.int32)
+        masks = (
+            mask_words([spec.mask for spec in self._specs if spec.mask is not None], vocab) if self._masked else None
+        )
+        tokens, flags = results = np.empty((2, n), np.int32)
         weights = torch.zeros(n, SPAN * span_count(vocab)) if keep_weights else None
-        rules = self._rules
+        rules, address = self._rules, results.ctypes.data
         _native_draws().run(
             logits.data_ptr(),
             _DTYPES[logits.dtype],
             self._rows.ctypes.data,
             n,
             vocab,
-            masks.ctypes.data,
-            masks.shape[1],
-            rules.biased.ctypes.data,
-            rules.bias.ctypes.data,
-            rules.seen.ctypes.data,
-            rules.penalty.ctypes.data,
-            tokens.ctypes.data,
-            flags.ctypes.data,
+            0 if masks is None else masks.ctypes.data,
+            0 if masks is None else masks.shape[1],
+            0 if rules is None else rules.biased.ctypes.data,
+            0 if rules is None else rules.bias.ctypes.data,
+            0 if rules is None else rules.seen.ctypes.data,
+            0 if rules is None else rules.penalty.ctypes.data,
+            address,
+            address + tokens.nbytes,
             0 if weights is None else weights.data_ptr(),
             pool_threads(),
         )

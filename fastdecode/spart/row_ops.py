@@ -6,6 +6,8 @@ rows once and costs microseconds before it begins. The native operations are fou
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from fastdecode.kernels import _native
@@ -23,11 +25,23 @@ class Places:
     the K heads before the V heads. Rows may be any number of elements apart."""
 
     def __init__(self, q: torch.Tensor, kv: torch.Tensor, config: ModelConfig):
-        n, kv_heads = len(kv), config.n_kv_heads
-        heads = kv.view(n, -1, config.head_size)
         self.q, self.kv = q, kv
-        self.q_heads = q.view(n, -1, config.head_size)
-        self.k_heads, self.v_heads = heads[:, :kv_heads], heads[:, kv_heads:]
+        self._size, self._kv_heads = config.head_size, config.n_kv_heads
+
+    @cached_property
+    def q_heads(self) -> torch.Tensor:
+        """[n, q_heads, head_size]."""
+        return self.q.view(len(self.q), -1, self._size)
+
+    @cached_property
+    def k_heads(self) -> torch.Tensor:
+        """[n, kv_heads, head_size]."""
+        return self.kv.view(len(self.kv), -1, self._size)[:, : self._kv_heads]
+
+    @cached_property
+    def v_heads(self) -> torch.Tensor:
+        """[n, kv_heads, head_size]."""
+        return self.kv.view(len(self.kv), -1, self._size)[:, self._kv_heads :]
 
 
 class RowOps:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -72,37 +72,38 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
 
     Raises ValueError if the chunks are not in order or a link gets more rows than its slot has.
     """
-    links = np.array([chunk.link for chunk in chunks])
-    prefill = np.array([chunk.prefill for chunk in chunks])
-    kinds = np.flatnonzero(np.diff(links) | np.diff(prefill)) + 1  # where chunks of another link or kind begin
-    if any((prefill[i], links[i]) < (prefill[i - 1], links[i - 1]) for i in kinds.tolist()):
+    kinds = [(chunk.prefill, chunk.link) for chunk in chunks]
+    if kinds != sorted(kinds):
         raise ValueError("the chunks of a step are not in order: attending chunks first, then by link")
-    table = np.zeros(len(chunks), ROW_DTYPE)
-    flags = ROW_ATTEND * ~prefill
-    if any(chunk.cut or chunk.slide for chunk in chunks):
-        flags |= np.array([ROW_CUT * chunk.cut | ROW_SLIDE * chunk.slide for chunk in chunks])
-    lengths = np.array([len(chunk.tokens) for chunk in chunks])
-    table["seq_index"] = [chunk.seq_index for chunk in chunks]
-    table["tag"] = [chunk.tag for chunk in chunks]
-    table["pos"] = [chunk.pos for chunk in chunks]
-    table["n_rows"], table["flags"] = lengths, flags
-    stops = [0, *lengths.cumsum().tolist()]
+    table = np.array([_entry(chunk) for chunk in chunks], np.uint32).view(ROW_DTYPE)[:, 0]
     ranges: tuple[dict[int, slice], dict[int, slice]] = ({}, {})  # attending, appended: the rows of a link
     parts: dict[int, list[np.ndarray]] = {}
-    bounds = [0, *kinds.tolist(), len(chunks)]
-    for start, stop in pairwise(bounds):
-        link = int(links[start])
+    start = row = 0
+    for (prefill, link), some in groupby(kinds):
+        stop = start + len(list(some))
+        first, row = row, row + sum(len(chunk.tokens) for chunk in chunks[start:stop])
         parts.setdefault(link, []).append(table[start:stop])
-        ranges[int(prefill[start])][link] = slice(stops[start], stops[stop])
+        ranges[prefill][link] = slice(first, row)
+        start = stop
     result = []
     for link, tables in parts.items():
         attending, appended = (kind.get(link, slice(0, 0)) for kind in ranges)
-        rows = LinkRows(views[link], np.concatenate(tables), attending, appended)
+        entries = tables[0] if len(tables) == 1 else np.concatenate(tables)
+        rows = LinkRows(views[link], entries, attending, appended)
         limit = rows.views.link.geometry.max_rows
         if rows.n_rows > limit:
             raise ValueError(f"a step has {rows.n_rows} rows for a link that takes {limit}")
         result.append(rows)
     return result
+
+
+assert ROW_DTYPE.names == ("seq_index", "tag", "pos", "n_rows", "flags", "reserved")
+
+
+def _entry(chunk: Chunk) -> tuple[int, int, int, int, int, int]:
+    """The entry of the row table, in the order of ROW_DTYPE."""
+    flags = ROW_CUT * chunk.cut | ROW_SLIDE * chunk.slide | ROW_ATTEND * (not chunk.prefill)
+    return chunk.seq_index, chunk.tag, chunk.pos, len(chunk.tokens), flags, 0
 
 
 class StepLinks:

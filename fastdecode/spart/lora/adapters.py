@@ -47,11 +47,11 @@ class AdapterRows:
 
     def __init__(self, chunks: Sequence[Chunk], n_adapters: int, table: StepTable):
         """Adds its arrays to the step's table. Raises ValueError for an adapter that the model does not have."""
+        if all(chunk.adapter is None for chunk in chunks):
+            return
         of_chunks = np.array([-1 if chunk.adapter is None else chunk.adapter for chunk in chunks])
         if of_chunks.min() < -1 or of_chunks.max() >= n_adapters:
             raise ValueError(f"a chunk has adapter {of_chunks.max()}; the model has {n_adapters}")
-        if of_chunks.max() < 0:
-            return
         of_rows = of_chunks.repeat([len(chunk.tokens) for chunk in chunks])
         order = of_rows.argsort(kind="stable")
         ends = of_rows[order].searchsorted(np.arange(-1, n_adapters), side="right")
