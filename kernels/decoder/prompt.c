@@ -61,7 +61,7 @@ void fd_prompt_pack(const fd_prompt_ops_t *ops, const fd_prompt_pack_t *o, unsig
     const fd_prompt_blocks_t *b = o->blocks;
     const size_t blocks = (o->pos + o->n - 1) / FD_PROMPT_KEYS - o->pos / FD_PROMPT_KEYS + 1;
     const size_t worth = o->n * b->kv_heads * (b->k_size + b->v_size) / WORTH_A_THREAD + 1;
-    fd_parallel(pack_parts, &(pack_run_t){ops, o}, blocks * b->kv_heads, (unsigned)least(worth, threads));
+    fd_parallel(pack_parts, &(pack_run_t){ops, o}, blocks * b->kv_heads, 0, (unsigned)least(worth, threads));
 }
 
 typedef struct {
@@ -89,6 +89,6 @@ int fd_prompt_attend(const fd_prompt_ops_t *ops, const fd_prompt_t *o, unsigned 
     rows = rows > MOST_ROWS ? MOST_ROWS : rows < FEWEST_ROWS ? FEWEST_ROWS : rows;
     rows = least(rows > o->group ? rows / o->group : 1, o->rows);
     attend_run_t run = {ops, o, rows, (o->rows + rows - 1) / rows, 0};
-    fd_parallel(attend_parts, &run, run.blocks * heads, threads);
+    fd_parallel(attend_parts, &run, run.blocks * heads, 1, threads);
     return run.failed ? -1 : 0;
 }

@@ -51,12 +51,12 @@ static void run_place(void *data, size_t first, size_t n) {
 }
 
 void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads) {
-    fd_parallel(run_norm, &(run_t){ops, o}, rows, worth(rows * o->width, threads));
+    fd_parallel(run_norm, &(run_t){ops, o}, rows, 0, worth(rows * o->width, threads));
 }
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads) {
-    fd_parallel(run_gate, &(run_t){ops, o}, rows, worth(rows * o->width * 4, threads));
+    fd_parallel(run_gate, &(run_t){ops, o}, rows, 0, worth(rows * o->width * 4, threads));
 }
 void fd_place_rows(const fd_row_ops_t *ops, const fd_place_rows_t *o, size_t rows, unsigned threads) {
     const size_t width = (o->q_heads + 2 * o->kv_heads) * o->head_size;
-    fd_parallel(run_place, &(run_t){ops, o}, rows, worth(rows * width, threads));
+    fd_parallel(run_place, &(run_t){ops, o}, rows, 0, worth(rows * width, threads));
 }

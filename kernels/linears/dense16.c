@@ -67,10 +67,12 @@ static void run_parts(void *data, size_t first, size_t n) {
 void fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
                          unsigned threads) {
     enum { WORTH_A_THREAD = 1 << 16 }; /* weights that are read sooner than a thread wakes up */
+    enum { WORTH_A_TURN = 1 << 16 };   /* multiply-adds that take longer than the threads' hand-over of parts */
     if (!rows) return;
     const size_t most = l->outs * l->ins / WORTH_A_THREAD + 1, blocks = (rows + FD_DENSE16_ROWS - 1) / FD_DENSE16_ROWS;
     const size_t tiles = (rows + FD_DENSE16_TILE - 1) / FD_DENSE16_TILE; /* blocks have much the same number of them */
     run_t run = {ops, l, x, y, rows, blocks, (tiles + blocks - 1) / blocks * FD_DENSE16_TILE};
-    fd_parallel(run_parts, &run, (l->outs + ops->panel - 1) / ops->panel * blocks,
+    const size_t part = ops->panel * l->ins * (rows < run.block_rows ? rows : run.block_rows);
+    fd_parallel(run_parts, &run, (l->outs + ops->panel - 1) / ops->panel * blocks, WORTH_A_TURN / part + 1,
                 most < threads ? (unsigned)most : threads);
 }

@@ -51,9 +51,9 @@ int fd_linear_run(const fd_linear_t *l, fd_isa_t isa, const float *x, uint32_t r
     work.rows.starts = (int32_t *)(work.rows.sums + blocks);
     /* Less is done sooner than a thread wakes up. */
     enum { BLOCKS_WORTH_SHARING = 1024, BLOCK_TILES_WORTH_SHARING = 512 };
-    fd_parallel(round_rows, &work, rows, blocks < BLOCKS_WORTH_SHARING ? 1 : threads);
+    fd_parallel(round_rows, &work, rows, 0, blocks < BLOCKS_WORTH_SHARING ? 1 : threads);
     const uint32_t tiles = fd_linear_tiles(l);
-    fd_parallel(compute_tiles, &work, tiles, blocks * tiles < BLOCK_TILES_WORTH_SHARING ? 1 : threads);
+    fd_parallel(compute_tiles, &work, tiles, 0, blocks * tiles < BLOCK_TILES_WORTH_SHARING ? 1 : threads);
     free(memory);
     return 0;
 }

@@ -13,7 +13,8 @@ enum { MOST_WORKERS = 1023 };
 typedef struct {
     void (*body)(void *data, size_t first, size_t n);
     void *data;
-    size_t parts, shares, next; /* a thread takes 1 / `shares` of the parts that are left, from `next` on */
+    size_t parts, next;   /* those from `next` on are left */
+    size_t shares, least; /* a thread takes 1 / `shares` of those that are left, but at least `least` */
 } loop_t;
 
 /* The pool's state is one word, so that a worker joins a loop only while its caller is there:
@@ -35,7 +36,8 @@ static struct {
 static void take_parts(loop_t *loop) {
     size_t first = __atomic_load_n(&loop->next, __ATOMIC_RELAXED);
     while (first < loop->parts) {
-        const size_t n = (loop->parts - first) / loop->shares + 1; /* fewer and fewer, so that threads end together */
+        const size_t left = loop->parts - first, share = left / loop->shares;
+        const size_t wanted = share > loop->least ? share : loop->least, n = wanted < left ? wanted : left;
         if (!__atomic_compare_exchange_n(&loop->next, &first, first + n, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
             continue;
         loop->body(loop->data, first, n);
@@ -130,13 +132,14 @@ static void run(loop_t *loop, unsigned workers) {
     }
 }
 
-void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, size_t parts, unsigned threads) {
+void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, size_t parts, size_t least,
+                 unsigned threads) {
     const unsigned workers = threads > MOST_WORKERS ? MOST_WORKERS : threads > 1 ? threads - 1 : 0;
     if (!workers || parts < 2 || pthread_mutex_trylock(&pool.busy)) {
         body(data, 0, parts);
         return;
     }
-    loop_t loop = {body, data, parts, threads * 4, 0};
+    loop_t loop = {body, data, parts, 0, 2 * threads, least ? least : parts / (threads * 4) + 1};
     run(&loop, workers);
     pthread_mutex_unlock(&pool.busy);
 }

@@ -38,6 +38,6 @@ static void run_draw(void *data, size_t first, size_t n) {
 int fd_draw_rows(fd_draw_rows_fn *draw, const fd_draw_t *o, size_t rows, unsigned threads) {
     draw_run_t run = {draw, o, 0};
     const size_t most = rows * o->vocab / LOGITS_OF_A_THREAD + 1;
-    fd_parallel(run_draw, &run, rows, most < threads ? (unsigned)most : threads);
+    fd_parallel(run_draw, &run, rows, 1, most < threads ? (unsigned)most : threads);
     return !run.failed;
 }

@@ -37,7 +37,7 @@ static void *call(void *seed) {
     while (time(NULL) < end) {
         loop_t loop = {.caller = pthread_self()};
         const size_t parts = (size_t)rand_r(&state) % (MOST_PARTS + 1);
-        fd_parallel(count, &loop, parts, threads);
+        fd_parallel(count, &loop, parts, (size_t)rand_r(&state) % 4, threads);
         for (size_t i = 0; i < MOST_PARTS; i++) REQUIRE(loop.parts[i] == (i < parts));
         if (rand_r(&state) % 64 == 0) usleep(1000);
         __atomic_fetch_add(&n_loops, 1, __ATOMIC_RELAXED);
