@@ -4,7 +4,7 @@
 
 /* When the S-Part began to wait for a layer's replies, and when all of them had come, in seconds of CLOCK_MONOTONIC. */
 typedef struct {
-    double posted, replied;
+    double asked, replied;
 } times_t;
 
 static double seconds_now(void) { return (double)fd_now_ns() * 1e-9; }
@@ -15,7 +15,7 @@ static const char *exchange(GroupObject *self, size_t n, uint32_t layer, uint64_
                             const fd_between_t *between, times_t *times, int *error) {
     const char *misuse = fd_py_group_ring(self, n, layer);
     if (!misuse && between->while_asked) *error = between->while_asked(between->self, layer);
-    times->posted = seconds_now();
+    times->asked = seconds_now();
     if (misuse) return misuse;
     for (size_t k = 0; k < n; k++)
         if (self->awaited[k].result == FD_PORT_OK) self->awaited[k].result = FD_PORT_PENDING;

@@ -373,10 +373,12 @@ class StepState:
     def between(self) -> object | None:
         """What `advance` and `attend_prompts` compute for all layers but the first, for Exchange.run_layers. None where
         no joints can do it, or C cannot attend the prompts."""
-        prompts = PromptChunk.native(self._prompts) if self._prompts else None
-        if self._joint_rows is None or (self._prompts and prompts is None):
+        if self._joint_rows is None or self._joint_rows.balanced:
             return None
-        return self._joint_rows.between(prompts)
+        if not self._prompts:
+            return self._joint_rows.between(None)
+        prompts = PromptChunk.native(self._prompts)
+        return None if prompts is None else self._joint_rows.between(prompts)
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""

@@ -92,10 +92,15 @@ class JointRows:
         self._native.run(joint, self._step)
         return True
 
+    @property
+    def balanced(self) -> bool:
+        """True if a layer is balanced, so that not all joints can run."""
+        return _balanced(self._layers)
+
     def between(self, prompts: NativePrompts | None) -> object | None:
-        """What runs all joints but the first for StepGroup.run_layers, and attends the step's prompts. None if a layer
-        is balanced."""
-        return None if _balanced(self._layers) else self._native.between(self._step, prompts)
+        """What runs all joints but the first for StepGroup.run_layers, and attends the step's prompts. Only
+        where nothing is `balanced`."""
+        return self._native.between(self._step, prompts)
 
 
 def _balanced(layers: Sequence[Layer]) -> bool:

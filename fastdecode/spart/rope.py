@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import replace
 
@@ -55,7 +54,7 @@ def _yarn(rope: Rope, frequencies: torch.Tensor, head_size: int) -> torch.Tensor
     return slow * frequencies / rope.factor + (1 - slow) * frequencies
 
 
-_FEWEST_ANGLES = 1024  # positions of the first table
+_KEPT = 1 << 14  # positions whose angles a CPU looks up: 8 MiB with 64 pairs
 
 
 class RotaryEmbedding:
@@ -66,25 +65,19 @@ class RotaryEmbedding:
         self._frequencies = torch.stack([inverse_frequencies(one, head_size) for one in sets]).to(device)
         self._scale = rope.attention_factor
         self._dtype = dtype
-        self._by_position: tuple[torch.Tensor, torch.Tensor] | None = None  # on a CPU: of all positions seen so far
+        self._first: tuple[torch.Tensor, torch.Tensor] | None = None  # on a CPU: the angles of the first positions
 
     def angles(self, positions: torch.Tensor, long: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [n] -> cos and sin, each [n, 1, pairs] in the activation dtype. Computed in fp32.
 
         `long` int64 [n] is 1 for rows that use the long factors; None: no row does.
         """
-        if long is None and positions.device.type == "cpu":
-            return self._looked_up(positions)
-        return self._computed(positions, long)
-
-    def _looked_up(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._by_position is not None:
-            with contextlib.suppress(IndexError):  # a position beyond the table
-                cos, sin = self._by_position
-                return cos.index_select(0, positions), sin.index_select(0, positions)
-        n = max(_FEWEST_ANGLES, 1 << int(positions.max()).bit_length())
-        self._by_position = self._computed(torch.arange(n), None)
-        return self._looked_up(positions)
+        if long is not None or positions.device.type != "cpu" or not len(positions) or positions.max() >= _KEPT:
+            return self._computed(positions, long)
+        if self._first is None:
+            self._first = self._computed(torch.arange(_KEPT), None)
+        cos, sin = self._first
+        return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def _computed(self, positions: torch.Tensor, long: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         frequencies = self._frequencies[:1] if long is None else self._frequencies.index_select(0, long)

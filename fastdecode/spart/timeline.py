@@ -65,14 +65,14 @@ class StepClock:
         self._asked = time.perf_counter() if since is None else since
 
     def exchanged(self, times: npt.NDArray[np.float64]) -> None:
-        """Note layers that ran one after another: when each was posted, and when its reply had come. float64
+        """Note layers that ran one after another: when the wait for each began, and when its reply had come. float64
         [layers, 2]."""
-        for posted, replied in times.tolist():
-            self.s_seconds += posted - self._replied
-            self._timeline.add(Part(self._slot, self._number, self._asked, self._replied, posted))
+        for asked, replied in times.tolist():
+            self.s_seconds += asked - self._replied
+            self._timeline.add(Part(self._slot, self._number, self._asked, self._replied, asked))
             self._number += 1
-            self._asked, self._replied = posted, replied
-            self.r_wait_seconds += replied - posted
+            self._asked, self._replied = asked, replied
+            self.r_wait_seconds += replied - asked
 
     def replied(self) -> None:
         """Note that the reply has come, so the S-Part computes from now on."""

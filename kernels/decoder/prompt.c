@@ -83,6 +83,7 @@ static void attend_parts(void *data, size_t first, size_t n) {
 }
 
 int fd_prompt_attend(const fd_prompt_ops_t *ops, const fd_prompt_t *o, unsigned threads) {
+    if (!o->rows) return 0;
     const size_t heads = o->blocks->kv_heads, parts = threads > 1 ? PARTS_A_THREAD * threads : 1;
     const size_t wanted = (parts + heads - 1) / heads; /* blocks of rows of a head */
     size_t rows = (o->rows + wanted - 1) / wanted * o->group;

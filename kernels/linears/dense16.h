@@ -22,9 +22,12 @@ typedef struct {
     const float *bias;       /* [outs], or NULL */
 } fd_dense16_t;
 
-/* Rows whose sums stay in registers, and the most rows of a part of the work: their sums stay in a cache, and threads
- * share also products with few panels. */
-enum { FD_DENSE16_TILE = 6, FD_DENSE16_ROWS = 16 * FD_DENSE16_TILE };
+enum {
+    FD_DENSE16_TILE = 6, /* rows whose sums are in registers at the same time */
+    /* The most rows of a part of the work. Their sums fit into a cache, and threads can share products with few panels,
+     * too. */
+    FD_DENSE16_ROWS = 16 * FD_DENSE16_TILE,
+};
 
 /* One ISA's functions for weights and rows of some dtypes. */
 typedef struct {

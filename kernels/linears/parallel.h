@@ -11,8 +11,8 @@
 
 /* Calls body(data, first, n) for ranges that together are 0 to parts - 1, in up to `threads` threads; in this one if
  * another thread has the pool at work. A thread takes ever fewer parts at a time, but at least `least`, so that threads
- * end together; 0: a quarter of a thread's share, for parts that take no longer than a line of memory that changes
- * cores. */
+ * end together. `least` 0 means a quarter of a thread's share: for parts that are computed sooner than a cache line
+ * moves from core to core. */
 void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, size_t parts, size_t least,
                  unsigned threads);
 

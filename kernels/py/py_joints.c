@@ -12,6 +12,7 @@
 typedef struct {
     PyObject_HEAD
     fd_joints_t joints;
+    uint32_t act; /* fd_act_dtype_t of the rows */
     fd_joint_layer_t *layers;
     PyObject *products; /* the layers as they were given */
     void *scratch;
@@ -86,6 +87,7 @@ static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     joints_t *self = (joints_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     const size_t n = (size_t)PyTuple_GET_SIZE(layers);
+    self->act = act;
     self->layers = PyMem_Calloc(n, sizeof *self->layers);
     self->joints = (fd_joints_t){.ops = ops,
                                  .number_bytes = fd_act_bytes(act),
@@ -214,7 +216,7 @@ static PyObject *joints_between(joints_t *self, PyObject *args) {
     between->contract = (fd_between_t){between_run, NULL, between};
     bool good = read_step(self, step, &between->step);
     if (good && prompts != Py_None) {
-        between->prompts = fd_py_prompt_chunks(prompts, &self->joints, between->step.rows.rows);
+        between->prompts = fd_py_prompt_chunks(prompts, self->act, &self->joints, between->step.rows.rows);
         between->contract.while_asked = between_attend;
         good = between->prompts != NULL;
     }

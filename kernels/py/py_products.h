@@ -10,8 +10,9 @@
 int fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product); /* py_linears.c */
 int fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product);   /* py_dense16.c */
 
-/* Reads the prompts' chunks of a step of `rows` rows, (PromptAttention, scale, chunks) as _native.pyi has it, for
- * the model `j`. Returns memory to be freed with PyMem_Free, or NULL with an exception. */
-fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, const fd_joints_t *j, size_t rows); /* py_prompt.c */
+/* Reads the prompts' chunks of a step of `rows` rows, (PromptAttention, scale, chunks) as _native.pyi has it, for the
+ * model `j` and the activation dtype `act`. Returns memory to be freed with PyMem_Free, or NULL with an exception. In
+ * py_prompt.c. */
+fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, uint32_t act, const fd_joints_t *j, size_t rows);
 
 #endif

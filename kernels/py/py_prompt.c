@@ -10,6 +10,7 @@
 typedef struct {
     PyObject_HEAD
     const fd_prompt_ops_t *ops;
+    uint32_t act; /* fd_act_dtype_t of the rows */
     const char *isa;
 } prompt_attention_t;
 
@@ -23,7 +24,7 @@ static PyObject *prompt_attention_new(PyTypeObject *type, PyObject *args, PyObje
     const fd_prompt_ops_t *ops = fd_prompt_ops(isa, act_dtype, &name);
     if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no attention of prompts", fd_isa_name(isa));
     prompt_attention_t *self = (prompt_attention_t *)type->tp_alloc(type, 0);
-    if (self) self->ops = ops, self->isa = name;
+    if (self) self->ops = ops, self->act = act_dtype, self->isa = name;
     return (PyObject *)self;
 }
 
@@ -102,46 +103,53 @@ static const char *chunk_error(const fd_prompt_ops_t *ops, const fd_prompt_chunk
                                const fd_prompt_layer_t *layer) {
     const fd_prompt_blocks_t *b = &layer->blocks;
     if (chunk->rows > rows || chunk->first > rows - chunk->rows) return "a chunk's rows are beyond the step's";
-    const size_t blocks = (chunk->pos + chunk->rows + FD_PROMPT_KEYS - 1) / FD_PROMPT_KEYS;
-    if (blocks * ops->block_words(b->k_size, b->v_size) > b->head_words)
-        return "a chunk's tokens are beyond its blocks";
+    const size_t tokens = b->head_words / ops->block_words(b->k_size, b->v_size) * FD_PROMPT_KEYS;
+    if (chunk->rows > tokens || chunk->pos > tokens - chunk->rows) return "a chunk's tokens are beyond its blocks";
     return NULL;
+}
+
+static int is_tuple(PyObject *o) {
+    if (!PyTuple_Check(o)) PyErr_SetString(PyExc_TypeError, "prompts, their chunks and a chunk's layers are tuples");
+    return PyTuple_Check(o);
 }
 
 static int read_chunk(const fd_prompt_ops_t *ops, PyObject *o, const fd_joints_t *j, size_t rows,
                       fd_prompt_chunk_t *chunk, fd_prompt_layer_t *layers) {
     Py_ssize_t first, n, pos;
     PyObject *list;
-    if (!PyArg_ParseTuple(o, "nnnO!;a chunk is (first, rows, pos, layers)", &first, &n, &pos, &PyList_Type, &list))
+    if (!is_tuple(o) ||
+        !PyArg_ParseTuple(o, "nnnO!;a chunk is (first, rows, pos, layers)", &first, &n, &pos, &PyList_Type, &list))
         return 0;
     *chunk = (fd_prompt_chunk_t){(size_t)first, (size_t)n, (size_t)pos, layers};
-    const char *wrong = first < 0 || n < 0 || pos < 0 ? "a chunk begins or ends before 0" : NULL;
+    const char *wrong = first < 0 || n < 1 || pos < 0 ? "a chunk has no rows, or begins before 0" : NULL;
     if ((size_t)PyList_GET_SIZE(list) != j->n_layers) wrong = "a chunk does not have the model's layers";
     for (size_t i = 0; i < j->n_layers && !wrong; i++) {
         unsigned long long words;
         Py_ssize_t head_words, window, segment;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, (Py_ssize_t)i),
-                              "Knnn;a chunk's layer is (words, head_words, window, segment)", &words, &head_words,
-                              &window, &segment))
+        PyObject *layer = PyList_GET_ITEM(list, (Py_ssize_t)i);
+        if (!is_tuple(layer) || !PyArg_ParseTuple(layer, "Knnn;a chunk's layer is (words, head_words, window, segment)",
+                                                  &words, &head_words, &window, &segment))
             return 0;
         layers[i] = (fd_prompt_layer_t){
             .blocks = {POINTER(words), (size_t)head_words, j->kv_heads, j->head_size, j->head_size},
             .window = (size_t)window,
             .segment = (size_t)segment,
         };
-        wrong = chunk_error(ops, chunk, rows, &layers[i]);
+        if (head_words < 0 || window < 0 || segment < 0) wrong = "a chunk's layer has a negative size";
+        else wrong = chunk_error(ops, chunk, rows, &layers[i]);
     }
     if (wrong) PyErr_SetString(PyExc_ValueError, wrong);
     return !wrong;
 }
 
-fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, const fd_joints_t *j, size_t rows) {
+fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, uint32_t act, const fd_joints_t *j, size_t rows) {
     PyObject *attention, *list;
     float scale;
-    if (!PyArg_ParseTuple(o, "OfO!;prompts are (attention, scale, chunks)", &attention, &scale, &PyList_Type, &list))
+    if (!is_tuple(o) ||
+        !PyArg_ParseTuple(o, "OfO!;prompts are (attention, scale, chunks)", &attention, &scale, &PyList_Type, &list))
         return NULL;
-    if (Py_TYPE(attention)->tp_dealloc != prompt_attention_dealloc) {
-        PyErr_SetString(PyExc_TypeError, "prompts need a PromptAttention");
+    if (Py_TYPE(attention)->tp_dealloc != prompt_attention_dealloc || ((prompt_attention_t *)attention)->act != act) {
+        PyErr_SetString(PyExc_TypeError, "prompts need a PromptAttention of the joints' dtype");
         return NULL;
     }
     const size_t n = (size_t)PyList_GET_SIZE(list);

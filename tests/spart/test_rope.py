@@ -112,12 +112,12 @@ def assert_angles(raw: dict[str, Any], length: int, wanted: tuple[torch.Tensor, 
 
 def test_angles_are_transformers_at_positions_in_any_order():
     config = config_of("llama", SCALINGS["llama3"])
-    cos, sin = expected(LlamaForCausalLM._from_config(config), 5001)
+    cos, sin = expected(LlamaForCausalLM._from_config(config), 20001)
     ours = make_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
     embedding = RotaryEmbedding(ours.rope, ours.head_size, torch.device("cpu"), torch.float32)
-    for positions in ([0], [1023], [1024, 1], [3, 5000], [4999], list(range(900, 1200))):
+    for positions in ([0], [16383], [16384, 1], [3, 20000], [4999], list(range(900, 1200))):
         for got, want in zip(embedding.angles(torch.tensor(positions)), (cos, sin), strict=True):
-            torch.testing.assert_close(got[:, 0], want[positions, : got.shape[-1]], atol=5e-4, rtol=0)
+            torch.testing.assert_close(got[:, 0], want[positions, : got.shape[-1]], atol=3e-3, rtol=0)
 
 
 def test_the_rest_of_a_head_is_copied():

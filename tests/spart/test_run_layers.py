@@ -87,18 +87,36 @@ async def test_prompts_attend_as_layer_after_layer(name, weights, tmp_path, call
     ({"rows": 5}, "beyond the step's"),
     ({"first": 1}, "beyond the step's"),
     ({"pos": 61}, "beyond its blocks"),
+    ({"pos": 2**62}, "beyond its blocks"),
     ({"pos": -1}, "before 0"),
+    ({"rows": 0}, "no rows"),
+    ({"head_words": -1}, "negative"),
+    ({"window": -1}, "negative"),
+    ({"segment": -1}, "negative"),
     ({"layers": 1}, "the model's layers"),
 ])  # fmt: skip
-async def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
+def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
     joints, attention = SPart(model, [])._joints, PromptAttention(model.dtype)
-    heads = model.config.heads_of(0)
-    chunk = {"first": 0, "rows": 4, "pos": 60, "layers": model.config.n_layers} | change
-    *where, n_layers = chunk.values()
-    layers = [(0, attention.words(heads, 64), 0, 0)] * n_layers
-    step = (*[0] * 9, 4, 1)
+    good = {"first": 0, "rows": 4, "pos": 60, "layers": model.config.n_layers}
+    good |= {"head_words": attention.words(model.config.heads_of(0), 64), "window": 0, "segment": 0}
+
+    def between(first, rows, pos, layers, *layer):
+        step = (*[0] * 9, 4, 1)
+        return joints._native.between(step, (attention.native, 1.0, [(first, rows, pos, [(0, *layer)] * layers)]))
+
+    assert between(*good.values())
     with pytest.raises(ValueError, match=match):
-        joints._native.between(step, (attention.native, 1.0, [(*where, layers)]))
+        between(*(good | change).values())
+
+
+def test_prompts_of_another_kind_are_refused(model):
+    joints, attention = SPart(model, [])._joints._native, PromptAttention(model.dtype).native
+    step = (*[0] * 9, 4, 1)
+    with pytest.raises(TypeError, match="of the joints' dtype"):
+        joints.between(step, (PromptAttention(torch.float16).native, 1.0, []))
+    for prompts in ([attention, 1.0, []], (attention, 1.0, [[0, 4, 0, []]]), (joints, 1.0, [])):
+        with pytest.raises(TypeError):
+            joints.between(step, prompts)
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])

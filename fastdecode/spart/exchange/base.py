@@ -234,10 +234,10 @@ class Exchange(StepLinks, ABC):
     def run_layers(
         self, between: object, from_layer: int, to_layer: int, timeout: float
     ) -> tuple[npt.NDArray[np.float64], bool]:
-        """`post` and `wait` for each layer from `from_layer` to before `to_layer`, on a CPU, and after each of them
-        what `between` (StepGroup.run_layers) computes. No other step can run meanwhile.
+        """`post` and `wait` for each layer from `from_layer` to before `to_layer`, on a CPU, with what `between`
+        (StepGroup.run_layers) computes in each wait and after it. No other step can run meanwhile.
 
-        Returns when each layer was posted and when its reply had come, float64 [layers, 2] in seconds of
+        Returns when the wait for each layer began and when its reply had come, float64 [layers, 2] in seconds of
         time.perf_counter. False if a link has failed: then what is between the last of these layers and the next is
         still to be computed.
         """
