@@ -275,7 +275,7 @@ from fastdecode.region.contract import ROW_ATTEND, Status
 from fastdecode.kernels import _native
 
 libc = ctypes.CDLL(None)
-engine = _native.REngine(3, 1 << 28, spin_us=1000)
+engine = _native.REngine(3, 1 << 28, spin_us=10_000_000)  # thread 0 locks when it wakes up, so it stays awake
 link = Link(engine, Geometry(max_rows=256, n_layers=8, n_q_heads=8, n_kv_heads=4, head_size=64), KV_FP16, 100)
 counts = {True: [0, 0], False: [0, 0]}
 
