@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 
@@ -20,7 +21,11 @@ IN_TURNS, SIDE_BY_SIDE = Split(2, 2, 1, in_turns=True), Split(1, 1, 2)
 
 
 def children() -> set[int]:
-    return {int(pid) for x in Path("/proc/self/task").iterdir() for pid in (x / "children").read_text().split()}
+    pids: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            pids |= set(map(int, (thread / "children").read_text().split()))
+    return pids
 
 
 async def checked_link(node: EmbeddedRNode) -> Link:

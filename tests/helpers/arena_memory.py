@@ -47,8 +47,9 @@ def faults(engine: bool) -> int:
     """Page faults so far, of this process's R-engine threads or of its other threads."""
     total = 0
     for thread in Path("/proc/self/task").iterdir():
-        if (thread / "comm").read_text().startswith("fd-r") == engine:
-            total += int((thread / "stat").read_text().rpartition(")")[2].split()[7])
+        with contextlib.suppress(OSError):  # it has ended
+            if (thread / "comm").read_text().startswith("fd-r") == engine:
+                total += int((thread / "stat").read_text().rpartition(")")[2].split()[7])
     return total
 
 

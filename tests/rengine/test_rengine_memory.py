@@ -30,6 +30,7 @@ from arena_memory import (
     until,
 )
 from rengine_peer import KV_FP32, Geometry, Link
+from rnode_process import r_threads
 from sources import ROOT
 
 from fastdecode.kernels import _native
@@ -251,8 +252,8 @@ def test_memory_is_bound_to_a_numa_node():
             assert libc.syscall(get_mempolicy, ctypes.byref(mode), mask, 1024, None, 0) == 0
             said.extend((mode.value, list(mask)))
             with link_of(4) as link:
-                tasks = [t for t in Path("/proc/self/task").iterdir() if (t / "comm").read_text() == "fd-r1\n"]
-                said.append("bind:0" in Path(f"/proc/{tasks[0].name}/numa_maps").read_text())
+                tasks = [task for task, name in r_threads().items() if name == "fd-r1"]
+                said.append("bind:0" in Path(f"/proc/{tasks[0]}/numa_maps").read_text())
                 link.step(0, [(0, 5, True)])
             _native.bind_memory(999)
         except BaseException as error:
