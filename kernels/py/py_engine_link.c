@@ -46,79 +46,46 @@ static PyObject *outcome(int rc, const char *err) {
     return NULL;
 }
 
-static PyObject *link_free(link_object_t *self, PyObject *args) {
-    unsigned seq_index, tag;
+/* A change of the lease; `n` are the method's numbers, in order. Returns what `outcome` takes. */
+typedef int change_fn(fd_link_t *link, const unsigned n[5], char *err, size_t err_len);
+
+static PyObject *change(link_object_t *self, PyObject *args, const char *format, change_fn *make) {
+    unsigned n[5];
     char err[ERR_LEN];
-    if (!PyArg_ParseTuple(args, "II", &seq_index, &tag)) return NULL;
+    if (!PyArg_ParseTuple(args, format, &n[0], &n[1], &n[2], &n[3], &n[4])) return NULL;
     fd_link_t *link = self->link;
     if (!link) return closed_error("the link");
     int rc;
     self->users++;
     Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
-    rc = fd_link_free(link, seq_index, tag, err, sizeof err);
+    rc = make(link, n, err, sizeof err);
     Py_END_ALLOW_THREADS
     self->users--;
     return outcome(rc, err);
 }
 
-static PyObject *link_trim(link_object_t *self, PyObject *args) {
-    unsigned seq_index, tag, length;
-    char err[ERR_LEN];
-    if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
-    fd_link_t *link = self->link;
-    if (!link) return closed_error("the link");
-    int rc;
-    self->users++;
-    Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
-    rc = fd_link_trim(link, seq_index, tag, length, err, sizeof err);
-    Py_END_ALLOW_THREADS
-    self->users--;
-    return outcome(rc, err);
+static int do_free(fd_link_t *link, const unsigned n[5], char *err, size_t err_len) {
+    return fd_link_free(link, n[0], n[1], err, err_len);
+}
+static int do_trim(fd_link_t *link, const unsigned n[5], char *err, size_t err_len) {
+    return fd_link_trim(link, n[0], n[1], n[2], err, err_len);
+}
+static int do_fork(fd_link_t *link, const unsigned n[5], char *err, size_t err_len) {
+    return fd_link_fork(link, n[0], n[1], n[2], n[3], n[4], err, err_len);
+}
+static int do_grow(fd_link_t *link, const unsigned n[5], char *err, size_t err_len) {
+    return fd_link_grow(link, n[0], err, err_len);
+}
+static int do_receive(fd_link_t *link, const unsigned n[5], char *err, size_t err_len) {
+    return fd_link_receive(link, n[0], n[1], n[2], err, err_len);
 }
 
-static PyObject *link_fork(link_object_t *self, PyObject *args) {
-    unsigned src, src_tag, dst, dst_tag, length;
-    char err[ERR_LEN];
-    if (!PyArg_ParseTuple(args, "IIIII", &src, &src_tag, &dst, &dst_tag, &length)) return NULL;
-    fd_link_t *link = self->link;
-    if (!link) return closed_error("the link");
-    int rc;
-    self->users++;
-    Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
-    rc = fd_link_fork(link, src, src_tag, dst, dst_tag, length, err, sizeof err);
-    Py_END_ALLOW_THREADS
-    self->users--;
-    return outcome(rc, err);
-}
-
-static PyObject *link_grow(link_object_t *self, PyObject *args) {
-    unsigned n_pages;
-    char err[ERR_LEN];
-    if (!PyArg_ParseTuple(args, "I", &n_pages)) return NULL;
-    fd_link_t *link = self->link;
-    if (!link) return closed_error("the link");
-    int rc;
-    self->users++;
-    Py_BEGIN_ALLOW_THREADS
-    rc = fd_link_grow(link, n_pages, err, sizeof err);
-    Py_END_ALLOW_THREADS
-    self->users--;
-    return outcome(rc, err);
-}
-
+static PyObject *link_free(link_object_t *self, PyObject *args) { return change(self, args, "II:free", do_free); }
+static PyObject *link_trim(link_object_t *self, PyObject *args) { return change(self, args, "III:trim", do_trim); }
+static PyObject *link_fork(link_object_t *self, PyObject *args) { return change(self, args, "IIIII:fork", do_fork); }
+static PyObject *link_grow(link_object_t *self, PyObject *args) { return change(self, args, "I:grow", do_grow); }
 static PyObject *link_receive(link_object_t *self, PyObject *args) {
-    unsigned seq_index, tag, length;
-    char err[ERR_LEN];
-    if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
-    fd_link_t *link = self->link;
-    if (!link) return closed_error("the link");
-    int rc;
-    self->users++;
-    Py_BEGIN_ALLOW_THREADS
-    rc = fd_link_receive(link, seq_index, tag, length, err, sizeof err);
-    Py_END_ALLOW_THREADS
-    self->users--;
-    return outcome(rc, err);
+    return change(self, args, "III:receive", do_receive);
 }
 
 typedef int64_t transfer_fn(fd_link_t *, int, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t, int *, char *, size_t);
