@@ -235,6 +235,7 @@ class PromptChunk:
         return blocks
 
     def _unstaged_blocks(self, n_kv: int, k_size: int, v_size: int) -> Blocks:
+        """The blocks of all layers with such heads, for a prompt that is not staged."""
         assert self._attention is not None
         heads = Heads(n_kv, n_kv, k_size, v_size)
         if heads not in self._unstaged:
@@ -253,6 +254,7 @@ class PromptChunk:
         return first._attention.native, first._scale, [chunk._native() for chunk in chunks]
 
     def _native(self) -> NativeChunk:
+        """The chunk for C."""
         layers = []
         for layer in range(len(self._windows)):
             heads = self._heads_of(layer)

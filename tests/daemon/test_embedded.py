@@ -52,10 +52,8 @@ async def test_an_r_node_that_takes_turns_is_in_this_process_until_it_is_stopped
     ("config", "split"),
     [
         (CONFIG, SIDE_BY_SIDE),
-        (
-            CONFIG,
-            Split(2, 1, 2, in_turns=True),
-        ),  # R-Part of one mini-batch beside S-Part of the other
+        # The R-Part of one mini-batch beside the S-Part of the other.
+        (CONFIG, Split(2, 1, 2, in_turns=True)),
         (NodeConfig(kv_memory=64 << 20, cpus=(min(os.sched_getaffinity(0)),)), Split(2, 1, 1, in_turns=True)),
     ],
     ids=["side by side", "two mini-batches", "on CPUs of its own"],
