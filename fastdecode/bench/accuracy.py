@@ -27,8 +27,8 @@ from fastdecode.demo import heldout_text, model_dir
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import Model, SPart, load_model
-from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.exchange import SlotViews
+from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.base import Link

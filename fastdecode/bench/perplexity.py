@@ -28,8 +28,8 @@ from fastdecode.daemon.sizes import format_bytes
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
-from fastdecode.spart.balance import balance_for
-from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.spart.int4.balance import balance_for
+from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer

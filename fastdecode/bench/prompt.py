@@ -19,11 +19,11 @@ import torch
 from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
-from fastdecode.spart.batch import Chunk, SampleSpec
-from fastdecode.spart.prompt import PackedPrompt, PlainPrompt, PromptChunk
-from fastdecode.spart.prompt_attention import make_prompt_attention
+from fastdecode.spart.prefill.prompt import PackedPrompt, PlainPrompt, PromptChunk
+from fastdecode.spart.prefill.prompt_attention import make_prompt_attention
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.shape import AttentionShape
+from fastdecode.spart.step.batch import Chunk, SampleSpec
 from fastdecode.spart.threads import set_threads
 
 COMMAND = ("prompt", "attention of prompts on the S-node's CPU, beside torch's")

@@ -27,9 +27,9 @@ from fastdecode.engine.runner import Runner
 from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.region.region import Region
 from fastdecode.spart import Model, SPart, choose_device, load_model
-from fastdecode.spart.batch import Chunk, Sampled, SampleSpec, StepBatch
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.rotation import Rotation
+from fastdecode.spart.step.batch import Chunk, Sampled, SampleSpec, StepBatch
 from fastdecode.spart.threads import set_threads
 from fastdecode.transports._native import Port
 from fastdecode.transports.base import Lease, Link

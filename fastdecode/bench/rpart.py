@@ -15,7 +15,7 @@ from fastdecode.kernels._native import REngine, page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.region.region import Region
-from fastdecode.spart.balance import rotated_by_s_node
+from fastdecode.spart.int4.balance import rotated_by_s_node
 from fastdecode.transports._native import Port
 
 _FILL_PAGES = 64  # appended by one call

@@ -19,7 +19,7 @@ from fastdecode.engine.scheduler import Scheduler
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
-from fastdecode.spart.batch import Sampled
+from fastdecode.spart.step.batch import Sampled
 from fastdecode.transports.base import Lease
 
 COMMAND = ("schedule", "processor time of the scheduler while many requests share a prompt")

@@ -31,9 +31,9 @@ from fastdecode.daemon.sizes import format_bytes
 from fastdecode.demo import model_dir
 from fastdecode.spart import SPart, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
-from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.spart.linears.memory import small_pages
 from fastdecode.spart.lora.files import Adapter, read_adapter
+from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.spart.threads import set_threads
 from fastdecode.transports.registry import connect
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from fastdecode.spart.batch import StepOutput
+from fastdecode.spart.step.batch import StepOutput
 from fastdecode.transports.base import Pending
 
 

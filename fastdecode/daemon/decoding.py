@@ -25,8 +25,8 @@ from fastdecode.region.contract import KV_DTYPES, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import geometry_tuple, region_layout
 from fastdecode.region.region import Region
 from fastdecode.spart import Model, SPart
-from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.spart.own_thread import in_own_thread
+from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports._native import Port
 from fastdecode.transports.base import Hello, Link
 from fastdecode.transports.registry import connect

@@ -15,7 +15,7 @@ from fastdecode.daemon.sizes import format_bytes
 from fastdecode.engine.pages import PageGroups
 from fastdecode.spart.exchange.graph_table import size_class
 from fastdecode.spart.memory import graph_bytes, step_bytes
-from fastdecode.spart.prompt import staged_token_bytes
+from fastdecode.spart.prefill.prompt import staged_token_bytes
 from fastdecode.spart.served import ServedModel
 
 if TYPE_CHECKING:

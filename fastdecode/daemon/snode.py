@@ -39,8 +39,8 @@ from fastdecode.region.contract import MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
-from fastdecode.spart.balance import balance_digest, balance_for
 from fastdecode.spart.exchange.choice import Choice
+from fastdecode.spart.int4.balance import balance_digest, balance_for
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.threads import set_threads

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.scheduling.deadline import layer_deadline
-from fastdecode.spart.batch import Chunk, SampleSpec, ScoreSpec, StepBatch
-from fastdecode.spart.penalties import LogitRules
+from fastdecode.spart.step.batch import Chunk, SampleSpec, ScoreSpec, StepBatch
+from fastdecode.spart.step.penalties import LogitRules
 
 if TYPE_CHECKING:
     from fastdecode.engine.request import SamplingParams

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TokenConstraints:
-    """The constraints of one sequence; a TokenMask of the S-Part (spart/masks.py)."""
+    """The constraints of one sequence; a TokenMask of the S-Part (spart/step/masks.py)."""
 
     def __init__(self, params: SamplingParams, end_tokens: Iterable[int], vocab_size: int):
         """`end_tokens` end the sequence; they are forbidden until it has `params.min_tokens` tokens. All token ids of

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fastdecode.spart.batch import TokenScore as TokenScore  # the API takes it from here
+from fastdecode.spart.step.batch import TokenScore as TokenScore  # the API takes it from here
 
 
 class EngineError(Exception):
@@ -97,7 +97,7 @@ class SamplingParams:
     priority: int = 0  # requests with a lower one start first, and may pause the others
     cache_salt: str = ""  # only requests with the same one share cached prefixes
     adapter: str | None = None  # the name of a LoRA adapter; None: the base model
-    # The formulas of these four stand in spart/penalties.py.
+    # The formulas of these four stand in spart/step/penalties.py.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.prefixes import Handle
     from fastdecode.engine.scheduling.placement import Placement
     from fastdecode.engine.sequence import Sequence
-    from fastdecode.spart.batch import Sampled
+    from fastdecode.spart.step.batch import Sampled
     from fastdecode.transports.base import Link
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from fastdecode.engine.ledger import RNodeLedger
     from fastdecode.engine.pages import Page
     from fastdecode.engine.prefixes import PrefixEntry
-    from fastdecode.spart.batch import Chunk, Sampled, SampleSpec, TokenScore
-    from fastdecode.spart.penalties import LogitRules
+    from fastdecode.spart.step.batch import Chunk, Sampled, SampleSpec, TokenScore
+    from fastdecode.spart.step.penalties import LogitRules
 
 
 class PlannedChunk(NamedTuple):

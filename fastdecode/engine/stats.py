@@ -38,7 +38,7 @@ class NullObserver:
     def step(self, tokens: int, seconds: float) -> None: ...
 
 
-#: One part of a step: (slot, number, asked, replied, ended); see Part of spart/timeline.py.
+#: One part of a step: (slot, number, asked, replied, ended); see Part of spart/decoder/timeline.py.
 StepPart = tuple[int, int, float, float, float]
 
 

@@ -3,7 +3,8 @@
     file     GGUFFile: the metadata and the table of tensors of a mapped file
     types    the types that a tensor may have, and the bytes of their blocks
 
-Tensors become parameters in `fastdecode/spart/gguf.py`, the tokenizer is made in `fastdecode/text/gguf_tokenizer.py`.
+Tensors become parameters in `fastdecode/spart/checkpoints/gguf.py`; the tokenizer is made in
+`fastdecode/text/gguf_tokenizer.py`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.virtual_system import WORD, VirtualLink
 from fastdecode.region.contract import PAGE_TOKENS
-from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
+from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
 
 _FEW, _MANY = 1, 129  # rows of a step
 _OUTPUTS = 200  # tokens of each sequence

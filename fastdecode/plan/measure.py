@@ -40,8 +40,8 @@ from fastdecode.plan.together import Together
 from fastdecode.plan.together_measure import Load, measure_together
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
-from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.spart.own_thread import in_own_thread
+from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.spart.threads import pool_threads, set_threads
 from fastdecode.transports.registry import connect
 

@@ -16,7 +16,7 @@ from fastdecode.engine.scheduling.budgets import pairs
 from fastdecode.plan.equations import PartTimes, System, Work, part_times, shared_seconds
 from fastdecode.plan.model import PlannedModel
 from fastdecode.region.contract import PAGE_TOKENS
-from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
+from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
 from fastdecode.transports.base import Lease, StepTimes
 
 WORD, END = 0, 1

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastdecode.spart.config import CheckpointError, ModelConfig
-from fastdecode.spart.config_file import find_gguf, read_config
+from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
+from fastdecode.spart.checkpoints.config_file import find_gguf, read_config
 
 if TYPE_CHECKING:
     import torch
 
-    from fastdecode.spart.decoder import SPart
+    from fastdecode.spart.decoder.decoder import SPart
+    from fastdecode.spart.decoder.weights import Model
     from fastdecode.spart.exchange.choice import Choice
     from fastdecode.spart.hf.config import HFConfig
     from fastdecode.spart.hf.model import HFModel
     from fastdecode.spart.lora.files import Adapter
-    from fastdecode.spart.weights import Model
     from fastdecode.transports.base import Link
 
 BACKENDS = ("auto", "native", "transformers")
@@ -66,8 +66,8 @@ class Backend:
     def make_spart(self, model: Model | HFModel, links: list[Link], exchange: Choice | None = None) -> SPart:
         """The S-Part of a model that `load` returned; see SPart."""
         if self.name == "native":
-            from fastdecode.spart.decoder import SPart
-            from fastdecode.spart.weights import Model
+            from fastdecode.spart.decoder.decoder import SPart
+            from fastdecode.spart.decoder.weights import Model
 
             assert isinstance(model, Model), "the model is not one that `load` returned"
             return SPart(model, links, exchange)

@@ -19,13 +19,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fastdecode.spart.calibration import MOST_INPUTS, CalibratedLinear, Calibration
-from fastdecode.spart.checkpoint import Checkpoint, SafetensorsCheckpoint
-from fastdecode.spart.config import CheckpointError, ModelConfig
-from fastdecode.spart.config_file import find_gguf, read_config
-from fastdecode.spart.gguf import GGUFCheckpoint, open_gguf
+from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
+from fastdecode.spart.checkpoints.config_file import find_gguf, read_config
+from fastdecode.spart.checkpoints.gguf import GGUFCheckpoint, open_gguf
+from fastdecode.spart.checkpoints.mxfp4 import MXFP4Checkpoint
+from fastdecode.spart.checkpoints.quantised_files import QuantisedCheckpoint
+from fastdecode.spart.checkpoints.tensors import Checkpoint, SafetensorsCheckpoint
+from fastdecode.spart.decoder.weights import Blueprint, Model, Weights
+from fastdecode.spart.int4.calibration import MOST_INPUTS, CalibratedLinear, Calibration
+from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears.base import Embedding, Linear
-from fastdecode.spart.linears.compensated import quantise_head
 from fastdecode.spart.linears.dense import DenseEmbedding, DenseLinear, make_dense, make_embedding
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
@@ -33,10 +36,7 @@ from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, Quantised,
 from fastdecode.spart.linears.stack import make_experts, make_linear, side_by_side
 from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
 from fastdecode.spart.lora.files import Adapter
-from fastdecode.spart.mxfp4 import MXFP4Checkpoint
-from fastdecode.spart.quantised_files import QuantisedCheckpoint
 from fastdecode.spart.served import TORCH_DTYPES, with_sinks
-from fastdecode.spart.weights import Blueprint, Model, Weights
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastdecode.spart.batch import Sampled, StepBatch
-from fastdecode.spart.decoder import SPart, StepRows, StepState
+from fastdecode.spart.decoder.decoder import SPart, StepRows, StepState
 from fastdecode.spart.exchange import make_exchange
+from fastdecode.spart.step.batch import Sampled, StepBatch
 from fastdecode.transports.base import Pending
 
 

@@ -1,5 +1,6 @@
-"""Text by which the S-node estimates what rows look like: those of Q, K and V (fastdecode/spart/balance.py), and the
-inputs of the linears that are rounded to 4 bits (fastdecode/spart/calibration.py)."""
+"""Text by which the S-node estimates what rows look like: those of Q, K and V
+(fastdecode/spart/int4/balance.py), and the inputs of the linears that are rounded to 4 bits
+(fastdecode/spart/int4/calibration.py)."""
 
 from __future__ import annotations
 

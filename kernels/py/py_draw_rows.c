@@ -1,4 +1,4 @@
-/* RowDraws: fd_draw_rows for Python. Arrays are given as addresses; fastdecode/spart/host_sampling.py checks them. */
+/* RowDraws: fd_draw_rows for Python. Arrays are given as addresses; spart/sampler/host_sampling.py checks them. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

@@ -1,5 +1,5 @@
 /* Joints: fd_joints_t for Python. It keeps the objects of the products, and scratch for the rows of a step. Tensors are
- * given as addresses; fastdecode/spart/joints.py checks and keeps them. */
+ * given as addresses; fastdecode/spart/decoder/joints.py checks and keeps them. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdbool.h>

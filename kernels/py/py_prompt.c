@@ -1,4 +1,4 @@
-/* PromptAttention: fd_prompt_ops_t for Python. Rows are given as addresses; fastdecode/spart/prompt_attention.py
+/* PromptAttention: fd_prompt_ops_t for Python. Rows are given as addresses; spart/prefill/prompt_attention.py
  * checks their tensors. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -1,5 +1,5 @@
 /* RowOps: fd_row_ops_t for Python. Rows are given as addresses, which spares a buffer for each of the small operations
- * of a layer; fastdecode/spart/row_ops.py checks their tensors. */
+ * of a layer; fastdecode/spart/decoder/row_ops.py checks their tensors. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

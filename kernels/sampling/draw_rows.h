@@ -1,5 +1,5 @@
 /* Draws the next token of rows of logits on a CPU: mask, bias and penalties, temperature, top-k, top-p, min-p, and the
- * race of fastdecode/spart/draws.py. A row is read once from memory, and all further work on it stays in a core's
+ * race of spart/sampler/draws.py. A row is read once from memory, and all further work on it stays in a core's
  * cache. A row's token does not depend on the other rows, nor on the number of threads.
  */
 #ifndef FD_DRAW_ROWS_H

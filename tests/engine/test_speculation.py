@@ -13,7 +13,7 @@ from scheduler_world import WORD, World
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduling.guesser import Guesser
 from fastdecode.engine.scheduling.speculation import Speculation
-from fastdecode.spart.batch import Sampled
+from fastdecode.spart.step.batch import Sampled
 
 
 async def tokens_of(stream):

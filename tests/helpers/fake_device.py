@@ -139,8 +139,9 @@ class EmptyParameters:
 
 def make_spart(directory: str, dtype: torch.dtype) -> Any:
     """The S-Part of the model in `directory`, of which only the configuration is read, with two links."""
-    from fastdecode.spart import decoder, read_config
-    from fastdecode.spart.weights import Blueprint, Model
+    from fastdecode.spart import read_config
+    from fastdecode.spart.decoder import decoder
+    from fastdecode.spart.decoder.weights import Blueprint, Model
 
     config = read_config(directory)
     device = torch.device(DEVICE)
@@ -162,8 +163,8 @@ def make_spart(directory: str, dtype: torch.dtype) -> Any:
 
 def samplers() -> dict[str, Any]:
     """A SampleSpec of every kind."""
-    from fastdecode.spart.batch import SampleSpec
-    from fastdecode.spart.penalties import LogitRules
+    from fastdecode.spart.step.batch import SampleSpec
+    from fastdecode.spart.step.penalties import LogitRules
 
     class Mask:
         def fill(self, row: np.ndarray) -> None:
@@ -188,7 +189,7 @@ def samplers() -> dict[str, Any]:
 def steps(every_sampler: bool) -> list[tuple[str, list[Any]]]:
     """The steps that a model runs, in order: each has a name and its chunks. `every_sampler` adds one for each kind of
     SampleSpec alone; they are together in the last step in any case."""
-    from fastdecode.spart.batch import Chunk
+    from fastdecode.spart.step.batch import Chunk
 
     kinds = samplers()
     greedy = kinds["greedy"]
@@ -210,7 +211,7 @@ def steps(every_sampler: bool) -> list[tuple[str, list[Any]]]:
 
 def run_model(directory: str, dtype: torch.dtype, every_sampler: bool) -> list[tuple[str, list[str], int, int]]:
     """What every step of the model in `directory` waits for."""
-    from fastdecode.spart.batch import StepBatch
+    from fastdecode.spart.step.batch import StepBatch
 
     spart = make_spart(directory, dtype)
     report = []

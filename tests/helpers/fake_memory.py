@@ -42,7 +42,7 @@ class LiveMemory(TorchDispatchMode):
 
 def run(spart: Any, memory: LiveMemory, chunks: list[Any]) -> int:
     """Run a step; returns the most memory it took beside what was there before."""
-    from fastdecode.spart.batch import StepBatch
+    from fastdecode.spart.step.batch import StepBatch
 
     with FakeTensorMode(allow_non_fake_inputs=True), memory:
         before = memory.peak = memory.bytes()
@@ -53,9 +53,9 @@ def run(spart: Any, memory: LiveMemory, chunks: list[Any]) -> int:
 
 def run_captured_sampling(spart: Any, memory: LiveMemory, rows: int) -> int:
     """Draw the tokens of a captured step of the largest kind; returns the most memory that the draws took."""
-    from fastdecode.spart.sampling import Sampler
-    from fastdecode.spart.sampling_kinds import Kind, rows_of_block
-    from fastdecode.spart.step_table import StepTable
+    from fastdecode.spart.sampler.sampling import Sampler
+    from fastdecode.spart.sampler.sampling_kinds import Kind, rows_of_block
+    from fastdecode.spart.step.step_table import StepTable
 
     vocab, table = spart.config.vocab_size, StepTable()
     kind = Kind(draws=True, filters=True, rules=(1 << 16) // -(-rows // rows_of_block(vocab)))
@@ -68,10 +68,10 @@ def run_captured_sampling(spart: Any, memory: LiveMemory, rows: int) -> int:
 
 
 def main() -> None:
-    from fastdecode.spart import prompt
-    from fastdecode.spart.attention import attend_efficient
-    from fastdecode.spart.batch import Chunk
     from fastdecode.spart.memory import sampling_bytes, step_bytes
+    from fastdecode.spart.prefill import prompt
+    from fastdecode.spart.prefill.attention import attend_efficient
+    from fastdecode.spart.step.batch import Chunk
 
     FakeTensor.numpy = _numpy
     # The kernel of this device makes the matrix of scores, a GPU's kernels do not.

@@ -29,8 +29,8 @@ def texts(vocab_size: int) -> list[list[int]]:
 def how_to_draw(i: int, prompt: list[int], done: list[int]) -> Any:
     """The SampleSpec of prompt `i`. Those of the even prompts are covered by a captured step; the log-probabilities
     that prompt 5 asks for are not, until it asks no more."""
-    from fastdecode.spart.batch import SampleSpec
-    from fastdecode.spart.penalties import LogitRules
+    from fastdecode.spart.step.batch import SampleSpec
+    from fastdecode.spart.step.penalties import LogitRules
 
     index = len(done)
     rules = LogitRules(bias=[(7, 2.0)], repetition=1.3, presence=0.4, prompt=prompt)
@@ -59,7 +59,7 @@ def abandon(spart: Any, wait: bool) -> None:
     """Begin a step of each mini-batch and close it while its stream still has everything to do."""
     from unittest import mock
 
-    from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+    from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 
     for slot in (0, 1):
         piece = Chunk(0, 8 + slot, 1, 0, [9, 8, 7, 6, 5], False, SampleSpec(temperature=0.0), 5)
@@ -72,7 +72,7 @@ def abandon(spart: Any, wait: bool) -> None:
 def generate(spart: Any, n_links: int, n_new: int = 4, chunk: int = 24, prefill: bool = True) -> list[list[int]]:
     """Tokens of eight prompts in two interleaved mini-batches, prefilled in chunks; each is drawn in another
     way. Without `prefill` the R-nodes attend for the prompts."""
-    from fastdecode.spart.batch import Chunk, StepBatch
+    from fastdecode.spart.step.batch import Chunk, StepBatch
 
     prompts = texts(spart.config.vocab_size)
     done: list[list[int]] = [[] for _ in prompts]

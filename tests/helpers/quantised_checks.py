@@ -10,7 +10,7 @@ import torch
 from spart_steps import GREEDY, linked, run, text
 
 from fastdecode.spart import SPart, load_model
-from fastdecode.spart.batch import Chunk, StepBatch
+from fastdecode.spart.step.batch import Chunk, StepBatch
 
 #: Largest error in standard deviations of the logits, against transformers with the dequantised weights, if activations
 #: have 15 bits.

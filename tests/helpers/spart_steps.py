@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from fastdecode.daemon.rnode import RNode
-from fastdecode.spart.batch import SampleSpec, StepOutput
 from fastdecode.spart.served import ServedModel
+from fastdecode.spart.step.batch import SampleSpec, StepOutput
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
 

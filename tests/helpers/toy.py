@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from fastdecode.engine.pages import blocks_for
 from fastdecode.region.contract import PAGE_TOKENS, Status
-from fastdecode.spart.batch import Sampled, StepOutput
+from fastdecode.spart.step.batch import Sampled, StepOutput
 from fastdecode.transports.base import CallRefused, LinkDown, StepTimes
 
 VOCAB = 1000

@@ -13,7 +13,7 @@ from fastdecode.plan import virtual_time
 from fastdecode.plan.cli import main
 from fastdecode.plan.equations import PartTimes, Work, steady
 from fastdecode.plan.virtual_system import VirtualRunner, VirtualStep
-from fastdecode.spart.batch import StepOutput
+from fastdecode.spart.step.batch import StepOutput
 
 FLAT = ((1, 0.010), (512, 0.0101))
 

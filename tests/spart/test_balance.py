@@ -15,7 +15,7 @@ from fastdecode.bench.accuracy import rotated
 from fastdecode.bench.perplexity import nats_per_token
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model
-from fastdecode.spart.balance import _weights, balance_digest, balance_for, balancing, rotated_by_s_node, rotation
+from fastdecode.spart.int4.balance import _weights, balance_digest, balance_for, balancing, rotated_by_s_node, rotation
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer

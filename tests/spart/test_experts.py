@@ -13,7 +13,7 @@ from real_engine import real_engine
 
 from fastdecode.engine.request import SamplingParams
 from fastdecode.spart import load_model
-from fastdecode.spart.layers import make_activation
+from fastdecode.spart.decoder.layers import make_activation
 from fastdecode.spart.linears import products
 from fastdecode.spart.linears.experts import ExpertRows, LoopedExperts, StackedExperts
 from fastdecode.spart.linears.stack import make_experts

@@ -21,9 +21,9 @@ from fastdecode.gguf.file import GGUFError, GGUFFile, GGUFTensor, find_gguf
 from fastdecode.gguf.types import TYPES
 from fastdecode.spart import CheckpointError, SPart, load_model, read_config
 from fastdecode.spart.backend import choose_backend
-from fastdecode.spart.batch import Chunk, StepBatch
-from fastdecode.spart.gguf import _UNPACKERS, _unpack
-from fastdecode.spart.rope import inverse_frequencies
+from fastdecode.spart.checkpoints.gguf import _UNPACKERS, _unpack
+from fastdecode.spart.decoder.rope import inverse_frequencies
+from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.text.tokenizer import Tokenizer, TokenizerError
 
 #: Largest error in standard deviations of the logits against transformers with the same numbers: activations have 15

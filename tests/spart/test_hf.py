@@ -20,11 +20,11 @@ from fastdecode.daemon.rnode import RNode
 from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, MAX_HEAD_SIZE, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
-from fastdecode.spart.batch import Chunk, StepBatch
-from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.hf.config import HFConfig
 from fastdecode.spart.hf.decoder import HFSPart
 from fastdecode.spart.hf.model import block_linears, load_hf_model
+from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.transports.registry import connect
 
 #: Why a type cannot be served. Every other type of TYPES must pass.

@@ -12,11 +12,11 @@ from spart_steps import GREEDY, linked, run, text
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
-from fastdecode.spart import decoder as decoder_module
-from fastdecode.spart.batch import Chunk, StepBatch
-from fastdecode.spart.joints import JointRows, make_joints
-from fastdecode.spart.row_ops import make_row_ops
-from fastdecode.spart.weights import Balance
+from fastdecode.spart.decoder import decoder as decoder_module
+from fastdecode.spart.decoder.joints import JointRows, make_joints
+from fastdecode.spart.decoder.row_ops import make_row_ops
+from fastdecode.spart.decoder.weights import Balance
+from fastdecode.spart.step.batch import Chunk, StepBatch
 
 CPU = torch.device("cpu")
 VECTOR_ISAS = [isa for isa in _native.isa_supported() if isa != "scalar"]

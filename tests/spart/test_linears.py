@@ -18,10 +18,9 @@ from spart_steps import GREEDY, linked, run, text
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
-from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.hf.decoder import HFSPart
 from fastdecode.spart.hf.model import load_hf_model
-from fastdecode.spart.linears.compensated import quantise_head
+from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.linears.quantised import (
     LEVELS,
@@ -37,6 +36,7 @@ from fastdecode.spart.linears.quantised import (
     rotate,
 )
 from fastdecode.spart.linears.stack import ConcatenatedLinear, make_linear
+from fastdecode.spart.step.batch import Chunk, StepBatch
 
 CPU = torch.device("cpu")
 #: Outputs and inputs: whole tiles and blocks, parts of them, fewer than one.

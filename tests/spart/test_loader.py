@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from fastdecode.region.geometry import Geometry
 from fastdecode.spart import CheckpointError, choose_device, choose_dtype, load_model, read_config
-from fastdecode.spart.layers import ACTIVATIONS
+from fastdecode.spart.decoder.layers import ACTIVATIONS
 from fastdecode.spart.linears.dense import PackedLinear, known_rows
 
 
@@ -342,7 +342,8 @@ print(status("VmHWM:") - before, model.parameters * 4)
 
 def test_the_package_itself_does_without_torch():
     """A node or a tool that only needs the batch's types must not wait for torch."""
-    program = "import sys; from fastdecode.spart import ModelConfig, batch; print('torch' in sys.modules)"
+    imports = "from fastdecode.spart import ModelConfig; from fastdecode.spart.step import batch"
+    program = f"import sys; {imports}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -26,11 +26,11 @@ from fastdecode.daemon.serving import ApiSettings
 from fastdecode.engine.request import InvalidParameter, SamplingParams
 from fastdecode.spart import CheckpointError, load_model
 from fastdecode.spart.backend import choose_backend
-from fastdecode.spart.batch import Chunk
 from fastdecode.spart.linears import products
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.lora.files import read_adapter
-from fastdecode.spart.step_table import StepTable
+from fastdecode.spart.step.batch import Chunk
+from fastdecode.spart.step.step_table import StepTable
 from fastdecode.text.tokenizer import Tokenizer
 
 #: Adapters of Llama that differ in everything that PEFT's configuration can say.

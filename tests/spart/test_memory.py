@@ -13,8 +13,8 @@ from checkpoints import make_checkpoint
 
 from fastdecode.kernels import _native
 from fastdecode.spart import load_model
-from fastdecode.spart.batch import Chunk
-from fastdecode.spart.prompt import PromptCache, staged_token_bytes
+from fastdecode.spart.prefill.prompt import PromptCache, staged_token_bytes
+from fastdecode.spart.step.batch import Chunk
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "fake_memory.py"
 LLAMA = {

@@ -16,8 +16,8 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.kernels import _native
 from fastdecode.spart import CheckpointError, load_model
 from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.checkpoints.mxfp4 import mxfp4
 from fastdecode.spart.linears.grouped import GroupedLinear
-from fastdecode.spart.mxfp4 import mxfp4
 
 CPU = torch.device("cpu")
 EXPERTS = "model.layers.1.mlp.experts"

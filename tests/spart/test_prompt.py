@@ -11,12 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdecode.kernels import _native
-from fastdecode.spart import attention
-from fastdecode.spart.attention import attend, attend_matmul
-from fastdecode.spart.batch import Chunk, SampleSpec
-from fastdecode.spart.prompt import PromptCache
-from fastdecode.spart.prompt_attention import Blocks, PromptAttention, make_prompt_attention
+from fastdecode.spart.prefill import attention
+from fastdecode.spart.prefill.attention import attend, attend_matmul
+from fastdecode.spart.prefill.prompt import PromptCache
+from fastdecode.spart.prefill.prompt_attention import Blocks, PromptAttention, make_prompt_attention
 from fastdecode.spart.shape import AttentionShape, Heads
+from fastdecode.spart.step.batch import Chunk, SampleSpec
 from fastdecode.transports.base import LayerOptions
 
 pytestmark = pytest.mark.quick

@@ -13,8 +13,8 @@ from transformers import AutoConfig, LlamaForCausalLM, Phi3ForCausalLM
 
 from fastdecode.engine.request import SamplingParams
 from fastdecode.spart import CheckpointError
-from fastdecode.spart.families import make_config
-from fastdecode.spart.rope import RotaryEmbedding, rotate
+from fastdecode.spart.checkpoints.families import make_config
+from fastdecode.spart.decoder.rope import RotaryEmbedding, rotate
 
 SHORT, LONG = [1.0 + 0.01 * i for i in range(32)], [1.0 + 0.5 * i for i in range(32)]
 #: RoPE's parameters, each for heads of 64.

@@ -15,8 +15,8 @@ from fastdecode.engine.runner import Runner
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.region.region import Region
 from fastdecode.spart import SPart, load_model
-from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.rotation import Rotation
+from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.transports._native import Port
 
 STEPS = 9

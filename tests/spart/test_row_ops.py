@@ -12,8 +12,8 @@ from checkpoints import make_checkpoint
 
 from fastdecode.kernels import _native
 from fastdecode.spart import read_config
-from fastdecode.spart.row_ops import NativeRowOps, Places, RowOps, make_row_ops
-from fastdecode.spart.weights import Norm
+from fastdecode.spart.decoder.row_ops import NativeRowOps, Places, RowOps, make_row_ops
+from fastdecode.spart.decoder.weights import Norm
 
 CPU = torch.device("cpu")
 #: Of a result's magnitude: rounding once to the dtype, and of sums in fp32.

@@ -9,10 +9,10 @@ from spart_steps import GREEDY, linked, run, text
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
-from fastdecode.spart.batch import Chunk, StepBatch
+from fastdecode.spart.decoder.weights import Balance
 from fastdecode.spart.exchange.base import Exchange
-from fastdecode.spart.prompt_attention import PromptAttention
-from fastdecode.spart.weights import Balance
+from fastdecode.spart.prefill.prompt_attention import PromptAttention
+from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.transports.base import LinkDown
 
 pytestmark = pytest.mark.skipif(_native.isa_supported() == ("scalar",), reason="an ISA without vectors has no joints")

@@ -19,15 +19,15 @@ from transformers import (
 )
 
 from fastdecode.kernels import _native
-from fastdecode.spart import host_sampling
-from fastdecode.spart.batch import Sampled, SampleSpec
-from fastdecode.spart.draws import draw, stream_keys, uniforms
-from fastdecode.spart.host_sampling import HostSampler
-from fastdecode.spart.penalties import LogitRules
-from fastdecode.spart.sampling import Sampler
-from fastdecode.spart.sampling import sample as sample_on_host
-from fastdecode.spart.sampling_kinds import GREEDY, MOST_RULES, TOP_P_PREFIX, Kind, kind_of
-from fastdecode.spart.step_table import StepTable
+from fastdecode.spart.sampler import host_sampling
+from fastdecode.spart.sampler.draws import draw, stream_keys, uniforms
+from fastdecode.spart.sampler.host_sampling import HostSampler
+from fastdecode.spart.sampler.sampling import Sampler
+from fastdecode.spart.sampler.sampling import sample as sample_on_host
+from fastdecode.spart.sampler.sampling_kinds import GREEDY, MOST_RULES, TOP_P_PREFIX, Kind, kind_of
+from fastdecode.spart.step.batch import Sampled, SampleSpec
+from fastdecode.spart.step.penalties import LogitRules
+from fastdecode.spart.step.step_table import StepTable
 
 pytestmark = pytest.mark.quick
 
@@ -324,7 +324,7 @@ def test_rows_of_several_blocks_are_each_drawn_by_their_own_parameters(monkeypat
         logprobs = i % 3 if i % 4 else None
         specs.append(SampleSpec(temperature, kind.top_k, kind.top_p, kind.min_p, i, i, logprobs, rules))
     whole = sample_on_device(logits, specs)
-    monkeypatch.setattr("fastdecode.spart.sampling_kinds.BLOCK_BYTES", 7 * 300 * 4)
+    monkeypatch.setattr("fastdecode.spart.sampler.sampling_kinds.BLOCK_BYTES", 7 * 300 * 4)
     blocks = sample_on_device(logits, specs)
     assert [(s.token, [t for t, _ in s.top]) for s in blocks] == [(s.token, [t for t, _ in s.top]) for s in whole]
     for one, other, spec in zip(whole, blocks, specs, strict=True):
@@ -447,7 +447,7 @@ KINDS = [
 @pytest.mark.parametrize("block_rows", [3, 64])
 def test_a_captured_step_draws_the_tokens_of_any_other(logits, specs, ruled, block_rows, monkeypatch, sample):
     """And its arrays have the same names and sizes as those of any other step of its kind, whatever these draw."""
-    monkeypatch.setattr("fastdecode.spart.sampling_kinds.BLOCK_BYTES", block_rows * VOCAB * 4)
+    monkeypatch.setattr("fastdecode.spart.sampler.sampling_kinds.BLOCK_BYTES", block_rows * VOCAB * 4)
     logits = logits.repeat(2, 1)[:12]
     if ruled:
         best = logits.argmax(dim=1).tolist()

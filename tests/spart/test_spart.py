@@ -17,8 +17,8 @@ from quick import quick
 from spart_steps import EXACT, GREEDY, interleaved, linked, run, text
 
 from fastdecode.spart import Model, SPart, load_model
-from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch, StepOutput
 from fastdecode.spart.exchange import SlotViews, link_rows, make_exchange
+from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch, StepOutput
 from fastdecode.transports.base import CallRefused, LinkDown
 
 

@@ -9,7 +9,7 @@ from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork
 
 if TYPE_CHECKING:
     from fastdecode.engine.sequence import PlannedChunk, Sequence
-    from fastdecode.spart.batch import Sampled
+    from fastdecode.spart.step.batch import Sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. Chunks that attend on R-nodes come first; each kind is in order of link (see spart/batch.py)."""
+    """One step. Chunks that attend on R-nodes come first; each kind is in order of link (see spart/step/batch.py)."""
 
     mini_batch: int
     chunks: list[PlannedChunk]

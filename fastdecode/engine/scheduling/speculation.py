@@ -20,7 +20,7 @@ from fastdecode.engine.scheduling.line import Line
 
 if TYPE_CHECKING:
     from fastdecode.engine.sequence import Sequence
-    from fastdecode.spart.batch import Sampled
+    from fastdecode.spart.step.batch import Sampled
 
 #: A sequence whose guesses do not pay gets one guess after so many tokens, because its text may have changed.
 _RETRY_AFTER = 32

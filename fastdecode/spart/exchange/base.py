@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 
 from fastdecode.region.contract import ROW_ATTEND, ROW_CUT, ROW_DTYPE, ROW_SLIDE
-from fastdecode.spart.batch import Chunk
 from fastdecode.spart.served import TORCH_DTYPES
+from fastdecode.spart.step.batch import Chunk
 from fastdecode.transports._native import StepGroup
 from fastdecode.transports.base import Link, LinkDown, Pending, StepTimes, TransportError
 from fastdecode.transports.token_team import TokenTeam

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from fastdecode.spart.batch import StepBatch, StepOutput
 from fastdecode.spart.exchange.base import LinkRows, StepLinks
 from fastdecode.spart.exchange.driver import DriverError
 from fastdecode.spart.exchange.graph import Stream
 from fastdecode.spart.exchange.graph_table import GraphTable, size_class
 from fastdecode.spart.exchange.stream_rows import Gate, Kernels, MappedRegion, StreamRows, step_addresses
-from fastdecode.spart.sampling import Sampler
-from fastdecode.spart.sampling_kinds import Kind, kind_of
+from fastdecode.spart.sampler.sampling import Sampler
+from fastdecode.spart.sampler.sampling_kinds import Kind, kind_of
+from fastdecode.spart.step.batch import StepBatch, StepOutput
 from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import Link, Pending
 

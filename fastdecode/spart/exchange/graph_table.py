@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastdecode.spart.batch import SampleSpec
 from fastdecode.spart.exchange_kernels import RowAddresses
-from fastdecode.spart.sampling import Sampler
-from fastdecode.spart.sampling_kinds import MOST_RULES, Kind, rows_of_block
-from fastdecode.spart.step_table import StepTable
+from fastdecode.spart.sampler.sampling import Sampler
+from fastdecode.spart.sampler.sampling_kinds import MOST_RULES, Kind, rows_of_block
+from fastdecode.spart.step.batch import SampleSpec
+from fastdecode.spart.step.step_table import StepTable
 
 #: Bytes of a table for a bias and for a penalised token: their two places, and three numbers; and for the alignment of
 #: these arrays.

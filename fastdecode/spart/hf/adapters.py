@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.hf.latent import absorb
 
 #: An attention function as transformers' AttentionInterface calls it.

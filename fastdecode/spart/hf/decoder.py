@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from fastdecode.spart.batch import StepBatch, StepOutput
-from fastdecode.spart.decoder import SPart, StepRows
+from fastdecode.spart.decoder.decoder import SPart, StepRows
+from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.exchange import RowExchange, SlotViews, make_exchange
 from fastdecode.spart.exchange.choice import Choice
-from fastdecode.spart.heads import heads_in
+from fastdecode.spart.exchange.heads import heads_in
 from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.model import HFModel
-from fastdecode.spart.prompt import PromptCache
-from fastdecode.spart.timeline import StepClock, Timeline
+from fastdecode.spart.prefill.prompt import PromptCache
+from fastdecode.spart.step.batch import StepBatch, StepOutput
 from fastdecode.transports.base import Link, Pending
 
 

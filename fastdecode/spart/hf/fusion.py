@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from fastdecode.spart.decoder.row_ops import VectorOps
 from fastdecode.spart.hf.linears import LinearModule
-from fastdecode.spart.row_ops import VectorOps
 
 #: Rows of the trial, and the relative difference that roundings may make; another formula makes a larger one.
 _ROWS = 3

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears.base import Linear
-from fastdecode.spart.linears.compensated import quantise_head
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, quantise
 from fastdecode.spart.linears.stack import make_linear, side_by_side

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.spart.config import CheckpointError, first_line
+from fastdecode.spart.checkpoints.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.attention import ATTENTION, register, running, split_attention
 from fastdecode.spart.hf.config import HFConfig, read_configs

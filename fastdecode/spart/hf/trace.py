@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.spart.config import CheckpointError, first_line
+from fastdecode.spart.checkpoints.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.latent import latent_heads
 

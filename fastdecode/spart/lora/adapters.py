@@ -14,14 +14,14 @@ import torch
 
 from fastdecode.kernels._native import Dense16Linear as Dense16
 from fastdecode.kernels._native import QuantisedLinear
-from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.linears.products import grouped_product
 
 if TYPE_CHECKING:
-    from fastdecode.spart.batch import Chunk
     from fastdecode.spart.lora.files import Adapter
-    from fastdecode.spart.step_table import StepTable
+    from fastdecode.spart.step.batch import Chunk
+    from fastdecode.spart.step.step_table import StepTable
 
 #: Ranks are padded with zeros to a multiple of this, which torch's grouped product needs.
 _RANK_UNIT = 8

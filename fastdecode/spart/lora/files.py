@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fastdecode.spart.checkpoint import FLOATS, open_safetensors
-from fastdecode.spart.config import CheckpointError
-from fastdecode.spart.config_json import ConfigJson, read_json
+from fastdecode.spart.checkpoints.config import CheckpointError
+from fastdecode.spart.checkpoints.config_json import ConfigJson, read_json
+from fastdecode.spart.checkpoints.tensors import FLOATS, open_safetensors
 
 _WEIGHTS = "adapter_model.safetensors"
 

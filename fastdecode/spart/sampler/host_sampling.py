@@ -17,11 +17,11 @@ import torch
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
-from fastdecode.spart.batch import Sampled, SampleSpec
-from fastdecode.spart.draws import SPAN, span_count, stream_keys
-from fastdecode.spart.masks import mask_words
-from fastdecode.spart.penalties import row_rules
-from fastdecode.spart.sampling_kinds import MIN_TEMPERATURE, why_none
+from fastdecode.spart.sampler.draws import SPAN, span_count, stream_keys
+from fastdecode.spart.sampler.sampling_kinds import MIN_TEMPERATURE, why_none
+from fastdecode.spart.step.batch import Sampled, SampleSpec
+from fastdecode.spart.step.masks import mask_words
+from fastdecode.spart.step.penalties import row_rules
 from fastdecode.spart.threads import pool_threads
 
 #: fd_draw_row_t.

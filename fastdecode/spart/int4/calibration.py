@@ -1,7 +1,7 @@
 """Calibration: blocks are rounded to 4 bits as they are loaded, for the inputs that a text's tokens bring them.
 
 Rounded one by one, weights of 4 bits cost a small model much of its quality. Here all tokens of a text pass through the
-blocks together. A linear is rounded when they reach it: GPTQ (linears/compensated.py) makes the error small for
+blocks together. A linear is rounded when they reach it: GPTQ (int4/gptq.py) makes the error small for
 such inputs. The rounded linear computes its outputs, so that every later one is fitted to the errors of those before
 it. Only one block is in memory in 16 or 32 bits.
 """
@@ -13,13 +13,13 @@ from itertools import groupby
 
 import torch
 
-from fastdecode.spart.decoder import SPart
+from fastdecode.spart.decoder.decoder import SPart
+from fastdecode.spart.decoder.weights import Layer, Model
+from fastdecode.spart.int4.gptq import quantise_compensated, second_moments
+from fastdecode.spart.int4.probe import prompt_state, sequences_of
 from fastdecode.spart.linears.base import Linear
-from fastdecode.spart.linears.compensated import quantise_compensated, second_moments
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, quantise
 from fastdecode.spart.linears.stack import make_linear
-from fastdecode.spart.probe import prompt_state, sequences_of
-from fastdecode.spart.weights import Layer, Model
 
 #: Wider inputs are rounded without calibration: their second moments take too much memory.
 MOST_INPUTS = 16384

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from fastdecode.spart.config import ModelConfig
-from fastdecode.spart.experts import Mixture
+from fastdecode.spart.checkpoints.config import ModelConfig
+from fastdecode.spart.decoder.experts import Mixture
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.served import ServedModel

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from fastdecode.gguf.file import GGUFError, GGUFFile, GGUFTensor
-from fastdecode.spart.checkpoint import Checkpoint
-from fastdecode.spart.config import CheckpointError, ModelConfig, Rope, TensorNames
-from fastdecode.spart.families import make_config
+from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, Rope, TensorNames
+from fastdecode.spart.checkpoints.families import make_config
+from fastdecode.spart.checkpoints.mxfp4 import mxfp4
+from fastdecode.spart.checkpoints.tensors import Checkpoint
 from fastdecode.spart.linears.quantised import GROUP, Quantised, concatenate, quantise
-from fastdecode.spart.mxfp4 import mxfp4
 
 #: The native family of each `general.architecture`.
 FAMILIES = {

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastdecode.spart.config import ACTIVATIONS, CheckpointError, Rope
+from fastdecode.spart.checkpoints.config import ACTIVATIONS, CheckpointError, Rope
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 

@@ -27,13 +27,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastdecode.spart.batch import Sampled, SampleSpec
-from fastdecode.spart.draws import SPAN, draw, span_count, stream_keys
-from fastdecode.spart.host_sampling import HostSampler
-from fastdecode.spart.masks import TokenMask, forbidden, mask_bits
-from fastdecode.spart.penalties import flat_rules, padded_rules
-from fastdecode.spart.sampling_kinds import GREEDY, MIN_TEMPERATURE, TOP_P_PREFIX, Kind, rows_of_block, why_none
-from fastdecode.spart.step_table import StepTable, download
+from fastdecode.spart.sampler.draws import SPAN, draw, span_count, stream_keys
+from fastdecode.spart.sampler.host_sampling import HostSampler
+from fastdecode.spart.sampler.sampling_kinds import GREEDY, MIN_TEMPERATURE, TOP_P_PREFIX, Kind, rows_of_block, why_none
+from fastdecode.spart.step.batch import Sampled, SampleSpec
+from fastdecode.spart.step.masks import TokenMask, forbidden, mask_bits
+from fastdecode.spart.step.penalties import flat_rules, padded_rules
+from fastdecode.spart.step.step_table import StepTable, download
 
 _FINITE, _REACHED, _EMPTY = 1, 2, 4  # flags of a row; _EMPTY: all of its logits are -inf
 _Uploaded = dict[str, torch.Tensor]

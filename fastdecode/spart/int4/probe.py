@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fastdecode.spart.batch import Chunk, SampleSpec
-from fastdecode.spart.config import ModelConfig
-from fastdecode.spart.decoder import SPart, StepState
-from fastdecode.spart.prompt import PromptCache
-from fastdecode.spart.weights import Model
+from fastdecode.spart.checkpoints.config import ModelConfig
+from fastdecode.spart.decoder.decoder import SPart, StepState
+from fastdecode.spart.decoder.weights import Model
+from fastdecode.spart.prefill.prompt import PromptCache
+from fastdecode.spart.step.batch import Chunk, SampleSpec
 
 _LENGTH = 256
 

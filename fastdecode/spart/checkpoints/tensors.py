@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fastdecode.spart.config import CheckpointError, TensorNames
+from fastdecode.spart.checkpoints.config import CheckpointError, TensorNames
 from fastdecode.spart.linears.quantised import Quantised
 
 #: The types of floats that are read, in safetensors' spelling.

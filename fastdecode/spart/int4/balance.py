@@ -25,12 +25,12 @@ from dataclasses import replace
 
 import torch
 
-from fastdecode.spart.config import Rope
-from fastdecode.spart.decoder import SPart, StepState
-from fastdecode.spart.probe import prompt_state, sequences_of
-from fastdecode.spart.rope import RotaryEmbedding, rotate
+from fastdecode.spart.checkpoints.config import Rope
+from fastdecode.spart.decoder.decoder import SPart, StepState
+from fastdecode.spart.decoder.rope import RotaryEmbedding, rotate
+from fastdecode.spart.decoder.weights import Balance, Layer, Model
+from fastdecode.spart.int4.probe import prompt_state, sequences_of
 from fastdecode.spart.served import ServedModel
-from fastdecode.spart.weights import Balance, Layer, Model
 from fastdecode.transports.base import Rotated
 
 #: The most sequences by which the second moments are estimated.

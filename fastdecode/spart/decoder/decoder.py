@@ -19,22 +19,22 @@ from itertools import accumulate, chain, islice
 import numpy as np
 import torch
 
-from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
-from fastdecode.spart.config import ModelConfig
+from fastdecode.spart.checkpoints.config import ModelConfig
+from fastdecode.spart.decoder.experts import Mixture
+from fastdecode.spart.decoder.joints import make_joints
+from fastdecode.spart.decoder.rope import RotaryEmbedding
+from fastdecode.spart.decoder.row_ops import Places, make_row_ops
+from fastdecode.spart.decoder.timeline import StepClock, Timeline
+from fastdecode.spart.decoder.weights import MLP, Layer, Model
 from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_rows, make_exchange
 from fastdecode.spart.exchange.choice import Choice
-from fastdecode.spart.experts import Mixture
-from fastdecode.spart.heads import multiply_heads
-from fastdecode.spart.joints import make_joints
+from fastdecode.spart.exchange.heads import multiply_heads
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
-from fastdecode.spart.prompt import PromptCache, PromptChunk
-from fastdecode.spart.prompt_logprobs import Scorer
-from fastdecode.spart.rope import RotaryEmbedding
-from fastdecode.spart.row_ops import Places, make_row_ops
-from fastdecode.spart.sampling import make_sampler
-from fastdecode.spart.step_table import StepTable
-from fastdecode.spart.timeline import StepClock, Timeline
-from fastdecode.spart.weights import MLP, Layer, Model
+from fastdecode.spart.prefill.prompt import PromptCache, PromptChunk
+from fastdecode.spart.sampler.prompt_logprobs import Scorer
+from fastdecode.spart.sampler.sampling import make_sampler
+from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
+from fastdecode.spart.step.step_table import StepTable
 from fastdecode.transports.base import Link, Pending
 
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from fastdecode.spart.config import ModelConfig
-from fastdecode.spart.weights import Norm
+from fastdecode.spart.checkpoints.config import ModelConfig
+from fastdecode.spart.decoder.weights import Norm
 
 #: Activation function by the name that config.json gives it. A function may overwrite its argument.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

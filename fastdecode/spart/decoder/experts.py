@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from fastdecode.spart.config import Experts
+from fastdecode.spart.checkpoints.config import Experts
 from fastdecode.spart.linears.experts import ExpertLinears, ExpertRows
 
 

@@ -14,10 +14,9 @@ from collections.abc import Hashable, Sequence
 import torch
 import torch.nn.functional as F
 
-from fastdecode.spart.attention import attend
-from fastdecode.spart.batch import Chunk
-from fastdecode.spart.heads import heads_in
-from fastdecode.spart.prompt_attention import (
+from fastdecode.spart.exchange.heads import heads_in
+from fastdecode.spart.prefill.attention import attend
+from fastdecode.spart.prefill.prompt_attention import (
     BLOCK_TOKENS,
     Blocks,
     NativeChunk,
@@ -25,8 +24,9 @@ from fastdecode.spart.prompt_attention import (
     PromptAttention,
     make_prompt_attention,
 )
-from fastdecode.spart.scoring import Scoring, scoring_of
+from fastdecode.spart.prefill.scoring import Scoring, scoring_of
 from fastdecode.spart.shape import AttentionShape, Heads
+from fastdecode.spart.step.batch import Chunk
 
 #: Rows of a block, where rows do not see all positions before them.
 BLOCK_ROWS = 256

@@ -12,11 +12,11 @@ import torch
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
-from fastdecode.spart.config import ModelConfig
-from fastdecode.spart.prompt_attention import NativePrompts
-from fastdecode.spart.row_ops import NativeRowOps, Places, RowOps
+from fastdecode.spart.checkpoints.config import ModelConfig
+from fastdecode.spart.decoder.row_ops import NativeRowOps, Places, RowOps
+from fastdecode.spart.decoder.weights import MLP, Layer
+from fastdecode.spart.prefill.prompt_attention import NativePrompts
 from fastdecode.spart.threads import pool_threads
-from fastdecode.spart.weights import MLP, Layer
 
 
 class Joints:

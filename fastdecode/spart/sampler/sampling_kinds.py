@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastdecode.spart.batch import SampleSpec
+from fastdecode.spart.step.batch import SampleSpec
 
 #: A temperature below this one is greedy, because a division by it would overflow.
 MIN_TEMPERATURE = 1e-5

@@ -12,12 +12,12 @@ import torch
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
-from fastdecode.spart.config import ModelConfig
-from fastdecode.spart.layers import make_activation, make_norm, norm_heads
-from fastdecode.spart.rope import rotate
+from fastdecode.spart.checkpoints.config import ModelConfig
+from fastdecode.spart.decoder.layers import make_activation, make_norm, norm_heads
+from fastdecode.spart.decoder.rope import rotate
+from fastdecode.spart.decoder.weights import Layer, Norm
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.threads import pool_threads
-from fastdecode.spart.weights import Layer, Norm
 
 
 class Places:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastdecode.gguf import file as gguf_file
-from fastdecode.spart.config import CheckpointError, ModelConfig
-from fastdecode.spart.config_json import read_json
-from fastdecode.spart.families import make_config
+from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
+from fastdecode.spart.checkpoints.config_json import read_json
+from fastdecode.spart.checkpoints.families import make_config
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -16,7 +16,7 @@ def read_config(path: str | Path) -> ModelConfig:
     Raises CheckpointError.
     """
     if file := find_gguf(path):
-        from fastdecode.spart.gguf import gguf_config, open_gguf  # imports torch
+        from fastdecode.spart.checkpoints.gguf import gguf_config, open_gguf  # imports torch
 
         return gguf_config(open_gguf(file))
     directory = Path(path)

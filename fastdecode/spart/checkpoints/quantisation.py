@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdecode.spart.config import CheckpointError, Quantisation
+from fastdecode.spart.checkpoints.config import CheckpointError, Quantisation
 
 #: `quant_method`s that the native decoder reads.
 METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "mxfp4")

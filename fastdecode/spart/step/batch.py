@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from fastdecode.spart.masks import TokenMask
-    from fastdecode.spart.penalties import LogitRules
+    from fastdecode.spart.step.masks import TokenMask
+    from fastdecode.spart.step.penalties import LogitRules
     from fastdecode.transports.base import Link, StepTimes, TransportError
 
 

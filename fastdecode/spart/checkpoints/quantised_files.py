@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from fastdecode.spart.checkpoint import SafetensorsCheckpoint
-from fastdecode.spart.config import CheckpointError, Quantisation, TensorNames, first_line
+from fastdecode.spart.checkpoints.config import CheckpointError, Quantisation, TensorNames, first_line
+from fastdecode.spart.checkpoints.tensors import SafetensorsCheckpoint
 from fastdecode.spart.linears.quantised import GROUP, Quantised, quantise
 
 #: The tensor that shows that a module is quantised, first, and all others that may belong to it.

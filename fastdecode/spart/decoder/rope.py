@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fastdecode.spart.config import Rope
+from fastdecode.spart.checkpoints.config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from fastdecode.spart.checkpoint import SafetensorsCheckpoint, Stored
-from fastdecode.spart.config import CheckpointError, TensorNames
+from fastdecode.spart.checkpoints.config import CheckpointError, TensorNames
+from fastdecode.spart.checkpoints.tensors import SafetensorsCheckpoint, Stored
 from fastdecode.spart.linears.quantised import GROUP, Quantised
 
 _MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of the codes 0 to 7; codes from 8 on are their negatives

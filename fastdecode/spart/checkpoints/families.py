@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fastdecode.spart.config import CheckpointError, Experts, ModelConfig, TensorNames, check_layers
-from fastdecode.spart.config_json import ConfigJson, end_token_ids
-from fastdecode.spart.quantisation import parse_quantisation
+from fastdecode.spart.checkpoints.config import CheckpointError, Experts, ModelConfig, TensorNames, check_layers
+from fastdecode.spart.checkpoints.config_json import ConfigJson, end_token_ids
+from fastdecode.spart.checkpoints.quantisation import parse_quantisation
 
 
 def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:

@@ -1,0 +1,12 @@
+"""What a model's files hold: its configuration and its tensors.
+
+config           ModelConfig: one description of a model, for all native families
+config_json      typed access to config.json
+config_file      read_config: the ModelConfig of a directory or GGUF file
+families         each native family's config.json as a ModelConfig
+quantisation     parse_quantisation: quantization_config of a config.json
+tensors          the tensors of a model's files
+quantised_files  compressed-tensors, GPTQ, AWQ and FP8 checkpoints
+mxfp4            matrices in MXFP4, and gpt-oss's checkpoints of them
+gguf             the configuration and tensors of GGUF files
+"""

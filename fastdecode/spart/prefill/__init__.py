@@ -1,0 +1,7 @@
+"""Attention of prompts, which the S-node computes.
+
+prompt            the prompts of a step: their K and V, and their attention
+prompt_attention  attention by kernels/decoder, on a CPU
+attention         attention by torch's fused kernels, in pieces that can be merged
+scoring           soft-capping, attention sinks and ALiBi
+"""

@@ -1,0 +1,8 @@
+"""The next tokens of a step.
+
+sampling         Sampler: filters and draws the tokens of a step on a device
+host_sampling    HostSampler: the same on a CPU, in C
+sampling_kinds   which of the filters a step needs
+draws            random draws by seed and index
+prompt_logprobs  the probabilities of a prompt's own tokens
+"""
