@@ -59,13 +59,6 @@ class Port:
         """
     def ring(self, slot: int, layer: int, /) -> None:
         """Ask for the step's next layer, whose rows are in the slot. Returns at once. Raises like `arm`."""
-    def follow(self, slot: int, layer: int, /) -> None:
-        """Shared memory: let `wait` wait for a layer that a port of another process to the same region asks for. After
-        that this port may ask for the next layer, or end the step. Returns at once.
-
-        The model must have more layers than there are ports, plus one. Raises ConnectionError once the port is down,
-        ValueError if the verdict on a step of this port has not been waited for.
-        """
     def wait(self, slot: int, timeout: float, /) -> tuple[int, str] | None:
         """Wait for the answer to the slot's last `arm` or `ring`. Returns None, or a refusal: (fd_status_t, message).
 

@@ -51,13 +51,7 @@ CLOSE_S = 5.0
 
 
 class RegionLink(Link):
-    """A Link over a mapped region, a port into the region, and a control connection. It owns all three.
-
-    `descriptors`: over shared memory, the region's memfd and the R-engine's eventfd, with which another process of the
-    S side may have a port to the region too.
-    """
-
-    descriptors: tuple[int, int] | None = None
+    """A Link over a mapped region, a port into the region, and a control connection. It owns all three."""
 
     def __init__(
         self,

@@ -87,8 +87,7 @@ fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *ro
         if (rows[i].flags & FD_ROW_ATTEND) n_attend_rows += rows[i].n_rows;
     }
     if (n_rows > port->geometry.max_rows) *misuse = "the table has more rows than the slot";
-    /* The slot may have had a step of another port since this one's last. */
-    fd_arm_t arm = {.number = fd_bell_read(&fd_port_slot(port, index)->arm_bell) + 1,
+    fd_arm_t arm = {.number = state->arm.number + 1,
                     .n_entries = (uint32_t)n_entries,
                     .n_rows = (uint32_t)n_rows,
                     .n_attend_rows = (uint32_t)n_attend_rows};
@@ -128,17 +127,6 @@ fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t index, uint32_t layer, c
     const fd_port_result_t result = fd_port_ask(port, index, layer, misuse);
     if (result == FD_PORT_OK) fd_port_send(port, index);
     return result;
-}
-
-fd_port_result_t fd_port_follow(fd_port_t *port, uint32_t index, uint32_t layer, const char **misuse) {
-    *misuse = NULL;
-    if (fd_is_down(&port->down)) return FD_PORT_DOWN;
-    if (index >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
-    else if (layer >= port->geometry.n_layers) *misuse = "layer beyond the model";
-    else if (port->slots[index].phase == FD_SLOT_ARMING) *misuse = "the slot's last message has not been waited for";
-    if (*misuse) return FD_PORT_MISUSE;
-    port->slots[index] = (fd_port_slot_t){.phase = FD_SLOT_ASKED, .following = true, .asked = layer + 1};
-    return FD_PORT_OK;
 }
 
 /* ---- looking ---- */
@@ -197,18 +185,15 @@ static void look_for_verdict(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *
 static void look_for_reply(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *slot) {
     const uint32_t word = fd_word_read(&slot->layer_reply);
     if (word == state->asked) {
-        if (state->following) state->arm.number = fd_bell_read(&slot->arm_bell);
-        state->following = false;
         state->phase = FD_SLOT_ARMED;
         a->result = FD_PORT_OK;
     } else if (fd_is_down(&a->port->down)) {
         a->result = FD_PORT_DOWN;
     } else if (word == FD_POISON) {
-        if (state->following) state->arm.number = fd_bell_read(&slot->arm_bell);
         const char *wrong = read_report(a->port, a->slot, false, &a->port->reports[a->slot]);
         if (wrong) violated(a, wrong);
         else refused(a, state);
-    } else if (word != state->asked - 1 && !state->following) {
+    } else if (word != state->asked - 1) {
         meaningless(a, state, "a reply arrived for a layer that was not asked for");
     }
 }
@@ -217,9 +202,7 @@ static void look_for_reply(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *sl
 static bool answered(const fd_port_t *port, const fd_port_slot_t *state, const fd_slot_t *slot) {
     if (fd_is_down(&port->down)) return true;
     if (state->phase == FD_SLOT_ARMING) return fd_bell_read(&slot->armed_bell) != state->arm.number - 1;
-    if (state->phase != FD_SLOT_ASKED) return true;
-    const uint32_t word = fd_word_read(&slot->layer_reply);
-    return state->following ? word == state->asked || word == FD_POISON : word != state->asked - 1;
+    return state->phase != FD_SLOT_ASKED || fd_word_read(&slot->layer_reply) != state->asked - 1;
 }
 
 void fd_port_look(fd_awaited_t *a) {

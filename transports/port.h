@@ -6,10 +6,6 @@
  *   IDLE -- fd_port_arm --> ARMING -- fd_port_await --> ARMED -- fd_port_ring --> ASKED -- fd_port_await --> ARMED ...
  *
  * A refusal, and fd_port_disarm, lead back to IDLE. fd_port_arm in phase ARMED abandons the step.
- *
- * Over shared memory several processes may have a port to one region and drive the steps of a slot in turns, a layer
- * each: fd_port_follow leads from every phase but ARMING to ASKED, as if this port had asked for a layer that another
- * port asks for.
  */
 #ifndef FD_PORT_H
 #define FD_PORT_H
@@ -24,7 +20,6 @@ typedef enum { FD_SLOT_IDLE, FD_SLOT_ARMING, FD_SLOT_ARMED, FD_SLOT_ASKED } fd_s
 
 typedef struct {
     fd_slot_phase_t phase;
-    bool following;  /* another port asks for the layer that this one waits for */
     uint32_t asked;  /* layers that have been asked for */
     uint32_t unsure; /* reads in a row that showed a word with no meaning here; see `meaningless` in port.c */
     fd_arm_t arm;    /* the step's sizes; its number is the last one used */
@@ -60,11 +55,6 @@ fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t slot, const fd_row_t *row
 
 /* Asks for the step's next layer, which must be `layer`. Its rows must be in the slot. Returns at once. */
 fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t slot, uint32_t layer, const char **misuse);
-
-/* Makes the slot wait for `layer` of a step that another port of the same region arms and asks for. That port may still
- * be some layers before it. The step needs more layers than there are ports plus one: the reply to a layer of the step
- * before must not look like this one. Returns at once. */
-fd_port_result_t fd_port_follow(fd_port_t *port, uint32_t slot, uint32_t layer, const char **misuse);
 
 /* The two halves of fd_port_ring: writes the word that asks for the layer, and makes the R-engine see it. */
 fd_port_result_t fd_port_ask(fd_port_t *port, uint32_t slot, uint32_t layer, const char **misuse);

@@ -170,16 +170,6 @@ static PyObject *port_ring(PortObject *self, PyObject *args) {
     return outcome(self, result, misuse);
 }
 
-static PyObject *port_follow(PortObject *self, PyObject *args) {
-    unsigned int slot, layer;
-    if (!PyArg_ParseTuple(args, "II:follow", &slot, &layer)) return NULL;
-    const char *misuse;
-    if (!fd_py_port_enter(self)) return fd_py_down_error(&self->port.down);
-    const fd_port_result_t result = fd_port_follow(&self->port, slot, layer, &misuse);
-    fd_py_port_leave(self);
-    return outcome(self, result, misuse);
-}
-
 static PyObject *port_wait(PortObject *self, PyObject *args) {
     unsigned int slot;
     uint64_t timeout_ns;
@@ -247,17 +237,11 @@ static PyObject *port_close(PortObject *self, PyObject *unused) {
 static PyObject *port_get_reason(PortObject *self, void *closure) { return fd_py_down_reason(&self->port.down); }
 
 static PyMethodDef port_methods[] = {
-    {"arm", (PyCFunction)port_arm, METH_VARARGS, NULL},
-    {"ring", (PyCFunction)port_ring, METH_VARARGS, NULL},
-    {"wait", (PyCFunction)port_wait, METH_VARARGS, NULL},
-    {"disarm", (PyCFunction)port_disarm, METH_VARARGS, NULL},
-    {"poison", (PyCFunction)port_poison, METH_NOARGS, NULL},
-    {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
-    {"probe", (PyCFunction)port_probe, METH_NOARGS, NULL},
-    {"kill", (PyCFunction)port_kill, METH_O, NULL},
-    {"close", (PyCFunction)port_close, METH_NOARGS, NULL},
-    {"follow", (PyCFunction)port_follow, METH_VARARGS, NULL},
-    {0},
+    {"arm", (PyCFunction)port_arm, METH_VARARGS, NULL},      {"ring", (PyCFunction)port_ring, METH_VARARGS, NULL},
+    {"wait", (PyCFunction)port_wait, METH_VARARGS, NULL},    {"disarm", (PyCFunction)port_disarm, METH_VARARGS, NULL},
+    {"poison", (PyCFunction)port_poison, METH_NOARGS, NULL}, {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
+    {"probe", (PyCFunction)port_probe, METH_NOARGS, NULL},   {"kill", (PyCFunction)port_kill, METH_O, NULL},
+    {"close", (PyCFunction)port_close, METH_NOARGS, NULL},   {0},
 };
 
 static PyMemberDef port_members[] = {

@@ -84,9 +84,7 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
     async def release() -> None:
         os.close(wake_fd)
 
-    link = RegionLink(url, conn, lease, region, port, release)
-    link.descriptors = region.fd, wake_fd
-    return link
+    return RegionLink(url, conn, lease, region, port, release)
 
 
 async def dial_url(url: str) -> FrameSocket:

@@ -25,7 +25,6 @@ _COMMANDS = (
     "transport",
     "links",
     "team",
-    "rotate",
     "speculate",
     "perplexity",
     "accuracy",

@@ -44,11 +44,6 @@ class PlannedModel:
         """Bytes of a row's K and V on the wire, in all layers."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_size * self.act_bytes
 
-    @property
-    def hidden_bytes(self) -> int:
-        """Bytes of a row's hidden states between two layers, taken to be as wide as its Q in one layer."""
-        return self.n_q_heads * self.head_size * self.act_bytes
-
     def token_bytes(self, kv_dtype: str) -> float:
         """Bytes of a cached token, in all layers."""
         return _token_bytes(self.n_layers, self.n_q_heads, self.n_kv_heads, self.head_size, kv_dtype)

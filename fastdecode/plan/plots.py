@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastdecode.bench.plot import plt
 
@@ -32,28 +32,6 @@ def choices(found: Sequence[Choice], goal: Goal, path: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     rate.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def rotation(result: dict[str, Any], path: Path) -> None:
-    """Tokens/s for each S-node, and the idle shares of S-nodes and R-nodes, over the number of S-nodes."""
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2))
-    # label: mini-batches for each S-node, and how many more
-    lines = {"one mini-batch an S-node": (1, 0), "rotating": (1, 1), "two mini-batches an S-node": (2, 0)}
-    for label, (each, more) in lines.items():
-        line = [row for row in result["rows"] if row["mini_batches"] == each * row["s_nodes"] + more]
-        rates = [row["tokens_per_second"] / row["s_nodes"] for row in line]
-        for axis, y in zip(axes, (rates, *([row[name] for row in line] for name in ("s_idle", "r_idle"))), strict=True):
-            axis.plot([row["s_nodes"] for row in line], y, marker="o", markersize=3, label=label)
-    titles = ("output tokens/s for each S-node, simulated", "idle share of the S-nodes", "idle share of the R-nodes")
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set_xlabel("S-nodes")
-        axis.set_ylabel(title)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -35,7 +35,7 @@ from wire_peers import (
 from fastdecode.region.contract import POISON, ROW_DTYPE
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.region.region import Region
-from fastdecode.transports._native import Port, StepGroup, wait_any
+from fastdecode.transports._native import Port
 from fastdecode.transports.base import CallRefused, LinkDown
 from fastdecode.transports.registry import connect
 
@@ -398,73 +398,3 @@ def test_a_late_reply_does_not_undo_the_poison_for_a_waiter(port):
         port.wait(0, HANG_S)
     port.poison()
     assert reply_word() == POISON
-
-
-def second_port(port) -> Port:
-    _, memory, _ = port
-    return Port(memory, geometry_tuple(SMALL), 0, wake_fd=os.eventfd(0))
-
-
-def answer_layer(memory, slot: int, layer: int) -> None:
-    memory[slot + LAYER_REPLY : slot + LAYER_REPLY + 4] = struct.pack("<I", layer + 1)
-
-
-def test_two_ports_drive_a_step_in_turns(port):
-    """The test is the R-node, and both ports are on one region."""
-    first, memory, slot = port
-    second = second_port(port)
-    for number in (1, 2, 3):
-        arming, following = (first, second) if number % 2 else (second, first)
-        arming.arm(0, ROW)
-        memory[slot + REPORT : slot + REPORT + 256] = report(number=number)
-        memory[slot + ARMED_BELL : slot + ARMED_BELL + 8] = struct.pack("<Q", number)
-        following.follow(0, 0)
-        assert arming.wait(0, HANG_S) is None
-        arming.ring(0, 0)
-        answer_layer(memory, slot, 0)
-        assert following.wait(0, HANG_S) is None
-        following.ring(0, 1)
-        last = SMALL.n_layers - 1
-        for port_ in (arming, following):  # the rest is asked for by nobody in this test
-            port_.follow(0, last)
-        memory[slot + REPORT : slot + REPORT + 256] = report(number=number, n_layers=SMALL.n_layers)
-        answer_layer(memory, slot, last)
-        for port_ in (arming, following):
-            assert port_.wait(0, HANG_S) is None
-            assert port_.disarm(0) is not None
-    assert first.reason is None and second.reason is None
-    second.close()
-
-
-def test_a_port_that_follows_waits_through_any_earlier_layer(port):
-    first, memory, slot = port
-    table = np.frombuffer(ROW, np.uint8)
-    group = StepGroup(0, [(first, table, 0, 1, 1, 1)])
-    nobody = os.eventfd(0, os.EFD_NONBLOCK)
-    for ours, others in ((0, (SMALL.n_layers - 1, -1)), (1, (-1, 0))):  # a step's end, the next one's begin, a layer
-        first.follow(0, ours)
-        for other in others:
-            answer_layer(memory, slot, other)
-            assert wait_any([group], nobody, 0.01) is None
-    answer_layer(memory, slot, 1)
-    assert wait_any([group], nobody, HANG_S) == 0
-    assert first.wait(0, HANG_S) is None
-    os.close(nobody)
-
-
-def test_a_port_that_follows_notices_poison_and_misuse(port):
-    first, memory, slot = port
-    with pytest.raises(ValueError, match="layer beyond the model"):
-        first.follow(0, SMALL.n_layers)
-    with pytest.raises(ValueError, match="beyond the region"):
-        first.follow(SMALL.n_slots, 0)
-    first.arm(1, ROW)
-    with pytest.raises(ValueError, match="has not been waited for"):
-        first.follow(1, 0)
-    first.follow(0, 0)
-    memory[slot + REPORT : slot + REPORT + 256] = report(number=0, status=4, message=b"no pages")
-    memory[slot + LAYER_REPLY : slot + LAYER_REPLY + 4] = struct.pack("<I", POISON)
-    assert first.wait(0, HANG_S) == (4, "no pages")
-    first.kill("it died")
-    with pytest.raises(ConnectionError, match="it died"):
-        first.follow(0, 0)

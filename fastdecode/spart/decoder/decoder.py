@@ -220,10 +220,6 @@ class SPart:
         """
         return rows.per_chunk(rows.sampler(logits, rows.uploaded) if rows.n_drawn else [])
 
-    def draw(self, x: torch.Tensor, rows: StepRows) -> list[Sampled | None]:
-        """The tokens after a step of decoding chunks, from x [n, hidden_size] after the last layer."""
-        return self._sample(self._head(x, rows.uploaded["last rows"]), rows)
-
     def head_inputs(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden_size] after the last layer -> what the LM head multiplies, [n, embed_size]."""
         w = self._weights
@@ -335,14 +331,12 @@ class StepState:
         exchange: RowExchange,
         prompts: Sequence[PromptChunk] = (),
         adapters: AdapterRows | None = None,
-        x: torch.Tensor | None = None,
     ):
-        """`x` [rows, hidden_size]: hidden states of a step that goes on in a later layer; None: it begins."""
         c = spart.model.config
         self._ops, self._config = spart._ops, c
         self._prompts, self._exchange, self._adapters = prompts, exchange, adapters
         positions = uploaded["positions"]
-        self.x = spart._embed(uploaded["tokens"], positions) if x is None else x
+        self.x = spart._embed(uploaded["tokens"], positions)
         self._o = exchange.o
         self.places = Places(exchange.q, exchange.kv, c)
         self._angles = spart._rope.angles(positions, uploaded.get("long")) if spart._rope else None

@@ -117,7 +117,7 @@ class StepLinks:
         """`host` is the step's `q`, `kv` and `o` on the CPU, `q` and `o` without the rows of prompts. One C call
         a layer copies each link's rows to its slot and back. Without `host` the decoder or the device writes and reads
         the rows in the slots."""
-        self._slot, self._link_rows = slot, link_rows
+        self._link_rows = link_rows
         self.failures: dict[Link, TransportError] = {}
         members = [(rows, member) for rows in link_rows for member in rows.views.link.members]
         self._members = [(rows.views.link, member.link) for rows, member in members]
@@ -247,16 +247,6 @@ class Exchange(StepLinks, ABC):
         failures, times = self._group.run_layers(between, from_layer, to_layer, timeout)
         self._check(failures)
         return np.frombuffer(times).reshape(-1, 2), failures is None
-
-    def follow(self, layer: int) -> None:
-        """Let `wait` wait for a layer of a step that another process has armed, on links over shared memory whose
-        region both have mapped. `post` may then ask for the next layer. Raises LinkDown."""
-        self._judged, self._layer = True, layer
-        for _, link in self._members:
-            try:
-                link.port.follow(self._slot, layer)
-            except ConnectionError as error:
-                raise LinkDown(str(error), link) from None
 
     def wait(self, timeout: float) -> None:
         """Block until every link has answered; then `o` is filled. `timeout` is in seconds."""
