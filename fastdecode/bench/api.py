@@ -40,7 +40,7 @@ from fastdecode.bench.serving.client import first_model, metrics
 from fastdecode.bench.soaking.processes import Node
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
-from fastdecode.daemon.garbage import freeze
+from fastdecode.daemon.process import freeze
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import SamplingParams

@@ -35,8 +35,8 @@ from fastdecode.bench.other_version_peer import OtherVersionAttention
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Data, Shape
 from fastdecode.daemon.machine import available_memory, usable_cpus
+from fastdecode.daemon.option_values import parse_bytes
 from fastdecode.daemon.roofline import Roofline, huge_pages
-from fastdecode.daemon.sizes import parse_bytes
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 

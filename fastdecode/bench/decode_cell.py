@@ -19,7 +19,7 @@ from fastdecode.bench.contenders import Contender, PeerRun, Split
 from fastdecode.bench.load import Cell
 from fastdecode.bench.peer_process import CutOffError, PeerError
 from fastdecode.daemon.machine import available_memory
-from fastdecode.daemon.sizes import format_bytes
+from fastdecode.daemon.option_values import format_bytes
 
 #: Rounds of a cell are numbered in steps of this for each group; the first one of a group is its warm-up.
 GROUP_ROUNDS = 1 << 20

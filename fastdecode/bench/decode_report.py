@@ -10,7 +10,7 @@ from fastdecode.bench.contenders import PeerRun, Split
 from fastdecode.bench.decode_cell import Measured
 from fastdecode.bench.load import Cell
 from fastdecode.bench.peers import DENSE
-from fastdecode.daemon.sizes import format_bytes
+from fastdecode.daemon.option_values import format_bytes
 
 #: Goals: tokens/s beside the best peer's, and where a step reads more bytes of KV-cache than of weights. There int8 has
 #: a further goal, beside the best peer whose cache has 16 bits or more.

@@ -23,7 +23,7 @@ import uvloop
 
 from fastdecode.bench.options import print_result
 from fastdecode.bench.rnode_child import RNodeChild
-from fastdecode.daemon.garbage import freeze
+from fastdecode.daemon.process import freeze
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent

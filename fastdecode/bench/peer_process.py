@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.bench import decode_worker
-from fastdecode.daemon.parent import die_with_parent
+from fastdecode.daemon.process import die_with_parent
 
 
 class CutOffError(Exception):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-from fastdecode.daemon.garbage import freeze
+from fastdecode.daemon.process import freeze
 from fastdecode.daemon.rnode import RNode
 
 

@@ -26,7 +26,7 @@ import orjson
 from fastdecode.bench import checkpoint
 from fastdecode.bench.soaking.load import Client, Load, make_requests
 from fastdecode.bench.soaking.processes import Held, Node, free_memory, start_threads
-from fastdecode.daemon.sizes import format_bytes, parse_bytes
+from fastdecode.daemon.option_values import format_bytes, parse_bytes
 
 COMMAND = ("soak", "several S-nodes share an R-node under load, and are killed in turn")
 

@@ -27,7 +27,7 @@ from fastdecode.bench.options import print_result
 from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import WEIGHTS, NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
-from fastdecode.daemon.sizes import format_bytes
+from fastdecode.daemon.option_values import format_bytes
 from fastdecode.demo import model_dir
 from fastdecode.spart import SPart, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend

@@ -13,7 +13,7 @@ import yaml
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_sources import from_mapping
-from fastdecode.daemon.sizes import parse_bytes
+from fastdecode.daemon.option_values import parse_bytes
 
 #: Options of a node that the cluster sets itself.
 _OWN_OPTIONS = frozenset(

@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 
-from fastdecode.daemon.parent import die_with_parent
+from fastdecode.daemon.process import die_with_parent
 
 
 def main() -> None:

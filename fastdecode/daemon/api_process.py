@@ -17,8 +17,7 @@ import uvloop
 
 from fastdecode.api.server import serve
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.garbage import freeze
-from fastdecode.daemon.logs import set_up_logging
+from fastdecode.daemon.process import freeze, set_up_logging
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.demo import model_dir
 from fastdecode.engine.request import NotReady

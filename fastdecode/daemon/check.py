@@ -10,7 +10,7 @@ from pathlib import Path
 from fastdecode import __version__
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, usable_cpus
-from fastdecode.daemon.sizes import format_bytes
+from fastdecode.daemon.option_values import format_bytes
 from fastdecode.kernels import _native
 from fastdecode.transports import rdma_report
 
@@ -69,7 +69,7 @@ def _memlock() -> str:
 
 
 def _exchange(config: NodeConfig) -> str:
-    from fastdecode.daemon.gpu import node_exchange
+    from fastdecode.daemon.device_plan import node_exchange
     from fastdecode.spart import choose_device
 
     return str(node_exchange(config, choose_device(config.device), config.mini_batches or 2))

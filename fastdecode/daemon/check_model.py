@@ -9,8 +9,7 @@ import torch
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory
-from fastdecode.daemon.option_values import ConfigError
-from fastdecode.daemon.sizes import format_bytes
+from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.engine.pages import PageGroups
 from fastdecode.gguf.file import find_gguf
 from fastdecode.kernels._native import page_bytes, page_sections

@@ -17,8 +17,7 @@ from fastdecode.daemon import option_values
 from fastdecode.daemon.config_checks import check_options
 from fastdecode.daemon.config_files import find_model, read_key
 from fastdecode.daemon.config_sources import Parser, add_argument, flag, merged, option_words
-from fastdecode.daemon.option_values import ConfigError
-from fastdecode.daemon.sizes import parse_bytes
+from fastdecode.daemon.option_values import ConfigError, parse_bytes
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.text.output.forms import REASONING_FORMS, TOOL_FORMS
 from fastdecode.transports.session import secret_fault

@@ -18,7 +18,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
 from fastdecode.daemon.config_sources import without_options
 from fastdecode.daemon.machine import numa_nodes, usable_cpus
-from fastdecode.daemon.parent import die_with_parent
+from fastdecode.daemon.process import die_with_parent
 
 if TYPE_CHECKING:
     from fastdecode.daemon.rnode import RNode

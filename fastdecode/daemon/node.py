@@ -11,11 +11,9 @@ from collections.abc import Sequence
 import uvloop
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.logs import set_up_logging
 from fastdecode.daemon.machine import total_memory, usable_cpus
-from fastdecode.daemon.option_values import ConfigError
-from fastdecode.daemon.shutdown import wait_for_shutdown
-from fastdecode.daemon.sizes import format_bytes
+from fastdecode.daemon.option_values import ConfigError, format_bytes
+from fastdecode.daemon.process import set_up_logging, wait_for_shutdown
 from fastdecode.transports.base import TransportError
 
 log = logging.getLogger(__name__)
@@ -68,7 +66,7 @@ def _check_kv_memory(config: NodeConfig) -> None:
 
 async def run_r_node(config: NodeConfig) -> None:
     """Run an R-node until SIGTERM. Raises ConfigError, TransportError, OSError, RuntimeError, ValueError."""
-    from fastdecode.daemon.garbage import freeze
+    from fastdecode.daemon.process import freeze
     from fastdecode.daemon.rnode import bind_to_node
     from fastdecode.daemon.rnode_start import make_r_node, measure_roofline
 

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
-from fastdecode.daemon.refusals import refusals
-from fastdecode.daemon.sizes import format_bytes
-from fastdecode.daemon.transfers import Inbox, Incoming, Transfers
+from fastdecode.daemon.option_values import format_bytes
+from fastdecode.daemon.transfers import Inbox, Incoming, Transfers, refusals
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory, page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, MAX_PAGES, MAX_SEQS, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastdecode.daemon.discovery import DiscoveryError, NodeSet
-from fastdecode.daemon.sizes import format_bytes
+from fastdecode.daemon.option_values import format_bytes
 from fastdecode.engine.pages import PageGroups
 from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS

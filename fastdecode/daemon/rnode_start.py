@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from fastdecode.daemon import roofline
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes
-from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.daemon.rnode import RNode
-from fastdecode.daemon.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 

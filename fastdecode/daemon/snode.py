@@ -9,32 +9,30 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import uvloop
 
 from fastdecode.api.server import Server, bind, serve
-from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits, check_partition
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.device_plan import capacity, node_exchange, staged_tokens
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
-from fastdecode.daemon.garbage import freeze
-from fastdecode.daemon.gpu import node_exchange
 from fastdecode.daemon.handover import PrefillServer, RemotePrefill, model_digest
-from fastdecode.daemon.memory_plan import capacity, staged_tokens
-from fastdecode.daemon.option_values import ConfigError, guesses
+from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
+from fastdecode.daemon.process import freeze, wait_for_shutdown
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
-from fastdecode.daemon.shutdown import wait_for_shutdown
-from fastdecode.daemon.sizes import format_bytes
 from fastdecode.daemon.tuning import choose_split
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.giver import Giver
 from fastdecode.engine.runner import Runner
+from fastdecode.engine.stats import EngineStats
 from fastdecode.region.contract import MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
@@ -58,6 +56,7 @@ log = logging.getLogger(__name__)
 #: S-node computes the attention of a whole prompt itself, but R-nodes attend for the uncached suffix of a shared
 #: prompt. For a long suffix, a GPU should compute the whole prompt faster. The best limit has not been measured.
 _MAX_UNCACHED_SUFFIX = 256
+_ACTIVITY_SECONDS = 10.0  # between two lines of the log about the work
 
 
 def run_s_node(config: NodeConfig) -> None:
@@ -231,7 +230,7 @@ async def _serve(
             log.info("prompts of other S-nodes are taken at %s", prefill.url)
         r_node_links.watch(engine)
         stack.callback(r_node_links.unwatch)
-        stack.callback(asyncio.create_task(log_activity(engine)).cancel)
+        stack.callback(asyncio.create_task(log_activity(lambda: engine.stats)).cancel)
         client = LocalEngine(engine, settings.tokenizer, settings.names[0])
         server: ApiProcesses | Server
         if isinstance(api, ApiProcesses):
@@ -248,6 +247,38 @@ async def _serve(
         if prefill is not None:
             await prefill.drain(config.drain_seconds)
     log.info("S-node ended")
+
+
+async def log_activity(count: Callable[[], EngineStats], interval: float = _ACTIVITY_SECONDS) -> None:
+    """Log a line every `interval` seconds in which tokens were computed or requests wait, so that an operator sees what
+    happens without a dashboard. `count` returns the engine's statistics. Runs until cancelled."""
+    loop = asyncio.get_running_loop()
+    since, before = loop.time(), _tokens(count())
+    while True:
+        await asyncio.sleep(interval)
+        now, stats = loop.time(), count()
+        tokens = _tokens(stats)
+        if tokens != before or stats.running or stats.waiting:
+            prompt, generated, looked_up, found = (b - a for a, b in zip(before, tokens, strict=True))
+            log.info("%s", _line(stats, prompt / (now - since), generated / (now - since), looked_up, found))
+        since, before = now, tokens
+
+
+def _tokens(stats: EngineStats) -> tuple[int, int, int, int]:
+    t = stats.totals
+    return t.prompt_tokens, t.generated_tokens, t.prefix_queries, t.prefix_hits
+
+
+def _line(stats: EngineStats, prompt_rate: float, generated_rate: float, looked_up: int, found: int) -> str:
+    kv = ", ".join(
+        f"{node.url} {100 * node.pages_used / max(1, node.pages_max):.0f} %" if node.alive else f"{node.url} lost"
+        for node in stats.nodes
+    )
+    prefix = f", prefix cache {100 * found / looked_up:.0f} % of prompt tokens" if looked_up else ""
+    return (
+        f"{stats.running} running, {stats.waiting} waiting; {prompt_rate:.0f} prompt and {generated_rate:.0f} output "
+        f"tokens/s{prefix}; KV in use: {kv}"
+    )
 
 
 def _print_greeting(host: str, port: int, settings: ApiSettings) -> None:

@@ -4,12 +4,12 @@ one, which are copied in memory."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from fastdecode.daemon.refusals import refusals
 from fastdecode.kernels._native import REngineLink
 from fastdecode.region.contract import PAGE_TOKENS, Status
 from fastdecode.transports import bulk
@@ -27,6 +27,19 @@ def _give_way() -> None:
 
 #: The thread that faults in memory for all links: the OS clears pages, in a virtual machine for tens of milliseconds.
 fault_thread = ThreadPoolExecutor(1, "fault-in", _give_way)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turn the R-engine's exceptions into CallRefused."""
+    try:
+        yield
+    except ValueError as error:
+        raise CallRefused(Status.BAD_SEQUENCE, str(error)) from None
+    except MemoryError as error:
+        raise CallRefused(Status.OUT_OF_PAGES, str(error)) from None
+    except RuntimeError as error:
+        raise CallRefused(Status.LINK_CLOSED, str(error)) from None
 
 
 class Incoming:

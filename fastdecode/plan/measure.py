@@ -30,7 +30,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.daemon.embedded import split_machine
 from fastdecode.daemon.machine import available_memory, cpu_model, usable_cpus
-from fastdecode.daemon.sizes import parse_bytes
+from fastdecode.daemon.option_values import parse_bytes
 from fastdecode.demo import model_dir
 from fastdecode.plan.children import r_node
 from fastdecode.plan.engine_cost import engine_cost

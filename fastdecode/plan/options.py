@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.sizes import parse_bytes
+from fastdecode.daemon.option_values import parse_bytes
 from fastdecode.demo import model_dir
 from fastdecode.plan.equations import System
 from fastdecode.plan.model import read_model

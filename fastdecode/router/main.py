@@ -27,8 +27,7 @@ from fastdecode.api.server import bind, serve
 from fastdecode.daemon import option_values
 from fastdecode.daemon.config_sources import Parser
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed
-from fastdecode.daemon.logs import set_up_logging
-from fastdecode.daemon.shutdown import wait_for_shutdown
+from fastdecode.daemon.process import set_up_logging, wait_for_shutdown
 from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import Pool
 from fastdecode.router.proxy import Proxy

@@ -16,8 +16,8 @@ from scripted_engine import ScriptedEngine
 from fastdecode.api.app import make_app
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.logs import JsonFormatter
 from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.process import JsonFormatter
 from fastdecode.daemon.serving import ApiSettings
 
 ASK = {"model": MODEL, "prompt": "x"}

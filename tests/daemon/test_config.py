@@ -13,8 +13,7 @@ import pytest
 from fastdecode.daemon import embedded, machine, rnode
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
-from fastdecode.daemon.option_values import ConfigError
-from fastdecode.daemon.sizes import format_bytes, parse_bytes
+from fastdecode.daemon.option_values import ConfigError, format_bytes, parse_bytes
 from fastdecode.region.contract import KV_DTYPES, MAX_ROWS
 
 pytestmark = pytest.mark.quick

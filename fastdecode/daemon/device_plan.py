@@ -1,4 +1,4 @@
-"""Divides the memory of the S-Part's device at start, and says how many sequences the node can hold."""
+"""The S-Part's device at start: its exchange with the R-nodes, its memory, and how many sequences the node can hold."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory
-from fastdecode.daemon.option_values import ConfigError, guesses
-from fastdecode.daemon.sizes import format_bytes
+from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
 from fastdecode.engine.pages import PageGroups
+from fastdecode.spart.exchange.choice import BypassImpossible, Choice, choose_exchange
 from fastdecode.spart.exchange.graph_table import size_class
 from fastdecode.spart.memory import graph_bytes, step_bytes
 from fastdecode.spart.prefill.prompt import staged_token_bytes
@@ -27,6 +27,25 @@ log = logging.getLogger(__name__)
 _STAGING_PART = 8
 #: Memory of a GPU that is left to torch's kernels (workspaces of products and of sorting) and to its allocator.
 KERNEL_BYTES = 512 << 20
+#: Microseconds that the proxy of a bypass spins, without --spin-us. A GPU takes hundreds of them for its part of a
+#: layer, and a nap would come on top. The best number has not been measured.
+_PROXY_SPIN_US = 2000
+
+
+def node_exchange(config: NodeConfig, device: torch.device, mini_batches: int) -> Choice:
+    """The exchange for --exchange. Raises ConfigError if that one cannot be used."""
+    spin_us = _PROXY_SPIN_US if config.spin_us is None else config.spin_us
+    try:
+        return choose_exchange(
+            config.exchange,
+            device,
+            mini_batches,
+            config.max_batch_size,
+            spin_us,
+            whole_rows=config.parts == 1,
+        )
+    except BypassImpossible as error:
+        raise ConfigError(f"--exchange {config.exchange}: {error}") from None
 
 
 def staged_tokens(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastdecode.daemon.memory_plan import KERNEL_BYTES, capacity, gpu_staging
+from fastdecode.daemon.device_plan import KERNEL_BYTES, capacity, gpu_staging
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.transports.base import Lease
 
