@@ -8,7 +8,7 @@ The novels come from the R package `janeaustenr`, in Debian as
     apt-get download r-cran-janeaustenr
     dpkg -x r-cran-janeaustenr_*.deb janeaustenr
     pip install rdata
-    python -m fastdecode.demo.corpus janeaustenr austen
+    python scripts/demo_model/corpus.py janeaustenr austen
 
 writes `austen/train.txt`, `austen/dev.txt` and `austen/heldout.txt`.
 Paragraphs are unwrapped to one line each, chapters become documents, and

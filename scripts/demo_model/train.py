@@ -4,7 +4,7 @@
 Llama on it and writes a checkpoint directory that `transformers` (and this
 server) load unchanged::
 
-    python -m fastdecode.demo.train --corpus austen --out model --steps 4000
+    python scripts/demo_model/train.py --corpus austen --out model --steps 4000
 
 The network computes in bfloat16, as the server does, from fp32 master weights.
 Muon trains the layers' matrices - on this little text it needs far fewer steps
@@ -23,13 +23,12 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import corpus
 import torch
+from network import Llama
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from tqdm import tqdm
-
-from fastdecode.demo import corpus
-from fastdecode.demo.network import Llama
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
