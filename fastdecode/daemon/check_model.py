@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.option_values import ConfigError, format_bytes
-from fastdecode.engine.pages import PageGroups
 from fastdecode.gguf.file import find_gguf
-from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
-from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart import ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.linears.dense16 import keeps16
@@ -42,7 +40,6 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
     device = choose_device(config.device)
     dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
     weights, stored = weights_of(config, path, model, device, dtype)
-    geometry = geometry_tuple(model.hello_geometry(1, 1, "fp32"))
     memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
     shape = f"{model.n_layers} layers, {_heads(model)}"
     lines = [
@@ -51,11 +48,10 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
     ]
     length = min(config.max_model_len or model.max_positions, model.max_positions)
     for kv_dtype in KV_DTYPES:
-        options = model.options.stored(model.windows)
-        page = page_bytes(geometry, KV_DTYPES.index(kv_dtype), **options)
-        groups = PageGroups(*page_sections(geometry, KV_DTYPES.index(kv_dtype), **options), config.max_batch_tokens)
-        token = page * groups.block / PAGE_TOKENS
-        tokens, sequences = int(memory // token), memory // page // groups.pages_for(length)
+        pages = KVPages(model.hello_geometry(1, 1, "fp32"), kv_dtype, model.windows, model.options)
+        token = pages.block_bytes / PAGE_TOKENS
+        tokens = int(memory // token)
+        sequences = memory // pages.page_bytes // pages.groups(config.max_batch_tokens).pages_for(length)
         whole = f"{sequences} sequences of {length}" if sequences else f"not one sequence of {length}"
         chosen = " (--kv-dtype)" if kv_dtype == config.kv_dtype else ""
         text = f"{format_bytes(token)} per token; {format_bytes(memory)} hold {tokens} tokens, {whole}{chosen}"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastdecode.daemon.config_sources import flag
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.kernels._native import MAX_THREADS
 from fastdecode.region.contract import MAX_ROWS, MAX_SLOTS
+
+if TYPE_CHECKING:
+    from fastdecode.daemon.config import NodeConfig
 
 #: Options that are numbers, and the largest each may be.
 _MOST = {
@@ -23,45 +27,93 @@ _MOST = {
 EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
 
 
-def check_options(config: Any) -> None:
-    """Check a NodeConfig, whose module imports this one. Raises ConfigError."""
-    fields = dataclasses.fields(config)
-    defaults = {f.name: f.default for f in fields}
-    for f in fields:
+class _Check(NamedTuple):
+    """A contradiction between options."""
+
+    holds: Callable[[NodeConfig], object]
+    message: Callable[[NodeConfig], str]  # names the option to change
+
+
+_CHECKS = (
+    _Check(
+        lambda c: c.role == "r" and not c.listen and not c.check,
+        lambda c: "--role r needs --listen, e.g. --listen shm:///tmp/r.sock or --listen tcp://127.0.0.1:7300",
+    ),
+    _Check(
+        lambda c: c.ssl_keyfile is not None and c.ssl_certfile is None,
+        lambda c: "--ssl-keyfile needs --ssl-certfile",
+    ),
+    _Check(
+        lambda c: len(_r_node_options(c)) > 1,
+        lambda c: f"{' and '.join(_r_node_options(c)[:2])} each say which R-nodes to use: give one of them",
+    ),
+    _Check(
+        lambda c: c.uses_r_nodes and _embedded_options(c),
+        lambda c: (
+            f"{_embedded_options(c)[0]} is for the embedded R-node; with {_r_node_options(c)[0]}, give it to the "
+            "R-node itself"
+        ),
+    ),
+    _Check(
+        lambda c: c.partition != "sequences" and not c.r_node,
+        lambda c: f"--partition {c.partition} needs --r-node: a team of R-nodes is fixed when the node starts",
+    ),
+    _Check(
+        lambda c: c.prefill_at and c.prefill_file,
+        lambda c: "--prefill-at and --prefill-file each say which S-nodes prefill: give one of them",
+    ),
+    _Check(
+        lambda c: _handover_options(c) and (not c.uses_r_nodes or c.partition != "sequences"),
+        lambda c: (
+            f"{_handover_options(c)[0]} needs R-nodes that other ones can reach, each with whole sequences: --r-node, "
+            "and --partition sequences"
+        ),
+    ),
+    _Check(
+        lambda c: c.cpus is not None and c.threads is not None and len(c.cpus) != c.threads,
+        lambda c: f"--cpus names {len(c.cpus or ())} cpus for --threads {c.threads}",
+    ),
+    _Check(
+        lambda c: c.trim_idle_s and c.prefault,
+        lambda c: "--trim-idle-s returns memory that --prefault keeps: give one of them",
+    ),
+    _Check(
+        lambda c: c.trim_idle_s and c.huge_pages == "hugetlb",
+        lambda c: "--trim-idle-s returns memory that --huge-pages hugetlb keeps: give one of them",
+    ),
+    _Check(
+        lambda c: c.max_batch_size > c.max_batch_tokens,
+        lambda c: "--max-batch-size is larger than --max-batch-tokens: every sequence needs a row",
+    ),
+)
+
+
+def check_options(config: NodeConfig) -> None:
+    """Raise ConfigError for the first fault."""
+    for f in dataclasses.fields(config):
         if config.role not in f.metadata["role"] and getattr(config, f.name) != f.default:
             raise ConfigError(f"{flag(f.name)} is not an option of --role {config.role}")
-    if config.role == "r" and not config.listen and not config.check:
-        raise ConfigError("--role r needs --listen, e.g. --listen shm:///tmp/r.sock or --listen tcp://127.0.0.1:7300")
-    if config.ssl_keyfile is not None and config.ssl_certfile is None:
-        raise ConfigError("--ssl-keyfile needs --ssl-certfile")
-    given = [flag(name) for name in ("r_node", "r_nodes_file", "r_nodes_dns") if getattr(config, name)]
-    if len(given) > 1:
-        raise ConfigError(f"{given[0]} and {given[1]} each say which R-nodes to use: give one of them")
-    if given:
-        for name in EMBEDDED_OPTIONS:
-            if getattr(config, name) != defaults[name]:
-                raise ConfigError(
-                    f"{flag(name)} is for the embedded R-node; with {given[0]}, give it to the R-node itself"
-                )
-    if config.partition != "sequences" and not config.r_node:
-        raise ConfigError(
-            f"--partition {config.partition} needs --r-node: a team of R-nodes is fixed when the node starts"
-        )
-    if config.prefill_at and config.prefill_file:
-        raise ConfigError("--prefill-at and --prefill-file each say which S-nodes prefill: give one of them")
-    takes = [flag(name) for name in ("prefill_at", "prefill_file", "take_from") if getattr(config, name)]
-    if takes and (not given or config.partition != "sequences"):
-        raise ConfigError(
-            f"{takes[0]} needs R-nodes that other ones can reach, each with whole sequences: --r-node, and "
-            "--partition sequences"
-        )
-    if config.cpus is not None and config.threads is not None and len(config.cpus) != config.threads:
-        raise ConfigError(f"--cpus names {len(config.cpus)} cpus for --threads {config.threads}")
-    if config.trim_idle_s and (config.prefault or config.huge_pages == "hugetlb"):
-        other = "--prefault" if config.prefault else "--huge-pages hugetlb"
-        raise ConfigError(f"--trim-idle-s returns memory that {other} keeps: give one of them")
     for name, most in _MOST.items():
         if (getattr(config, name) or 0) > most:
             raise ConfigError(f"{flag(name)} is at most {most}")
-    if config.max_batch_size > config.max_batch_tokens:
-        raise ConfigError("--max-batch-size is larger than --max-batch-tokens: every sequence needs a row")
+    for check in _CHECKS:
+        if check.holds(config):
+            raise ConfigError(check.message(config))
+
+
+def _given(config: NodeConfig, *names: str) -> list[str]:
+    """The flags of these options that differ from their defaults."""
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    return [flag(name) for name in names if getattr(config, name) != defaults[name]]
+
+
+def _r_node_options(config: NodeConfig) -> list[str]:
+    return _given(config, "r_node", "r_nodes_file", "r_nodes_dns")
+
+
+def _embedded_options(config: NodeConfig) -> list[str]:
+    return _given(config, *EMBEDDED_OPTIONS)
+
+
+def _handover_options(config: NodeConfig) -> list[str]:
+    return _given(config, "prefill_at", "prefill_file", "take_from")

@@ -17,11 +17,11 @@ import torch
 from tqdm import tqdm
 
 from fastdecode.daemon.data_path import DataPath
-from fastdecode.engine.pages import PageGroups, blocks_for
+from fastdecode.daemon.kv_pages import KVPages
+from fastdecode.engine.pages import blocks_for
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.runner import Runner, StepGenerator
-from fastdecode.kernels._native import page_bytes, page_sections
-from fastdecode.region.contract import KV_DTYPES, ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import geometry_tuple, region_layout
 from fastdecode.region.region import Region
 from fastdecode.spart import Model, SPart
@@ -59,7 +59,11 @@ class DecodeShape:
         rows = max(-(-self.batch // self.mini_batches), _FILL_ROWS)
         seqs = -(-self.batch // n_links)
         hello = model.hello(self.mini_batches, rows, self.kv_dtype, None, seqs)
-        return dataclasses.replace(hello, kv_bytes=seqs * self.blocks * block_bytes(hello))
+        return dataclasses.replace(hello, kv_bytes=seqs * self.blocks * KVPages.from_hello(hello).block_bytes)
+
+    def block_bytes(self, model: Model | HFModel) -> int:
+        """Bytes of the KV-cache of PAGE_TOKENS tokens."""
+        return KVPages.from_hello(self.hello(model)).block_bytes
 
     @property
     def blocks(self) -> int:
@@ -71,22 +75,15 @@ class DecodeShape:
         hello = self.hello(model)
         layers = hello.geometry.n_layers
         return (
-            self.batch * self.blocks * block_bytes(hello)
+            self.batch * self.blocks * KVPages.from_hello(hello).block_bytes
             + layers * _ROUNDING_BYTES
             + region_layout(hello.geometry).region_bytes
         )
 
 
-def block_bytes(hello: Hello) -> int:
-    """Bytes of the KV-cache of PAGE_TOKENS tokens."""
-    key = geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype)
-    options = hello.layers.stored(hello.windows)
-    return page_bytes(*key, **options) * PageGroups(*page_sections(*key, **options)).block
-
-
 def kv_bytes(model: Model | HFModel, shape: DecodeShape) -> int:
     """Bytes of the KV pages that a shape's sequences need."""
-    return shape.batch * shape.blocks * block_bytes(shape.hello(model))
+    return shape.batch * shape.blocks * shape.block_bytes(model)
 
 
 class Round(NamedTuple):

@@ -14,13 +14,13 @@ import os
 import socket
 from collections.abc import Sequence
 
+from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.daemon.transfers import Inbox, Incoming, Transfers, refusals
-from fastdecode.kernels._native import REngine, REngineLink, bind_memory, page_bytes, page_sections
+from fastdecode.kernels._native import REngine, REngineLink, bind_memory
 from fastdecode.region.contract import KV_DTYPES, MAX_PAGES, MAX_SEQS, PAGE_TOKENS
-from fastdecode.region.geometry import geometry_tuple
 from fastdecode.transports import registry
 from fastdecode.transports.base import CallRefused, Hello, Lease, LinkRefused, Server
 
@@ -145,55 +145,32 @@ class RNode:
 
     def open_link(self, hello: Hello, region: memoryview, carrier: object | None) -> REngineGrant:
         """Grant a lease with as many pages as `hello` asks for, or as there is memory for. Raises LinkRefused."""
-        geometry = hello.geometry
-        if len(hello.windows) != geometry.n_layers:
-            raise LinkRefused(f"HELLO has {len(hello.windows)} attention windows for {geometry.n_layers} layers")
-        if hello.kv_dtype not in KV_DTYPES:
-            raise LinkRefused(f"unknown KV-cache dtype {hello.kv_dtype!r}, known are {', '.join(KV_DTYPES)}")
-        if not (math.isfinite(hello.softmax_scale) and hello.softmax_scale > 0):
-            raise LinkRefused(f"the softmax scale {hello.softmax_scale} is not a positive number")
-        if not 1 <= hello.max_seqs <= MAX_SEQS:
-            raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{MAX_SEQS}")
-
+        _check_hello(hello)
         try:
-            pages = _Pages(hello)
+            pages = KVPages.from_hello(hello)
         except ValueError as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
-        free = self.kv_free - region.nbytes
-        most = min(self._max_lease, self.kv_bytes - region.nbytes)
-        wanted = most if hello.kv_bytes is None else hello.kv_bytes
-        layers = sum(grant.growing_layers for grant in self._regions.copy())
-        grows = self._grows and layers + pages.layers <= _MAX_GROWING_LAYERS
-        fitting = min(wanted // pages.bytes, max_pages := min(most // pages.bytes, MAX_PAGES))
-        n_pages = min(fitting, self.pages_within(pages, free, grows)) if grows else 0
-        least = sum(pages.sections[:2])  # of 128 tokens
-        if n_pages < least:  # without room for growth, a smaller piece of memory may do
-            n_pages = max_pages = min(fitting, self.pages_within(pages, free, False))
-        if n_pages < least:
-            raise LinkRefused(
-                f"no memory for a KV-cache: {wanted} bytes wanted beside an activation region of {region.nbytes}, "
-                f"{self.kv_free} free of the {self.kv_bytes} that R-node {self.name} has for all its S-nodes; one of "
-                f"them may lease {self._max_lease}, and {PAGE_TOKENS} tokens of this model take {least * pages.bytes}"
-            )
+        n_pages, max_pages = self._size_lease(pages, hello.kv_bytes, region.nbytes)
+        layers = hello.layers
         try:
             link = self._engine.add_link(
                 region,
-                geometry_tuple(geometry),
-                KV_DTYPES.index(hello.kv_dtype),
+                pages.geometry,
+                pages.kv_dtype,
                 n_pages,
                 hello.max_seqs,
                 hello.softmax_scale,
                 hello.windows,
                 carrier,
                 max_pages,
-                segments=hello.layers.segments or None,
-                kv_layers=hello.layers.kv_layers or None,
-                softcaps=hello.layers.softcaps or None,
-                sinks=hello.layers.sinks or None,
-                slopes=hello.layers.slopes or None,
-                heads=hello.layers.heads or None,
-                part=hello.layers.part,
-                rotated=hello.layers.rotated,
+                segments=layers.segments or None,
+                kv_layers=layers.kv_layers or None,
+                softcaps=layers.softcaps or None,
+                sinks=layers.sinks or None,
+                slopes=layers.slopes or None,
+                heads=layers.heads or None,
+                part=layers.part,
+                rotated=layers.rotated,
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
@@ -201,21 +178,49 @@ class RNode:
             n_pages,
             max_pages,
             hello.max_seqs,
-            pages.bytes,
+            pages.page_bytes,
             self._engine.isa,
             self._engine.threads,
             self.name,
-            *pages.sections,
+            pages.full_sections,
+            pages.limited_sections,
+            pages.reach,
         )
         grant = REngineGrant(self, link, lease, pages, region.nbytes)
         self._regions[grant] = region.nbytes
         self.log_prefault(link)
         self.log.info(
             "lease of %s granted, %s at most, and an activation region of %s; %s of %s are free",
-            *map(format_bytes, (n_pages * pages.bytes, max_pages * pages.bytes, region.nbytes, self.kv_free)),
+            format_bytes(n_pages * pages.page_bytes),
+            format_bytes(max_pages * pages.page_bytes),
+            format_bytes(region.nbytes),
+            format_bytes(self.kv_free),
             format_bytes(self.kv_bytes),
         )
         return grant
+
+    def _size_lease(self, pages: KVPages, wanted: int | None, region_bytes: int) -> tuple[int, int]:
+        """The pages that a lease of `wanted` bytes begins with, and the most that it may grow to, beside an activation
+        region. None: all that one link may have. Raises LinkRefused."""
+        free = self.kv_free - region_bytes
+        most = min(self._max_lease, self.kv_bytes - region_bytes)
+        wanted = most if wanted is None else wanted
+        max_pages = min(most // pages.page_bytes, MAX_PAGES)
+        first_pages = min(wanted // pages.page_bytes, max_pages)
+        growing_layers = sum(grant.growing_layers for grant in self._regions.copy())
+        if self._grows and growing_layers + pages.n_layers <= _MAX_GROWING_LAYERS:
+            n_pages = min(first_pages, self.pages_within(pages, free))
+            if n_pages >= pages.block:
+                return n_pages, max_pages
+        # Without room for growth, a smaller piece of memory may do.
+        n_pages = min(first_pages, self.pages_within(pages, free, grows=False))
+        if n_pages >= pages.block:
+            return n_pages, n_pages
+        raise LinkRefused(
+            f"no memory for a KV-cache: {wanted} bytes wanted beside an activation region of {region_bytes}, "
+            f"{self.kv_free} free of the {self.kv_bytes} that R-node {self.name} has for all its S-nodes; one of "
+            f"them may lease {self._max_lease}, and {PAGE_TOKENS} tokens of this model take {pages.block_bytes}"
+        )
 
     def incoming(self, token: str, page_bytes: int) -> Incoming:
         """The sequence that `token` admits a bulk connection for. Raises LinkRefused."""
@@ -225,9 +230,9 @@ class RNode:
         """The transfers of a link, whose blocks have `page_bytes`."""
         return Transfers(link, page_bytes, self._inbox, self._secret)
 
-    def pages_within(self, pages: _Pages, n_bytes: int, grows: bool = True) -> int:
+    def pages_within(self, pages: KVPages, n_bytes: int, *, grows: bool = True) -> int:
         """The most pages that a lease of `n_bytes` can have; `grows`: it may grow."""
-        return self._engine.pages_within(*pages.key, max(0, n_bytes), grows, **pages.options)
+        return self._engine.pages_within(pages.geometry, pages.kv_dtype, max(0, n_bytes), grows, **pages.options)
 
     def log_prefault(self, link: REngineLink) -> None:
         """Log how prefaulting a new or larger lease goes on."""
@@ -241,17 +246,16 @@ class RNode:
         self._regions.pop(grant, None)
 
 
-class _Pages:
-    """A link's pages: the `layers` of the model, the `bytes` of a page, the `sections` (page_sections), and the
-    arguments by which the R-engine knows them, `key` and `options`. Raises ValueError for layers that no link can
-    have."""
-
-    def __init__(self, hello: Hello):
-        self.key = geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype)
-        self.options = hello.layers.stored(hello.windows)
-        self.layers = len(set(hello.layers.kv_layers)) or hello.geometry.n_layers
-        self.bytes = page_bytes(*self.key, **self.options)
-        self.sections = page_sections(*self.key, **self.options)
+def _check_hello(hello: Hello) -> None:
+    """Raise LinkRefused for a HELLO that no R-node grants."""
+    if len(hello.windows) != hello.geometry.n_layers:
+        raise LinkRefused(f"HELLO has {len(hello.windows)} attention windows for {hello.geometry.n_layers} layers")
+    if hello.kv_dtype not in KV_DTYPES:
+        raise LinkRefused(f"unknown KV-cache dtype {hello.kv_dtype!r}, known are {', '.join(KV_DTYPES)}")
+    if not (math.isfinite(hello.softmax_scale) and hello.softmax_scale > 0):
+        raise LinkRefused(f"the softmax scale {hello.softmax_scale} is not a positive number")
+    if not 1 <= hello.max_seqs <= MAX_SEQS:
+        raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{MAX_SEQS}")
 
 
 async def _log_prefault(link: REngineLink) -> None:
@@ -275,7 +279,7 @@ async def _log_prefault(link: REngineLink) -> None:
 class REngineGrant:
     """A granted link over the R-engine (a transports.base.LinkGrant)."""
 
-    def __init__(self, node: RNode, link: REngineLink, lease: Lease, pages: _Pages, region_bytes: int):
+    def __init__(self, node: RNode, link: REngineLink, lease: Lease, pages: KVPages, region_bytes: int):
         self.lease = lease
         self.wake_fd = link.eventfd
         self.stand_in = node.stand_in
@@ -283,8 +287,8 @@ class REngineGrant:
         self._link = link
         self._pages = pages
         self._region_bytes = region_bytes
-        self._transfers = node.transfers(link, pages.bytes * sum(pages.sections[:2]))
-        self.growing_layers = pages.layers if lease.max_pages > lease.n_pages else 0
+        self._transfers = node.transfers(link, pages.block_bytes)
+        self.growing_layers = pages.n_layers if lease.max_pages > lease.n_pages else 0
 
     def free(self, handles: Sequence[tuple[int, int]]) -> None:
         """Free the sequences with these handles.
@@ -336,7 +340,7 @@ class REngineGrant:
 
     def _pages_max(self, n_pages: int) -> int:
         """How many pages a lease that has `n_pages` could have now."""
-        within = self._node.pages_within(self._pages, n_pages * self._pages.bytes + self._node.kv_free)
+        within = self._node.pages_within(self._pages, n_pages * self._pages.page_bytes + self._node.kv_free)
         return max(n_pages, min(self.lease.max_pages, within))
 
     def stats(self) -> dict[str, int]:

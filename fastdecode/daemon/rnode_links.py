@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastdecode.daemon.discovery import DiscoveryError, NodeSet
+from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.option_values import format_bytes
-from fastdecode.engine.pages import PageGroups
-from fastdecode.kernels._native import page_bytes, page_sections
-from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
-from fastdecode.region.geometry import geometry_tuple
+from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import Hello, Link, LinkDown, TransportError
 from fastdecode.transports.teams import connect_team
 
@@ -38,10 +36,9 @@ _FIRST_LEASE_BYTES = 1 << 30
 
 def first_lease(hello: Hello, longest: int) -> int:
     """Bytes with which a lease that grows begins: room for a sequence of `longest` tokens, but at most 1 GiB."""
-    key, options = (geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype)), hello.layers.stored(hello.windows)
-    one_page, sections = page_bytes(*key, **options), page_sections(*key, **options)
-    pages = PageGroups(*sections, hello.geometry.max_rows).pages_for(longest)
-    return max(sum(sections[:2]), min(pages, _FIRST_LEASE_BYTES // one_page)) * one_page
+    pages = KVPages.from_hello(hello)
+    wanted = min(pages.groups(hello.geometry.max_rows).pages_for(longest), _FIRST_LEASE_BYTES // pages.page_bytes)
+    return max(pages.block, wanted) * pages.page_bytes
 
 
 #: What the members of a team share, by the name of the partition.

@@ -39,14 +39,12 @@ class Roofline:
 
     def choose(self, passes: int = 1) -> float:
         """Try every variant a few times and keep the fastest; GB/s of its best reading. Raises OSError."""
-        best = 0.0
-        for i in range(_PROBES * (n := len(read_variants()))):
-            variant, self.variant = self.variant, i % n
-            if (gbps := self.gbps(passes)) > best:
-                best = gbps
-            else:
-                self.variant = variant
-        return best
+        best: dict[int, float] = {}  # of each variant
+        for _ in range(_PROBES):
+            for self.variant in range(len(read_variants())):
+                best[self.variant] = max(best.get(self.variant, 0.0), self.gbps(passes))
+        self.variant = max(best, key=best.__getitem__)
+        return best[self.variant]
 
     def close(self) -> None:
         self._map.close()

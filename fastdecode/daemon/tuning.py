@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, block_bytes
+from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding
 from fastdecode.daemon.embedded import SMALL_MODEL, EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import available_memory, busy_seconds, own_seconds, usable_cpus
 from fastdecode.daemon.tuning_record import Key, Record, Speed, recall, record_key, remember
@@ -59,7 +59,7 @@ def candidates(config: NodeConfig, rule: Split, parameters: int) -> list[Split]:
     fixed = config.uses_r_nodes or config.threads or config.s_threads or config.mini_batches or config.cpus
     if fixed or config.numa_node is not None or parameters < SMALL_MODEL or cpus == 1 or config.max_batch_size == 1:
         return [rule]
-    shares = [cpus // 2] + [cpus // 4] * (cpus >= _MANY_CPUS)
+    shares = [cpus // 2, cpus // 4] if cpus >= _MANY_CPUS else [cpus // 2]
     return [rule, *(Split(cpus - share, share, 2) for share in shares)]
 
 
@@ -170,14 +170,12 @@ def _order(of_many: list[float], of_one: list[float]) -> list[int]:
 async def _rounds(pairs: Sequence[tuple[Split, Decoding]], bar: tqdm[Any]) -> list[list[float]]:
     """The seconds of a step of all sequences, in each round, for each pair; only those of the first pair if a step
     takes too long to measure others."""
-    first = await _round(*pairs[0], 1)
-    bar.update()
-    if first > _SECONDS:
-        return [[first]]
-    firsts = [first]
-    for split, decoding in pairs[1:]:
+    firsts: list[float] = []
+    for split, decoding in pairs:
         firsts.append(await _round(split, decoding, 1))
         bar.update()
+        if firsts[0] > _SECONDS:
+            return [firsts]
     steps = max(1, min(_STEPS, int(_SECONDS / (3 * sum(firsts)))))
     seconds: list[list[float]] = [[] for _ in pairs]
     end = time.perf_counter() + _SECONDS
@@ -202,7 +200,7 @@ def _shape(config: NodeConfig, model: Model | HFModel, split: Split, n_splits: i
     """The load: as many sequences as a mini-batch may have, but at most 32, of some 1,024 tokens, or less where this is
     more than the memory or the model holds."""
     batch = min(_BATCH, config.max_batch_size)
-    block = block_bytes(DecodeShape(batch, 1, _STEPS, split.mini_batches, config.kv_dtype).hello(model))
+    block = DecodeShape(batch, 1, _STEPS, split.mini_batches, config.kv_dtype).block_bytes(model)
     memory = (config.kv_memory or available_memory() // 2) // n_splits
     memory = min(memory, max(_LEAST_BYTES, min(_MOST_BYTES, model.weight_bytes)))
     blocks = max(1, min(_BLOCKS, memory // (batch * block)))
