@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fastdecode.daemon.config_sources import flag
 from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.options import NodeOptions
 from fastdecode.kernels._native import MAX_THREADS
 from fastdecode.region.contract import MAX_ROWS, MAX_SLOTS
-
-if TYPE_CHECKING:
-    from fastdecode.daemon.config import NodeConfig
 
 #: Options that are numbers, and the largest each may be.
 _MOST = {
@@ -30,8 +28,8 @@ EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "
 class _Check(NamedTuple):
     """A contradiction between options."""
 
-    holds: Callable[[NodeConfig], object]
-    message: Callable[[NodeConfig], str]  # names the option to change
+    holds: Callable[[NodeOptions], object]
+    message: Callable[[NodeOptions], str]  # names the option to change
 
 
 _CHECKS = (
@@ -88,7 +86,7 @@ _CHECKS = (
 )
 
 
-def check_options(config: NodeConfig) -> None:
+def check_options(config: NodeOptions) -> None:
     """Raise ConfigError for the first fault."""
     for f in dataclasses.fields(config):
         if config.role not in f.metadata["role"] and getattr(config, f.name) != f.default:
@@ -101,19 +99,19 @@ def check_options(config: NodeConfig) -> None:
             raise ConfigError(check.message(config))
 
 
-def _given(config: NodeConfig, *names: str) -> list[str]:
+def _given(config: NodeOptions, *names: str) -> list[str]:
     """The flags of these options that differ from their defaults."""
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     return [flag(name) for name in names if getattr(config, name) != defaults[name]]
 
 
-def _r_node_options(config: NodeConfig) -> list[str]:
+def _r_node_options(config: NodeOptions) -> list[str]:
     return _given(config, "r_node", "r_nodes_file", "r_nodes_dns")
 
 
-def _embedded_options(config: NodeConfig) -> list[str]:
+def _embedded_options(config: NodeOptions) -> list[str]:
     return _given(config, *EMBEDDED_OPTIONS)
 
 
-def _handover_options(config: NodeConfig) -> list[str]:
+def _handover_options(config: NodeOptions) -> list[str]:
     return _given(config, "prefill_at", "prefill_file", "take_from")

@@ -1,0 +1,407 @@
+"""The options of a node: a frozen dataclass whose fields are the options of the command line.
+
+The metadata of a field hold the option's help, the roles that have it, and the function that parses its text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastdecode.daemon import option_values
+from fastdecode.daemon.option_values import parse_bytes
+from fastdecode.region.contract import KV_DTYPES
+from fastdecode.text.output.forms import REASONING_FORMS, TOOL_FORMS
+
+#: How a GPU and the R-nodes exchange rows.
+EXCHANGES = ("auto", "staged", "bypass")
+#: What the R-nodes divide among themselves.
+PARTITIONS = ("sequences", "heads", "tokens")
+#: Formats of the weights in memory.
+WEIGHTS = ("auto", "dense", "int8", "int4")
+
+
+def _option(
+    help: str,
+    default: Any = None,
+    *,
+    role: str = "sr",
+    parse: Callable[[str], Any] = str,
+    choices: Sequence[str] | None = None,
+    metavar: str | None = None,
+    many: bool = False,
+) -> Any:
+    """A field of NodeOptions. `role` lists the roles that have the option; a tuple default makes it repeatable, and
+    `many` lets one option have several values instead."""
+    metadata = {"help": help, "role": role, "parse": parse, "choices": choices, "metavar": metavar, "many": many}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """The options of a node. None: the node chooses the value at start, from the machine or the model."""
+
+    role: str = _option(
+        "s: hold the weights, schedule, and serve the API. r: hold KV-cache and compute attention.",
+        "s",
+        choices=("s", "r"),
+    )
+    config: Path | None = _option(
+        "YAML file with options; environment variables (FASTDECODE_ and the option's name) and the command line go "
+        "before it",
+        parse=Path,
+        metavar="FILE",
+    )
+    check: bool = _option("print a report of the machine and, with --model, of the model, and exit", False)
+
+    model: Path | None = _option(
+        "Hugging Face model directory, GGUF file, or 'chat' for a small model to talk to; default: the demo model",
+        role="s",
+        parse=Path,
+        metavar="PATH",
+    )
+    served_model_name: tuple[str, ...] = _option(
+        "the model's name in the API, or several; default: the directory's name",
+        (),
+        role="s",
+        metavar="NAME",
+        many=True,
+    )
+    chat_template: Path | None = _option(
+        "file with a chat template (Jinja) to use instead of the model's own", role="s", parse=Path, metavar="FILE"
+    )
+    generation_config: str = _option(
+        "defaults of sampling. auto: from the model's generation_config.json; none: OpenAI's",
+        "auto",
+        role="s",
+        choices=("auto", "none"),
+    )
+    host: str = _option("address that the API listens on", "127.0.0.1", role="s")
+    port: int = _option("port that the API listens on; 0: any free one", 8000, role="s", parse=option_values.port)
+    api_processes: int = _option(
+        "processes that serve the API, beside the engine's; 0: the engine's process serves the API, for debugging",
+        1,
+        role="s",
+        parse=option_values.non_negative,
+        metavar="N",
+    )
+    api_key_file: Path | None = _option(
+        "file with the keys, one a line, of which clients must present one; default: no key is needed",
+        role="s",
+        parse=Path,
+        metavar="FILE",
+    )
+    ssl_certfile: Path | None = _option(
+        "certificate chain (PEM) with which the API is served over TLS", role="s", parse=Path, metavar="FILE"
+    )
+    ssl_keyfile: Path | None = _option(
+        "private key (PEM) of --ssl-certfile; default: it is in that file", role="s", parse=Path, metavar="FILE"
+    )
+    cors_origin: tuple[str, ...] = _option(
+        "origin of web pages that may use the API (repeatable), e.g. https://chat.example.org; '*': all pages",
+        (),
+        role="s",
+        metavar="ORIGIN",
+    )
+    no_access_log: bool = _option("do not log a line for every request", False, role="s")
+    otlp_traces_endpoint: str | None = _option(
+        "URL that takes OpenTelemetry's spans of the requests by OTLP over HTTP, e.g. http://localhost:4318/v1/traces "
+        "(extra otel)",
+        role="s",
+        metavar="URL",
+    )
+    tool_parser: str = _option(
+        "how the model writes tool calls; auto: as its chat template says",
+        "auto",
+        role="s",
+        choices=("auto", *TOOL_FORMS),
+    )
+    reasoning_parser: str = _option(
+        "how the model writes its reasoning, which chats get as reasoning_content; none: as a part of the content",
+        "auto",
+        role="s",
+        choices=("auto", "none", *REASONING_FORMS),
+    )
+    r_node: tuple[str, ...] = _option(
+        "an R-node to use (repeatable); default: an embedded R-node, over shared memory",
+        (),
+        role="s",
+        parse=option_values.url,
+        metavar="URL",
+    )
+    r_nodes_file: Path | None = _option(
+        "file with the R-nodes to use, one URL a line; R-nodes that join or leave it are taken up or emptied while the "
+        "node runs",
+        role="s",
+        parse=Path,
+        metavar="FILE",
+    )
+    r_nodes_dns: str | None = _option(
+        "use an R-node at each address of a host name, tcp://host:port, as the name resolves from time to time",
+        role="s",
+        parse=option_values.named_host,
+        metavar="URL",
+    )
+    partition: str = _option(
+        "sequences: each R-node holds whole sequences; heads: each R-node of --r-node holds a part of the KV heads of "
+        "every sequence; tokens: each one holds a part of the tokens of every sequence",
+        "sequences",
+        role="s",
+        choices=PARTITIONS,
+    )
+    prefill_listen: str | None = _option(
+        "URL at which this S-node computes prompts for other ones: tcp://host:port",
+        role="s",
+        parse=option_values.tcp_url,
+        metavar="URL",
+    )
+    prefill_at: tuple[str, ...] = _option(
+        "the --prefill-listen of an S-node that is to compute this one's long prompts (repeatable)",
+        (),
+        role="s",
+        parse=option_values.tcp_url,
+        metavar="URL",
+    )
+    prefill_file: Path | None = _option(
+        "file with such URLs, one a line, in place of --prefill-at; changes of the file are followed",
+        role="s",
+        parse=Path,
+        metavar="FILE",
+    )
+    take_from: tuple[str, ...] = _option(
+        "the --prefill-listen of an S-node whose streams this one takes over with their K and V when that one drains "
+        "behind a router (repeatable)",
+        (),
+        role="s",
+        parse=option_values.tcp_url,
+        metavar="URL",
+    )
+    connect_seconds: float = _option(
+        "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=option_values.seconds
+    )
+    reconnect_seconds: float = _option(
+        "how long requests wait for an R-node when the last one has been lost, before they end with an error",
+        10.0,
+        role="s",
+        parse=option_values.seconds,
+    )
+    backend: str = _option(
+        "native: the decoder of fastdecode; transformers: any model of transformers; auto: native if it can",
+        "auto",
+        role="s",
+        choices=("auto", "native", "transformers"),
+    )
+    device: str = _option("where the S-Part runs", "auto", role="s", choices=("auto", "cpu", "cuda"))
+    exchange: str = _option(
+        "how a GPU and the R-nodes exchange rows. bypass: the GPU's streams ring the R-nodes and wait for them; "
+        "staged: the host does so; auto: bypass if the check at start passes, else staged",
+        "auto",
+        role="s",
+        choices=EXCHANGES,
+    )
+    dtype: str = _option(
+        "dtype of weights and activations; auto: the checkpoint's dtype, or one that the CPU computes fast",
+        "auto",
+        role="s",
+        parse=option_values.dtype,
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
+    weights: str = _option(
+        "format of the weights in memory. auto: as stored; dense: in --dtype; int8, int4: rounded at load",
+        "auto",
+        role="s",
+        choices=WEIGHTS,
+    )
+    no_calibration: bool = _option(
+        "int4: round each weight to the nearest number, not by the inputs of a text: loads sooner, answers worse",
+        False,
+        role="s",
+    )
+    lora: tuple[tuple[str, Path], ...] = _option(
+        "a LoRA adapter in PEFT's format (repeatable), which requests choose by NAME as their model",
+        (),
+        role="s",
+        parse=option_values.named_directory,
+        metavar="NAME=DIR",
+    )
+    kv_dtype: str = _option(
+        "format of the KV-cache; int8-int4: K in int8, V in int4",
+        "fp16",
+        role="s",
+        parse=option_values.dtype,
+        choices=KV_DTYPES,
+    )
+    kv_lease: int | None = _option(
+        "KV-cache memory to lease from each R-node at once and for good; default: a lease that grows on demand, or all "
+        "of an embedded R-node",
+        role="s",
+        parse=parse_bytes,
+        metavar="SIZE",
+    )
+    max_model_len: int | None = _option(
+        "longest sequence (prompt and output); default: the model's limit",
+        role="s",
+        parse=option_values.positive,
+        metavar="TOKENS",
+    )
+    mini_batches: int | None = _option(
+        "mini-batches in flight: the S-Part of one overlaps the R-Part of another; default: 2, or 1 if both parts take "
+        "turns on the same cores",
+        role="s",
+        parse=option_values.positive,
+    )
+    max_batch_size: int = _option("most sequences in a mini-batch", 256, role="s", parse=option_values.positive)
+    max_batch_tokens: int = _option(
+        "most rows in a step: decoding sequences and prompt tokens together",
+        512,
+        role="s",
+        parse=option_values.positive,
+    )
+    schedule: str = _option(
+        "which requests start when there is room. greedy: all; stable: those with which the forecast KV load stays "
+        "even and within the cache",
+        "greedy",
+        role="s",
+        choices=("greedy", "stable"),
+    )
+    speculate: str = _option(
+        "suffix:K: guess up to K tokens of a sequence from its own text and verify them in one step, which leaves the "
+        "output as it is; off: guess none",
+        "off",
+        role="s",
+        parse=option_values.speculation,
+        metavar="off|suffix:K",
+    )
+    target_tbt_ms: float = _option(
+        "milliseconds between two tokens of a stream that should not be exceeded: while a stream runs, prompts are "
+        "cut into chunks that keep it, and sequences that would make steps longer wait; 0: no bound, prompts take up "
+        "to --max-batch-tokens rows of every step",
+        200.0,
+        role="s",
+        parse=option_values.milliseconds,
+        metavar="MS",
+    )
+    gpu_memory_utilization: float = _option(
+        "part of a GPU's memory that may be in use: weights, steps, and K and V of prompts that take several steps",
+        0.9,
+        role="s",
+        parse=option_values.part,
+        metavar="PART",
+    )
+    staging_memory: int | None = _option(
+        "memory of the S-Part for the K and V of prompts that take several steps. Default: what is left of a GPU's; "
+        "R-nodes attend for longer prompts. Or an eighth of a CPU's available one; a longer prompt is taken alone",
+        role="s",
+        parse=parse_bytes,
+        metavar="SIZE",
+    )
+    max_queued: int = _option(
+        "most requests that wait for others to end; the API refuses further ones with status 429",
+        1024,
+        role="s",
+        parse=option_values.non_negative,
+    )
+    no_prefix_cache: bool = _option(
+        "compute every prompt as a whole: share no KV-cache between sequences, and keep none of ended sequences",
+        False,
+        role="s",
+    )
+    s_threads: int | None = _option(
+        "threads of the S-Part on a CPU; default: all cores, or the cores that an embedded R-node leaves",
+        role="s",
+        parse=option_values.positive,
+    )
+
+    tune: str = _option(
+        "threads and mini-batches of an S-Part on a CPU with an embedded R-node, unless an option says them. auto: the "
+        "fastest in a measurement of some seconds at the first start, remembered for the machine and the model; "
+        "always: of a new measurement; off: all cores in turns",
+        "auto",
+        role="s",
+        choices=("auto", "always", "off"),
+    )
+
+    listen: tuple[str, ...] = _option(
+        "URL that S-nodes connect to (repeatable): tcp://host:port, shm:///path/to/socket, rdma://host:port",
+        (),
+        role="r",
+        parse=option_values.url,
+        metavar="URL",
+    )
+    insecure: bool = _option(
+        "listen on an address that other hosts can reach even without --secret-file", False, role="r"
+    )
+
+    max_lease: int | None = _option(
+        "the most KV-cache memory that one link may lease, so the most of one S-node; default: all of it",
+        role="r",
+        parse=parse_bytes,
+        metavar="SIZE",
+    )
+
+    kv_memory: int | None = _option(
+        "memory for the KV-cache of this (or the embedded) R-node, and for the activation regions of its links; "
+        "default: half of the available memory",
+        parse=parse_bytes,
+        metavar="SIZE",
+    )
+    threads: int | None = _option(
+        "attention threads of this (or the embedded) R-node; default: all cores, or beside an S-Part a share of them",
+        parse=option_values.positive,
+    )
+    cpus: tuple[int, ...] | None = _option(
+        "cpus to pin the attention threads to, e.g. 0-3,8", parse=option_values.cpu_list, metavar="LIST"
+    )
+    numa_node: int | None = _option(
+        "NUMA node to bind the threads and the memory of this (or the embedded) R-node to",
+        parse=option_values.non_negative,
+        metavar="N",
+    )
+    huge_pages: str = _option(
+        "huge pages for the KV-cache. madvise: transparent ones; hugetlb: from the pool that vm.nr_hugepages reserves",
+        "madvise",
+        choices=("madvise", "hugetlb", "off"),
+    )
+    prefault: bool = _option(
+        "take the KV-cache's memory from the OS as soon as it is leased, not while it fills", False
+    )
+    trim_idle_s: float = _option(
+        "seconds without a call after which the free part of a lease returns to the OS; 0: only when the lease ends",
+        0.0,
+        parse=option_values.seconds,
+        metavar="SECONDS",
+    )
+    spin_us: int | None = _option(
+        "microseconds that a waiter spins before it sleeps; default: 50 at an S-node, 100 at an R-node, 0 at an "
+        "embedded one that takes turns with the S-Part on the same cores",
+        parse=option_values.non_negative,
+    )
+    secret_file: Path | None = _option(
+        "file with the secret that S-nodes and R-nodes share, 16 bytes or more", parse=Path, metavar="FILE"
+    )
+    drain_seconds: float = _option(
+        "on SIGTERM, how long running requests may continue at an S-node, and how long an R-node waits for its S-nodes "
+        "to move their sequences away",
+        30.0,
+        parse=option_values.seconds,
+    )
+    log_level: str = _option("least severe messages to log", "info", choices=("debug", "info", "warning", "error"))
+    log_format: str = _option("text: lines for people; json: one JSON object a line", "text", choices=("text", "json"))
+
+    @property
+    def uses_r_nodes(self) -> bool:
+        """True if the S-node uses R-nodes that run already; False: it starts an embedded one."""
+        return bool(self.r_node or self.r_nodes_file or self.r_nodes_dns)
+
+    @property
+    def parts(self) -> int:
+        """The number of R-nodes that share the heads or the tokens of each sequence."""
+        return len(self.r_node) if self.partition != "sequences" else 1
+
+    @property
+    def team(self) -> str:
+        """What the R-nodes of a team share, if there is one: a key of transports.teams.PARTITIONS."""
+        return "heads" if self.partition == "sequences" else self.partition
