@@ -13,7 +13,7 @@ from aiohttp.typedefs import Middleware
 from fastdecode import __version__
 from fastdecode.api.cluster import ClusterReport
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
-from fastdecode.api.endpoints import Endpoints, ServedModel
+from fastdecode.api.endpoints import ApiModel, Endpoints
 from fastdecode.api.errors import ApiError, json_response
 from fastdecode.api.health import health
 from fastdecode.api.middleware import allow_origins, errors_as_json, log_requests, require_key
@@ -22,7 +22,7 @@ from fastdecode.api.preparation import Preparation
 from fastdecode.api.runs import Runs
 from fastdecode.api.tokenization import Tokenization
 from fastdecode.api.tracing import Tracing
-from fastdecode.service.client import EngineClient, Status
+from fastdecode.service.client import EngineClient, EngineStatus
 from fastdecode.service.metrics import CONTENT_TYPE
 from fastdecode.text.output.forms import reasoning_form, tool_form
 from fastdecode.text.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ def make_app(
     """
     template = tokenizer.template_source
     forms = tool_form(tool_parser, template), reasoning_form(reasoning_parser, template)
-    served = ServedModel(names, *forms, defaults, tuple(adapters))
+    served = ApiModel(names, *forms, defaults, tuple(adapters))
     preparation = Preparation(engine, tokenizer)
     runs = Runs(engine, keep_alive_seconds, hand_over_url)
     endpoints = Endpoints(tokenizer, served, preparation, runs)
@@ -101,7 +101,7 @@ def make_app(
             code="unsupported_endpoint",
         )
 
-    def state(status: Status) -> tuple[int, dict[str, Any]]:
+    def state(status: EngineStatus) -> tuple[int, dict[str, Any]]:
         return health(status, closing=runs.closing, stalled_after=stalled_after_seconds)
 
     async def report_health(_: web.Request) -> web.Response:

@@ -29,7 +29,7 @@ class Chunks:
         self._event = named_event if answer.named_events else event
         self._templates: dict[int, tuple[bytes, bytes]] = {}  # by the choice's index: what stands around the text
 
-    def of(self, index: int, piece: Piece) -> bytes:
+    def events(self, index: int, piece: Piece) -> bytes:
         """The events of a piece of a choice; b"" if there are none."""
         deltas = self._answer.deltas(index, piece)
         if not isinstance(deltas, str):

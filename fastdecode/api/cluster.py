@@ -13,7 +13,7 @@ from aiohttp import web
 
 from fastdecode import __version__
 from fastdecode.engine.stats import StepPart
-from fastdecode.service.client import EngineClient, Status
+from fastdecode.service.client import EngineClient, EngineStatus
 
 #: A report serves all who ask within this time, so that many open pages cost the R-nodes one question.
 _FRESH_SECONDS = 0.5
@@ -24,7 +24,7 @@ _PARTS = 200
 class ClusterReport:
     """Answers GET /cluster."""
 
-    def __init__(self, engine: EngineClient, model: str, *, chat: bool, name_state: Callable[[Status], str]):
+    def __init__(self, engine: EngineClient, model: str, *, chat: bool, name_state: Callable[[EngineStatus], str]):
         """`chat`: the model has a chat template. `name_state` gives the state that /health reports."""
         self._engine, self._name_state = engine, name_state
         self._constant = {"version": __version__, "model": model, "chat": chat, "max_model_len": engine.max_model_len}

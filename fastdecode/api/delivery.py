@@ -1,4 +1,4 @@
-"""Delivery: brings the tokens of all choices of a process from the engine to their requests.
+"""TokenDelivery: brings the tokens of all choices of a process from the engine to their requests.
 
 Nearly every token of a stream adds a known text to an event whose rest is known too. A Lane is the short way of the
 tokens of one choice: it puts the bytes together and writes them to the connection. Any other token, and every token of
@@ -55,7 +55,7 @@ class Lane:
         return True
 
 
-class Delivery:
+class TokenDelivery:
     """The outlet of a process's requests (engine/request.py)."""
 
     def __init__(self) -> None:

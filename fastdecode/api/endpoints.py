@@ -18,7 +18,7 @@ from fastdecode.api.preparation import Preparation, with_grammar
 from fastdecode.api.protocol import ChatRequest, Generation, parse_chat, parse_completion
 from fastdecode.api.response_answer import ResponseAnswer
 from fastdecode.api.responses import parse_response
-from fastdecode.api.runs import Job, Runs
+from fastdecode.api.runs import PreparedRequest, Runs
 from fastdecode.text.detokenizer import Detokenizer
 from fastdecode.text.output.deltas import ToolForm
 from fastdecode.text.output.dialogue import Dialogue
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class ApiModel:
     """The model as the API shows it."""
 
     names: tuple[str, ...]  # the first one is the answer to a request that names none
@@ -60,7 +60,7 @@ class Endpoints:
     """The handlers."""
 
     tokenizer: Tokenizer
-    model: ServedModel
+    model: ApiModel
     preparation: Preparation
     runs: Runs
 
@@ -86,10 +86,10 @@ class Endpoints:
         # The choice's text continues the prompt, so a leading space belongs to it.
         skip = generation.skip_special_tokens
         detokenizers = [
-            lambda prompt=prompt: Detokenizer.of(self.tokenizer, prompt, skip_special_tokens=skip) for prompt in cut
+            lambda prompt=prompt: Detokenizer.make(self.tokenizer, prompt, skip_special_tokens=skip) for prompt in cut
         ]
         generation = await self.preparation.finish(generation)
-        return await self.runs.answer(request, Job(generation, cut, detokenizers, answer, echoes))
+        return await self.runs.answer(request, PreparedRequest(generation, cut, detokenizers, answer, echoes))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -144,10 +144,10 @@ class Endpoints:
         shown, skip = dialogue.shown, generation.skip_special_tokens
 
         def detokenizer() -> Detokenizer:
-            return Detokenizer.of(self.tokenizer, shown=shown, skip_special_tokens=skip)
+            return Detokenizer.make(self.tokenizer, shown=shown, skip_special_tokens=skip)
 
         generation = await self.preparation.finish(generation)
-        return await self.runs.answer(request, Job(generation, [prompt], [detokenizer], answer))
+        return await self.runs.answer(request, PreparedRequest(generation, [prompt], [detokenizer], answer))
 
 
 async def read_body(request: web.Request) -> bytes:

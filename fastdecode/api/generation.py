@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from fastdecode.api.delivery import Delivery, Lane
+from fastdecode.api.delivery import Lane, TokenDelivery
 from fastdecode.engine.request import EngineError, TokenEvent, TokenScore
 from fastdecode.service.client import Cancel, EngineClient, Request
 from fastdecode.text.detokenizer import ByteDetokenizer, Detokenizer
@@ -179,7 +179,7 @@ class Run:
     A context manager, which cancels the choices that still run when it is left.
     """
 
-    def __init__(self, choices: Sequence[Choice], on_choice_end: Callable[[str, float], None], delivery: Delivery):
+    def __init__(self, choices: Sequence[Choice], on_choice_end: Callable[[str, float], None], delivery: TokenDelivery):
         """`on_choice_end(reason, seconds)` is called at the end of each choice.
 
         The reason is "stop", "length", "abort" or "error"; the seconds count from now.
@@ -209,7 +209,7 @@ class Run:
         return index in self._running
 
     def feed(self, index: int, event: TokenEvent) -> Piece:
-        """Let a choice have a token that it has had elsewhere. Returns its piece, which is given to nobody else."""
+        """Feed a choice a token that another S-node has generated. Returns its piece, which the client has already."""
         piece = self.choices[index].feed(event)
         if piece.finish_reason:
             self._end(index, piece.finish_reason)
@@ -229,8 +229,8 @@ class Run:
                 self._cancel(choice.index)
 
     def offer_to(self, sink: Callable[[int, Piece], bool]) -> None:
-        """Offer each piece to `sink`, with its choice's index, at the moment when it is ready. A piece for which `sink`
-        returns False, and those that come until it has been read, are left to `pieces`."""
+        """Offer each piece to `sink`, with its choice's index, at the moment when it is ready. If `sink` returns False,
+        the piece and its successors go to `pieces`, until a call of `pieces` has returned them."""
         self._sink = sink
 
     @property

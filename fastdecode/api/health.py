@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdecode.service.client import Status
+from fastdecode.service.client import EngineStatus
 
 
-def health(engine: Status, *, closing: bool, stalled_after: float) -> tuple[int, dict[str, Any]]:
+def health(engine: EngineStatus, *, closing: bool, stalled_after: float) -> tuple[int, dict[str, Any]]:
     """The HTTP status and the body of /health.
 
     The status is 503 while the node cannot take requests, or if it has work and has completed no step for

@@ -109,7 +109,7 @@ class Preparation:
             whole = self._tokenizer.decode(prompt, skip_special_tokens=skip) if text is None else text
             offsets, seen = [], 0
             if offsets_wanted:
-                detokenizer = Detokenizer.of(self._tokenizer, skip_special_tokens=skip)
+                detokenizer = Detokenizer.make(self._tokenizer, skip_special_tokens=skip)
                 for token in prompt:
                     offsets.append(seen)
                     seen += len(detokenizer.push(token))

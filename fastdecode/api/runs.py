@@ -12,7 +12,7 @@ from aiohttp import web
 from fastdecode.api.answers import Answer, usage
 from fastdecode.api.chunks import Chunks
 from fastdecode.api.continuation import LEAVING, Resume, is_resumable, mark, not_resumable, resumable, token_mark
-from fastdecode.api.delivery import Delivery, Lane
+from fastdecode.api.delivery import Lane, TokenDelivery
 from fastdecode.api.errors import ApiError, from_engine, json_response
 from fastdecode.api.generation import Choice, Echo, Piece, Run
 from fastdecode.api.middleware import notes, request_id
@@ -31,7 +31,7 @@ _REPLAYED_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PreparedRequest:
     """A request that is ready to be submitted."""
 
     generation: Generation
@@ -50,7 +50,7 @@ class Runs:
     hand_over_url: str | None = None  # see make_app
     closing: bool = False  # new requests are refused
     _runs: set[Run] = field(default_factory=set)
-    _delivery: Delivery = field(default_factory=Delivery)
+    _delivery: TokenDelivery = field(default_factory=TokenDelivery)
     _texts: dict[int, bytes] = field(default_factory=dict)  # of tokens, in JSON; see Lane
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -70,17 +70,18 @@ class Runs:
             for run in self._runs:
                 run.fail(shutting_down_error())
 
-    async def answer(self, request: web.Request, job: Job) -> web.StreamResponse:
-        """Generate the choices of a job, and answer. Raises ApiError."""
+    async def answer(self, request: web.Request, prepared: PreparedRequest) -> web.StreamResponse:
+        """Generate the choices of a request, and answer. Raises ApiError."""
         if self.closing:
             raise shutting_down_error()
-        resume, answer = notes().resume, job.answer
-        marked = is_resumable(request.headers, job.generation, len(job.prompts), answer) and not any(job.echoes)
+        resume, answer = notes().resume, prepared.answer
+        n_prompts = len(prepared.prompts)
+        marked = is_resumable(request.headers, prepared.generation, n_prompts, answer) and not any(prepared.echoes)
         if marked:
-            job = replace(job, generation=resumable(job.generation, answer, resume))
+            prepared = replace(prepared, generation=resumable(prepared.generation, answer, resume))
         elif resume is not None:
             raise not_resumable()
-        run = self._run(job)
+        run = self._run(prepared)
         run.names_tokens = marked
         self._runs.add(run)
         self._idle.clear()
@@ -88,16 +89,16 @@ class Runs:
             if resume is not None:
                 await self._replay(run, resume, answer)
             if run.running:
-                await self._submit(job, run, resume)
+                await self._submit(prepared, run, resume)
             # Leaving this block cancels all choices that still run. aiohttp cancels this coroutine if the client goes
             # away.
             with run:
-                if job.generation.stream:
-                    return await self._stream(request, job, run, resume)
-                return await self._whole(request, job, run)
+                if prepared.generation.stream:
+                    return await self._stream(request, prepared, run, resume)
+                return await self._whole(request, prepared, run)
         finally:
-            counts = usage(run.choices, job.generation.candidates)
-            notes().logged = {"id": job.answer.id} | {
+            counts = usage(run.choices, prepared.generation.candidates)
+            notes().logged = {"id": prepared.answer.id} | {
                 name: counts[name] for name in ("prompt_tokens", "completion_tokens")
             }
             if run.first_token_seconds is not None:
@@ -106,14 +107,14 @@ class Runs:
             if not self._runs:
                 self._idle.set()
 
-    def _run(self, job: Job) -> Run:
-        """The choices of a job, before they are submitted. Raises ApiError (400)."""
-        generation, answer = job.generation, job.answer
+    def _run(self, prepared: PreparedRequest) -> Run:
+        """The choices of a request, before they are submitted. Raises ApiError (400)."""
+        generation, answer = prepared.generation, prepared.answer
         n = generation.candidates
-        if (choices := len(job.prompts) * n) > self.engine.max_queued:
+        if (choices := len(prepared.prompts) * n) > self.engine.max_queued:
             raise ApiError(
                 400,
-                f"{len(job.prompts)} prompt(s) times n={n} is {choices} choices; this server queues at most "
+                f"{len(prepared.prompts)} prompt(s) times n={n} is {choices} choices; this server queues at most "
                 f"{self.engine.max_queued} (--max-queued)",
                 param="n" if n > 1 else answer.prompt_param,
                 code="too_many_choices",
@@ -121,8 +122,8 @@ class Runs:
 
         def choice(index: int) -> Choice:
             p = index // n
-            echo = job.echoes[p] if job.echoes else None
-            return Choice(index, len(job.prompts[p]), job.detokenizers[p](), generation.text, echo)
+            echo = prepared.echoes[p] if prepared.echoes else None
+            return Choice(index, len(prepared.prompts[p]), prepared.detokenizers[p](), generation.text, echo)
 
         return Run([choice(index) for index in range(choices)], self.engine.choice_ended, self._delivery)
 
@@ -144,13 +145,13 @@ class Runs:
         except (ValueError, LookupError, OverflowError):  # of a token that the tokenizer does not know
             raise not_resumable() from None
 
-    async def _submit(self, job: Job, run: Run, resume: Resume | None) -> None:
+    async def _submit(self, prepared: PreparedRequest, run: Run, resume: Resume | None) -> None:
         """Queue a run's choices. Raises ApiError."""
-        generation = job.generation
+        generation = prepared.generation
         params = replace(generation.sampling, client=notes().client)
         grammar = generation.grammar
         spec = None if grammar is None else grammar.spec
-        request = Request(job.answer.id, list(job.prompts), params, generation.candidates, spec)
+        request = Request(prepared.answer.id, list(prepared.prompts), params, generation.candidates, spec)
         if resume is not None:
             past = [list(choice.tokens) for choice in resume.choices]
             past += [[] for _ in run.choices[len(past) :]]
@@ -162,10 +163,10 @@ class Runs:
             assert grammar is not None, "without a grammar, none is invalid"
             raise grammar_error(grammar.param, str(error), unavailable=error.unavailable) from None
         except EngineError as error:
-            raise from_engine(error, job.answer.prompt_param) from None
+            raise from_engine(error, prepared.answer.prompt_param) from None
 
-    async def _whole(self, request: web.Request, job: Job, run: Run) -> web.Response:
-        generation, answer = job.generation, job.answer
+    async def _whole(self, request: web.Request, prepared: PreparedRequest, run: Run) -> web.Response:
+        generation, answer = prepared.generation, prepared.answer
         whole: dict[int, Piece] = {choice.index: Piece() for choice in run.choices}
         while (ready := await run.pieces()) is not None:
             for index, pieces in ready.items():
@@ -176,12 +177,14 @@ class Runs:
         body = answer.whole({i: whole[choice.index] for i, choice in enumerate(chosen)}, counts)
         if (top := generation.prompt_logprobs) is not None:
             for i, choice in enumerate(chosen):
-                prompt = job.prompts[i // generation.n]
+                prompt = prepared.prompts[i // generation.n]
                 body["choices"][i]["prompt_logprobs"] = answer.prompt_logprobs(choice.prompt_scores, prompt, top)
         return json_response(body, headers={"X-Request-Id": request_id(request) or answer.id})
 
-    async def _stream(self, request: web.Request, job: Job, run: Run, resume: Resume | None) -> web.StreamResponse:
-        generation, answer = job.generation, job.answer
+    async def _stream(
+        self, request: web.Request, prepared: PreparedRequest, run: Run, resume: Resume | None
+    ) -> web.StreamResponse:
+        generation, answer = prepared.generation, prepared.answer
         headers = {"X-Request-Id": request_id(request) or answer.id, **notes().headers}
         events = EventStream(request, headers, named=answer.named_events)
         chunks = Chunks(answer, generation, run.choices)
@@ -199,7 +202,7 @@ class Runs:
             return True
 
         def marked(index: int, piece: Piece) -> bytes:
-            chunk = chunks.of(index, piece)
+            chunk = chunks.events(index, piece)
             return chunk + token_mark(index, piece.tokens) if piece.tokens else chunk
 
         def leave() -> None:

@@ -18,7 +18,7 @@ from fastdecode.api.app import CLOSE
 _BACKLOG = 4096
 
 
-class Server:
+class ApiServer:
     """An application that is being served; `port` is its TCP port."""
 
     def __init__(self, runner: web.AppRunner, app: web.Application, port: int):
@@ -96,8 +96,8 @@ _log = logging.getLogger("fastdecode.api.http")
 _log.addFilter(_OneLine())
 
 
-async def serve(app: web.Application, sockets: list[socket.socket], *, tls: ssl.SSLContext | None = None) -> Server:
-    """Serve `app` on bound sockets, which the Server then owns; over TLS if `tls` is given. Raises OSError.
+async def serve(app: web.Application, sockets: list[socket.socket], *, tls: ssl.SSLContext | None = None) -> ApiServer:
+    """Serve `app` on bound sockets, which the ApiServer then owns; over TLS if `tls` is given. Raises OSError.
 
     `handler_cancellation` makes aiohttp cancel the handler of a client that goes away; without it, the request would
     run to its end.
@@ -111,4 +111,4 @@ async def serve(app: web.Application, sockets: list[socket.socket], *, tls: ssl.
     except OSError:
         await runner.cleanup()
         raise
-    return Server(runner, app, port)
+    return ApiServer(runner, app, port)

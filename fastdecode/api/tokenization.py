@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from fastdecode.api.endpoints import ServedModel, read_body
+from fastdecode.api.endpoints import ApiModel, read_body
 from fastdecode.api.errors import json_response
 from fastdecode.api.fields import Fields, invalid
 from fastdecode.api.preparation import Preparation
@@ -20,7 +20,7 @@ class Tokenization:
     """The handlers."""
 
     tokenizer: Tokenizer
-    model: ServedModel
+    model: ApiModel
     preparation: Preparation
     max_model_len: int
 

@@ -26,9 +26,10 @@ from fastdecode.bench.decode_report import print_one, print_sweep, row_of
 from fastdecode.bench.load import Cell, Load
 from fastdecode.bench.options import keep, print_result, read_kept
 from fastdecode.bench.peers import PEERS, Peer
-from fastdecode.daemon.config import WEIGHTS, NodeConfig
+from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.daemon.machine import total_memory, usable_cpus
+from fastdecode.daemon.options import WEIGHTS
 from fastdecode.demo import model_dir
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, choose_device, choose_dtype, load_model, read_config

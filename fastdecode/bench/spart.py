@@ -25,9 +25,10 @@ from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
 from fastdecode.bench.steps import run_step
-from fastdecode.daemon.config import WEIGHTS, NodeConfig
+from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
 from fastdecode.daemon.option_values import format_bytes
+from fastdecode.daemon.options import WEIGHTS
 from fastdecode.demo import model_dir
 from fastdecode.spart import SPart, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend

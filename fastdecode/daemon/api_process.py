@@ -40,7 +40,7 @@ def main() -> None:
 
 async def _serve(settings: ApiSettings, engine_socket: socket.socket, listening: list[socket.socket]) -> int:
     try:
-        engine = await RemoteEngine.over(engine_socket)
+        engine = await RemoteEngine.open(engine_socket)
     except NotReady:
         return 1  # the engine's process has ended before it was ready, and has said why
     server = await serve(settings.app(engine), listening, tls=settings.tls)

@@ -31,7 +31,7 @@ _DRAIN_SECONDS = 5.0  # by which the end of a drain may be late before the proce
 _PAUSE_SECONDS = 5.0  # before the next start after a process that ended before it served, or that could not be started
 
 
-class _Child:
+class _ApiProcess:
     """One API process and this process's end of the connection to it."""
 
     def __init__(self, config: NodeConfig, listening: Sequence[socket.socket]):
@@ -77,7 +77,7 @@ class ApiProcesses:
         """Start `config.api_processes` processes, which wait for an engine. `listening` are bound sockets, which the
         object then owns."""
         self._config, self._listening = config, list(listening)
-        self._children = [_Child(config, listening) for _ in range(config.api_processes)]
+        self._children = [_ApiProcess(config, listening) for _ in range(config.api_processes)]
         self._hosts: set[EngineHost] = set()
         self._tasks: list[asyncio.Task[None]] = []  # each keeps the child of its place alive
         self._cpus: frozenset[int] = frozenset()
@@ -90,7 +90,7 @@ class ApiProcesses:
         self._cpus = frozenset(cpus)
         for place, child in enumerate(self._children):
             child.bind(self._cpus)
-            host = await EngineHost.over(child.socket, engine)
+            host = await EngineHost.open(child.socket, engine)
             self._tasks.append(asyncio.create_task(self._keep(place, host, engine)))
             if not await host.serving:
                 self._ending.set()
@@ -116,11 +116,11 @@ class ApiProcesses:
                 return
             started.bind(self._cpus)
             self._children[place] = started
-            host = await EngineHost.over(started.socket, engine)
+            host = await EngineHost.open(started.socket, engine)
             if self._ending.is_set():
                 host.close()
 
-    async def _start(self, *, pause: bool) -> _Child | None:
+    async def _start(self, *, pause: bool) -> _ApiProcess | None:
         """Start a child, after a pause if the last attempt failed; None: the node ends meanwhile."""
         while True:
             if pause:
@@ -128,7 +128,7 @@ class ApiProcesses:
                     await asyncio.wait_for(self._ending.wait(), _PAUSE_SECONDS)
                     return None
             try:
-                return _Child(self._config, self._listening)
+                return _ApiProcess(self._config, self._listening)
             except OSError as error:
                 log.error("an API process cannot be started: %s", error)
                 pause = True

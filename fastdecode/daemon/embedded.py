@@ -113,11 +113,11 @@ class EmbeddedRNode:
             # Linux does not hand the core to a thread that has yielded, too.
             config = replace(config, spin_us=0)
         own = config.cpus is not None or config.numa_node is not None
-        self._run: _Threads | _Child
+        self._run: _RNodeThreads | _RNodeProcess
         if split.in_turns and split.mini_batches == 1 and not own:
-            self._run = _Threads(config, split, brief)
+            self._run = _RNodeThreads(config, split, brief)
         else:
-            self._run = _Child(config, split, self.url, brief)
+            self._run = _RNodeProcess(config, split, self.url, brief)
 
     async def start(self) -> None:
         """Start the R-node and wait until it listens. Raises ConfigError, TransportError, RuntimeError, ValueError."""
@@ -143,7 +143,7 @@ class EmbeddedRNode:
         self.remove_socket()
 
 
-class _Threads:
+class _RNodeThreads:
     """An R-node in this process."""
 
     def __init__(self, config: NodeConfig, split: Split, brief: bool):
@@ -172,7 +172,7 @@ class _Threads:
             self._node = None
 
 
-class _Child:
+class _RNodeProcess:
     """A child process `fastdecode-node --role r`. The kernel kills it when this process dies, whatever the cause."""
 
     def __init__(self, config: NodeConfig, split: Split, url: str, brief: bool):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from fastdecode.api.server import Server, bind, serve
+from fastdecode.api.server import ApiServer, bind, serve
 from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits, check_partition
 from fastdecode.daemon.config import NodeConfig
@@ -232,7 +232,7 @@ async def _serve(
         stack.callback(r_node_links.unwatch)
         stack.callback(asyncio.create_task(log_activity(lambda: engine.stats)).cancel)
         client = LocalEngine(engine, settings.tokenizer, settings.names[0])
-        server: ApiProcesses | Server
+        server: ApiProcesses | ApiServer
         if isinstance(api, ApiProcesses):
             server = api
             await server.serve(client, split.r_cpus)

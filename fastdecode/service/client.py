@@ -30,7 +30,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class EngineStatus:
     """The state of an engine."""
 
     ready: bool  # it accepts requests
@@ -43,7 +43,7 @@ class Status:
 class Report:
     """What the page shows of an engine."""
 
-    status: Status  # with the R-nodes' counters up to date
+    status: EngineStatus  # with the R-nodes' counters up to date
     timeline: list[StepPart]  # the last parts of steps
     latencies: dict[str, dict[str, list[float]]]  # Metrics.latencies
 
@@ -81,7 +81,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def status(self) -> Status:
+    async def status(self) -> EngineStatus:
         """The state now. Raises NotReady if the engine does not answer."""
         ...
 

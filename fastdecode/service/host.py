@@ -22,14 +22,14 @@ from fastdecode.service.messages import (
     Drained,
     End,
     Ended,
+    EngineLimits,
     Failure,
     FromApi,
-    Hello,
+    Heartbeat,
+    HeartbeatAnswer,
     MetricsAnswer,
-    Ping,
-    Pong,
+    NotQueued,
     Queued,
-    Refused,
     ReportAnswer,
     Serving,
     StatusAnswer,
@@ -72,20 +72,20 @@ class EngineHost:
         self._sending = False  # the event loop is going to call `_send_step`
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()  # also set when the connection has ended
-        self._unanswered = 0  # intervals since the last Ping that was answered
+        self._unanswered = 0  # intervals since the last Heartbeat that was answered
         #: True if the connection was ended because the API process did not answer.
         self.hung = False
         #: True once the API listens; False if the connection has ended before.
         self.serving: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def over(cls, sock: socket.socket, engine: EngineClient) -> EngineHost:
+    async def open(cls, sock: socket.socket, engine: EngineClient) -> EngineHost:
         """The host of a connected socket, which it then owns."""
-        return cls(engine, await Connection.over(sock, FROM_API))
+        return cls(engine, await Connection.open(sock, FROM_API))
 
     async def run(self) -> None:
         """Serve until the connection ends."""
-        self._connection.send(Hello(self._engine.max_model_len, self._engine.max_queued))
+        self._connection.send(EngineLimits(self._engine.max_model_len, self._engine.max_queued))
         self._spawn(self._watch())
         try:
             async for message in self._connection.messages():
@@ -108,7 +108,7 @@ class EngineHost:
             return
         while self._unanswered < _PINGS:
             if not self._unanswered:
-                self._connection.send(Ping())
+                self._connection.send(Heartbeat())
             self._unanswered += 1
             await asyncio.sleep(_PING_SECONDS)
         self.hung = True
@@ -144,7 +144,7 @@ class EngineHost:
                 self.serving.set_result(True)
             case Drained():
                 self._drained.set()
-            case Pong():
+            case HeartbeatAnswer():
                 self._unanswered = 0
 
     async def _submit(self, request: Request, hosted: _Hosted) -> None:
@@ -155,7 +155,7 @@ class EngineHost:
             if not isinstance(error, EngineError):  # a bug, which must not leave the client waiting
                 log.exception("a request could not be queued")
                 error = GenerationFailed("internal error; the server's log says more")
-            self._connection.send(Refused(hosted.first, Failure.of(error)))
+            self._connection.send(NotQueued(hosted.first, Failure.from_error(error)))
         else:
             self._connection.send(Queued(hosted.first))
 
@@ -184,7 +184,7 @@ class EngineHost:
         self._send_step()
 
     def _send_step(self) -> None:
-        step = Step.of(self._numbers, self._tokens, self._events)
+        step = Step.from_calls(self._numbers, self._tokens, self._events)
         self._numbers, self._tokens, self._events = [], [], []
         self._connection.send(step)
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.request import InvalidGrammar, Outlet, Output, Place
-from fastdecode.service.client import Cancel, Report, Request, Status
+from fastdecode.service.client import Cancel, EngineStatus, Report, Request
 from fastdecode.service.metrics import Metrics
 from fastdecode.text.grammar import GrammarCompiler, GrammarError, GrammarsUnavailable
 from fastdecode.text.tokenizer import Tokenizer
@@ -69,9 +69,9 @@ class LocalEngine:
     def choice_ended(self, reason: str, seconds: float) -> None:
         self._metrics.choice_ended(reason, seconds)
 
-    async def status(self) -> Status:
+    async def status(self) -> EngineStatus:
         engine = self._engine
-        return Status(engine.ready, engine.stalled_seconds, engine.longest_sequence, engine.stats)
+        return EngineStatus(engine.ready, engine.stalled_seconds, engine.longest_sequence, engine.stats)
 
     async def metrics(self) -> bytes:
         await self._engine.refresh()

@@ -17,7 +17,7 @@ from msgspec.msgpack import Decoder, Encoder
 
 from fastdecode.engine import request as engine_errors
 from fastdecode.engine.request import EngineError, Outlet, TokenEvent
-from fastdecode.service.client import Report, Request, Status
+from fastdecode.service.client import EngineStatus, Report, Request
 
 _BUFFER = 1 << 20  # bytes that a reader takes ahead
 _Message = TypeVar("_Message")
@@ -31,7 +31,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     attributes: dict[str, str | int | bool]
 
     @classmethod
-    def of(cls, error: EngineError) -> Failure:
+    def from_error(cls, error: EngineError) -> Failure:
         return cls(type(error).__name__, str(error), vars(error))
 
     @property
@@ -100,18 +100,18 @@ class Drained(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """No request is left after a Drain."""
 
 
-class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to a Ping."""
+class HeartbeatAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to a Heartbeat."""
 
 
-FromApi = Submit | Withdraw | End | Ended | AskStatus | AskMetrics | AskReport | Serving | Drained | Pong
+FromApi = Submit | Withdraw | End | Ended | AskStatus | AskMetrics | AskReport | Serving | Drained | HeartbeatAnswer
 FROM_API: Decoder[FromApi] = Decoder(FromApi)
 
 
 # ---- from the engine's process ----
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class EngineLimits(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The engine's first message."""
 
     max_model_len: int
@@ -124,7 +124,7 @@ class Queued(msgspec.Struct, frozen=True, array_like=True, tag=True):
     first: int
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class NotQueued(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The request submitted as `first` is not queued."""
 
     first: int
@@ -141,7 +141,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failures: list[tuple[int, Failure]]
 
     @classmethod
-    def of(
+    def from_calls(
         cls,
         numbers: Sequence[int],
         tokens: Sequence[int],
@@ -152,7 +152,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
             array("q", numbers).tobytes(),
             array("q", tokens).tobytes(),
             [(number, event) for number, event in events if isinstance(event, TokenEvent)],
-            [(number, Failure.of(event)) for number, event in events if isinstance(event, EngineError)],
+            [(number, Failure.from_error(event)) for number, event in events if isinstance(event, EngineError)],
         )
 
     @property
@@ -175,7 +175,7 @@ class StatusAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The answer to an AskStatus."""
 
     question: int
-    status: Status
+    status: EngineStatus
 
 
 class MetricsAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -202,11 +202,13 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End the process."""
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answer with a Pong. An API process whose event loop hangs does not."""
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer with a HeartbeatAnswer. An API process whose event loop hangs does not."""
 
 
-FromEngine = Hello | Queued | Refused | Step | StatusAnswer | MetricsAnswer | ReportAnswer | Drain | Close | Ping
+FromEngine = (
+    EngineLimits | Queued | NotQueued | Step | StatusAnswer | MetricsAnswer | ReportAnswer | Drain | Close | Heartbeat
+)
 FROM_ENGINE: Decoder[FromEngine] = Decoder(FromEngine)
 
 
@@ -223,7 +225,7 @@ class Connection(Generic[_Message]):
         self._encoder = Encoder()
 
     @classmethod
-    async def over(cls, sock: socket.socket, decoder: Decoder[_Message]) -> Connection[_Message]:
+    async def open(cls, sock: socket.socket, decoder: Decoder[_Message]) -> Connection[_Message]:
         """The connection of a connected socket, which it then owns; `decoder` is that of the messages that arrive."""
         reader, writer = await asyncio.open_unix_connection(sock=sock, limit=_BUFFER)
         return cls(decoder, reader, writer)

@@ -9,7 +9,7 @@ import socket
 from typing import Any, cast
 
 from fastdecode.engine.request import EngineError, GenerationFailed, NotReady, Outlet, check_length
-from fastdecode.service.client import Cancel, Report, Request, Status
+from fastdecode.service.client import Cancel, EngineStatus, Report, Request
 from fastdecode.service.messages import (
     FROM_ENGINE,
     AskMetrics,
@@ -21,13 +21,13 @@ from fastdecode.service.messages import (
     Drained,
     End,
     Ended,
+    EngineLimits,
     FromEngine,
-    Hello,
+    Heartbeat,
+    HeartbeatAnswer,
     MetricsAnswer,
-    Ping,
-    Pong,
+    NotQueued,
     Queued,
-    Refused,
     ReportAnswer,
     Serving,
     StatusAnswer,
@@ -53,19 +53,19 @@ class RemoteEngine:
         self._queueing: dict[int, asyncio.Future[None]] = {}  # by the number of the first choice
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()  # of questions
-        self._hello: asyncio.Future[Hello] = loop.create_future()
+        self._hello: asyncio.Future[EngineLimits] = loop.create_future()
         #: The seconds that the engine's process gives running requests before it ends; None: it has ended already.
         self.drain_asked: asyncio.Future[float | None] = loop.create_future()
         self.close_asked = asyncio.Event()  # also set when the engine's process has ended
         self._reading = loop.create_task(self._read())
 
     @classmethod
-    async def over(cls, sock: socket.socket) -> RemoteEngine:
+    async def open(cls, sock: socket.socket) -> RemoteEngine:
         """The engine at the other end of a connected socket, which is then owned. Waits for the engine to start.
 
         Raises NotReady if the other end closes the connection first.
         """
-        engine = cls(await Connection.over(sock, FROM_ENGINE))
+        engine = cls(await Connection.open(sock, FROM_ENGINE))
         await engine._hello
         return engine
 
@@ -108,8 +108,8 @@ class RemoteEngine:
     def choice_ended(self, reason: str, seconds: float) -> None:
         self._connection.send(Ended(reason, seconds))
 
-    async def status(self) -> Status:
-        return cast(Status, await self._ask(AskStatus(next(self._numbers))))
+    async def status(self) -> EngineStatus:
+        return cast(EngineStatus, await self._ask(AskStatus(next(self._numbers))))
 
     async def metrics(self) -> bytes:
         return cast(bytes, await self._ask(AskMetrics(next(self._numbers))))
@@ -163,16 +163,16 @@ class RemoteEngine:
                     message.deliver(self._outlet)
             case Queued(first):
                 _resolve(self._queueing.get(first))
-            case Refused(first, failure):
+            case NotQueued(first, failure):
                 _fail(self._queueing.get(first), failure.error)
             case StatusAnswer(question, answer) | MetricsAnswer(question, answer) | ReportAnswer(question, answer):
                 _resolve(self._questions.get(question), answer)
-            case Hello():
+            case EngineLimits():
                 self._hello.set_result(message)
             case Drain(seconds):
                 _resolve(self.drain_asked, seconds)
-            case Ping():
-                self._connection.send(Pong())
+            case Heartbeat():
+                self._connection.send(HeartbeatAnswer())
             case Close():
                 _resolve(self.drain_asked, 0.0)
                 self.close_asked.set()

@@ -24,7 +24,7 @@ class Detokenizer(ABC):
         self._shown, self._skip = shown, skip_special_tokens
 
     @staticmethod
-    def of(
+    def make(
         tokenizer: Tokenizer,
         prompt: Sequence[int] = (),
         *,

@@ -1,7 +1,7 @@
 """Grammars that a generated text must follow, compiled and run by llguidance (the extra `structured`).
 
-A GrammarCompiler turns a JSON schema, a regular expression, a list of choices or a Lark grammar into a Grammar. Each
-choice of a request follows its own GrammarState, which says after every token which tokens may come next.
+A GrammarCompiler turns a JSON schema, a regular expression, a list of choices or a Lark grammar into an LLGrammar. Each
+choice of a request follows its own LLGrammarState, which says after every token which tokens may come next.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class GrammarCompiler:
         self._end_tokens = sorted(end_tokens)
         self._lock = threading.Lock()
         self._backend: Any = None  # llguidance's tokenizer, made for the first grammar
-        self._cache: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
+        self._cache: OrderedDict[GrammarSpec, LLGrammar] = OrderedDict()
         self._masks: _MaskThread | None = None
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
+    def compile(self, spec: GrammarSpec) -> LLGrammar:
         """Raises GrammarError."""
         if len(spec.text) > MAX_GRAMMAR_LENGTH:
             raise GrammarError(f"the grammar is longer than {MAX_GRAMMAR_LENGTH} characters")
@@ -86,7 +86,7 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
             return grammar
 
-    def _compile(self, spec: GrammarSpec) -> Grammar:
+    def _compile(self, spec: GrammarSpec) -> LLGrammar:
         try:
             import llguidance
         except ImportError:
@@ -112,7 +112,7 @@ class GrammarCompiler:
             raise GrammarError(_one_line(matcher.get_error()))
         after, unless = (self._token_id(text) for text in (spec.after, spec.unless))
         assert self._masks is not None, "made with the tokenizer"
-        return Grammar(matcher, self._backend.vocab_size, after, unless, self._masks)
+        return LLGrammar(matcher, self._backend.vocab_size, after, unless, self._masks)
 
     def _token_id(self, text: str | None) -> int | None:
         if text is not None and (token := self._tokenizer.token_id(text)) is not None:
@@ -126,14 +126,14 @@ class _MaskThread:
     """The thread that computes masks while the S-Part computes the logits that the masks apply to. One job computes all
     masks that are due, because a job for each mask would cost more than the mask of a small vocabulary."""
 
-    def __init__(self, update: Callable[[list[GrammarState]], None]) -> None:
+    def __init__(self, update: Callable[[list[LLGrammarState]], None]) -> None:
         """`update` brings the masks of some states up to date, and raises nothing."""
         self._update = update
         self._pool = ThreadPoolExecutor(1, "grammar-masks")
-        self._due: deque[GrammarState] = deque()
+        self._due: deque[LLGrammarState] = deque()
         self._scheduled = False
 
-    def submit(self, state: GrammarState) -> None:
+    def submit(self, state: LLGrammarState) -> None:
         """Bring the mask of `state` up to date. Called by one thread only."""
         self._due.append(state)
         if not self._scheduled:
@@ -154,7 +154,7 @@ class _BatchUpdate:
         """`executor` is llguidance's LLExecutor."""
         self._executor = executor
 
-    def __call__(self, states: list[GrammarState]) -> None:
+    def __call__(self, states: list[LLGrammarState]) -> None:
         """Let the matchers take their tokens, and compute the masks after these. Nothing is allowed after a failure."""
         try:
             self._advance(states)
@@ -165,7 +165,7 @@ class _BatchUpdate:
         else:
             self._compute_each(states)
 
-    def _compute_each(self, states: list[GrammarState]) -> None:
+    def _compute_each(self, states: list[LLGrammarState]) -> None:
         try:
             self._compute(states)
         except Exception:
@@ -176,7 +176,7 @@ class _BatchUpdate:
             log.exception("a grammar's mask could not be computed")
             states[0].set_mask(None)
 
-    def _advance(self, states: list[GrammarState]) -> None:
+    def _advance(self, states: list[LLGrammarState]) -> None:
         moving = [state for state in states if state.token is not None]
         tokens = [(state.matcher, state.token) for state in moving]
         for state in moving:
@@ -184,7 +184,7 @@ class _BatchUpdate:
         if tokens:
             self._executor.consume_token_par(tokens)
 
-    def _compute(self, states: list[GrammarState]) -> None:
+    def _compute(self, states: list[LLGrammarState]) -> None:
         masks = np.empty((len(states), states[0].n_words), np.int32)
         sound = [(state.matcher, row) for row, state in enumerate(states) if not state.matcher.is_error()]
         if sound:
@@ -193,19 +193,19 @@ class _BatchUpdate:
             state.set_mask(None if state.matcher.is_error() else mask)
 
 
-class Grammar:
+class LLGrammar:
     """A compiled grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int, after: int | None, unless: int | None, thread: _MaskThread):
         self._matcher, self._vocab_size, self._thread = matcher, vocab_size, thread
         self._after, self._unless = after, unless
 
-    def start(self) -> GrammarState:
+    def start(self) -> LLGrammarState:
         """The state before the first token of a new text."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._after, self._unless, self._thread)
+        return LLGrammarState(self._matcher.deep_copy(), self._vocab_size, self._after, self._unless, self._thread)
 
 
-class GrammarState:
+class LLGrammarState:
     """Follows one text. Its mask is computed in another thread as soon as a token is known."""
 
     def __init__(self, matcher: Any, vocab_size: int, after: int | None, unless: int | None, thread: _MaskThread):

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdecode.api.app import make_app
-from fastdecode.api.server import Server, bind, serve
+from fastdecode.api.server import ApiServer, bind, serve
 from fastdecode.engine.engine import Engine
 from fastdecode.service.client import EngineClient
 from fastdecode.service.host import EngineHost
@@ -29,7 +29,7 @@ MODEL = "tiny"
 class Client:
     """`openai` is OpenAI's client; `http` sends requests that OpenAI's client would never send."""
 
-    server: Server
+    server: ApiServer
     openai: AsyncOpenAI
     http: aiohttp.ClientSession
 
@@ -75,9 +75,9 @@ async def served(
 async def remote_engine(engine: EngineClient) -> AsyncIterator[RemoteEngine]:
     """`engine` at the other end of a pair of sockets."""
     near, far = socket.socketpair()
-    host = await EngineHost.over(near, engine)
+    host = await EngineHost.open(near, engine)
     serving = asyncio.create_task(host.run())
-    remote = await RemoteEngine.over(far)
+    remote = await RemoteEngine.open(far)
     try:
         yield remote
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from fastdecode.engine.request import EngineError, Outlet, Place, SamplingParams, TokenEvent
 from fastdecode.engine.stats import EngineStats, NodeStats
-from fastdecode.service.client import Cancel, Report, Request, Status
+from fastdecode.service.client import Cancel, EngineStatus, Report, Request
 from fastdecode.service.metrics import Metrics
 
 #: A stream's next action: yield a token, wait for the test, or fail.
@@ -91,8 +91,8 @@ class ScriptedEngine:
     async def metrics(self) -> bytes:
         return self._metrics.render()
 
-    async def status(self) -> Status:
-        return Status(self.ready, self.stalled_seconds, self.longest_sequence, self.stats)
+    async def status(self) -> EngineStatus:
+        return EngineStatus(self.ready, self.stalled_seconds, self.longest_sequence, self.stats)
 
     async def report(self, n_parts: int) -> Report:
         """Its timeline has two parts of one step: the S-Part computes, waits, and computes again."""

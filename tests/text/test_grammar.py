@@ -8,13 +8,13 @@ from collections import deque
 import numpy as np
 import pytest
 
-from fastdecode.text.grammar import Grammar, _BatchUpdate, _MaskThread
+from fastdecode.text.grammar import LLGrammar, _BatchUpdate, _MaskThread
 
 pytestmark = pytest.mark.quick
 
 
 class State:
-    """Stands for a GrammarState whose mask takes until `may_end` is set."""
+    """Stands for a LLGrammarState whose mask takes until `may_end` is set."""
 
     def __init__(self):
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -71,7 +71,7 @@ def test_a_matcher_that_fails_takes_no_other_with_it(caplog):
     matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_regex("[ab]+"))
     executor = Executor()
     thread = _MaskThread(_BatchUpdate(executor))
-    grammar = Grammar(matcher, tokenizer.vocab_size, None, None, thread)
+    grammar = LLGrammar(matcher, tokenizer.vocab_size, None, None, thread)
     states = [grammar.start() for _ in range(3)]
 
     def allowed(state):

@@ -232,7 +232,7 @@ def test_broken_files_are_named(tmp_path):
 
 
 def stream(tokenizer, ids, prompt=()):
-    detokenizer = Detokenizer.of(tokenizer, prompt)
+    detokenizer = Detokenizer.make(tokenizer, prompt)
     return [*map(detokenizer.push, ids), detokenizer.flush()]
 
 

@@ -35,7 +35,7 @@ class CallScanner:
         self._quoted = False  # the arguments are a string that holds JSON
 
     @classmethod
-    def of_arguments(cls, name: str) -> CallScanner:
+    def for_arguments(cls, name: str) -> CallScanner:
         """A scanner that stands before the arguments of a call of `name`; behind them it has `ended`."""
         scanner = cls()
         scanner.push(f'{{"name": {json.dumps(name)}, "arguments": ')

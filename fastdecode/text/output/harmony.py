@@ -83,7 +83,7 @@ class HarmonyParser(OutputParser):
         elif token == MESSAGE:
             header, self._header = self._header or "", None
             recipient = _RECIPIENT.search(header)
-            self._scanner = CallScanner.of_arguments(recipient[1]) if recipient else None
+            self._scanner = CallScanner.for_arguments(recipient[1]) if recipient else None
             self._hidden = "analysis" in header and recipient is None
         elif self._header is not None:
             self._header += token

@@ -60,7 +60,7 @@ class _MistralParser(OutputParser):
                     self._held = "" if found else name + text
                     if found:
                         name = name.partition(CALL_ID)[0].strip()
-                        self._scanner, self._state = CallScanner.of_arguments(name), "arguments"
+                        self._scanner, self._state = CallScanner.for_arguments(name), "arguments"
                         self._emitter.emit(self._scanner, delta)
                     else:
                         text = ""
