@@ -20,7 +20,7 @@ from functools import partial
 from . import handshake
 from .base import CallRefused, LinkDown, PageSink, TransportError
 from .frames import FrameSocket
-from .messages import Error, Message, Next, Ok, Pages, ProtocolError
+from .messages import ErrorMessage, Message, Next, Ok, Pages, ProtocolError
 from .registry import dial
 
 #: Seconds in which at least one byte must move.
@@ -50,7 +50,7 @@ async def receive(conn: FrameSocket, sink: PageSink) -> None:
             if length:
                 sink.finish(length)
         except CallRefused as error:
-            await conn.write(Error(id=0, status=error.status, message=str(error)))
+            await conn.write(ErrorMessage(id=0, status=error.status, message=str(error)))
             raise
         await conn.write(Ok(id=0, stats=None))
 
@@ -143,7 +143,7 @@ class Delivery:
     @staticmethod
     def _check(answer: Message, asked: str) -> None:
         """Raises CallRefused, ProtocolError."""
-        if isinstance(answer, Error):
+        if isinstance(answer, ErrorMessage):
             raise CallRefused(answer.status, answer.message)
         if not isinstance(answer, Ok):
             raise ProtocolError(f"the R-node answered {asked} with {answer.TYPE}")

@@ -33,10 +33,9 @@ Without a secret there are no proofs and no MACs, and anybody who can reach the 
 
 from __future__ import annotations
 
-import base64
 import secrets
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
 from fastdecode.region.contract import PROTOCOL_VERSION
 from fastdecode.region.geometry import Geometry, GeometryError, region_layout
@@ -51,7 +50,8 @@ from .messages import (
     Deliver,
     Entrust,
     HelloMessage,
-    Refused,
+    Message,
+    RefusedMessage,
     VersionMismatch,
     Welcome,
 )
@@ -74,6 +74,11 @@ class Ticket:
     session: Session | None  # None: the nodes have no secret
 
 
+def _fields(message: Message, kind: type[Any]) -> dict[str, Any]:
+    """The fields of the dataclass `kind` that `message` has, as arguments of its constructor."""
+    return {field.name: getattr(message, field.name) for field in fields(kind) if hasattr(message, field.name)}
+
+
 # ---- S side ----
 
 
@@ -82,7 +87,7 @@ async def _read_challenge(conn: FrameSocket) -> Challenge:
         message = await conn.read()
     except VersionMismatch as error:
         raise LinkRefused(str(error)) from None
-    if isinstance(message, Refused):
+    if isinstance(message, RefusedMessage):
         raise LinkRefused(message.reason)
     if not isinstance(message, Challenge):
         raise LinkRefused(f"the peer began with {message.TYPE}, not with CHALLENGE; is it an R-node?")
@@ -105,7 +110,7 @@ async def _answer(
         message = session.prove(message, challenge)
     await conn.write(message)
     answer = await conn.read()
-    if isinstance(answer, Refused):
+    if isinstance(answer, RefusedMessage):
         raise LinkRefused(answer.reason)
     if not isinstance(answer, expected):
         raise LinkRefused(f"the R-node answered {message.TYPE} with {answer.TYPE}")
@@ -131,35 +136,27 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
     if secret is not None and not challenge.needs_secret:
         raise LinkRefused(f"R-node {challenge.node} has no shared secret, and this S-node has one")
 
-    geometry = hello.geometry
     try:
-        region_bytes = region_layout(geometry).region_bytes
+        region_bytes = region_layout(hello.geometry).region_bytes
     except GeometryError as error:
         raise TransportError(str(error)) from None
     message = HelloMessage(
         version=PROTOCOL_VERSION,
         nonce=secrets.token_hex(32),
         mac=None,
-        **{name: getattr(geometry, name) for name in Geometry.__dataclass_fields__},
         region_bytes=region_bytes,
         kv_dtype=hello.kv_dtype,
-        windows=list(hello.windows),
+        windows=hello.windows,
         softmax_scale=hello.softmax_scale,
         kv_bytes=hello.kv_bytes,
         max_seqs=hello.max_seqs,
-        segments=list(hello.layers.segments),
-        kv_layers=list(hello.layers.kv_layers),
-        softcaps=list(hello.layers.softcaps),
-        sinks=base64.b64encode(hello.layers.sinks).decode(),
-        slopes=base64.b64encode(hello.layers.slopes).decode(),
-        heads=[list(heads) for heads in hello.layers.heads],
-        part=list(hello.layers.part),
-        rotated=int(hello.layers.rotated),
+        **asdict(hello.geometry),
+        **asdict(hello.layers),
     )
     session = None if secret is None else Session(secret, message.nonce, challenge.nonce)
     answer = await _answer(conn, challenge, message, Welcome, session, _unproved(challenge))
     conn.max_frame = MAX_FRAME_AFTER_AUTH
-    lease = Lease(**{name: getattr(answer, name) for name in Lease.__dataclass_fields__})
+    lease = Lease(**_fields(answer, Lease))
     # The S-node allocates by these numbers, so an R-node may grant less than was asked for and no more.
     if lease.max_seqs > hello.max_seqs:
         raise LinkRefused(f"the R-node grants {lease.max_seqs} sequences, asked for were {hello.max_seqs}")
@@ -233,7 +230,7 @@ class Handshake:
         message = self.answer
         assert isinstance(message, HelloMessage)
         self._verify(message, secret)
-        geometry = Geometry(**{name: getattr(message, name) for name in Geometry.__dataclass_fields__})
+        geometry = Geometry(**_fields(message, Geometry))
         try:
             region_bytes = region_layout(geometry).region_bytes
         except GeometryError as error:
@@ -243,24 +240,8 @@ class Handshake:
                 f"the two nodes lay regions out differently: {message.region_bytes} bytes at the S-node, "
                 f"{region_bytes} here ({geometry})"
             )
-        return Hello(
-            geometry=geometry,
-            kv_dtype=message.kv_dtype,
-            windows=tuple(message.windows),
-            softmax_scale=float(message.softmax_scale),
-            kv_bytes=message.kv_bytes,
-            max_seqs=message.max_seqs,
-            layers=LayerOptions(
-                segments=tuple(message.segments),
-                kv_layers=tuple(message.kv_layers),
-                softcaps=tuple(map(float, message.softcaps)),
-                sinks=base64.b64decode(message.sinks),
-                slopes=base64.b64decode(message.slopes),
-                heads=tuple((q, kv, k, v) for q, kv, k, v in message.heads),
-                part=(message.part[0], message.part[1]),
-                rotated=Rotated(message.rotated),
-            ),
-        )
+        layers = LayerOptions(**_fields(message, LayerOptions) | {"rotated": Rotated(message.rotated)})
+        return Hello(geometry=geometry, layers=layers, **_fields(message, Hello))
 
     def _verify(self, message: HelloMessage | Deliver | Entrust, secret: bytes | None) -> None:
         """Check the proof of the first message of a peer that knows no session yet. Raises LinkRefused."""
@@ -300,7 +281,7 @@ class Handshake:
         """Send WELCOME with the lease and the token. Raises LinkDown."""
         hello = self.answer
         assert isinstance(hello, HelloMessage)
-        message = Welcome(mac=None, token=token, **{name: getattr(lease, name) for name in Lease.__dataclass_fields__})
+        message = Welcome(mac=None, token=token, **asdict(lease))
         await self.conn.write(self.session.prove(message, self._challenge, hello) if self.session else message)
         self._seal()
         self.conn.max_frame = MAX_FRAME_AFTER_AUTH

@@ -21,11 +21,11 @@ from .frames import FrameSocket
 from .messages import (
     LEAVING,
     MAX_HANDLES,
-    Error,
+    ErrorMessage,
     Fork,
     Free,
     Ok,
-    Ping,
+    PingMessage,
     ProtocolError,
     Push,
     Receive,
@@ -138,7 +138,7 @@ class RegionLink(Link):
 
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
         for i in range(0, len(handles), MAX_HANDLES):
-            await self._request(Free(id=next(self._ids), handles=[list(h) for h in handles[i : i + MAX_HANDLES]]))
+            await self._request(Free(id=next(self._ids), handles=list(handles[i : i + MAX_HANDLES])))
 
     async def trim(self, seq_index: int, tag: int, length: int) -> None:
         await self._request(Trim(id=next(self._ids), seq_index=seq_index, tag=tag, length=length))
@@ -198,9 +198,9 @@ class RegionLink(Link):
         while True:
             message = await self._conn.read()
             self._unanswered_pings = 0
-            if isinstance(message, Error) and message.id == 0:
+            if isinstance(message, ErrorMessage) and message.id == 0:
                 raise LinkDown(message.message)
-            if not isinstance(message, Ok | Error):
+            if not isinstance(message, Ok | ErrorMessage):
                 raise ProtocolError(f"the R-node sent {message.TYPE} on an open link")
             if isinstance(message, Ok) and message.stats is not None and message.stats.get(LEAVING):
                 self._leaving.set()
@@ -223,7 +223,7 @@ class RegionLink(Link):
                 if writing is None or writing.done():
                     if writing is not None:
                         writing.result()
-                    writing = self._loop.create_task(self._conn.write(Ping(id=next(self._ids))))
+                    writing = self._loop.create_task(self._conn.write(PingMessage(id=next(self._ids))))
                 await asyncio.sleep(PING_INTERVAL_S)
         finally:
             if writing is not None:

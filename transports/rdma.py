@@ -34,8 +34,7 @@ from ._native import Port, Poster
 from .base import Hello, Link, LinkDown, LinkGrant, LinkRefused, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .link import RegionLink
-from .messages import Endpoint as EndpointMessage
-from .messages import ProtocolError, Refused
+from .messages import EndpointMessage, ProtocolError, RefusedMessage
 from .rdma_devices import PortGid, choose, list_ports
 from .rdma_endpoint import Endpoint, load
 from .server import Carrier
@@ -97,7 +96,7 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
             await handshake.attach(data, ticket)
             await data.write(endpoint.description)
             peer = await data.read()
-        if isinstance(peer, Refused):
+        if isinstance(peer, RefusedMessage):
             raise LinkRefused(peer.reason)
         if not isinstance(peer, EndpointMessage):
             raise ProtocolError(f"the R-node answered ENDPOINT with {peer.TYPE}")

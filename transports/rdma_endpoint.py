@@ -22,7 +22,7 @@ from typing import Any
 
 from ._native import verbs_fds
 from .base import TransportError
-from .messages import Endpoint as EndpointMessage
+from .messages import EndpointMessage
 from .rdma_devices import PortGid, RdmaPort, describe_memlock
 
 log = logging.getLogger(__name__)

@@ -37,16 +37,16 @@ from .messages import (
     LEAVING,
     Attach,
     Deliver,
-    Error,
+    ErrorMessage,
     Fork,
     Free,
     Message,
     Ok,
-    Ping,
+    PingMessage,
     ProtocolError,
     Push,
     Receive,
-    Refused,
+    RefusedMessage,
     Request,
     Resize,
     Stats,
@@ -149,7 +149,7 @@ class LinkSession:
             reason = self._ending.result()
             requests.cancel()
             if not self._peer_gone:
-                await send_last(self._conn, Error(id=0, status=Status.INTERNAL, message=reason))
+                await send_last(self._conn, ErrorMessage(id=0, status=Status.INTERNAL, message=reason))
             self._log.info("link of %s ended: %s", self.name, reason)
         finally:
             requests.cancel()
@@ -190,25 +190,27 @@ class LinkSession:
                 self._pushes.add(push)
                 push.add_done_callback(self._pushes.discard)
                 continue
-            answer: Ok | Error
+            answer: Ok | ErrorMessage
             try:
                 answer = self._answer(request)
             except CallRefused as error:
-                answer = Error(id=request.id, status=error.status, message=str(error))
+                answer = ErrorMessage(id=request.id, status=error.status, message=str(error))
             await self._conn.write(answer)
 
     async def _push(self, request: Push) -> None:
         """Send pages to another R-node, and answer the request."""
-        answer: Ok | Error = Ok(id=request.id, stats=None)
+        answer: Ok | ErrorMessage = Ok(id=request.id, stats=None)
         pages = range(request.first, request.first + request.n_pages)
         try:
             await self._grant.push((request.seq_index, request.tag), pages, request.length, request.url, request.token)
         except TransportError as error:
             status = error.status if isinstance(error, CallRefused) else Status.INTERNAL
-            answer = Error(id=request.id, status=status, message=str(error))
+            answer = ErrorMessage(id=request.id, status=status, message=str(error))
         except Exception:
             log.exception("link of %s: a PUSH failed", self.name)
-            answer = Error(id=request.id, status=Status.INTERNAL, message="internal error at the R-node, see its log")
+            answer = ErrorMessage(
+                id=request.id, status=Status.INTERNAL, message="internal error at the R-node, see its log"
+            )
         with contextlib.suppress(LinkDown):
             await self._conn.write(answer)
 
@@ -216,7 +218,7 @@ class LinkSession:
         stats = None
         match request:
             case Free():
-                self._grant.free([(seq_index, tag) for seq_index, tag in request.handles])
+                self._grant.free(request.handles)
             case Trim():
                 self._grant.trim(request.seq_index, request.tag, request.length)
             case Fork():
@@ -231,7 +233,7 @@ class LinkSession:
                 stats = self._grant.stats()
             case Stats():
                 stats = self._grant.stats()
-            case Ping():
+            case PingMessage():
                 stats = {LEAVING: 1} if self.leaving else None
         return Ok(id=request.id, stats=stats)
 
@@ -322,7 +324,7 @@ class ControlServer(Server):
         except (LinkRefused, ProtocolError, TimeoutError) as error:
             reason = str(error) or f"the hand-shake took longer than {handshake.DEADLINE_S:.0f} s"
             log.warning("%s refused %s: %s", self.url, self.peer_name(sock), reason)
-            await send_last(conn, Refused(reason=reason))
+            await send_last(conn, RefusedMessage(reason=reason))
         except LinkDown:
             pass
         except Exception:
@@ -361,7 +363,7 @@ class ControlServer(Server):
         try:
             sink = self._service.incoming(message.token, message.page_bytes)
         except LinkRefused as error:
-            await conn.write(Error(id=0, status=Status.BAD_CALL, message=str(error)))
+            await conn.write(ErrorMessage(id=0, status=Status.BAD_CALL, message=str(error)))
             raise
         await conn.write(Ok(id=0, stats=None))
         return sink

@@ -7,8 +7,9 @@ each direction has a key of its own, so a MAC of one role, message or connection
 from __future__ import annotations
 
 import hmac
-from dataclasses import replace
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from .messages import (
     Accepted,

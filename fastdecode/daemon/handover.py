@@ -7,7 +7,6 @@ control connection: both ends prove that they know the shared secret, and each f
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import hashlib
 import logging
@@ -26,7 +25,7 @@ from fastdecode.region.contract import Status
 from fastdecode.transports import handshake, tcp
 from fastdecode.transports.base import CallRefused, Hello, LinkDown, LinkRefused, TransportError
 from fastdecode.transports.frames import MAX_FRAME_AFTER_AUTH, FrameSocket
-from fastdecode.transports.messages import Error, Ok, Prompt, ProtocolError, Refused
+from fastdecode.transports.messages import ErrorMessage, Ok, PromptMessage, ProtocolError, RefusedMessage
 from fastdecode.transports.server import send_last
 
 log = logging.getLogger(__name__)
@@ -123,8 +122,8 @@ class RemotePrefill:
             self._waiting[url] -= len(order.tokens)
 
     async def _ask(self, url: str, order: Order) -> None:
-        message = Prompt(
-            tokens=base64.b64encode(array("I", order.tokens).tobytes()).decode(),
+        message = PromptMessage(
+            tokens=array("I", order.tokens).tobytes(),
             adapter=order.adapter,
             cache_salt=order.cache_salt,
             client=order.client,
@@ -143,7 +142,7 @@ class RemotePrefill:
             answer = await conn.read()
         finally:
             conn.close()
-        if isinstance(answer, Error):
+        if isinstance(answer, ErrorMessage):
             raise CallRefused(answer.status, answer.message)
         if not isinstance(answer, Ok):
             raise ProtocolError(f"it answered PROMPT with {answer.TYPE}")
@@ -220,7 +219,7 @@ class PrefillServer:
         except (LinkRefused, ProtocolError, TimeoutError) as error:
             reason = str(error) or f"the hand-shake took longer than {handshake.DEADLINE_S:.0f} s"
             log.warning("%s refused a connection: %s", self.url, reason)
-            await send_last(conn, Refused(reason=reason))
+            await send_last(conn, RefusedMessage(reason=reason))
         except (LinkDown, OSError):
             pass
         except Exception:
@@ -239,13 +238,12 @@ class PrefillServer:
         await opening.accept()
         conn.max_frame = MAX_FRAME_AFTER_AUTH
         message = await conn.read()
-        if not isinstance(message, Prompt):
+        if not isinstance(message, PromptMessage):
             raise ProtocolError(f"expected PROMPT, got {message.TYPE}")
-        ids = base64.b64decode(message.tokens)
-        if len(ids) % 4:
+        if len(message.tokens) % 4:
             raise ProtocolError("the token ids of PROMPT are not whole")
         return Order(
-            array("I", ids).tolist(),
+            array("I", message.tokens).tolist(),
             message.adapter,
             message.cache_salt,
             message.client,
@@ -267,7 +265,9 @@ class PrefillServer:
         except (EngineError, TransportError) as error:
             log.warning("a prompt of another S-node was not computed: %s", error)
             bad = isinstance(error, InvalidPrompt | InvalidParameter)  # others may do better
-            await conn.write(Error(id=0, status=Status.BAD_CALL if bad else Status.INTERNAL, message=str(error)[:4096]))
+            await conn.write(
+                ErrorMessage(id=0, status=Status.BAD_CALL if bad else Status.INTERNAL, message=str(error)[:4096])
+            )
         finally:
             for task in (giving, gone):
                 task.cancel()

@@ -17,7 +17,7 @@ from wire_peers import Caller, FakeRNode, Keys, attach_message, hello_message
 from fastdecode.daemon.rnode import RNode
 from fastdecode.transports.base import Link, LinkRefused, TransportError
 from fastdecode.transports.frames import FrameSocket
-from fastdecode.transports.messages import MAX_HANDLES, Free, Ping
+from fastdecode.transports.messages import MAX_HANDLES, Free, PingMessage
 from fastdecode.transports.registry import connect, serve
 from fastdecode.transports.session import Seal, hkdf_expand, hkdf_extract
 
@@ -341,7 +341,7 @@ async def test_a_write_that_is_cancelled_halfway_leaves_the_connection_usable(se
     for end in ends:
         end.max_frame = 1 << 20
         end.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    large, small = Free(id=1, handles=[[7, 7]] * MAX_HANDLES), Ping(id=2)
+    large, small = Free(id=1, handles=[(7, 7)] * MAX_HANDLES), PingMessage(id=2)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await ends[0].write(large)
