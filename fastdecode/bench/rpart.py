@@ -15,7 +15,7 @@ from fastdecode.kernels._native import REngine, page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.region.region import Region
-from fastdecode.spart.int4.balance import rotated_by_s_node
+from fastdecode.spart.int4.balance import hadamard_by_s_node
 from fastdecode.transports._native import Port
 
 _FILL_PAGES = 64  # appended by one call
@@ -72,7 +72,7 @@ class RPart:
             self.sequences + scattered * n_pages,
             shape.head_size**-0.5,
             (0,),
-            rotated=rotated_by_s_node(kv_dtype),
+            rotated=hadamard_by_s_node(kv_dtype),
         )
         self._port = Port(self._region.view, numbers, 0, wake_fd=self._link.eventfd)
         self._table = np.zeros(self.sequences, ROW_DTYPE)

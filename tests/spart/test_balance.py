@@ -15,7 +15,14 @@ from fastdecode.bench.accuracy import rotated
 from fastdecode.bench.perplexity import nats_per_token
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model
-from fastdecode.spart.int4.balance import _weights, balance_digest, balance_for, balancing, rotated_by_s_node, rotation
+from fastdecode.spart.int4.balance import (
+    _weights,
+    balance_digest,
+    balance_for,
+    balancing,
+    hadamard_by_s_node,
+    hadamard_matrix,
+)
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer
@@ -64,7 +71,7 @@ def test_balanced_queries_and_keys_have_equal_second_moments() -> None:
 @pytest.mark.parametrize("size", [8, 24, 64, 80, 128, 192, 256])
 def test_the_rotation_is_that_of_the_kernels(size) -> None:
     rows = np.random.default_rng(size).standard_normal((3, size))
-    np.testing.assert_allclose(rows @ rotation(size).numpy(), rotated(rows), atol=1e-12)
+    np.testing.assert_allclose(rows @ hadamard_matrix(size).numpy(), rotated(rows), atol=1e-12)
 
 
 def test_a_row_counts_by_what_its_error_does_to_o() -> None:
@@ -74,7 +81,7 @@ def test_a_row_counts_by_what_its_error_does_to_o() -> None:
         torch.randn(tokens, heads, size, generator=generator, dtype=torch.float64)
         for heads in (n_kv * group, n_kv, n_kv)
     )
-    state = SimpleNamespace(places=SimpleNamespace(q_heads=q, k_heads=k, v_heads=v))
+    state = SimpleNamespace(heads=SimpleNamespace(q_heads=q, k_heads=k, v_heads=v))
     of_queries, of_keys, of_values = _weights(state, scale)
 
     def outputs(values: torch.Tensor, head: int, scores: torch.Tensor) -> torch.Tensor:  # [group, tokens, size]
@@ -104,7 +111,7 @@ async def test_results_stay_and_a_cache_of_4_bits_loses_less(node, kv_dtype) -> 
     exact, plain = await nats(model, node, "fp32"), await nats(model, node, kv_dtype)
     balance_for(model, kv_dtype, tokens)
     digest = balance_digest(model)
-    assert model.rotated == rotated_by_s_node(kv_dtype) != Rotated(0)
+    assert model.rotated == hadamard_by_s_node(kv_dtype) != Rotated(0)
     assert await nats(model, node, "fp32") == pytest.approx(exact, rel=1e-5)
     balanced = await nats(model, node, kv_dtype)
     assert abs(math.expm1(balanced - exact)) < 0.004

@@ -30,10 +30,10 @@ from fastdecode.spart.linears.quantised import (
     concatenate,
     decode,
     fit_4_bits,
+    hadamard_blocks,
     most_of_four,
     nearest_level,
     quantise,
-    rotate,
 )
 from fastdecode.spart.linears.stack import ConcatenatedLinear, make_linear
 from fastdecode.spart.step.batch import Chunk, StepBatch
@@ -54,7 +54,7 @@ def isa(request, monkeypatch):
 
 
 STEPS = {8: 127.0, 15: 127.0 * 128}
-ROTATED_STEPS_AVX2 = 64.0  # of rows for rotated matrices of 8 bits, with AVX2; others are rounded to 8 bits
+HADAMARD_STEPS_AVX2 = 64.0  # of rows for transformed matrices of 8 bits, with AVX2; others are rounded to 8 bits
 
 
 def rounded(x: torch.Tensor, steps: float = STEPS[8]) -> torch.Tensor:
@@ -69,8 +69,8 @@ def rounded(x: torch.Tensor, steps: float = STEPS[8]) -> torch.Tensor:
     )[:, :ins]
 
 
-def rotated_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [n, in] fp32 as the kernels rotate it, in the order of their fp32 sums: within 8 numbers first."""
+def hadamard_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [n, in] fp32 as the kernels transform it, in the order of their fp32 sums: within 8 numbers first."""
     for width in (1, 2, 4, 8, 16):
         pairs = x.view(len(x), -1, 2, width)
         x = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).view(len(x), -1)
@@ -79,10 +79,10 @@ def rotated_rows(x: torch.Tensor) -> torch.Tensor:
 
 def rounded_inputs(linear: GroupedLinear, x: torch.Tensor) -> torch.Tensor:
     """The rows x [n, in] fp32 that the linear multiplies once it has rounded them, in float64."""
-    if not linear._rotated:
+    if not linear._hadamard:
         return rounded(x, STEPS[8 if linear._passes == 1 else 15])
-    steps = ROTATED_STEPS_AVX2 if linear._native.isa == "avx2" and linear._bits == 8 else STEPS[8]
-    return rotate(rounded(rotated_rows(x), steps)) / 32
+    steps = HADAMARD_STEPS_AVX2 if linear._native.isa == "avx2" and linear._bits == 8 else STEPS[8]
+    return hadamard_blocks(rounded(hadamard_rows(x), steps)) / 32
 
 
 def random_matrix(
@@ -94,12 +94,12 @@ def random_matrix(
     mins: bool = True,
     activation_bits: int = 8,
     table: tuple[int, ...] = (),
-    rotated: bool = False,
+    hadamard: bool = False,
 ) -> Quantised:
     """Any stored numbers, scales that are fp16."""
     g = torch.Generator().manual_seed(outs * ins + bits)
     q = torch.randint(0, 1 << bits, (outs, ins), dtype=torch.uint8, generator=g)
-    if rotated and bits == 8:  # numbers as large as the rule for rotated matrices lets them be
+    if hadamard and bits == 8:  # numbers as large as the rule for transformed matrices lets them be
         numbers = q.float() - 128
         fitting = (MOST_OF_FOUR / most_of_four(numbers)).clamp_max(127 / 128).repeat_interleave(32, 1)
         q = (128 + (numbers * fitting).trunc()).to(torch.uint8)
@@ -114,7 +114,7 @@ def random_matrix(
         group,
         activation_bits,
         table=table,
-        rotated=rotated,
+        hadamard=hadamard,
     )
 
 
@@ -134,7 +134,7 @@ def seeded():
     torch.manual_seed(0)
 
 
-ROTATED = {4: {"rotated": True}, 8: {"mins": False, "zero": 128, "rotated": True}}
+HADAMARD = {4: {"hadamard": True}, 8: {"mins": False, "zero": 128, "hadamard": True}}
 
 
 @pytest.mark.quick
@@ -147,8 +147,8 @@ def test_kernels_compute_the_exact_product_of_rounded_rows(isa, bits):
             {"mins": False, "zero": 8 if bits == 4 else 128},
             {"group": 64, "activation_bits": 15},
             {"group": 128, "zero": 3, "activation_bits": 15},
-            *([ROTATED[bits]] if ins % 32 == 0 else []),
-            *({"table": table, "rotated": True} for table in (TABLE, LEVELS) if bits == 4 and ins % 32 == 0),
+            *([HADAMARD[bits]] if ins % 32 == 0 else []),
+            *({"table": table, "hadamard": True} for table in (TABLE, LEVELS) if bits == 4 and ins % 32 == 0),
             *({"table": TABLE, "zero": 5, "activation_bits": b} for b in (8, 15) if bits == 4),
         ):
             matrix = random_matrix(bits, outs, ins, **form)
@@ -249,15 +249,15 @@ def test_sizes_that_do_not_fit_are_refused():
 def test_sums_of_a_matrix_are_given_where_its_numbers_are_signed(isa):
     weights, scales, units, sums = bytes(16 * 64), bytes(16 * 2 * 2), bytes(16 * 4), bytes(16 * 2 * 2)
     signed = _native.QuantisedLinear.wants_signed()
-    for rotated in (False, True):
-        form = (16, 64, 8, 32, 128, 1, rotated, weights, scales, units, None, None, None)
-        wanted = rotated and signed
+    for hadamard in (False, True):
+        form = (16, 64, 8, 32, 128, 1, hadamard, weights, scales, units, None, None, None)
+        wanted = hadamard and signed
         _native.QuantisedLinear(*form, sums if wanted else None)
         with pytest.raises(ValueError, match="negated_sums are missing" if wanted else "negated_sums are not wanted"):
             _native.QuantisedLinear(*form, None if wanted else sums)
 
 
-def test_numbers_of_a_rotated_matrix_fit_into_16_bit_sums():
+def test_numbers_of_a_hadamard_matrix_fit_into_16_bit_sums():
     weight = torch.randn(256, 256)
     weight[:, 64:] = weight[:, 64:].sign() * 0.01  # blocks whose sums, and not their largest number, set the scale
     matrix = quantise(weight, 8, activation_bits=8)
@@ -298,14 +298,14 @@ def test_levels_lose_less_of_normal_weights_than_equal_steps():
 
 
 @pytest.mark.parametrize(("bits", "error", "stored_error"), [(8, 0.008, 2e-3), (4, 0.075, 0.015)])
-def test_a_rotated_matrix_is_the_matrix(bits, error, stored_error):
+def test_a_hadamard_matrix_is_the_matrix(bits, error, stored_error):
     """A Hadamard matrix keeps the length of a block, so rounding costs what it costs any block of such numbers. A
-    minimum in fp16 is off by 2^-12 of about 1/2, which the rotation gathers from 32 numbers in a block's first one."""
+    minimum in fp16 is off by 2^-12 of about 1/2, which the transform gathers from 32 numbers in a block's first one."""
     weight = torch.randn(40, 96)
     matrix = quantise(weight, bits, activation_bits=8)
-    assert matrix.rotated and not quantise(weight[:, :70], bits, activation_bits=8).rotated
+    assert matrix.hadamard and not quantise(weight[:, :70], bits, activation_bits=8).hadamard
     assert (matrix.dequantise() - weight).norm() < error * weight.norm()
-    torch.testing.assert_close(rotate(rotate(weight)), weight * 32)
+    torch.testing.assert_close(hadamard_blocks(hadamard_blocks(weight)), weight * 32)
     stored = GroupedLinear(matrix, None, CPU).dequantise()
     torch.testing.assert_close(stored, matrix.dequantise(), rtol=0, atol=stored_error)
 
@@ -337,7 +337,7 @@ def test_bits_of_a_weight_in_memory():
 def test_memory_keeps_the_numbers(isa):
     """What is stored is what was given, whatever the layout; rows serve as an embedding."""
     ids = torch.tensor([36, 0, 5, 5])
-    parts = [GroupedLinear(random_matrix(bits, 37, 96, **ROTATED[bits]), None, CPU) for bits in (8, 4)]
+    parts = [GroupedLinear(random_matrix(bits, 37, 96, **HADAMARD[bits]), None, CPU) for bits in (8, 4)]
     for linears in (parts[:1], parts[1:], parts):
         rows = torch.cat([linear.dequantise() for linear in linears])
         for index in (ids, (len(rows) - 1 - ids)):
@@ -366,10 +366,10 @@ def test_stacked_matrices_of_one_form_are_one_and_others_stand_side_by_side():
     torch.testing.assert_close(half[:, 32:], x.sum(1, keepdim=True).expand(3, 4))
 
 
-@pytest.mark.parametrize("rotated", [False, True])
-def test_another_device_computes_with_float_weights(rotated):
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_another_device_computes_with_float_weights(hadamard):
     """The product without the kernels, which is what a GPU computes."""
-    matrix = random_matrix(8, 48, 96, mins=False, zero=128, rotated=True) if rotated else random_matrix(4, 48, 96)
+    matrix = random_matrix(8, 48, 96, mins=False, zero=128, hadamard=True) if hadamard else random_matrix(4, 48, 96)
     bias, x = torch.randn(48), torch.randn(5, 96)
     linear = GroupedLinear(matrix, bias, CPU)
     linear._native = None

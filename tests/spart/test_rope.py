@@ -14,7 +14,7 @@ from transformers import AutoConfig, LlamaForCausalLM, Phi3ForCausalLM
 from fastdecode.engine.request import SamplingParams
 from fastdecode.spart import CheckpointError
 from fastdecode.spart.checkpoints.families import make_config
-from fastdecode.spart.decoder.rope import RotaryEmbedding, rotate
+from fastdecode.spart.decoder.rope import RotaryEmbedding, apply_rope
 
 SHORT, LONG = [1.0 + 0.01 * i for i in range(32)], [1.0 + 0.5 * i for i in range(32)]
 #: RoPE's parameters, each for heads of 64.
@@ -105,7 +105,7 @@ def assert_angles(raw: dict[str, Any], length: int, wanted: tuple[torch.Tensor, 
     is_long = bool(rope.long_factors) and length > rope.original_max_positions
     ours = embedding.angles(torch.arange(length), torch.full((length,), int(is_long)) if rope.long_factors else None)
     for got, want in zip(ours, wanted, strict=True):
-        assert 2 * got.shape[-1] == want.shape[-1] == rope.rotated(config.head_size)
+        assert 2 * got.shape[-1] == want.shape[-1] == rope.width(config.head_size)
         # In fp32 the angle at position 2000 is known to 1e-4.
         torch.testing.assert_close(got[:, 0], want[:, : got.shape[-1]], atol=3e-4, rtol=0)
 
@@ -123,7 +123,7 @@ def test_angles_are_transformers_at_positions_in_any_order():
 def test_the_rest_of_a_head_is_copied():
     x, out = torch.randn(3, 2, 16), torch.empty(3, 2, 16)
     cos, sin = torch.zeros(3, 1, 4), torch.ones(3, 1, 4)
-    rotate(x, cos, sin, out=out)
+    apply_rope(x, cos, sin, out=out)
     assert torch.equal(out, torch.cat([-x[..., 4:8], x[..., :4], x[..., 8:]], dim=-1))
 
 

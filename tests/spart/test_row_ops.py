@@ -12,7 +12,7 @@ from checkpoints import make_checkpoint
 
 from fastdecode.kernels import _native
 from fastdecode.spart import read_config
-from fastdecode.spart.decoder.row_ops import NativeRowOps, Places, RowOps, make_row_ops
+from fastdecode.spart.decoder.row_ops import NativeRowOps, RowHeads, RowOps, make_row_ops
 from fastdecode.spart.decoder.weights import Norm
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_heads_come_to_their_places(ops_class, dtype, config, pairs, normed):
     angles = torch.randn(n, 1, pairs)
     cos, sin = angles.cos().to(ops.angle_dtype), angles.sin().to(ops.angle_dtype)
     slot_q, slot_kv = torch.full((n, 80), 7.0).to(dtype), torch.full((n, 56), 7.0).to(dtype)
-    ops.place(qkv, layer, (cos, sin), Places(slot_q[:, :72], slot_kv[:, :48], config))
+    ops.write_heads(qkv, layer, (cos, sin), RowHeads(slot_q[:, :72], slot_kv[:, :48], config))
 
     heads = qkv.double().view(n, 5, 24)
     for i, norm in ((slice(3), norms[0]), (slice(3, 4), norms[1])):

@@ -43,7 +43,7 @@ class Rope:
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
-    part: float = 1.0  # of each head that is rotated, its first elements
+    fraction: float = 1.0  # of each head that RoPE turns: its first elements
     original_max_positions: int = 0  # llama3, yarn, LongRoPE: positions the model was trained on before scaling
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -51,12 +51,12 @@ class Rope:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
     attention_factor: float = 1.0  # yarn, LongRoPE: cos and sin are multiplied by it
-    factors: tuple[float, ...] = ()  # factors: one for each pair that is rotated
+    factors: tuple[float, ...] = ()  # factors: one for each pair that RoPE turns
     long_factors: tuple[float, ...] = ()  # of sequences that may grow beyond original_max_positions; empty: the same
 
-    def rotated(self, head_size: int) -> int:
-        """How many elements of a head are rotated."""
-        return int(head_size * self.part)
+    def width(self, head_size: int) -> int:
+        """The number of a head's elements that RoPE turns."""
+        return int(head_size * self.fraction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,9 @@ class ModelConfig(AttentionShape):
             self._check_rope(self.rope)
 
     def _check_rope(self, rope: Rope) -> None:
-        size = rope.rotated(self.head_size)
+        size = rope.width(self.head_size)
         if size % 2 or not size:
-            raise CheckpointError(f"RoPE rotates {size} of {self.head_size} elements of a head, not an even number")
+            raise CheckpointError(f"RoPE turns {size} of {self.head_size} elements of a head, not an even number")
         for factors in (rope.factors, rope.long_factors):
             if factors and len(factors) != size // 2:
                 raise CheckpointError(f"RoPE has {len(factors)} factors for {size // 2} pairs of a head")

@@ -81,7 +81,7 @@ class ConfigJson:
         partial: bool = False,
     ) -> Rope:
         """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4). `theta` and
-        `scaling` are the defaults. `partial`: the family may rotate a part of each head."""
+        `scaling` are the defaults. `partial`: the family may turn only the first elements of each head."""
         raw = self.table("rope_scaling") or self.table("rope_parameters") or scaling or {}
         kind = raw.get("rope_type") or raw.get("type") or "default"
         read = _ROPES.get(kind)
@@ -90,11 +90,11 @@ class ConfigJson:
         # transformers prefers a value that stands beside rope_scaling to the one within it.
         name = "original_max_position_embeddings"
         trained_on = int(_positive(self.raw if self.raw.get(name) else raw, name, max_positions))
-        part = _positive(raw, "partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
-        if part > 1 or (part < 1 and not partial):
-            raise CheckpointError(f"config.json: a partial_rotary_factor of {part:g} is not supported here")
+        fraction = _positive(raw, "partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
+        if fraction > 1 or (fraction < 1 and not partial):
+            raise CheckpointError(f"config.json: a partial_rotary_factor of {fraction:g} is not supported here")
         rope = read(raw, max_positions, trained_on)
-        return replace(rope, theta=_positive(raw, "rope_theta", self.number("rope_theta", theta)), part=part)
+        return replace(rope, theta=_positive(raw, "rope_theta", self.number("rope_theta", theta)), fraction=fraction)
 
 
 def _default(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:

@@ -23,7 +23,7 @@ from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.experts import Mixture
 from fastdecode.spart.decoder.joints import make_joints
 from fastdecode.spart.decoder.rope import RotaryEmbedding
-from fastdecode.spart.decoder.row_ops import Places, make_row_ops
+from fastdecode.spart.decoder.row_ops import RowHeads, make_row_ops
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.decoder.weights import MLP, Layer, Model
 from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_rows, make_exchange
@@ -338,12 +338,12 @@ class StepState:
         positions = uploaded["positions"]
         self.x = spart._embed(uploaded["tokens"], positions)
         self._o = exchange.o
-        self.places = Places(exchange.q, exchange.kv, c)
+        self.heads = RowHeads(exchange.q, exchange.kv, c)
         self._angles = spart._rope.angles(positions, uploaded.get("long")) if spart._rope else None
         self._layers = spart._weights.layers
         self._joints, self._joint_rows = spart._joints, None
         if spart._joints is not None and adapters is None and self._angles is not None:
-            self._joint_rows = spart._joints.rows(self.x, self._o, self._angles, self.places)
+            self._joint_rows = spart._joints.rows(self.x, self._o, self._angles, self.heads)
 
     def keep(self, rows: torch.Tensor) -> bool:
         """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a
@@ -378,12 +378,12 @@ class StepState:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""
         h = self._ops.norm(self.x, layer.attention_norm) if self._config.norm_first else self.x
         qkv = adapted_product(layer.qkv, h, self._adapters)
-        self._ops.place(qkv, layer, self._angles, self.places)
+        self._ops.write_heads(qkv, layer, self._angles, self.heads)
         if (balance := layer.balance) is not None:
             if balance.q is not None and balance.k is not None:
-                multiply_heads(self.places.q_heads, balance.q)
-                multiply_heads(self.places.k_heads, balance.k)
-            multiply_heads(self.places.v_heads, balance.v)
+                multiply_heads(self.heads.q_heads, balance.q)
+                multiply_heads(self.heads.k_heads, balance.k)
+            multiply_heads(self.heads.v_heads, balance.v)
 
     def attend_prompts(self, layer: int) -> None:
         """Compute the O rows of prompts."""

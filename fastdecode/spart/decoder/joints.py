@@ -13,7 +13,7 @@ import torch
 from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.row_ops import NativeRowOps, Places, RowOps
+from fastdecode.spart.decoder.row_ops import NativeRowOps, RowHeads, RowOps
 from fastdecode.spart.decoder.weights import MLP, Layer
 from fastdecode.spart.prefill.prompt_attention import NativePrompts
 from fastdecode.spart.threads import pool_threads
@@ -40,21 +40,21 @@ class Joints:
         )
 
     def rows(
-        self, x: torch.Tensor, o: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], places: Places
+        self, x: torch.Tensor, o: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], out: RowHeads
     ) -> JointRows | None:
         """The rows of a step: x [n, hidden_size] is the residual stream, o [n, q_heads * head_size] the O rows, and
         `angles` are cos and sin, fp32 [n, 1, pairs]. None if they do not lie as the joints need them."""
         dense = (x, o, *angles)
-        if not all(tensor.is_contiguous() for tensor in dense) or len(o) != len(x) or len(places.q) != len(x):
+        if not all(tensor.is_contiguous() for tensor in dense) or len(o) != len(x) or len(out.q) != len(x):
             return None
-        assert x.dtype is o.dtype is places.q.dtype is places.kv.dtype
+        assert x.dtype is o.dtype is out.q.dtype is out.kv.dtype
         assert angles[0].dtype is angles[1].dtype is torch.float32
         cos, sin = angles
         projected = (
-            places.q.data_ptr(),
-            places.q.stride(0),
-            places.kv.data_ptr(),
-            places.kv.stride(0),
+            out.q.data_ptr(),
+            out.q.stride(0),
+            out.kv.data_ptr(),
+            out.kv.stride(0),
             cos.data_ptr(),
             sin.data_ptr(),
             cos.shape[-1],

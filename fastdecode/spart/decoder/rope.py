@@ -11,8 +11,8 @@ from fastdecode.spart.checkpoints.config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:
-    """The angle by which each pair of a head's rotated elements turns at each position, in radians: fp32 [pairs]."""
-    size = rope.rotated(head_size)
+    """The angle by which RoPE turns each pair of a head's elements at each position, in radians: fp32 [pairs]."""
+    size = rope.width(head_size)
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     frequencies = 1.0 / rope.theta**exponents
     match rope.kind:
@@ -88,8 +88,8 @@ class RotaryEmbedding:
         return cos.to(self._dtype), sin.to(self._dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
-    """Rotate x [n, heads, head_size] into `out`: the halves (a, b) of a head's first elements, twice as many as cos
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+    """Turn x [n, heads, head_size] into `out`: the halves (a, b) of a head's first elements, twice as many as cos
     has, become (a cos - b sin, b cos + a sin). Further elements are copied."""
     size = 2 * cos.shape[-1]
     if size < x.shape[-1]:

@@ -14,15 +14,15 @@ from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.layers import make_activation, make_norm, norm_heads
-from fastdecode.spart.decoder.rope import rotate
+from fastdecode.spart.decoder.rope import apply_rope
 from fastdecode.spart.decoder.weights import Layer, Norm
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.threads import pool_threads
 
 
-class Places:
-    """Where the heads of a step's rows go: `q` [n, q_heads * head_size], and `kv` [n, 2 * kv_heads * head_size] with
-    the K heads before the V heads. Rows may be any number of elements apart."""
+class RowHeads:
+    """The heads of a step's rows in the memory of its exchange: `q` [n, q_heads * head_size], and `kv`
+    [n, 2 * kv_heads * head_size] with the K heads before the V heads. Rows may be any number of elements apart."""
 
     def __init__(self, q: torch.Tensor, kv: torch.Tensor, config: ModelConfig):
         self.q, self.kv = q, kv
@@ -68,23 +68,23 @@ class RowOps:
         """The input [n, width] of an MLP's `down` from the output of its `up`; `x` may be overwritten."""
         return self._activate(x)
 
-    def place(
-        self, qkv: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor] | None, places: Places
+    def write_heads(
+        self, qkv: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor] | None, out: RowHeads
     ) -> None:
-        """Normalise and rotate the heads of qkv [n, (q_heads + 2 * kv_heads) * head_size] as the layer wants, and put
-        them into their places. `angles` are cos and sin, [n, 1, pairs] each."""
+        """Write the heads of qkv [n, (q_heads + 2 * kv_heads) * head_size] to `out`, after the layer's norms and RoPE.
+        `angles` are cos and sin, [n, 1, pairs] each."""
         c = self._config
         heads = qkv.view(len(qkv), -1, c.head_size)
         q, k, v = torch.split(heads, [c.n_q_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = norm_heads(q, layer.q_norm, c.norm_eps), norm_heads(k, layer.k_norm, c.norm_eps)
         if angles is not None:
-            rotate(q, *angles, out=places.q_heads)
-            rotate(k, *angles, out=places.k_heads)
+            apply_rope(q, *angles, out=out.q_heads)
+            apply_rope(k, *angles, out=out.k_heads)
         else:
-            places.q_heads.copy_(q)
-            places.k_heads.copy_(k)
-        places.v_heads.copy_(v)
+            out.q_heads.copy_(q)
+            out.k_heads.copy_(k)
+        out.v_heads.copy_(v)
 
 
 class VectorOps:
@@ -129,17 +129,17 @@ class VectorOps:
         self._native.gate(x.data_ptr(), out.data_ptr(), out.numel() // width, width, pool_threads())
         return out
 
-    def place(
+    def write_heads(
         self,
         qkv: torch.Tensor,
         norms: tuple[torch.Tensor | None, torch.Tensor | None],
         angles: tuple[torch.Tensor, torch.Tensor],
-        places: Places,
+        out: RowHeads,
         config: ModelConfig,
     ) -> None:
-        """See RowOps.place; `norms` are the weights of the Q and K heads' norms, and `angles` are fp32."""
+        """See RowOps.write_heads; `norms` are the weights of the Q and K heads' norms, and `angles` are fp32."""
         cos, sin = angles
-        assert qkv.is_contiguous() and qkv.dtype is places.q.dtype is places.kv.dtype is self.dtype
+        assert qkv.is_contiguous() and qkv.dtype is out.q.dtype is out.kv.dtype is self.dtype
         assert cos.dtype is sin.dtype is torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         self._native.place(
             qkv.data_ptr(),
@@ -148,10 +148,10 @@ class VectorOps:
             config.norm_eps,
             cos.data_ptr(),
             sin.data_ptr(),
-            places.q.data_ptr(),
-            places.q.stride(0),
-            places.kv.data_ptr(),
-            places.kv.stride(0),
+            out.q.data_ptr(),
+            out.q.stride(0),
+            out.kv.data_ptr(),
+            out.kv.stride(0),
             len(qkv),
             config.n_q_heads,
             config.n_kv_heads,
@@ -191,13 +191,13 @@ class NativeRowOps(RowOps):
     def activate(self, x: torch.Tensor) -> torch.Tensor:
         return self.vectors.silu_gate(x) if self._silu else super().activate(x)
 
-    def place(
-        self, qkv: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor] | None, places: Places
+    def write_heads(
+        self, qkv: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor] | None, out: RowHeads
     ) -> None:
         if angles is None:
-            super().place(qkv, layer, angles, places)
+            super().write_heads(qkv, layer, angles, out)
         else:
-            self.vectors.place(qkv, (layer.q_norm, layer.k_norm), angles, places, self._config)
+            self.vectors.write_heads(qkv, (layer.q_norm, layer.k_norm), angles, out, self._config)
 
 
 _ACT_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -27,7 +27,7 @@ import torch
 
 from fastdecode.spart.checkpoints.config import Rope
 from fastdecode.spart.decoder.decoder import SPart, StepState
-from fastdecode.spart.decoder.rope import RotaryEmbedding, rotate
+from fastdecode.spart.decoder.rope import RotaryEmbedding, apply_rope
 from fastdecode.spart.decoder.weights import Balance, Layer, Model
 from fastdecode.spart.int4.probe import prompt_state, sequences_of
 from fastdecode.spart.served import ServedModel
@@ -43,7 +43,7 @@ _LARGEST_BLOCK = 128
 _LEAST = 1e-2
 
 
-def rotated_by_s_node(kv_dtype: str) -> Rotated:
+def hadamard_by_s_node(kv_dtype: str) -> Rotated:
     """What the matrices of a model rotate in place of the R-nodes: Model.rotated after balance_for."""
     return {"int4": Rotated.QK | Rotated.VO, "int8-int4": Rotated.VO}.get(kv_dtype, Rotated(0))
 
@@ -69,7 +69,7 @@ def balance_for(model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> Non
         found.append(_second_moments(spart, sequence, later))
     for layer, *of_sequences in zip(model.weights.layers, *found, strict=True):
         queries, keys, values = (sum(kind) for kind in zip(*of_sequences, strict=True))
-        turned = rotation(config.head_size)
+        turned = hadamard_matrix(config.head_size)
         of_values = turned @ balancing(_output_moments(layer, model), values)
         of_keys = of_queries = None
         if kv_dtype == "int4":
@@ -138,7 +138,7 @@ def balancing(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return reflected
 
 
-def rotation(size: int) -> torch.Tensor:
+def hadamard_matrix(size: int) -> torch.Tensor:
     """The matrix, fp64 [size, size], of the rotation in kernels/attention/rotate.h, which is its own inverse. `size` is
     a multiple of 8."""
     blocks, left = [], size
@@ -173,9 +173,9 @@ def _second_moments(
         of_queries, of_keys, of_values = _weights(state, model.config.softmax_scale)
         queries, keys = (
             _moments(heads, n_kv, weights) + _moments(turn(heads), n_kv, weights)
-            for heads, weights in ((state.places.q_heads, of_queries), (state.places.k_heads, of_keys))
+            for heads, weights in ((state.heads.q_heads, of_queries), (state.heads.k_heads, of_keys))
         )
-        moments.append((queries, keys, _moments(state.places.v_heads, n_kv, of_values)))
+        moments.append((queries, keys, _moments(state.heads.v_heads, n_kv, of_values)))
         state.attend_prompts(i)
         state.finish(layer)
     return moments
@@ -192,7 +192,7 @@ def _turns(rope: Rope | None, head_size: int, by: torch.Tensor) -> Callable[[tor
     def turn(heads: torch.Tensor) -> torch.Tensor:
         heads = heads.float().cpu()
         turned = torch.empty_like(heads)
-        rotate(heads, *angles, out=turned)
+        apply_rope(heads, *angles, out=turned)
         return turned
 
     return turn
@@ -208,9 +208,9 @@ def _weights(state: StepState, scale: float) -> tuple[torch.Tensor, torch.Tensor
     squares of these products, because without the root a handful of tokens would decide. Sinks, windows and biases of
     the scores are left out.
     """
-    n_kv = state.places.k_heads.shape[1]
-    queries = state.places.q_heads.unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3).float()
-    keys, values = (heads.transpose(0, 1)[:, None].float() for heads in (state.places.k_heads, state.places.v_heads))
+    n_kv = state.heads.k_heads.shape[1]
+    queries = state.heads.q_heads.unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3).float()
+    keys, values = (heads.transpose(0, 1)[:, None].float() for heads in (state.heads.k_heads, state.heads.v_heads))
     scores = queries @ keys.mT * scale
     shares = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
     moved = (shares * torch.cdist(shares @ values, values)).square()  # [KV heads, group, queries, keys]

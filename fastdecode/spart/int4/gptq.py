@@ -15,9 +15,9 @@ from fastdecode.spart.linears.quantised import (
     codes_of_levels,
     concatenate,
     fit_4_bits,
+    hadamard_blocks,
     nearest_level,
     quantise,
-    rotate,
 )
 
 log = logging.getLogger(__name__)
@@ -40,12 +40,12 @@ def quantise_compensated(weight: torch.Tensor, moments: torch.Tensor) -> Quantis
     or with moments that are not finite, this is `quantise`.
     """
     ins = weight.shape[1]
-    rotated = _rotated_moments(moments) if ins % GROUP == 0 else None
-    if rotated is None:
+    transformed = _hadamard_moments(moments) if ins % GROUP == 0 else None
+    if transformed is None:
         return quantise(weight, 4, ACTIVATION_BITS)
-    order = rotated.diagonal().view(-1, GROUP).sum(1).argsort(descending=True, stable=True)
+    order = transformed.diagonal().view(-1, GROUP).sum(1).argsort(descending=True, stable=True)
     columns_of = _columns(order)
-    factor = _inverse_factor(rotated[columns_of][:, columns_of])
+    factor = _inverse_factor(transformed[columns_of][:, columns_of])
     if factor is None:
         return quantise(weight, 4, ACTIVATION_BITS)
     return concatenate([_round_rows(rows.float(), factor, order) for rows in weight.split(_ROWS)])
@@ -56,7 +56,7 @@ def _round_rows(weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor)
     this order."""
     outs, ins = weight.shape
     columns_of = _columns(order)
-    left = (rotate(weight) / GROUP)[:, columns_of]  # columns that are not rounded hold what they have taken up
+    left = (hadamard_blocks(weight) / GROUP)[:, columns_of]  # columns that are not rounded hold what they have taken up
     numbers = left.new_empty(ins, outs)
     scales, mins = (left.new_empty(ins // GROUP, outs) for _ in range(2))
     for index, start in zip(order.tolist(), range(0, ins, GROUP), strict=True):
@@ -73,7 +73,7 @@ def _round_rows(weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor)
             group[i + 1 :].addr_(own[i, i + 1 :], errors[i], alpha=-1)
         left[:, start + GROUP :].addmm_(errors.mT, factor[start : start + GROUP, start + GROUP :], alpha=-1)
     q, scales, mins = (part.mT.contiguous() for part in (codes_of_levels(numbers).to(torch.uint8), scales, mins))
-    return Quantised(q, scales, mins, 0, 4, GROUP, activation_bits=ACTIVATION_BITS, table=LEVELS, rotated=True)
+    return Quantised(q, scales, mins, 0, 4, GROUP, activation_bits=ACTIVATION_BITS, table=LEVELS, hadamard=True)
 
 
 def _columns(order: torch.Tensor) -> torch.Tensor:
@@ -104,14 +104,14 @@ def quantise_head(weight: torch.Tensor, bits: int, moments: torch.Tensor | None 
     return [fine, quantise(rest, 4, ACTIVATION_BITS) if moments is None else quantise_compensated(rest, moments)]
 
 
-def _rotated_moments(moments: torch.Tensor) -> torch.Tensor | None:
-    """The second moments, fp32, of rotated inputs; None if they are not finite."""
-    rotated = rotate(rotate(moments).mT.contiguous())
-    rotated = (rotated + rotated.mT) / 2
-    if not rotated.isfinite().all():
+def _hadamard_moments(moments: torch.Tensor) -> torch.Tensor | None:
+    """The second moments, fp32, of transformed inputs; None if they are not finite."""
+    transformed = hadamard_blocks(hadamard_blocks(moments).mT.contiguous())
+    transformed = (transformed + transformed.mT) / 2
+    if not transformed.isfinite().all():
         log.warning("a matrix is rounded without calibration: its inputs are not finite")
         return None
-    return rotated
+    return transformed
 
 
 def _inverse_factor(moments: torch.Tensor) -> torch.Tensor | None:

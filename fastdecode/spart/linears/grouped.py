@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from fastdecode.kernels._native import QuantisedLinear
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.memory import in_huge_pages
-from fastdecode.spart.linears.quantised import GROUP, Quantised, decode, rotate
+from fastdecode.spart.linears.quantised import GROUP, Quantised, decode, hadamard_blocks
 from fastdecode.spart.threads import pool_threads
 
 _LANES, _BLOCK, _CHUNKS = 16, 32, 8  # kernels/linears/linear.h
-_ROTATED_NORM = GROUP**0.5  # of a row of the Hadamard matrix
+_HADAMARD_NORM = GROUP**0.5  # of a row of the Hadamard matrix
 _SIGN = 0x80  # makes of a number around 128 the signed number, and the other way round
 _UNIT_EXPONENT = 14  # the largest scale or minimum of a row is stored as an fp16 below 2^14
 
@@ -33,8 +33,8 @@ class GroupedLinear(Linear):
         self._bits, self._group, self._zero = matrix.bits, matrix.group, matrix.zero
         self._groups, self._table = matrix.scales.shape[1], matrix.table
         self._passes = 1 if matrix.activation_bits == 8 else 2
-        self._rotated = matrix.rotated
-        self._signed = matrix.rotated and self._bits == 8 and device.type == "cpu" and QuantisedLinear.wants_signed()
+        self._hadamard = matrix.hadamard
+        self._signed = matrix.hadamard and self._bits == 8 and device.type == "cpu" and QuantisedLinear.wants_signed()
         rows = -(-self._outs // _LANES) * _LANES
         self._weights = in_huge_pages(_tiles(matrix, rows).to(device))
         self._negated_sums = in_huge_pages(_negated_sums(matrix, rows)) if self._signed else None
@@ -62,7 +62,7 @@ class GroupedLinear(Linear):
             self._group,
             self._zero,
             self._passes,
-            self._rotated,
+            self._hadamard,
             self._weights.numpy(),
             self._scales.numpy(),
             self._units.numpy(),
@@ -76,8 +76,8 @@ class GroupedLinear(Linear):
         if self._native is None:
             bias = None if self._bias is None else self._bias[: self._outs].to(x.dtype)
             weight = self._stored_rows(torch.arange(self._outs, device=x.device))
-            if self._rotated:  # the rows are fewer than the weight's; the factor keeps them in fp16's range
-                x, weight = rotate(x / _ROTATED_NORM), weight * _ROTATED_NORM
+            if self._hadamard:  # the rows are fewer than the weight's; the factor keeps them in fp16's range
+                x, weight = hadamard_blocks(x / _HADAMARD_NORM), weight * _HADAMARD_NORM
             return F.linear(x, weight.to(x.dtype), bias)
         y = torch.empty(len(x), self._outs)
         self.write(x.float().contiguous(), y, 0)
@@ -129,8 +129,8 @@ class GroupedLinear(Linear):
             return
         index = ids - first
         rows = self._stored_rows(index.clamp(0, self._outs - 1))
-        if self._rotated:
-            rows = rotate(rows)
+        if self._hadamard:
+            rows = hadamard_blocks(rows)
         inside = (index >= 0) & (index < self._outs)
         y.copy_(torch.where(inside[:, None], rows, y))
 

@@ -1,8 +1,9 @@
 """Quantised: a weight matrix in few bits, the common form of every quantised file, and rounding to it.
 
-Where activations are rounded as well, `quantise` rotates the matrix: see kernels/linears/linear.h. One large activation
-then does not make the others of its block coarse, AVX2's kernel can round them to 7 bits, and a large weight is spread
-over its group. The rotated weights of a group are distributed almost normally, and their 4 bits are LEVELS.
+Where activations are rounded as well, `quantise` multiplies the matrix by a Hadamard matrix: see
+kernels/linears/linear.h. One large activation then does not make the others of its block coarse, AVX2's kernel can
+round them to 7 bits, and a large weight is spread over its group. The transformed weights of a group are distributed
+almost normally, and their 4 bits are LEVELS.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ BITS = {"int8": 8, "int4": 4}
 #: With `--weights`, activations are rounded to 8 bits, for speed.
 ACTIVATION_BITS = 8
 
-#: The bound on `most_of_four` of a rotated matrix's numbers; FD_LINEAR_MOST_OF_FOUR in kernels/linears/linear.h.
+#: The bound on `most_of_four` of a transformed matrix's numbers; FD_LINEAR_MOST_OF_FOUR in kernels/linears/linear.h.
 MOST_OF_FOUR = 255
 
-#: The numbers that 4 bits of a rotated matrix stand for: those, up to the 32 of the kernels' tables, with the smallest
-#: squared error for 32 normally distributed weights that share a scale and a minimum. Equal steps between all numbers
-#: have an error 6 % larger.
+#: The numbers that 4 bits of a transformed matrix stand for. Among numbers up to the 32 of the kernels' tables, these
+#: have the smallest squared error for 32 normally distributed weights that share a scale and a minimum. Equal steps
+#: between all numbers have an error 6 % larger.
 LEVELS = (0, *range(3, 30, 2), 32)
 
 _ELEMENTS = 1 << 17  # rounded at a time: what fits into a cache
@@ -52,7 +53,7 @@ class Quantised:
     #: Each block of GROUP inputs was multiplied by a Hadamard matrix / GROUP before it was rounded. Only with
     #: activations of 8 bits and inputs that are whole groups; with 8 bits the zero is 128 and numbers are within
     #: MOST_OF_FOUR.
-    rotated: bool = False
+    hadamard: bool = False
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -66,7 +67,7 @@ class Quantised:
             self.activation_bits,
             order,
             self.table,
-            self.rotated,
+            self.hadamard,
         )
 
     def dequantise(self) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Quantised:
         values *= self.scales[:, :, None]
         if self.mins is not None:
             values += self.mins[:, :, None]
-        values = (rotate(values) if self.rotated else values).view(outs, -1)[:, :ins]
+        values = (hadamard_blocks(values) if self.hadamard else values).view(outs, -1)[:, :ins]
         return values if self.order is None else values[:, self.order.argsort()]
 
     def select_rows(self, index: torch.Tensor) -> Quantised:
@@ -92,7 +93,7 @@ def decode(codes: torch.Tensor, table: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(table, dtype=torch.uint8, device=codes.device)[codes.int()] if table else codes
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
+def hadamard_blocks(x: torch.Tensor) -> torch.Tensor:
     """Multiply each block of GROUP numbers of x, whose size is a multiple of GROUP, by the Hadamard matrix of 1 and -1.
     Twice is a multiplication by GROUP."""
     matrix = torch.ones(1, 1, dtype=x.dtype, device=x.device)
@@ -119,22 +120,22 @@ def concatenate(parts: Sequence[Quantised]) -> Quantised:
 def quantise(weight: torch.Tensor, bits: int, activation_bits: int = 15) -> Quantised:
     """Round a matrix [out, in] of any float dtype in groups of GROUP inputs.
 
-    The matrix is rotated if activations have 8 bits and the inputs are whole groups. 8 bits are symmetric about zero.
-    4 bits have a minimum too; scale and minimum start from shares of the group's range and are fitted to the rounded
-    numbers by least squares, and those with the smallest squared error are kept.
+    The matrix is transformed (`hadamard`) if activations have 8 bits and the inputs are whole groups. 8 bits are
+    symmetric about zero. 4 bits have a minimum too; scale and minimum start from shares of the group's range and are
+    fitted to the rounded numbers by least squares, and those with the smallest squared error are kept.
     """
     step = max(1, _ELEMENTS // weight.shape[1])
     rows = [weight[i : i + step].float() for i in range(0, len(weight), step)]
-    rotated = activation_bits == 8 and weight.shape[1] % GROUP == 0
+    hadamard = activation_bits == 8 and weight.shape[1] % GROUP == 0
     round_rows = _round_to_8 if bits == 8 else _round_to_4
-    matrix = concatenate([round_rows(part, rotated) for part in rows])
+    matrix = concatenate([round_rows(part, hadamard) for part in rows])
     return replace(matrix, activation_bits=activation_bits)
 
 
-def _grouped(weight: torch.Tensor, rotated: bool) -> torch.Tensor:
-    """[out, in] -> [out, groups, GROUP], padded with zeros, or rotated."""
+def _grouped(weight: torch.Tensor, hadamard: bool) -> torch.Tensor:
+    """[out, in] -> [out, groups, GROUP], padded with zeros, or transformed."""
     groups = F.pad(weight, (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)
-    return rotate(groups) / GROUP if rotated else groups
+    return hadamard_blocks(groups) / GROUP if hadamard else groups
 
 
 def _numbers(q: torch.Tensor, ins: int) -> torch.Tensor:
@@ -149,20 +150,20 @@ def most_of_four(numbers: torch.Tensor) -> torch.Tensor:
     return torch.maximum(positive, negative)
 
 
-def _round_to_8(weight: torch.Tensor, rotated: bool) -> Quantised:
-    groups = _grouped(weight, rotated)
+def _round_to_8(weight: torch.Tensor, hadamard: bool) -> Quantised:
+    groups = _grouped(weight, hadamard)
     scales = groups.abs().amax(2) / 127
-    if rotated:  # rounding adds up to 1/2 to each of the four
+    if hadamard:  # rounding adds up to 1/2 to each of the four
         scales = torch.maximum(scales, most_of_four(groups.flatten(1)) / (MOST_OF_FOUR - 2))
     q = (groups / scales.clamp_min(1e-30)[:, :, None]).round_() + 128
-    return Quantised(_numbers(q, weight.shape[1]), scales, None, 128, 8, GROUP, rotated=rotated)
+    return Quantised(_numbers(q, weight.shape[1]), scales, None, 128, 8, GROUP, hadamard=hadamard)
 
 
-def _round_to_4(weight: torch.Tensor, rotated: bool) -> Quantised:
-    numbers, scales, mins = fit_4_bits(_grouped(weight, rotated), rotated)
-    q = _numbers(codes_of_levels(numbers) if rotated else numbers, weight.shape[1])
-    table = LEVELS if rotated else ()
-    return Quantised(q, scales[:, :, 0], mins[:, :, 0], 0, 4, GROUP, table=table, rotated=rotated)
+def _round_to_4(weight: torch.Tensor, hadamard: bool) -> Quantised:
+    numbers, scales, mins = fit_4_bits(_grouped(weight, hadamard), hadamard)
+    q = _numbers(codes_of_levels(numbers) if hadamard else numbers, weight.shape[1])
+    table = LEVELS if hadamard else ()
+    return Quantised(q, scales[:, :, 0], mins[:, :, 0], 0, 4, GROUP, table=table, hadamard=hadamard)
 
 
 def nearest_level(x: torch.Tensor) -> torch.Tensor:
