@@ -28,7 +28,14 @@ import aiohttp
 import orjson
 
 from fastdecode.bench.options import print_result
-from fastdecode.cluster.config import ClusterConfig, ClusterError, FrontDoor, PrefillNodes, RNodes, SNodes
+from fastdecode.cluster.config import (
+    ClusterConfig,
+    ClusterError,
+    PrefillNodesConfig,
+    RNodesConfig,
+    RouterConfig,
+    SNodesConfig,
+)
 from fastdecode.cluster.table import links_to
 
 COMMAND = ("cluster", "recovery times on a local Ray cluster: nodes are added, killed and drained under load")
@@ -106,19 +113,21 @@ def run(args: argparse.Namespace) -> None:
             ray_address=raylets.address,
             placement="spread",
             transport=args.transport,
-            r_nodes=RNodes(count=1 if "scale" in args.events else args.r_nodes, kv_memory="128MiB", drain_seconds=60.0),
+            r_nodes=RNodesConfig(
+                count=1 if "scale" in args.events else args.r_nodes, kv_memory="128MiB", drain_seconds=60.0
+            ),
             # Without a prefix cache, each prompt is computed by a prefill S-node.
-            s_nodes=SNodes(
+            s_nodes=SNodesConfig(
                 count=args.s_nodes,
                 memory="1GiB",
                 options={"dtype": "fp32", "kv-dtype": "fp32", "no-prefix-cache": bool(args.prefill_nodes)},
             ),
-            prefill_nodes=PrefillNodes(count=args.prefill_nodes, memory="1GiB"),
-            router=FrontDoor(port=0),
+            prefill_nodes=PrefillNodesConfig(count=args.prefill_nodes, memory="1GiB"),
+            router=RouterConfig(port=0),
         )
         try:
             # Ray prints what its raylets say.
-            with contextlib.redirect_stdout(sys.stderr), RayCluster.of(config) as cluster:
+            with contextlib.redirect_stdout(sys.stderr), RayCluster.connect(config) as cluster:
                 began = time.monotonic()
                 cluster.up(config)
                 up = time.monotonic() - began
@@ -248,7 +257,7 @@ async def _next_requests(clients: list[_Client], running: list[asyncio.Task[None
 
 def _happen(event: str, cluster: Any, raylets: Any, nodes: list[Any]) -> list[str]:
     """Let an event happen. Returns the names of the nodes whose processes it kills."""
-    last_r, last_s, *last_p = (places[-1].node for role in "rsp" if (places := cluster.places(role)))
+    last_r, last_s, *last_p = (places[-1].node for role in "rsp" if (places := cluster.actors(role)))
     match event:
         case "scale":
             cluster.scale("r", 4)
@@ -288,7 +297,7 @@ async def _recovered(cluster: Any, killed: dict[str, int | None]) -> float:
 
 def _all_well(cluster: Any, killed: dict[str, int | None]) -> bool:
     view = cluster.view()
-    names = {place.node for place in cluster.places()} | {"router"}
+    names = {place.node for place in cluster.actors()} | {"router"}
     running = {entry.name: entry for entry in view.entries if entry.state == "running"}
     if running.keys() != names or any(running[name].pid == pid for name, pid in killed.items()):
         return False

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         config = ClusterConfig.from_file(args.file)
         rays = _rays()
-        with rays.of(config) as cluster:
+        with rays.connect(config) as cluster:
             _run(args, config, cluster)
     except ClusterError as error:
         sys.exit(f"fastdecode-cluster {args.command}: error: {error}")

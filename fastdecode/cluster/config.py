@@ -32,7 +32,7 @@ class ClusterError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RNodes:
+class RNodesConfig:
     """All R-nodes: how many, and the share of its machine that each has."""
 
     count: int = 1
@@ -48,7 +48,7 @@ class RNodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SNodes:
+class SNodesConfig:
     """All S-nodes: how many, and the share of its machine that each has."""
 
     count: int = 1
@@ -64,7 +64,7 @@ class SNodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillNodes(SNodes):
+class PrefillNodesConfig(SNodesConfig):
     """The S-nodes that compute long prompts for the others. They have the options of the others, changed by `options`,
     because they must serve the same model with the same KV-cache."""
 
@@ -72,7 +72,7 @@ class PrefillNodes(SNodes):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontDoor:
+class RouterConfig:
     """The router, which listens on the machine where `up` was run as long as that machine lives."""
 
     host: str = "127.0.0.1"
@@ -94,10 +94,10 @@ class ClusterConfig:
     placement: str = "near"
     transport: str = "auto"
     start_seconds: float = 300.0  # for nodes to come up
-    r_nodes: RNodes = RNodes()
-    s_nodes: SNodes = SNodes()
-    prefill_nodes: PrefillNodes = PrefillNodes()
-    router: FrontDoor = FrontDoor()
+    r_nodes: RNodesConfig = RNodesConfig()
+    s_nodes: SNodesConfig = SNodesConfig()
+    prefill_nodes: PrefillNodesConfig = PrefillNodesConfig()
+    router: RouterConfig = RouterConfig()
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -166,7 +166,12 @@ class ClusterConfig:
             raise ClusterError(f"{path}: {error}") from None
 
 
-_PARTS = {"r_nodes": RNodes, "s_nodes": SNodes, "prefill_nodes": PrefillNodes, "router": FrontDoor}
+_SECTIONS = {
+    "r_nodes": RNodesConfig,
+    "s_nodes": SNodesConfig,
+    "prefill_nodes": PrefillNodesConfig,
+    "router": RouterConfig,
+}
 
 
 def _made(cls: type[_T], content: Any, where: str) -> _T:
@@ -179,8 +184,8 @@ def _made(cls: type[_T], content: Any, where: str) -> _T:
         name, prefix = str(key).replace("-", "_"), f"{where}: " if where else ""
         if name not in known:
             raise ClusterError(f"{prefix}there is no key {key!r}; there are {', '.join(sorted(known))}")
-        if name in _PARTS and cls is ClusterConfig:
-            values[name] = _made(_PARTS[name], value, str(key))
+        if name in _SECTIONS and cls is ClusterConfig:
+            values[name] = _made(_SECTIONS[name], value, str(key))
             continue
         values[name] = _checked(value, str(known[name].type), f"{prefix}{key}")
     return cls(**values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastdecode.cluster.reach import Reach
@@ -34,9 +34,6 @@ class Entry:
     pid: int | None = None
     load: dict[str, Any] = field(default_factory=dict)  # of an S-node or a prefill S-node: parts of /health
     listed: bool = False  # others may use it
-
-    def of(self, **changes: Any) -> Entry:
-        return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastdecode.cluster.config import ClusterConfig, SNodes
+from fastdecode.cluster.config import ClusterConfig, SNodesConfig
 from fastdecode.cluster.directory import Entry, View
 from fastdecode.cluster.reach import Reach, boot_id, has_rdma
 from fastdecode.cluster.supervised import Supervised
@@ -173,7 +174,7 @@ class RNodeHost(Host):
         return listens(self.machine, self.port)
 
     def _entry(self, entry: Entry) -> Entry:
-        return entry.of(reach=self._reach)
+        return replace(entry, reach=self._reach)
 
 
 class SNodeHost(Host):
@@ -189,7 +190,7 @@ class SNodeHost(Host):
         self._load: dict[str, Any] = {}
 
     @property
-    def _share(self) -> SNodes:
+    def _share(self) -> SNodesConfig:
         return self.config.s_nodes
 
     @property
@@ -234,7 +235,7 @@ class SNodeHost(Host):
         return status == 200
 
     def _entry(self, entry: Entry) -> Entry:
-        return entry.of(url=self._url, load=self._load)
+        return replace(entry, url=self._url, load=self._load)
 
 
 class PrefillHost(SNodeHost):
@@ -251,7 +252,7 @@ class PrefillHost(SNodeHost):
         self._prefill_port = free_port(self.machine)
 
     @property
-    def _share(self) -> SNodes:
+    def _share(self) -> SNodesConfig:
         return self.config.prefill_nodes
 
     @property
@@ -262,7 +263,7 @@ class PrefillHost(SNodeHost):
         return ["--prefill-listen", self._prefill_url, *self.config.prefill_options()]
 
     def _entry(self, entry: Entry) -> Entry:
-        return super()._entry(entry).of(prefill_url=self._prefill_url)
+        return replace(super()._entry(entry), prefill_url=self._prefill_url)
 
 
 class RouterHost(Host):
@@ -296,7 +297,7 @@ class RouterHost(Host):
         return self.machine if self.config.router.host in ("0.0.0.0", "::") else self.config.router.host
 
     def _entry(self, entry: Entry) -> Entry:
-        return entry.of(url=f"http://{bracketed(self._address)}:{self.port}/v1")
+        return replace(entry, url=f"http://{bracketed(self._address)}:{self.port}/v1")
 
 
 HOSTS: dict[str, Callable[..., Host]] = {"r": RNodeHost, "s": SNodeHost, "p": PrefillHost, "router": RouterHost}

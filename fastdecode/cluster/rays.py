@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _DIRECTORY = "directory"
 _ROUTER = "router"
 _CALL_SECONDS = 5.0
-_PLACE_SECONDS = 30.0
+_RESERVE_SECONDS = 30.0
 _POLL_SECONDS = 0.25
 _STRATEGIES = {"near": "PACK", "spread": "SPREAD"}
 #: Memory of an R-node beside its KV-cache.
@@ -81,7 +81,7 @@ class HostActor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodeActor:
     """An actor that Ray lists, or a bundle that has none."""
 
     role: str
@@ -94,13 +94,13 @@ class Place:
         return f"{self.role}{self.number}"
 
     @property
-    def actor(self) -> str:
+    def name(self) -> str:
         return f"{self.node}@{self.group}.{self.bundle}"
 
     @classmethod
-    def of(cls, actor: str) -> Place:
-        node, _, place = actor.partition("@")
-        group, _, bundle = place.partition(".")
+    def from_name(cls, name: str) -> NodeActor:
+        node, _, position = name.partition("@")
+        group, _, bundle = position.partition(".")
         return cls(node[0], int(node[1:]), int(group), int(bundle))
 
 
@@ -112,7 +112,7 @@ class RayCluster:
 
     @classmethod
     @contextlib.contextmanager
-    def of(cls, config: ClusterConfig) -> Iterator[RayCluster]:
+    def connect(cls, config: ClusterConfig) -> Iterator[RayCluster]:
         """Connect to Ray. Raises ClusterError."""
         began = not ray.is_initialized()
         if began:
@@ -139,10 +139,10 @@ class RayCluster:
         except ValueError:
             raise ClusterError(f"no cluster {self._name!r} is up") from None
 
-    def places(self, role: str = "rsp") -> list[Place]:
+    def actors(self, role: str = "rsp") -> list[NodeActor]:
         """The nodes that Ray lists, whether or not they report."""
         names = [name for name in ray.util.list_named_actors() if name not in (_DIRECTORY, _ROUTER)]
-        return sorted((p for p in map(Place.of, names) if p.role in role), key=lambda p: (p.role, p.number))
+        return sorted((p for p in map(NodeActor.from_name, names) if p.role in role), key=lambda p: (p.role, p.number))
 
     def view(self) -> View:
         """What the nodes report. Raises ClusterError."""
@@ -151,7 +151,7 @@ class RayCluster:
 
     def process_ids(self, node: str) -> tuple[int, int | None]:
         """The process ids of a node's actor and of its process, on their machine."""
-        ids: tuple[int, int | None] = _answer(ray.get_actor(self._find(node).actor).process_ids.remote())
+        ids: tuple[int, int | None] = _answer(ray.get_actor(self._find(node).name).process_ids.remote())
         return ids
 
     def directory_pid(self) -> int:
@@ -159,9 +159,9 @@ class RayCluster:
         pid: int = _answer(self._directory().process_id.remote())
         return pid
 
-    def _find(self, node: str) -> Place:
+    def _find(self, node: str) -> NodeActor:
         try:
-            return next(place for place in self.places() if place.node == node)
+            return next(actor for actor in self.actors() if actor.node == node)
         except StopIteration:
             raise ClusterError(f"there is no node {node}; status shows them all") from None
 
@@ -176,7 +176,7 @@ class RayCluster:
             name=_DIRECTORY, lifetime="detached", max_restarts=-1, max_task_retries=0, num_cpus=0
         )
         try:
-            _answer(directory.remote(config).config.remote(), _PLACE_SECONDS)
+            _answer(directory.remote(config).config.remote(), _RESERVE_SECONDS)
             counts = {"s": config.s_nodes.count, "p": config.prefill_nodes.count, "r": config.r_nodes.count}
             self._add(config, [role for role, count in counts.items() for _ in range(count)])
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
@@ -190,9 +190,9 @@ class RayCluster:
         """End the router, then the S-nodes, and last the R-nodes. `drain`: let requests end first."""
         if drain:
             self._drain_actors([_ROUTER])
-            self._drain_actors([place.actor for place in self.places("s")])
-            self._drain_actors([place.actor for place in self.places("p")], 0.0)
-            self._drain_actors([place.actor for place in self.places("r")], 0.0)
+            self._drain_actors([actor.name for actor in self.actors("s")])
+            self._drain_actors([actor.name for actor in self.actors("p")], 0.0)
+            self._drain_actors([actor.name for actor in self.actors("r")], 0.0)
         for name in ray.util.list_named_actors():
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(name), no_restart=True)
@@ -210,7 +210,7 @@ class RayCluster:
                     raise
                 continue
             running = {entry.name for entry in view.entries if entry.state == "running"}
-            missing = {place.node for place in self.places()} | {_ROUTER}
+            missing = {actor.node for actor in self.actors()} | {_ROUTER}
             missing -= running
             if not missing:
                 return view
@@ -226,42 +226,42 @@ class RayCluster:
     def scale(self, role: str, count: int) -> None:
         """Start or drain nodes of a role until there are `count`, and wait until they serve. Raises ClusterError."""
         config: ClusterConfig = _answer(self._directory().config.remote())
-        places = self.places(role)
+        actors = self.actors(role)
         if role == "p":
             config.check_prefill(count)
         if count < 1 and role in "rs":
             raise ClusterError("a cluster needs at least one S-node and one R-node")
-        if count > len(places):
-            self._add(config, [role] * (count - len(places)))
+        if count > len(actors):
+            self._add(config, [role] * (count - len(actors)))
             self.wait(config)
         else:
-            self._end(places[count:])
+            self._end(actors[count:])
 
     def drain(self, target: str) -> list[str]:
         """Drain and end a node, or all nodes of the machine with this address or Ray id. Returns the names. Raises
         ClusterError."""
-        named = [place for place in self.places() if place.node == target]
+        named = [actor for actor in self.actors() if actor.node == target]
         if not named:
             there = {e.name for e in self.view().entries if target in (e.machine, e.ray_node)}
-            named = [place for place in self.places() if place.node in there]
+            named = [actor for actor in self.actors() if actor.node in there]
         if not named:
             raise ClusterError(f"there is no node or machine {target}; status shows them all")
         for role in "rs":
-            if all(place in named for place in self.places(role)):
+            if all(actor in named for actor in self.actors(role)):
                 raise ClusterError(f"{target}: the cluster would have no {role.upper()}-node left; scale it up first")
         self._end(named)
-        return [place.node for place in named]
+        return [actor.node for actor in named]
 
-    def _end(self, places: Sequence[Place]) -> None:
+    def _end(self, actors: Sequence[NodeActor]) -> None:
         """Drain nodes and end them. S-nodes go first: their sequences would only be moved about."""
         directory = self._directory()
         for role in "spr":
-            of_role = [place for place in places if place.role == role]
-            self._drain_actors([place.actor for place in of_role])
-            for place in of_role:
-                ray.kill(ray.get_actor(place.actor), no_restart=True)
-                _answer(directory.forget.remote(place.node))
-        used = {place.group for place in self.places()}
+            of_role = [actor for actor in actors if actor.role == role]
+            self._drain_actors([actor.name for actor in of_role])
+            for actor in of_role:
+                ray.kill(ray.get_actor(actor.name), no_restart=True)
+                _answer(directory.forget.remote(actor.node))
+        used = {actor.group for actor in self.actors()}
         for number in self._groups():
             if number not in used:
                 remove_placement_group(get_placement_group(self._group_name(number)))
@@ -281,10 +281,10 @@ class RayCluster:
 
     def _add(self, config: ClusterConfig, roles: Sequence[str]) -> None:
         """Start nodes of these roles: in bundles that ended nodes have left, then in a new placement group."""
-        taken = {role: {place.number for place in self.places(role)} for role in "rsp"}
-        taken_bundles = {(place.group, place.bundle) for place in self.places()}
+        taken = {role: {actor.number for actor in self.actors(role)} for role in "rsp"}
+        taken_bundles = {(actor.group, actor.bundle) for actor in self.actors()}
         missing: list[str] = []
-        places: list[Place] = []
+        actors: list[NodeActor] = []
         free = {
             role: [
                 (number, i)
@@ -300,21 +300,21 @@ class RayCluster:
                 for others in free.values():  # nodes of two roles may want the same of a machine
                     if bundle in others:
                         others.remove(bundle)
-                places.append(Place(role, _next_number(taken[role]), *bundle))
+                actors.append(NodeActor(role, _next_number(taken[role]), *bundle))
             else:
                 missing.append(role)
         if missing:
             group = max(self._groups(), default=-1) + 1
-            self._place(group, config, missing)
-            places += [Place(role, _next_number(taken[role]), group, i) for i, role in enumerate(missing)]
-        for place in places:
-            resources = _bundle(config, place.role)
+            self._reserve(group, config, missing)
+            actors += [NodeActor(role, _next_number(taken[role]), group, i) for i, role in enumerate(missing)]
+        for actor in actors:
+            resources = _bundle(config, actor.role)
             strategy = PlacementGroupSchedulingStrategy(
-                get_placement_group(self._group_name(place.group)), placement_group_bundle_index=place.bundle
+                get_placement_group(self._group_name(actor.group)), placement_group_bundle_index=actor.bundle
             )
             self._start(
-                place.role,
-                place.actor,
+                actor.role,
+                actor.name,
                 config,
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
@@ -322,13 +322,13 @@ class RayCluster:
                 scheduling_strategy=strategy,
             )
 
-    def _place(self, number: int, config: ClusterConfig, roles: Sequence[str]) -> PlacementGroup:
+    def _reserve(self, number: int, config: ClusterConfig, roles: Sequence[str]) -> PlacementGroup:
         """Reserve a bundle for each node. Raises ClusterError if Ray has no room for them."""
         bundles = [_bundle(config, role) for role in roles]
         group = placement_group(
             bundles, strategy=_STRATEGIES[config.placement], name=self._group_name(number), lifetime="detached"
         )
-        if not group.wait(_PLACE_SECONDS):
+        if not group.wait(_RESERVE_SECONDS):
             remove_placement_group(group)
             wanted = {key: sum(bundle.get(key, 0) for bundle in bundles) for key in ("CPU", "GPU", "memory")}
             free = ray.available_resources()
@@ -336,7 +336,7 @@ class RayCluster:
                 ", ".join(f"{key} {_amount(key, amounts.get(key, 0))}" for key in wanted) for amounts in (wanted, free)
             ]
             raise ClusterError(
-                f"Ray has no room for {len(roles)} node(s) within {_PLACE_SECONDS:.0f} s: wanted are {lists[0]} in "
+                f"Ray has no room for {len(roles)} node(s) within {_RESERVE_SECONDS:.0f} s: wanted are {lists[0]} in "
                 f"all, free are {lists[1]} on all machines together"
             )
         return group

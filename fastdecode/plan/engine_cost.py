@@ -32,7 +32,7 @@ class EngineCost:
     row: float  # for each decoding row of it
 
     @classmethod
-    def between(cls, few: float, many: float) -> EngineCost:
+    def from_steps(cls, few: float, many: float) -> EngineCost:
         """The cost by two measurements: seconds of a step of 1 row and of one of 129 rows."""
         row = max(0.0, many - few) / (_MANY - _FEW)
         return cls(max(0.0, few - row * _FEW), row)
@@ -42,21 +42,21 @@ async def engine_cost(model: PlannedModel, repeat: int = 3) -> EngineCost:
     """Measure the engine's cost in the running event loop, the fastest of `repeat` times; takes about a second."""
     few = min([await _step_seconds(model, _FEW) for _ in range(repeat)])
     many = min([await _step_seconds(model, _MANY) for _ in range(repeat)])
-    return EngineCost.between(few, many)
+    return EngineCost.from_steps(few, many)
 
 
 async def _step_seconds(model: PlannedModel, rows: int) -> float:
     """Seconds of the engine for a step of `rows` decoding rows."""
     memory = rows * _PAGES_OF_A_SEQUENCE * model.token_bytes("fp16") * PAGE_TOKENS
     link = VirtualLink("0", model, "fp16", memory, 2 * rows, rows + 1, 1)
-    parts: Any = (_AtOnce(), [link])
+    parts: Any = (_InstantSPart(), [link])
     engine = Engine(
         *parts,
         mini_batches=1,
         max_batch_size=rows,
         max_batch_tokens=rows + 1,
         max_queued=rows,
-        start_runner=lambda: cast(Any, _AtOnce()),
+        start_runner=lambda: cast(Any, _InstantSPart()),
     )
     await engine.start()
     begun = asyncio.get_running_loop().create_future()
@@ -82,7 +82,7 @@ async def _step_seconds(model: PlannedModel, rows: int) -> float:
     return seconds / (_OUTPUTS - 1)
 
 
-class _AtOnce:
+class _InstantSPart:
     """An S-Part and a runner that answer at once."""
 
     adapters: tuple[str, ...] = ()

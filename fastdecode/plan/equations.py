@@ -68,7 +68,7 @@ class System:
     together: tuple[Together, ...] = ()  # if the R-nodes are on the S-node's machine: what the parts cost each other
 
     @classmethod
-    def of(cls, profile: Profile, transport: str, model: PlannedModel, kv_dtype: str, r_nodes: int) -> System:
+    def from_profile(cls, profile: Profile, transport: str, model: PlannedModel, kv_dtype: str, r_nodes: int) -> System:
         """The system that a profile with all sections gives a model. R-nodes over shared memory are on the S-node's
         machine. Raises ProfileError for a format that the profile does not have."""
         assert profile.s_node is not None and profile.r_node is not None

@@ -35,9 +35,9 @@ from fastdecode.demo import model_dir
 from fastdecode.plan.children import r_node
 from fastdecode.plan.engine_cost import engine_cost
 from fastdecode.plan.model import PlannedModel, read_model
-from fastdecode.plan.profile import LinkTimes, Profile, RNode, SNode, SPartTimes
+from fastdecode.plan.profile import LinkTimes, Profile, RNodeProfile, SNodeProfile, SPartTimes
 from fastdecode.plan.together import Together
-from fastdecode.plan.together_measure import Load, measure_together
+from fastdecode.plan.together_measure import DecodeLoad, measure_together
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.own_thread import in_own_thread
@@ -95,12 +95,12 @@ def run(args: argparse.Namespace) -> None:
     print(f"saved as {args.out}")
 
 
-def _loads(planned: PlannedModel, args: argparse.Namespace) -> list[Load]:
+def _loads(planned: PlannedModel, args: argparse.Namespace) -> list[DecodeLoad]:
     """The steps over full caches: of each KV format, and of the first format with two R-nodes. None without shm."""
     if args.transport and "shm" not in args.transport:
         return []
     formats, kv_bytes = args.kv_dtype or ["fp16", "int8", "int4"], args.kv_bytes / _TOGETHER_PART
-    loads = [Load.of_bytes(planned, kv_dtype, kv_bytes, _TOGETHER_ROWS) for kv_dtype in formats]
+    loads = [DecodeLoad.from_bytes(planned, kv_dtype, kv_bytes, _TOGETHER_ROWS) for kv_dtype in formats]
     cpus = len(usable_cpus())
     return loads + [dataclasses.replace(loads[0], r_nodes=2)] * (min(args.r_threads or cpus, cpus) >= 2)
 
@@ -117,7 +117,7 @@ async def measure(
     seconds: float,
     s_threads: int | None = None,
     r_threads: int | None = None,
-    together: Sequence[Load] = (),
+    together: Sequence[DecodeLoad] = (),
     least: bool = False,
 ) -> Profile:
     """Measure for about `seconds` in all. The S-Part's times are those over the first transport.
@@ -167,8 +167,12 @@ async def measure(
         source="measured",
         notes=f"weights in {str(model.dtype).removeprefix('torch.')}",
         in_turns=in_turns,
-        s_node=SNode(device=device, s_part=(s_part,), engine_step=cost.step, engine_row=cost.row, overlap=overlap),
-        r_node=RNode(device=cpu_model(), kv_gbps=kv_gbps, row_gbps=of_rows, memory=float(available_memory() // 2)),
+        s_node=SNodeProfile(
+            device=device, s_part=(s_part,), engine_step=cost.step, engine_row=cost.row, overlap=overlap
+        ),
+        r_node=RNodeProfile(
+            device=cpu_model(), kv_gbps=kv_gbps, row_gbps=of_rows, memory=float(available_memory() // 2)
+        ),
         links=links,
         together=tuple(measured),
     )

@@ -33,7 +33,7 @@ def profile_and_transport(args: argparse.Namespace) -> tuple[Profile, str]:
 
 
 def add_system_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `PlannedSystem.of` reads."""
+    """Add the options that `PlannedSystem.from_args` reads."""
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
     add_profile_arguments(parser)
@@ -58,10 +58,10 @@ class PlannedSystem:
     memory: float  # for the KV-cache of each R-node, bytes
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> PlannedSystem:
+    def from_args(cls, args: argparse.Namespace) -> PlannedSystem:
         """Raises ProfileError, CheckpointError, OSError."""
         profile, transport = profile_and_transport(args)
         assert profile.r_node is not None
         model = read_model(NodeConfig(model=args.model).model_path() or model_dir())
-        system = System.of(profile, transport, model, args.kv_dtype, args.r_nodes)
+        system = System.from_profile(profile, transport, model, args.kv_dtype, args.r_nodes)
         return cls(profile, system, args.kv_memory or profile.r_node.memory)

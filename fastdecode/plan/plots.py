@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from fastdecode.bench.plot import plt
 
 if TYPE_CHECKING:
-    from fastdecode.plan.choices import Choice, Goal
+    from fastdecode.plan.configurations import Configuration, Goal
 
 
-def choices(found: Sequence[Choice], goal: Goal, path: Path) -> None:
+def configurations(found: Sequence[Configuration], goal: Goal, path: Path) -> None:
     """Output tokens/s and milliseconds between tokens over the number of R-nodes, a line for each KV format and number
     of mini-batches."""
     figure, (rate, tpot) = plt.subplots(1, 2, figsize=(11, 4.2))

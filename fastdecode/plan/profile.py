@@ -77,7 +77,7 @@ class SPartTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SNode:
+class SNodeProfile:
     """A machine that runs the S-Part."""
 
     device: str
@@ -106,7 +106,7 @@ class SNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RNode:
+class RNodeProfile:
     """A machine, or a socket, that runs an R-node."""
 
     device: str
@@ -155,8 +155,8 @@ class Profile:
     source: str
     notes: str = ""
     in_turns: bool = False
-    s_node: SNode | None = None
-    r_node: RNode | None = None
+    s_node: SNodeProfile | None = None
+    r_node: RNodeProfile | None = None
     links: dict[str, LinkTimes] = field(default_factory=dict)  # by transport
     together: tuple[Together, ...] = ()  # measurements of both parts at work on this machine
 
@@ -176,7 +176,7 @@ def read_profile(where: str) -> Profile:
     shipped = SHIPPED / f"{where}.json"
     try:
         value = orjson.loads((shipped if shipped.is_file() else Path(where)).read_bytes())
-        return profile_of(value)
+        return profile_from_json(value)
     except OSError as error:
         names = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.json")))
         raise ProfileError(f"profile {where}: {error.strerror}; profiles that ship: {names}") from None
@@ -260,7 +260,7 @@ def _median(values: Sequence[Any]) -> Any:
     return first
 
 
-def profile_of(value: dict[str, Any]) -> Profile:
+def profile_from_json(value: dict[str, Any]) -> Profile:
     """Build a profile from JSON. Raises TypeError, which names it, for a field that is missing or unknown, and
     ProfileError."""
     fields = dict(value)
@@ -268,9 +268,9 @@ def profile_of(value: dict[str, Any]) -> Profile:
         times = [
             SPartTimes(**t | {"rows": tuple((float(n), float(s)) for n, s in t["rows"])}) for t in s_node["s_part"]
         ]
-        fields["s_node"] = SNode(**s_node | {"s_part": tuple(times)})
+        fields["s_node"] = SNodeProfile(**s_node | {"s_part": tuple(times)})
     if r_node := fields.get("r_node"):
-        fields["r_node"] = RNode(**r_node)
+        fields["r_node"] = RNodeProfile(**r_node)
     fields["links"] = {name: LinkTimes(**link) for name, link in fields.get("links", {}).items()}
     fields["together"] = tuple(Together(**cell) for cell in fields.get("together", ()))
     return Profile(**fields)

@@ -57,9 +57,9 @@ def rows() -> list[dict[str, Any]]:
     profile = read_profile("a10-epyc7452")
     table = [("eq. 11, Llama-7b: sockets in balance", float(_SOCKETS), sockets_in_balance(profile))]
     for (model, batch), paper in FIGURE_9.items():
-        table.append((f"fig. 9, {model.name}, batch {batch}: tokens/s", paper, at_once(profile, model, batch)[0]))
+        table.append((f"fig. 9, {model.name}, batch {batch}: tokens/s", paper, even_growth(profile, model, batch)[0]))
     for model, (gain, peak) in FIGURE_11.items():
-        rate, longest = at_once(profile, model, 1024)
+        rate, longest = even_growth(profile, model, 1024)
         mixed = steady(system(profile, model, _SOCKETS), 1024, 2, 1, _LENGTH)
         table.append((f"fig. 11, {model.name}: gain of the schedule", gain, mixed.tokens_per_second / rate))
         table.append((f"fig. 11, {model.name}: longest step", peak, mixed.seconds / longest))
@@ -71,27 +71,27 @@ def rows() -> list[dict[str, Any]]:
 
 def system(profile: Profile, model: PlannedModel, sockets: int) -> System:
     """The paper's machines: an A10 and `sockets` sockets, fp16."""
-    return System.of(profile, "rdma", model, "fp16", sockets)
+    return System.from_profile(profile, "rdma", model, "fp16", sockets)
 
 
-def step_seconds(on: System, batch: int, length: float) -> float:
+def step_seconds(machines: System, batch: int, length: float) -> float:
     """A step of `batch` sequences that all have `length` tokens, in two mini-batches."""
-    parts = part_times(on, Work(batch / 2, batch / 2 * on.model.read_tokens(length)))
-    return round_seconds([parts] * 2, on.in_turns)[0]
+    parts = part_times(machines, Work(batch / 2, batch / 2 * machines.model.read_tokens(length)))
+    return round_seconds([parts] * 2, machines.in_turns)[0]
 
 
-def at_once(profile: Profile, model: PlannedModel, batch: int, points: int = 64) -> tuple[float, float]:
+def even_growth(profile: Profile, model: PlannedModel, batch: int, points: int = 64) -> tuple[float, float]:
     """Tokens a second, and the longest step, of sequences that all start together and grow to 1024 tokens."""
-    on = system(profile, model, _SOCKETS)
-    seconds = [step_seconds(on, batch, _LENGTH * (i + 0.5) / points) for i in range(points)]
+    machines = system(profile, model, _SOCKETS)
+    seconds = [step_seconds(machines, batch, _LENGTH * (i + 0.5) / points) for i in range(points)]
     return batch * points / sum(seconds), max(seconds)
 
 
 def sockets_in_balance(profile: Profile) -> float:
     """Equation (11) with the paper's T(1024), of one block, and R, of one socket; the paper used 8 sockets."""
-    on = system(profile, LLAMA_7B, 1)
-    t = on.s_part.seconds(1024) / LLAMA_7B.n_layers
-    r = LLAMA_7B.token_bytes("fp16") / LLAMA_7B.n_layers / on.kv_bytes_per_second
+    machines = system(profile, LLAMA_7B, 1)
+    t = machines.s_part.seconds(1024) / LLAMA_7B.n_layers
+    r = LLAMA_7B.token_bytes("fp16") / LLAMA_7B.n_layers / machines.kv_bytes_per_second
     return r_nodes_in_balance(_LENGTH, r, s_part_throughput(1024, t))
 
 

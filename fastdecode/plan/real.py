@@ -17,7 +17,7 @@ from fastdecode.bench.serving.workload import Prompts, Request
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.children import r_node
-from fastdecode.plan.simulation import Client, Served
+from fastdecode.plan.simulation import RequestSender, Served
 from fastdecode.spart import Model, SPart
 from fastdecode.transports.registry import connect
 
@@ -68,12 +68,12 @@ class RealSystem:
             await engine.start()
             try:
                 # The event loop's own clock counts milliseconds.
-                client, begun = Client(engine, n_answers, time.monotonic), time.monotonic()
-                await client.send_all(requests, Prompts(_FIRST_ID, _LAST_ID, seed=0), bounds)
+                sender, begun = RequestSender(engine, n_answers, time.monotonic), time.monotonic()
+                await sender.send_all(requests, Prompts(_FIRST_ID, _LAST_ID, seed=0), bounds)
                 seconds = time.monotonic() - begun
             finally:
                 await engine.stop()
                 for link in links:
                     await link.close()
         scheduler = engine.scheduler
-        return Served(Run(client.answers, seconds, []), scheduler.preemptions, scheduler.recomputed_tokens)
+        return Served(Run(sender.answers, seconds, []), scheduler.preemptions, scheduler.recomputed_tokens)

@@ -20,7 +20,7 @@ from fastdecode.bench.options import print_result
 from fastdecode.bench.serving.workload import read_trace
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.demo import model_dir
-from fastdecode.plan.choices import Choice, Goal, choose
+from fastdecode.plan.configurations import Configuration, Goal, choose
 from fastdecode.plan.model import read_model
 from fastdecode.plan.options import add_profile_arguments, profile_and_transport
 from fastdecode.plan.profile import Profile
@@ -50,19 +50,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="plot throughput and time between tokens over the R-nodes")
 
 
-def commands(choice: Choice, model: Path | None, max_batch_tokens: int) -> list[str]:
+def commands(configuration: Configuration, model: Path | None, max_batch_tokens: int) -> list[str]:
     """The lines that start a configuration, one for each machine. Hosts are called r-node-1, r-node-2, ..."""
-    memory = f"{ceil(1.1 * choice.kv_bytes / _GIB)}GiB"  # a tenth more, for sequences that are unevenly long
+    memory = f"{ceil(1.1 * configuration.kv_bytes / _GIB)}GiB"  # a tenth more, for sequences that are unevenly long
     r_line = f"fastdecode-node --role r --listen tcp://0.0.0.0:7300 --kv-memory {memory} --secret-file secret"
     argv = ["--role", "s"]
     argv += ["--model", str(model)] if model else []
-    argv += ["--kv-dtype", choice.kv_dtype, "--mini-batches", str(choice.mini_batches)]
-    argv += ["--max-batch-size", str(min(max_batch_tokens, ceil(1.25 * choice.batch / choice.mini_batches)))]
+    argv += ["--kv-dtype", configuration.kv_dtype, "--mini-batches", str(configuration.mini_batches)]
+    argv += [
+        "--max-batch-size",
+        str(min(max_batch_tokens, ceil(1.25 * configuration.batch / configuration.mini_batches))),
+    ]
     argv += ["--max-batch-tokens", str(max_batch_tokens), "--schedule", "stable", "--secret-file", "secret"]
-    for i in range(choice.r_nodes):
+    for i in range(configuration.r_nodes):
         argv += ["--r-node", f"tcp://r-node-{i + 1}:7300"]
     NodeConfig.from_args(argv)  # a line that the node would refuse must not be printed
-    hosts = "r-node-1" if choice.r_nodes == 1 else f"r-node-1 to r-node-{choice.r_nodes}"
+    hosts = "r-node-1" if configuration.r_nodes == 1 else f"r-node-1 to r-node-{configuration.r_nodes}"
     return [f"# on {hosts}", r_line, "# on the S-node", shlex.join(["fastdecode-node", *argv])]
 
 
@@ -79,19 +82,19 @@ def run(args: argparse.Namespace) -> None:
         )
     if args.plot:
         from fastdecode.plan import plots  # fails here rather than after the work
-    choices = choose(model, profile, goal, transport, args.r_nodes)
-    if not choices:
+    configurations = choose(model, profile, goal, transport, args.r_nodes)
+    if not configurations:
         raise ValueError("not even one sequence fits into the KV-cache of the R-nodes")
     if args.plot:
-        plots.choices(choices, goal, args.plot)
+        plots.configurations(configurations, goal, args.plot)
     result = {
         "model": model.name,
         "profile": profile.name,
         "source": profile.source,
         "transport": transport,
         "goal": asdict(goal),
-        "choices": [asdict(choice) for choice in choices[: args.top]],
-        "commands": commands(choices[0], args.model, args.max_batch_tokens) if choices[0].meets else [],
+        "choices": [asdict(configuration) for configuration in configurations[: args.top]],
+        "commands": commands(configurations[0], args.model, args.max_batch_tokens) if configurations[0].meets else [],
     }
     print_result(args, result, _print_table)
 

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     """Simulate and print. Raises ProfileError, CheckpointError, ValueError, OSError, RuntimeError."""
     if args.plot:
         from fastdecode.bench.serving import plots  # fails here rather than after the work
-    planned = PlannedSystem.of(args)
+    planned = PlannedSystem.from_args(args)
     profile, system, model = planned.profile, planned.system, planned.system.model
     mini_batches = args.mini_batches or (1 if profile.in_turns else 2)
     limits = SchedulerLimits(mini_batches, args.max_batch_tokens, args.max_batch_size)

@@ -90,17 +90,17 @@ async def _simulate(
     await engine.start()
     samples: list[dict[str, float]] = []
     sampling = loop.create_task(_sample(engine, samples, max(_SAMPLE_SECONDS, requests[-1].arrival / _SAMPLES)))
-    client = Client(engine, sum(request.choices for request in requests), loop.time)
-    await client.send_all(requests, Prompts(WORD, WORD, seed=0), bounds or [None] * len(requests))
+    sender = RequestSender(engine, sum(request.choices for request in requests), loop.time)
+    await sender.send_all(requests, Prompts(WORD, WORD, seed=0), bounds or [None] * len(requests))
     if sampling.done():
         await sampling  # it never ends but with an error
     sampling.cancel()
     scheduler = engine.scheduler
-    run = Run(client.answers, loop.time(), samples)
+    run = Run(sender.answers, loop.time(), samples)
     return Simulated(run, scheduler.preemptions, scheduler.recomputed_tokens, runner.records)
 
 
-class Client:
+class RequestSender:
     """Sends requests to an engine in this process and records when their tokens come. Belongs to the running event
     loop."""
 

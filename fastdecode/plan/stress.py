@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Simulate and print. Raises ProfileError, CheckpointError, ValueError, OSError, RuntimeError."""
-    planned = PlannedSystem.of(args)
+    planned = PlannedSystem.from_args(args)
     profile, system, model = planned.profile, planned.system, planned.system.model
     limits = SchedulerLimits(1 if profile.in_turns else 2, args.max_batch_tokens, args.max_batch_size)
     options: dict[str, Any] = {"schedule": args.schedule, "target_tbt": args.target_tbt_ms / 1e3 or None}

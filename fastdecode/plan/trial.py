@@ -37,7 +37,7 @@ from fastdecode.plan.profile import Profile, median, merged, read_profile
 from fastdecode.plan.real import RealSystem
 from fastdecode.plan.simulation import Served, simulate
 from fastdecode.plan.stress import STREAM_PROMPT, disturbances, figures, table
-from fastdecode.plan.together_measure import Load
+from fastdecode.plan.together_measure import DecodeLoad
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 
 COMMAND = ("trial", "tokens/s of a load on real R-nodes and S-node here, beside the simulated ones")
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
     if args.passes < 1:
         raise ValueError(f"--passes {args.passes}: it must be at least 1")
     given = merged([read_profile(args.profile)]) if args.profile else None
-    system = partial(System.of, transport="shm", model=planned, kv_dtype=args.kv_dtype, r_nodes=args.r_nodes)
+    system = partial(System.from_profile, transport="shm", model=planned, kv_dtype=args.kv_dtype, r_nodes=args.r_nodes)
     if given and "shm" not in given.links:
         raise ValueError(f"profile {args.profile} has no link over shm, by which the parts are joined here")
     if given:
@@ -183,7 +183,9 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
         r_threads=args.r_nodes * args.r_threads,
         # Half a mini-batch and a whole one, each sequence in the middle of its output.
         together=[
-            Load(rows, length, args.kv_dtype, n) for rows in sorted({-(-most // 2), most}) for n in {1, args.r_nodes}
+            DecodeLoad(rows, length, args.kv_dtype, n)
+            for rows in sorted({-(-most // 2), most})
+            for n in {1, args.r_nodes}
         ],
     )
 

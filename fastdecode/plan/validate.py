@@ -31,8 +31,8 @@ from fastdecode.plan.children import r_node
 from fastdecode.plan.equations import System, Work, part_times, round_seconds
 from fastdecode.plan.measure import decode_rounds, load, measure
 from fastdecode.plan.model import PlannedModel, read_model
-from fastdecode.plan.profile import Profile, fastest, profile_of
-from fastdecode.plan.together_measure import Load
+from fastdecode.plan.profile import Profile, fastest, profile_from_json
+from fastdecode.plan.together_measure import DecodeLoad
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 
@@ -114,7 +114,7 @@ class _State:
         try:
             value = orjson.loads(path.read_bytes())
             points = {Point(**point): [float(speed) for speed in speeds] for point, speeds in value["measured"]}
-            return cls([profile_of(profile) for profile in value["profiles"]], points)
+            return cls([profile_from_json(profile) for profile in value["profiles"]], points)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is not a state of fastdecode-plan validate: {error}") from None
 
@@ -177,14 +177,14 @@ async def _profile(directory: Path, planned: PlannedModel, points: tuple[Point, 
     )
 
 
-def _loads(planned: PlannedModel, points: tuple[Point, ...]) -> list[Load]:
+def _loads(planned: PlannedModel, points: tuple[Point, ...]) -> list[DecodeLoad]:
     """What both parts are measured together with: for each KV format the least and the most bytes of the points, and
     for each other number of R-nodes the first format's most. The sequences are others than those of the points."""
-    loads: list[Load] = []
+    loads: list[DecodeLoad] = []
     for kv_dtype in dict.fromkeys(point.kv_dtype for point in points):
         sizes = sorted(kv_bytes(planned, point) for point in points if point.kv_dtype == kv_dtype)
         chosen = sizes[:1] if sizes[-1] < _ONE_SIZE * sizes[0] else [sizes[0], sizes[-1]]
-        loads += [Load.of_bytes(planned, kv_dtype, size, _LOAD_ROWS) for size in chosen]
+        loads += [DecodeLoad.from_bytes(planned, kv_dtype, size, _LOAD_ROWS) for size in chosen]
     most = max((load for load in loads if load.kv_dtype == loads[0].kv_dtype), key=lambda load: load.context)
     numbers = sorted({point.r_nodes for point in points} - {1})
     return loads + [dataclasses.replace(most, r_nodes=n) for n in numbers]
@@ -209,7 +209,7 @@ def kv_bytes(planned: PlannedModel, point: Point) -> float:
 
 def predict(planned: PlannedModel, profile: Profile, point: Point) -> float:
     """Output tokens a second of a point."""
-    system = System.of(profile, "shm", planned, point.kv_dtype, point.r_nodes)
+    system = System.from_profile(profile, "shm", planned, point.kv_dtype, point.r_nodes)
     system = dataclasses.replace(system, engine_step=0.0, engine_row=0.0)  # no engine runs
     read = point.batch * planned.read_tokens(point.context + _STEPS / 2)
     seconds, _ = round_seconds([part_times(system, Work(point.batch, read))], profile.in_turns)

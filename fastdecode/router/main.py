@@ -28,9 +28,9 @@ from fastdecode.daemon import option_values
 from fastdecode.daemon.config_sources import Parser
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed
 from fastdecode.daemon.process import set_up_logging, wait_for_shutdown
+from fastdecode.router.forwarder import Forwarder
 from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import Pool
-from fastdecode.router.proxy import Proxy
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +102,8 @@ async def _run(nodes: NodeSet, sockets: list[Any], args: argparse.Namespace) -> 
         pool = Pool(nodes, session)
         metrics.watch(pool)
         await pool.start()
-        proxy = Proxy(pool, session, metrics, args.continue_seconds)
-        server = await serve(make_app(pool, proxy, metrics, access_log=not args.no_access_log), sockets)
+        forwarder = Forwarder(pool, session, metrics, args.continue_seconds)
+        server = await serve(make_app(pool, forwarder, metrics, access_log=not args.no_access_log), sockets)
         url = f"http://{bracketed(args.host)}:{server.port}/v1"
         print(f"Router on {url}", flush=True)
         await shutdown
@@ -113,7 +113,7 @@ async def _run(nodes: NodeSet, sockets: list[Any], args: argparse.Namespace) -> 
         await pool.close()
 
 
-def make_app(pool: Pool, proxy: Proxy, metrics: RouterMetrics, *, access_log: bool = True) -> web.Application:
+def make_app(pool: Pool, forwarder: Forwarder, metrics: RouterMetrics, *, access_log: bool = True) -> web.Application:
     """The application of a router over `pool`."""
     closing = asyncio.Event()
 
@@ -132,16 +132,16 @@ def make_app(pool: Pool, proxy: Proxy, metrics: RouterMetrics, *, access_log: bo
     async def forward(request: web.Request) -> web.StreamResponse:
         if closing.is_set():
             raise ApiError(503, "the router is shutting down", code="shutting_down", headers={"Retry-After": "1"})
-        return await proxy.handle(request)
+        return await forwarder.handle(request)
 
     async def close(grace: float) -> None:
         closing.set()
         try:
             async with asyncio.timeout(grace):
-                while proxy.requests:
+                while forwarder.requests:
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
-            log.warning("%d request(s) end with the router", proxy.requests)
+            log.warning("%d request(s) end with the router", forwarder.requests)
 
     app = web.Application(
         middlewares=[*([log_requests] if access_log else []), errors_as_json], client_max_size=MAX_BODY_BYTES

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from node_process import gone, until
 
 from fastdecode.cluster import hosts
 from fastdecode.cluster.cli import main
-from fastdecode.cluster.config import ClusterConfig, ClusterError, PrefillNodes
+from fastdecode.cluster.config import ClusterConfig, ClusterError, PrefillNodesConfig
 from fastdecode.cluster.directory import Directory, Entry, View
 from fastdecode.cluster.hosts import NodeFile
 from fastdecode.cluster.reach import Reach, boot_id
@@ -137,7 +138,7 @@ def test_a_file_of_nodes_shrinks_only_when_the_directory_has_settled(tmp_path):
 @pytest.mark.quick
 def test_an_s_node_watches_a_file_of_prefill_s_nodes(tmp_path, monkeypatch):
     monkeypatch.setattr(hosts, "has_rdma", lambda: False)
-    config = ClusterConfig(secret_file="/s", prefill_nodes=PrefillNodes(count=1, options={"max-queued": 7}))
+    config = ClusterConfig(secret_file="/s", prefill_nodes=PrefillNodesConfig(count=1, options={"max-queued": 7}))
     prefill, decode = (hosts.HOSTS[role](f"{role}0", config, lambda entry: None, "127.0.0.1") for role in "ps")
     command = [*prefill._command()]
     at = command[command.index("--prefill-listen") + 1]
@@ -146,10 +147,10 @@ def test_an_s_node_watches_a_file_of_prefill_s_nodes(tmp_path, monkeypatch):
     path = Path(command[command.index("--prefill-file") + 1])
     nodes = FileSet(path, ("tcp",), may_be_empty=True)
     assert asyncio.run(nodes.read()) == ()
-    entry = prefill.entry.of(state="running", listed=True)
+    entry = replace(prefill.entry, state="running", listed=True)
     decode._learn(View((entry,), settled=True))
     assert parse_list(path.read_text(), ("tcp",)) == (at,)
-    decode._learn(View((entry.of(listed=False),), settled=True))
+    decode._learn(View((replace(entry, listed=False),), settled=True))
     assert path.read_text() == ""
     for host in (prefill, decode):
         host.drain(0)

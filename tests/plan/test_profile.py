@@ -12,8 +12,8 @@ from fastdecode.plan.profile import (
     LinkTimes,
     Profile,
     ProfileError,
-    RNode,
-    SNode,
+    RNodeProfile,
+    SNodeProfile,
     SPartTimes,
     fastest,
     median,
@@ -25,8 +25,8 @@ TIMES = SPartTimes(model="m", parameters=100.0, rows=((1.0, 1.0), (5.0, 3.0)))
 PROFILE = Profile(
     name="here",
     source="measured",
-    s_node=SNode(device="s", s_part=(TIMES,)),
-    r_node=RNode(device="r", kv_gbps={"fp16": {"1": 10.0, "4": 8.0}}, memory=1e9),
+    s_node=SNodeProfile(device="s", s_part=(TIMES,)),
+    r_node=RNodeProfile(device="r", kv_gbps={"fp16": {"1": 10.0, "4": 8.0}}, memory=1e9),
     links={"tcp": LinkTimes(layer_seconds=1e-5, gbps=2.0)},
 )
 
@@ -84,7 +84,7 @@ def test_times_between_and_beyond_the_rows():
 
 def test_a_model_that_was_not_measured_takes_the_times_of_the_nearest_in_size():
     small, large = (dataclasses.replace(TIMES, model=name, parameters=n) for name, n in (("a", 10.0), ("b", 1000.0)))
-    node = SNode(device="s", s_part=(small, large))
+    node = SNodeProfile(device="s", s_part=(small, large))
     assert node.times("a", 7.0) is small
     assert node.times("c", 500.0).rows == ((1.0, 0.5), (5.0, 1.5))
 
@@ -97,7 +97,7 @@ def test_a_group_that_was_not_measured_takes_the_next():
 
 
 def test_later_profiles_give_their_sections():
-    other = Profile(name="there", source="data sheet", r_node=RNode(device="x", kv_gbps={}, memory=1.0))
+    other = Profile(name="there", source="data sheet", r_node=RNodeProfile(device="x", kv_gbps={}, memory=1.0))
     both = merged([dataclasses.replace(PROFILE, in_turns=True), other])
     assert both.r_node is other.r_node and both.s_node is PROFILE.s_node
     assert both.source == "data sheet" and not both.in_turns
@@ -109,8 +109,8 @@ def profile(rows, gbps, latency):
     return Profile(
         name="here",
         source="measured",
-        s_node=SNode(device="cpu", s_part=(SPartTimes(model="m", parameters=1e8, rows=rows),)),
-        r_node=RNode(device="cpu", kv_gbps={"fp16": {"1": gbps}}, memory=1e9),
+        s_node=SNodeProfile(device="cpu", s_part=(SPartTimes(model="m", parameters=1e8, rows=rows),)),
+        r_node=RNodeProfile(device="cpu", kv_gbps={"fp16": {"1": gbps}}, memory=1e9),
         links={"shm": LinkTimes(layer_seconds=latency, gbps=1.0)},
     )
 

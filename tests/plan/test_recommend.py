@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.plan.choices import Goal, choose
 from fastdecode.plan.cli import main
+from fastdecode.plan.configurations import Goal, choose
 from fastdecode.plan.profile import merged, read_profile
 from fastdecode.plan.published import LLAMA_7B
 from fastdecode.plan.recommend import commands

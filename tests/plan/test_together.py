@@ -8,7 +8,7 @@ import pytest
 
 from fastdecode.plan.equations import PartTimes, System, Work, part_times, round_seconds, shared_seconds
 from fastdecode.plan.model import PlannedModel
-from fastdecode.plan.profile import LinkTimes, Profile, RNode, SNode, SPartTimes, read_profile
+from fastdecode.plan.profile import LinkTimes, Profile, RNodeProfile, SNodeProfile, SPartTimes, read_profile
 from fastdecode.plan.together import Cost, Together, cost, fastest
 
 #: One layer, 4 query heads and 2 KV heads of 8: a cached fp16 token has 64 bytes.
@@ -33,8 +33,8 @@ PROFILE = Profile(
     name="here",
     source="measured",
     in_turns=True,
-    s_node=SNode(device="s", s_part=(SPartTimes(model="toy", parameters=1000, rows=((1, 1.0), (9, 5.0))),)),
-    r_node=RNode(device="r", kv_gbps={"fp16": {"2": 8e-6}, "int8": {"2": 8e-6}}, memory=1e9),
+    s_node=SNodeProfile(device="s", s_part=(SPartTimes(model="toy", parameters=1000, rows=((1, 1.0), (9, 5.0))),)),
+    r_node=RNodeProfile(device="r", kv_gbps={"fp16": {"2": 8e-6}, "int8": {"2": 8e-6}}, memory=1e9),
     links={"shm": LinkTimes(layer_seconds=0.15, gbps=1e-5), "tcp": LinkTimes(layer_seconds=0.5, gbps=1e-6)},
     together=(CELL, LARGE, TWO, INT8),
 )
@@ -62,7 +62,7 @@ def test_several_r_nodes_change_another_format_as_they_change_the_measured_one()
 
 
 def test_in_turns_the_s_part_finds_its_weights_in_memory_and_attention_has_the_speed_of_turns():
-    system = System.of(PROFILE, "shm", MODEL, "fp16", 1)
+    system = System.from_profile(PROFILE, "shm", MODEL, "fp16", 1)
     parts = part_times(system, Work(rows=1, read_tokens=16000 / 64))
     assert parts.r_part == pytest.approx(16000 / 2e3)
     assert parts.s_part == pytest.approx(1.0 + 2.0)  # 5 rows take 3 s with nothing cached, and 5 s here
@@ -71,19 +71,19 @@ def test_in_turns_the_s_part_finds_its_weights_in_memory_and_attention_has_the_s
 
 
 def test_r_nodes_of_one_machine_share_its_bandwidth():
-    one, two = (part_times(System.of(PROFILE, "shm", MODEL, "fp16", n), Work(1, 250)) for n in (1, 2))
+    one, two = (part_times(System.from_profile(PROFILE, "shm", MODEL, "fp16", n), Work(1, 250)) for n in (1, 2))
     assert two.r_part == pytest.approx(2 * one.r_part)
-    uneven = part_times(System.of(PROFILE, "shm", MODEL, "fp16", 2), Work(1, 250), slowest_share=0.75)
+    uneven = part_times(System.from_profile(PROFILE, "shm", MODEL, "fp16", 2), Work(1, 250), slowest_share=0.75)
     assert uneven.r_part == pytest.approx(1.5 * two.r_part)
 
 
 def test_r_nodes_of_other_machines_cost_the_s_node_nothing():
-    system = System.of(PROFILE, "tcp", MODEL, "fp16", 2)
+    system = System.from_profile(PROFILE, "tcp", MODEL, "fp16", 2)
     assert system.together == () and part_times(system, Work(1, 250)).r_part == pytest.approx(16000 / 8e3 / 2)
 
 
 def test_a_model_with_other_weights_reads_them_in_proportion():
-    system = System.of(PROFILE, "shm", dataclasses.replace(MODEL, name="other", parameters=2000.0), "fp16", 1)
+    system = System.from_profile(PROFILE, "shm", dataclasses.replace(MODEL, name="other", parameters=2000.0), "fp16", 1)
     assert system.reading(16000.0).s_extra == pytest.approx(2 * 2.0)
 
 

@@ -51,7 +51,7 @@ def test_what_cannot_be_is_refused(argv, message):
 
 
 def test_the_engines_cost_is_a_line_through_two_batches():
-    cost = EngineCost.between(few=60e-6, many=1340e-6)
+    cost = EngineCost.from_steps(few=60e-6, many=1340e-6)
     assert (cost.row, cost.step) == (pytest.approx(10e-6), pytest.approx(50e-6))
 
 

@@ -26,10 +26,10 @@ from fastdecode.daemon.discovery import FileSet, FixedSet
 from fastdecode.daemon.handover import PrefillServer, RemotePrefill
 from fastdecode.engine.giver import Giver
 from fastdecode.engine.request import GenerationFailed, Overloaded
+from fastdecode.router.forwarder import Forwarder
 from fastdecode.router.main import make_app
 from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import BLOCK_BYTES, Pool, SNode, prefix_keys
-from fastdecode.router.proxy import Proxy
 from fastdecode.text.tokenizer import Tokenizer
 
 ASK = {"model": MODEL, "prompt": "x"}
@@ -55,7 +55,7 @@ async def routed(*urls, nodes=None, continue_seconds=30.0):
         metrics.watch(pool)
         await pool.start()
         server = await serve(
-            make_app(pool, Proxy(pool, session, metrics, continue_seconds), metrics), bind("127.0.0.1", 0)
+            make_app(pool, Forwarder(pool, session, metrics, continue_seconds), metrics), bind("127.0.0.1", 0)
         )
         url = f"http://127.0.0.1:{server.port}"
         try:

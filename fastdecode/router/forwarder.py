@@ -42,7 +42,7 @@ class _Retry(Exception):
         self.answer = answer
 
 
-class Proxy:
+class Forwarder:
     """The handler of all requests that S-nodes answer."""
 
     def __init__(

@@ -42,7 +42,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Configuration:
     """A configuration and its predicted figures. Times are in seconds."""
 
     r_nodes: int
@@ -59,29 +59,29 @@ class Choice:
     cost: float | None  # of a million output tokens
 
 
-def choose(model: PlannedModel, profile: Profile, goal: Goal, transport: str, most_r_nodes: int) -> list[Choice]:
+def choose(model: PlannedModel, profile: Profile, goal: Goal, transport: str, most_r_nodes: int) -> list[Configuration]:
     """Every configuration with its best batch. Configurations that meet the goal come first: the cheapest, or without
     prices the one of fewest R-nodes if there is a rate to meet. Equal ones follow by throughput.
 
     `profile` has all sections, as one from `merged` does.
     """
     assert profile.r_node is not None
-    choices = []
+    configurations = []
     for kv_dtype in profile.r_node.kv_gbps:
         for r_nodes in range(1, most_r_nodes + 1):
-            system = System.of(profile, transport, model, kv_dtype, r_nodes)
+            system = System.from_profile(profile, transport, model, kv_dtype, r_nodes)
             for mini_batches in _MINI_BATCHES[: 1 if profile.in_turns else None]:
-                if (choice := _with_best_batch(system, profile, goal, mini_batches)) is not None:
-                    choices.append(choice)
+                if (configuration := _with_best_batch(system, profile, goal, mini_batches)) is not None:
+                    configurations.append(configuration)
 
-    def order(choice: Choice) -> tuple[bool, float, float]:
-        spent = choice.cost if choice.cost is not None else choice.r_nodes if goal.rate else 0
-        return not choice.meets, spent if choice.meets else 0, -choice.tokens_per_second
+    def order(configuration: Configuration) -> tuple[bool, float, float]:
+        spent = configuration.cost if configuration.cost is not None else configuration.r_nodes if goal.rate else 0
+        return not configuration.meets, spent if configuration.meets else 0, -configuration.tokens_per_second
 
-    return sorted(choices, key=order)
+    return sorted(configurations, key=order)
 
 
-def _with_best_batch(system: System, profile: Profile, goal: Goal, mini_batches: int) -> Choice | None:
+def _with_best_batch(system: System, profile: Profile, goal: Goal, mini_batches: int) -> Configuration | None:
     """The configuration with the batch that the goal asks for; None if not even one sequence a mini-batch fits."""
     assert profile.s_node is not None and profile.r_node is not None
     token_bytes = system.model.token_bytes(system.kv_dtype)
@@ -113,7 +113,7 @@ def _with_best_batch(system: System, profile: Profile, goal: Goal, mini_batches:
     r = token_bytes / system.model.n_layers / system.kv_bytes_per_second
     b = state.batch / mini_batches
     read = mean_read(system.model, goal.n_prompt, goal.n_output)
-    return Choice(
+    return Configuration(
         r_nodes=system.r_nodes,
         kv_dtype=system.kv_dtype,
         mini_batches=mini_batches,
