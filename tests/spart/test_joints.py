@@ -13,7 +13,7 @@ from spart_steps import GREEDY, linked, run, text
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.decoder import decoder as decoder_module
-from fastdecode.spart.decoder.joints import JointRows, make_joints
+from fastdecode.spart.decoder.joints import JointRows, make_joints, why_no_joints
 from fastdecode.spart.decoder.row_ops import make_row_ops
 from fastdecode.spart.decoder.weights import Balance
 from fastdecode.spart.step.batch import Chunk, StepBatch
@@ -101,6 +101,22 @@ def test_models_of_other_blocks_have_no_joints(name, weights, has):
 
 
 @pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
+@pytest.mark.parametrize(
+    ("name", "weights", "dtype", "reason"),
+    [
+        ("opt", "int8", "fp32", "RMS norms"),
+        ("mixtral", "int8", "fp32", "experts"),
+        ("llama-gqa", "dense", "fp32", "products of fp32 rows"),
+        ("llama-gqa", "int8", "bf16", "products of bf16 rows"),
+    ],
+)
+def test_a_model_without_joints_says_why(name, weights, dtype, reason):
+    model = load_model(make_checkpoint(name), device=CPU, dtype=dtype, weights=weights)
+    ops = make_row_ops(model.config, CPU, model.dtype)
+    assert reason in why_no_joints(model.config, model.weights.layers, ops)
+
+
+@pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
 async def test_balanced_layers_are_computed_one_by_one(tmp_path, counted):
     model = load("llama-gqa", "int8")
     c = model.config
@@ -118,7 +134,8 @@ def test_linears_of_other_sizes_are_refused():
     model = load("llama-gqa", "int8")
     ops, layers = make_row_ops(model.config, CPU, torch.float32), model.weights.layers
     for wrong in ({"hidden_size": 32}, {"n_kv_heads": 1}, {"intermediate_size": 128}, {"n_q_heads": 2}):
-        assert make_joints(replace(model.config, **wrong), layers, ops) is None
+        with pytest.raises(ValueError, match=r"has|have"):
+            make_joints(replace(model.config, **wrong), layers, ops)
 
 
 @pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")

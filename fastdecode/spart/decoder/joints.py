@@ -6,6 +6,7 @@ if its blocks are Llama's (RMS norms, RoPE, a gated SiLU) and kernels/ computes 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -15,20 +16,22 @@ from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.row_ops import NativeRowOps, RowHeads, RowOps
 from fastdecode.spart.decoder.weights import MLP, Layer
+from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.prefill.prompt_attention import NativePrompts
 from fastdecode.spart.threads import pool_threads
+
+log = logging.getLogger(__name__)
 
 
 class Joints:
     """The joints of a model's layers: joint i is between the attention of layers i - 1 and i."""
 
-    def __init__(self, config: ModelConfig, layers: Sequence[Layer], ops: RowOps):
-        """Raises ValueError for a model without joints."""
-        if not (isinstance(ops, NativeRowOps) and ops.llama and config.norm_first and config.rope is not None):
-            raise ValueError("the blocks are not Llama's")
+    def __init__(self, config: ModelConfig, layers: Sequence[Layer], act_dtype: str):
+        """The layers of a model for which why_no_joints returned None, and the dtype of its activations. Raises
+        ValueError if the sizes of its linears are not those of `config`."""
         self._layers = tuple(layers)
         self._native = _native.Joints(
-            ACT_DTYPES.index(ops.act_dtype),
+            ACT_DTYPES.index(act_dtype),
             config.hidden_size,
             config.intermediate_size,
             config.n_q_heads,
@@ -107,21 +110,45 @@ def _balanced(layers: Sequence[Layer]) -> bool:
     return any(layer.balance is not None for layer in layers)
 
 
+def _linears(layer: Layer) -> tuple[Linear, ...]:
+    assert isinstance(layer.mlp, MLP)
+    return layer.qkv, layer.o, layer.mlp.up, layer.mlp.down
+
+
 def _native_layer(layer: Layer) -> tuple[object, ...]:
     """The layer as _native.Joints wants it."""
-    norms = layer.attention_norm.weight, layer.mlp_norm.weight
-    if not isinstance(layer.mlp, MLP) or norms[0] is None or norms[1] is None:
-        raise ValueError("the blocks are not Llama's")
-    linears = layer.qkv, layer.o, layer.mlp.up, layer.mlp.down
-    if not all(linear.native for linear in linears):
-        raise ValueError("kernels/ does not compute all products")
-    addresses = [0 if weight is None else weight.data_ptr() for weight in (*norms, layer.q_norm, layer.k_norm)]
-    return *addresses, *(linear.native for linear in linears)
+    weights = layer.attention_norm.weight, layer.mlp_norm.weight, layer.q_norm, layer.k_norm
+    addresses = [0 if weight is None else weight.data_ptr() for weight in weights]
+    return *addresses, *(linear.native for linear in _linears(layer))
+
+
+def _computes(linear: Linear, act_dtype: str) -> bool:
+    """True if kernels/linears computes the linear for rows of this dtype; that of quantised matrices is fp32."""
+    return bool(linear.native) and (
+        act_dtype == "fp32" or not any(isinstance(product, _native.QuantisedLinear) for product in linear.native)
+    )
+
+
+def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: RowOps) -> str | None:
+    """The reason why a model's blocks are computed operation by operation, or None if it has joints."""
+    if not isinstance(ops, NativeRowOps):
+        return "kernels/decoder has no row operations for this device"
+    if not ops.llama or not config.norm_first or config.rope is None:
+        return "a block has not RMS norms before its parts, RoPE and a gated SiLU"
+    if not all(isinstance(layer.mlp, MLP) for layer in layers):
+        return "a layer has experts"
+    if any(norm.weight is None for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)):
+        return "a norm has no weights"
+    if not all(_computes(linear, ops.act_dtype) for layer in layers for linear in _linears(layer)):
+        return f"kernels/linears does not compute all of its products of {ops.act_dtype} rows"
+    return None
 
 
 def make_joints(config: ModelConfig, layers: Sequence[Layer], ops: RowOps) -> Joints | None:
     """The joints of a model's layers, or None if it has none."""
-    try:
-        return Joints(config, layers, ops)
-    except ValueError:
+    reason = why_no_joints(config, layers, ops)
+    if reason is not None:
+        log.debug("the decoder runs operation by operation: %s", reason)
         return None
+    assert isinstance(ops, NativeRowOps)
+    return Joints(config, layers, ops.act_dtype)
