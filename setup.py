@@ -1,7 +1,7 @@
 """The C extensions; everything else is declared in pyproject.toml.
 
 One set of flags builds every file for the ABI's baseline. A file of vector kernels is empty where the architecture is
-another (FD_X86, FD_ARM64), and names what it needs beyond the baseline in a `#pragma GCC target(...)`. cpuid picks
+another (FD_X86, FD_ARM64), and names what it needs beyond the baseline in FD_BEGIN_TARGET(...). cpuid picks
 among them at run time, so one wheel serves every machine of an architecture.
 """
 
@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-KERNELS = [f"kernels/{room}" for room in ("attention", "cache", "decoder", "engine", "linears", "py", "sampling")]
+ROOMS = ("attention", "cache", "cpu", "decoder", "engine", "linears", "py", "sampling")
+KERNELS = [f"kernels/{room}" for room in ROOMS]
+INCLUDES = [".", "kernels"]  # an include of another room's file names the room: "region/region.h", "cpu/parallel.h"
 
 
 def files(folders: list[str], ending: str) -> list[str]:
@@ -58,14 +60,14 @@ setup(
             "fastdecode.region._native",
             sources=files(["region"], ".c"),
             depends=files(["region"], ".h"),
-            include_dirs=["region"],
+            include_dirs=INCLUDES,
             extra_compile_args=CFLAGS,
         ),
         Extension(
             "fastdecode.kernels._native",
             sources=files(KERNELS, ".c"),
             depends=files([*KERNELS, "region"], ".h"),
-            include_dirs=["region", *KERNELS],
+            include_dirs=INCLUDES,
             extra_compile_args=CFLAGS,
             extra_link_args=["-pthread"],
         ),
@@ -73,7 +75,7 @@ setup(
             "fastdecode.transports._native",
             sources=files(["transports"], ".c"),
             depends=files(["transports", "region"], ".h"),
-            include_dirs=["region", "transports"],
+            include_dirs=INCLUDES,
             extra_compile_args=CFLAGS,
             extra_link_args=["-pthread"],
         ),

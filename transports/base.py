@@ -78,7 +78,7 @@ class CallRefused(TransportError):
 
 
 class Rotated(enum.IntFlag):
-    """The heads that an S-node rotates in place of the R-node (kernels/attention/rotate.h)."""
+    """The heads that an S-node rotates in place of the R-node (kernels/cpu/hadamard.h)."""
 
     QK = 1  # Q and K
     VO = 2  # V, and O back

@@ -8,7 +8,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 
-#include "doorbell.h"
+#include "region/doorbell.h"
 
 typedef enum { FD_SIDE_S, FD_SIDE_R } fd_side_t; /* the two ends of a link */
 

@@ -6,7 +6,7 @@
 #include <Python.h>
 
 #include "port.h"
-#include "py_geometry.h"
+#include "region/py_geometry.h"
 #include "rdma_poster.h"
 #include "tcp_pump.h"
 

@@ -12,9 +12,9 @@
 
 #include <poll.h>
 
-#include "carrier.h"
+#include "region/carrier.h"
 #include "down.h"
-#include "stand_in.h"
+#include "region/stand_in.h"
 
 typedef enum { FD_SLOT_IDLE, FD_SLOT_ARMING, FD_SLOT_ARMED, FD_SLOT_ASKED } fd_slot_phase_t;
 

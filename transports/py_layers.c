@@ -1,5 +1,5 @@
 /* StepGroup.run_layers: the layers of a step one after another, without Python in between. */
-#include "between.h"
+#include "region/between.h"
 #include "py_group.h"
 
 /* When the S-Part began to wait for a layer's replies, and when all of them had come, in seconds of CLOCK_MONOTONIC. */

@@ -17,7 +17,7 @@
 #ifndef FD_RDMA_POSTER_H
 #define FD_RDMA_POSTER_H
 
-#include "carrier.h"
+#include "region/carrier.h"
 #include "down.h"
 #include "verbs_abi.h"
 

@@ -21,7 +21,7 @@
 #ifndef FD_TCP_PUMP_H
 #define FD_TCP_PUMP_H
 
-#include "carrier.h"
+#include "region/carrier.h"
 #include "down.h"
 
 #define FD_FRAME_MAGIC 0x4d524644u /* "DFRM" */

@@ -93,7 +93,7 @@ def stored_kv(k: np.ndarray, v: np.ndarray, kv_dtype: str) -> tuple[np.ndarray, 
 
 
 def rotated(x: np.ndarray) -> np.ndarray:
-    """x [rows, head_size] rotated as kernels/attention/rotate.h defines it, in the arithmetic of its dtype."""
+    """x [rows, head_size] rotated as kernels/cpu/hadamard.h defines it, in the arithmetic of its dtype."""
     result = x.copy()
     start = 0
     while start < x.shape[1]:

@@ -16,7 +16,7 @@
 #include <string.h>
 
 #include "chunk.h"
-#include "rotate.h"
+#include "cpu/hadamard.h"
 
 /* A row after conversion: fp32, the bits of fp16 or bf16, or the stored integers. Integers of K are bytes. Integers of
  * V are 32-bit words, because store_v reads them as words: a load that is wider than the stores before it would wait

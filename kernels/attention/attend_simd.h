@@ -19,14 +19,14 @@
  * Tiles read a chunk from its first byte to its last (chunk.h). For each line that they read, they prefetch the line
  * prefetch_ahead() bytes further on.
  *
- * Integer formats multiply in integers. A query row is rotated as K was (rotate.h) and rounded to 16-bit integers once,
- * and the weights of a row once for each chunk; each row is scaled by its largest magnitude (q_scale, weight_scale).
- * The products of a chunk are summed exactly in 32 bits, because 255 * 32767 * 256 < 2^31; a longer query row of int8
- * is rounded to 15 bits. An ISA may round to 8 bits instead (kv_bits, kv_size), and may round the multipliers of bf16
- * to bf16 (kv_store_query, kv_store_float_weights). With V = scale * stored + offset, the scales are multiplied into
- * the weights before the weights are rounded. The offsets contribute the same amount to every dimension, which is
- * summed in row_state_t.bias and added to O at the end. If V was rotated, the kernel then rotates O back,
- * unless the caller does.
+ * Integer formats multiply in integers. A query row is rotated as K was (cpu/hadamard.h) and rounded to 16-bit integers
+ * once, and the weights of a row once for each chunk; each row is scaled by its largest magnitude (q_scale,
+ * weight_scale). The products of a chunk are summed exactly in 32 bits, because 255 * 32767 * 256 < 2^31; a longer
+ * query row of int8 is rounded to 15 bits. An ISA may round to 8 bits instead (kv_bits, kv_size), and may round the
+ * multipliers of bf16 to bf16 (kv_store_query, kv_store_float_weights). With V = scale * stored + offset, the scales
+ * are multiplied into the weights before the weights are rounded. The offsets contribute the same amount to every
+ * dimension, which is summed in row_state_t.bias and added to O at the end. If V was rotated, the kernel then rotates O
+ * back, unless the caller does.
  *
  * A panel calls before_last_chunk for each head, so an fd_attend_t with before_last_chunk must fit into one panel:
  * heads * q_len * group <= FD_PANEL_ROWS.
@@ -38,8 +38,8 @@
 #ifndef FD_ATTEND_SIMD_H
 #define FD_ATTEND_SIMD_H
 
-#include "act_simd.h"
-#include "rotate.h"
+#include "cpu/hadamard.h"
+#include "merge_simd.h"
 #include "softmax_simd.h"
 
 /* The first row of block `i`, if `rows` rows are cut into `n` blocks as evenly as possible. */

@@ -18,19 +18,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "formats.h"
-
-typedef enum {
-    FD_ISA_SCALAR = 0,
-    FD_ISA_AVX2 = 1,
-    FD_ISA_AVXVNNI = 2,
-    FD_ISA_AVX512 = 3,
-    FD_ISA_AVX512VNNI = 4,
-    FD_ISA_AVX512BF16 = 5,
-    FD_ISA_AMX = 6,
-    FD_ISA_NEON = 7,
-    FD_ISAS
-} fd_isa_t;
+#include "cpu/isa.h"
+#include "region/formats.h"
 
 /* The size of a chunk in bytes: K, V and scales; a multiple of 64. Sizes of heads count elements. */
 size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size);
@@ -38,9 +27,9 @@ size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_siz
 /* Prefetches the cache lines that append writes for token t. */
 void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t);
 
-/* What the caller rotates in place of the kernels (rotate.h). FD_ROTATED_QK: Q and K arrive rotated. FD_ROTATED_VO: V
- * arrives rotated, and the caller rotates O back. The number goes over the wire; formats without rotations ignore
- * it. */
+/* What the caller rotates in place of the kernels (cpu/hadamard.h). FD_ROTATED_QK: Q and K arrive rotated.
+ * FD_ROTATED_VO: V arrives rotated, and the caller rotates O back. The number goes over the wire; formats without
+ * rotations ignore it. */
 enum { FD_ROTATED_QK = 1, FD_ROTATED_VO = 2, FD_ROTATED_ALL = 3 };
 
 /* The most query rows whose softmax state a kernel holds at once. */
@@ -121,13 +110,6 @@ typedef struct {
 /* The sum of weights `l`, relative to the largest score `m`, of a row that has a sink. acc does not change, because the
  * sink's V is 0. A row that sees no token keeps l = 0, so that its output is 0. */
 static inline float fd_add_sink(float l, float m, float sink) { return l == 0.0f ? l : l + expf(sink - m); }
-
-/* The best ISA that this CPU and OS support (x86: cpuid and xgetbv). */
-fd_isa_t fd_isa_best(void);
-int fd_isa_supported(fd_isa_t isa);
-const char *
-fd_isa_name(fd_isa_t isa); /* "scalar", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "neon" */
-int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unknown */
 
 /* Never NULL for a valid dtype and a supported ISA. */
 const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa);

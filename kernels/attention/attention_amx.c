@@ -16,16 +16,9 @@
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(                                                                                          \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vbmi,amx-tile,amx-int8,amx-bf16"))), \
-    apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vbmi,amx-tile,amx-int8,amx-bf16")
-#endif
+FD_BEGIN_TARGET(FD_AVX512 ",avx512vbmi,amx-tile,amx-int8,amx-bf16")
 
-#include "vec_avx512.h"
+#include "kv_avx512.h"
 
 enum {
     TILE_ROWS = 16,
@@ -331,9 +324,5 @@ FD_KERNEL(int8_int4, FD_KV_INT8_INT4, 8)
 #define FD_KV_OPS(name, dtype, text) [dtype] = {"amx", fd_append_##name##_avx512, fd_attend_##name##_amx},
 const fd_kv_ops_t fd_kv_ops_amx[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

@@ -4,16 +4,11 @@
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+FD_BEGIN_TARGET(FD_AVX2)
 
 #define FD_PREFETCH_BY_VENDOR
 
-#include "vec_avx2.h"
+#include "kv_avx2.h"
 
 FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return is_v && format == FD_KV_INT8 ? 255.0f : 127.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 || format == FD_KV_BF16 ? 2 : 1; }
@@ -83,9 +78,5 @@ const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
 const fd_vec_ops_t fd_vec_ops_avx2 = {load_act, merge, finish};
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

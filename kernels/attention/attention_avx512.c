@@ -4,15 +4,9 @@
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))),              \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
-#endif
+FD_BEGIN_TARGET(FD_AVX512)
 
-#include "vec_avx512.h"
+#include "kv_avx512.h"
 
 /* A tile is a column wide. At most 16 of the 32 registers hold sums; the parts of a vector of K or V and a broadcast
  * multiplier fit into the others. */
@@ -64,9 +58,5 @@ const fd_kv_ops_t fd_kv_ops_avx512[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
 const fd_vec_ops_t fd_vec_ops_avx512 = {load_act, merge, finish};
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

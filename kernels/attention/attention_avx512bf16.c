@@ -4,16 +4,10 @@
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni"))),   \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni")
-#endif
+FD_BEGIN_TARGET(FD_AVX512 ",avx512vnni")
 
 #define FD_PREFETCH_NEAR /* a CPU with BF16 but without AMX is usually by AMD, Zen 4 or later */
-#include "vec_vnni.h"
+#include "kv_vnni.h"
 
 #include "tiles_simd.h"
 #include "attend_simd.h"
@@ -33,9 +27,5 @@ FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
 #define FD_KV_OPS(name, dtype, text) [dtype] = {"avx512bf16", fd_append_##name##_avx512, fd_attend_##name##_avx512bf16},
 const fd_kv_ops_t fd_kv_ops_avx512bf16[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

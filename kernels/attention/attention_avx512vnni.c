@@ -4,15 +4,9 @@
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni"))),   \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni")
-#endif
+FD_BEGIN_TARGET(FD_AVX512 ",avx512vnni")
 
-#include "vec_vnni.h"
+#include "kv_vnni.h"
 
 #include "tiles_simd.h"
 #include "attend_simd.h"
@@ -28,9 +22,5 @@ FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
 #define FD_KV_OPS(name, dtype, text) [dtype] = {"avx512vnni", fd_append_##name##_avx512, fd_attend_##name##_avx512vnni},
 const fd_kv_ops_t fd_kv_ops_avx512vnni[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

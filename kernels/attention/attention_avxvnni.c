@@ -5,14 +5,9 @@
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+FD_BEGIN_TARGET(FD_AVX2)
 
-#include "vec_avx2.h"
+#include "kv_avx2.h"
 
 FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return is_v ? 255.0f : 127.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 2 : 1; }
@@ -45,9 +40,5 @@ FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
 #define FD_KV_OPS(name, dtype, text) [dtype] = {"avxvnni", fd_append_##name##_avx2, fd_attend_##name##_avxvnni},
 const fd_kv_ops_t fd_kv_ops_avxvnni[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

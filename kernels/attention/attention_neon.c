@@ -3,7 +3,23 @@
 #include "dispatch.h"
 
 #if FD_ARM64
-#include "vec_neon.h"
+#include "chunk.h"
+#include "cpu/vec_neon.h"
+
+/* MAX_BLOCK may not exceed LANES, because online_softmax computes the rescale factors of a block in one vector. */
+enum { MAX_BLOCK = 4 };
+
+FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
+    return format == FD_KV_FP16 ? vec_load_fp16(p) : vec_load((const float *)p);
+}
+FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
+
+/* Loads the scale and the centre (0 for int8) of LANES tokens. */
+FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
+    const uint32x4_t x = vld1q_u32(p);
+    *scale = vec_bits(format == FD_KV_INT8 ? x : vandq_u32(x, vdupq_n_u32(0xffff0000u)));
+    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(vshlq_n_u32(x, 16));
+}
 
 /* At most 16 of the 32 registers hold sums; the others hold 4 vectors of K or V, before and after unpacking, and a
  * broadcast multiplier. */

@@ -8,8 +8,8 @@
 
 #include "chunk.h"
 #include "dispatch.h"
-#include "half.h"
-#include "rotate.h"
+#include "cpu/half.h"
+#include "cpu/hadamard.h"
 
 enum { BLOCK_ROWS = 8 };
 

@@ -30,8 +30,8 @@
  * reads a chunk from its first byte to its last without a gap, which hardware prefetchers can follow.
  *
  * int8-int4 stores K as int8 does and V as int4 does; every other format stores K and V alike. K is rotated before it
- * is rounded to integers, and so is Q; V is rotated before it is rounded to int4, and O is rotated back (rotate.h). The
- * caller may have rotated them (FD_ROTATED_QK, FD_ROTATED_VO).
+ * is rounded to integers, and so is Q; V is rotated before it is rounded to int4, and O is rotated back
+ * (cpu/hadamard.h). The caller may have rotated them (FD_ROTATED_QK, FD_ROTATED_VO).
  *
  * Rounding is to nearest even. fp16 saturates at +-65504, because an infinity in the cache would turn every later
  * output of its sequence into NaN; bf16 has the range of fp32 and need not saturate. fp32, fp16 and bf16 keep
@@ -43,30 +43,12 @@
 #define FD_CHUNK_H
 
 #include "attention.h"
-#include "half.h"
-#include "region.h"
+#include "cpu/compiler.h"
+#include "cpu/half.h"
+#include "region/region.h"
 
 #define FD_COLUMN_LANES 32u
 #define FD_TINY 1e-33f /* 65535 / FD_TINY is finite; 65535 is the largest multiplier of any kernel (kv_qmax) */
-
-/* FD_UNROLL precedes a loop whose trip count is constant after inlining: arrays of vectors become registers only if
- * the compiler unrolls the loop. FD_QUICK_BUILD leaves both to the compiler: the kernels compute the same, an order of
- * magnitude slower, and compile in a tenth of the time, which is most of a short run under sanitizers. */
-#ifdef FD_QUICK_BUILD
-#define FD_INLINE static inline
-#define FD_UNROLL
-#else
-#define FD_INLINE static inline __attribute__((always_inline))
-#ifdef __clang__
-#define FD_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define FD_UNROLL _Pragma("GCC unroll 8")
-#endif
-#endif
-
-/* A function that runs once for a row or a head. Each file has one copy of it, because inlined copies would be many KB
- * of code that seldom runs. */
-#define FD_SHARED static __attribute__((noinline, unused))
 
 /* The format of K and the format of V. Functions on words take one of these (`format`, never FD_KV_INT8_INT4);
  * functions on chunks take the KV format of the cache (`dtype`).
@@ -168,7 +150,8 @@ static inline float fd_affine_centre(fd_kv_dtype_t format, uint32_t word) {
     return format == FD_KV_INT8 ? 0.0f : fd_bits_float(word << 16);
 }
 
-/* Whether a kernel rotates Q and K, and whether it rotates V and O (rotate.h). `rotated` says what its caller does. */
+/* Whether a kernel rotates Q and K, and whether it rotates V and O (cpu/hadamard.h). `rotated` says what its caller
+ * does. */
 FD_INLINE int fd_rotates_qk(fd_kv_dtype_t dtype, uint32_t rotated) {
     return fd_kv_is_int(fd_k_format(dtype)) && !(rotated & FD_ROTATED_QK);
 }

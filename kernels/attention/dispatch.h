@@ -5,22 +5,8 @@
 
 #include "attention.h"
 
-#if defined(__x86_64__)
-#define FD_X86 1
-#else
-#define FD_X86 0
-#endif
-#if defined(__aarch64__)
-#define FD_ARM64 1
-#else
-#define FD_ARM64 0
-#endif
-
 extern const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES];
 extern const fd_vec_ops_t fd_vec_ops_scalar;
-
-/* Whether the processor is by AMD. The answer is cached, because cpuid traps in a virtual machine. */
-int fd_by_amd(void);
 
 #if FD_X86
 extern const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES], fd_kv_ops_avxvnni[FD_KV_DTYPES], fd_kv_ops_avx512[FD_KV_DTYPES],

@@ -1,6 +1,6 @@
 /* How fast a core executes the instructions that unpack K and V and multiply them (fd_multiply_ns). */
 #include "dispatch.h"
-#include "doorbell.h"
+#include "region/doorbell.h"
 #include "roofline.h"
 
 #if FD_X86

@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "dispatch.h"
-#include "doorbell.h"
+#include "region/doorbell.h"
 
 enum { LINE = 64 };
 

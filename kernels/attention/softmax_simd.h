@@ -8,7 +8,7 @@
 
 #include "chunk.h"
 #include "dispatch.h"
-#include "exp2_simd.h"
+#include "cpu/exp2_simd.h"
 
 /* The softmax works on multiples of this many tokens: whole vectors, and whole words of V in every format. */
 enum { SOFTMAX_STEP = LANES < 8 ? 8 : LANES };

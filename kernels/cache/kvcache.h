@@ -25,11 +25,11 @@
 #ifndef FD_KVCACHE_H
 #define FD_KVCACHE_H
 
-#include "attention.h"
+#include "attention/attention.h"
 #include "memory.h"
 #include "pages.h"
 #include "planes.h"
-#include "region.h"
+#include "region/region.h"
 
 #define FD_MAX_SHARED_REFS (1u << 24) /* limit on the page references that FORKs add in one lease */
 #define FD_MAX_GIVEN_BACK (1u << 24)  /* limit on the pages given back that the page lists of one lease still name */

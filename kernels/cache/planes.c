@@ -1,7 +1,7 @@
 #include "planes.h"
 
-#include "attention.h"
-#include "region.h"
+#include "attention/attention.h"
+#include "region/region.h"
 
 static size_t store_bytes(const fd_store_t *s) { return s->n_kv_heads * s->chunk_bytes; }
 

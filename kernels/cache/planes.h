@@ -10,7 +10,7 @@
 #ifndef FD_PLANES_H
 #define FD_PLANES_H
 
-#include "formats.h"
+#include "region/formats.h"
 
 /* The heads of a layer. Sizes count elements. */
 typedef struct {

@@ -1,8 +1,8 @@
 /* Picks the function of an ISA, and shares the rows and heads of a prompt among threads. */
 #include "prompt.h"
 
-#include "dispatch.h"
-#include "parallel.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
 
 #if FD_X86
 extern const fd_prompt_ops_t fd_prompt_avx2[FD_ACT_DTYPES], fd_prompt_avx512[FD_ACT_DTYPES];

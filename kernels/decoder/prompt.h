@@ -13,7 +13,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "attention.h"
+#include "cpu/isa.h"
+#include "region/formats.h"
 
 enum { FD_PROMPT_KEYS = 64 };
 

@@ -1,26 +1,17 @@
 /* AVX2 with FMA and F16C, 8 lanes. */
-#include "dispatch.h"
+#include "cpu/isa.h"
 
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+FD_BEGIN_TARGET(FD_AVX2)
 
-#include "vec_avx2.h"
+#include "cpu/vec_avx2.h"
 
 #define TILE_VECTORS 2
 #include "prompt_simd.h"
 
 FD_PROMPT(avx2)
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

@@ -11,8 +11,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "act_simd.h"
-#include "exp2_simd.h"
+#include "cpu/act_simd.h"
+#include "cpu/exp2_simd.h"
 #include "prompt.h"
 
 enum { TILE_ROWS = 6, KEYS = FD_PROMPT_KEYS, PANEL = TILE_VECTORS * LANES, LINE = 64, AHEAD = 2 };

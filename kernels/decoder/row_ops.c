@@ -1,8 +1,8 @@
 /* Picks the functions of an ISA, and shares rows among threads. */
 #include "row_ops.h"
 
-#include "dispatch.h"
-#include "parallel.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
 
 #if FD_X86
 extern const fd_row_ops_t fd_row_ops_avx2[FD_ACT_DTYPES], fd_row_ops_avx512[FD_ACT_DTYPES];

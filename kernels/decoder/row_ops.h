@@ -7,7 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "attention.h"
+#include "cpu/isa.h"
+#include "region/formats.h"
 
 /* x [rows][width] += scale * y, unless y is NULL; out = x / sqrt(mean(x^2) + eps) * weight [width] (RMS norm, Zhang and
  * Sennrich, arXiv 1910.07467). Everything is in the activation dtype. */

@@ -1,25 +1,16 @@
 /* AVX2 with FMA and F16C, 8 lanes. */
-#include "dispatch.h"
+#include "cpu/isa.h"
 
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+FD_BEGIN_TARGET(FD_AVX2)
 
-#include "vec_avx2.h"
+#include "cpu/vec_avx2.h"
 
 #include "row_ops_simd.h"
 
 FD_ROW_OPS(avx2)
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

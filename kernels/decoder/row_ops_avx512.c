@@ -1,26 +1,16 @@
 /* AVX-512, 16 lanes. */
-#include "dispatch.h"
+#include "cpu/isa.h"
 
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))),              \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
-#endif
+FD_BEGIN_TARGET(FD_AVX512)
 
-#include "vec_avx512.h"
+#include "cpu/vec_avx512.h"
 
 #include "row_ops_simd.h"
 
 FD_ROW_OPS(avx512)
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

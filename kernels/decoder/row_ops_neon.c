@@ -1,8 +1,8 @@
 /* Advanced SIMD of Armv8.0-A, 4 lanes. */
-#include "dispatch.h"
+#include "cpu/isa.h"
 
 #if FD_ARM64
-#include "vec_neon.h"
+#include "cpu/vec_neon.h"
 
 #include "row_ops_simd.h"
 

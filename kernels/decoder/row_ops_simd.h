@@ -4,8 +4,8 @@
 
 #include <math.h>
 
-#include "exp2_simd.h"
-#include "half.h"
+#include "cpu/exp2_simd.h"
+#include "cpu/half.h"
 #include "row_ops.h"
 
 FD_INLINE vec_t load(const uint32_t dtype, const void *p, size_t i) {

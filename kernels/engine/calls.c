@@ -2,7 +2,7 @@
 
 #include <stdio.h>
 
-#include "fail.h"
+#include "cache/fail.h"
 
 enum {
     SETTLE_POLLS = 1000 /* see settled_bell */

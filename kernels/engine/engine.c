@@ -12,7 +12,7 @@
 #include <sys/eventfd.h>
 
 #include "calls.h"
-#include "fail.h"
+#include "cache/fail.h"
 #include "turns.h"
 
 enum {

@@ -11,13 +11,13 @@
 #ifndef FD_ENGINE_H
 #define FD_ENGINE_H
 
-#include "attention.h"
-#include "carrier.h"
+#include "attention/attention.h"
+#include "region/carrier.h"
 #include "layers.h"
-#include "memory.h"
+#include "cache/memory.h"
 #include "parts.h"
-#include "region.h"
-#include "stand_in.h"
+#include "region/region.h"
+#include "region/stand_in.h"
 
 #define FD_MAX_THREADS 512
 

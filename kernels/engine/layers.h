@@ -2,9 +2,9 @@
 #ifndef FD_LAYERS_H
 #define FD_LAYERS_H
 
-#include "attention.h"
-#include "planes.h"
-#include "region.h"
+#include "attention/attention.h"
+#include "cache/planes.h"
+#include "region/region.h"
 
 #define FD_MAX_LAYER_KINDS 16u /* of one link; each step is planned once for every kind */
 

@@ -8,7 +8,7 @@
 #include <sys/eventfd.h>
 
 #include "calls.h"
-#include "fail.h"
+#include "cache/fail.h"
 #include "turns.h"
 
 enum { FIRST_NS_PER_COST = 50 }; /* until calls have been measured */

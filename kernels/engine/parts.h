@@ -6,7 +6,7 @@
 #ifndef FD_PARTS_H
 #define FD_PARTS_H
 
-#include "region.h"
+#include "region/region.h"
 
 #define FD_MAX_PARTS 64u
 

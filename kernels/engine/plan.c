@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "fail.h"
+#include "cache/fail.h"
 
 /* The unit of cost is reading one cached token of one KV head for up to 8 query rows. */
 enum {

@@ -26,7 +26,7 @@
 #ifndef FD_PLAN_H
 #define FD_PLAN_H
 
-#include "kvcache.h"
+#include "cache/kvcache.h"
 #include "parts.h"
 
 #define FD_NO_CUT UINT32_MAX

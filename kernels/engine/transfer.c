@@ -6,8 +6,8 @@
 #include <sys/uio.h>
 
 #include "engine_state.h"
-#include "fail.h"
-#include "memory.h"
+#include "cache/fail.h"
+#include "cache/memory.h"
 
 enum {
     MOST_PIECES = 64,     /* of a call, each a plane of a page */

@@ -1,6 +1,6 @@
 #include "work.h"
 
-#include "doorbell.h"
+#include "region/doorbell.h"
 
 #include <math.h>
 #include <stdlib.h>

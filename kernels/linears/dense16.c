@@ -1,8 +1,8 @@
 /* Picks the functions of an ISA, packs a matrix, and shares its panels among threads. */
 #include "dense16.h"
 
-#include "dispatch.h"
-#include "parallel.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
 
 #if FD_X86
 extern const fd_dense16_ops_t fd_dense16_avx2[FD_ACT_DTYPES], fd_dense16_avx512[FD_ACT_DTYPES];

@@ -14,7 +14,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "attention.h"
+#include "cpu/isa.h"
+#include "region/formats.h"
 
 typedef struct {
     size_t outs, ins;

@@ -7,9 +7,9 @@
 
 #include <string.h>
 
-#include "chunk.h"
+#include "cpu/compiler.h"
 #include "dense16.h"
-#include "half.h"
+#include "cpu/half.h"
 
 enum { TILE_ROWS = FD_DENSE16_TILE, PANEL = TILE_VECTORS * LANES };
 

@@ -3,8 +3,8 @@
 
 #include <stdlib.h>
 
-#include "dispatch.h"
-#include "parallel.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
 
 const fd_linear_ops_t *fd_linear_ops(fd_isa_t isa) {
 #if FD_X86

@@ -34,7 +34,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "attention.h"
+#include "cpu/isa.h"
 
 enum { FD_LINEAR_LANES = 16, FD_LINEAR_BLOCK = 32, FD_LINEAR_CHUNKS = 8, FD_LINEAR_LOW_BITS = 7 };
 enum { FD_LINEAR_CODES = 16, FD_LINEAR_MOST_IN_TABLE = 32 };

@@ -1,19 +1,12 @@
 /* AMX (Intel SDM vol. 1, ch. 18): tdpbsud multiplies a block of 16 rows with a tile's 16 outputs, which is how the tile
  * is stored: a chunk is a row of the right operand. AVX-512 scales and sums what the blocks give. Rows beyond a
  * multiple of 16 are multiplied by VNNI, whose results are the same in every bit. */
-#include "dispatch.h"
+#include "cpu/isa.h"
 
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(                                                                                          \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni,amx-tile,amx-int8"))),          \
-    apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni,amx-tile,amx-int8")
-#endif
+FD_BEGIN_TARGET(FD_AVX512 ",avx512vnni,amx-tile,amx-int8")
 
 #include "linear_vnni512.h"
 
@@ -136,9 +129,5 @@ static void tile_rows_amx(const fd_linear_t *l, uint32_t tile, const fd_linear_r
 
 const fd_linear_ops_t fd_linear_ops_amx = {"amx", 0, round_row, tile_rows_amx};
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

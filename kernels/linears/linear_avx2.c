@@ -2,17 +2,12 @@
  * bits, 16 products of at most 15 * 127, or 8 of a table's numbers; with 8 bits, 4 products if the matrix is rotated
  * (see linear.h), so that 7 bits of the activations are enough. Otherwise 2 of at most 128 * 127, because the unsigned
  * factor is |q - 128| and its sign moves to the activation, which takes one instruction more. */
-#include "dispatch.h"
+#include "cpu/isa.h"
 
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+FD_BEGIN_TARGET(FD_AVX2)
 
 #include "linear_ivec256.h"
 
@@ -92,9 +87,5 @@ static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_
 
 const fd_linear_ops_t fd_linear_ops_avx2 = {"avx2", 1, round_row, tile_rows};
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

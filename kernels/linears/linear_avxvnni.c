@@ -1,15 +1,10 @@
 /* AVX-VNNI: a vector has 8 of a tile's 16 outputs, and vpdpbusd adds 4 inputs of each. */
-#include "dispatch.h"
+#include "cpu/isa.h"
 
 #if FD_X86
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+FD_BEGIN_TARGET(FD_AVX2)
 
 #include "linear_ivec256.h"
 
@@ -57,9 +52,5 @@ static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_
 
 const fd_linear_ops_t fd_linear_ops_avxvnni = {"avxvnni", 0, round_row, tile_rows};
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+FD_END_TARGET
 #endif

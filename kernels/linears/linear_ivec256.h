@@ -1,10 +1,10 @@
 /* The integer vectors of linear_simd.h with 256 bits, for AVX2 and AVX-VNNI: a vector has 8 of a tile's 16 outputs. An
- * ISA's file includes this within its target pragma. */
+ * ISA's file includes this within its target. */
 #ifndef FD_LINEAR_IVEC256_H
 #define FD_LINEAR_IVEC256_H
 
 #include "linear_kinds.h"
-#include "vec_avx2.h"
+#include "cpu/vec_avx2.h"
 
 typedef __m256i ivec_t;
 

@@ -1,5 +1,5 @@
 /* The portable kernel: the reference of the others, and the one of machines without AVX2. */
-#include "half.h"
+#include "cpu/half.h"
 #include "linear.h"
 
 static inline int32_t dot_offset(const fd_linear_t *l) { return -l->zero; }

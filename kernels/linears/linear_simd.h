@@ -1,5 +1,5 @@
 /* fd_linear_ops_t.tile for any vector width. An ISA's file defines the following names and then includes this header,
- * within its target pragma:
+ * within its target:
  *
  *   LANES, MAX_ROWS   outputs of a vector; the most rows whose sums fit into registers, 4 or more
  *   vec_t, ivec_t     LANES fp32 numbers; LANES 32-bit integers

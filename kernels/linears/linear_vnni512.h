@@ -1,10 +1,10 @@
 /* What linear_simd.h needs, with AVX-512 VNNI: a vector has a tile's 16 outputs, and vpdpbusd adds 4 inputs of each. An
- * ISA's file includes this within its target pragma. */
+ * ISA's file includes this within its target. */
 #ifndef FD_LINEAR_VNNI512_H
 #define FD_LINEAR_VNNI512_H
 
 #include "linear_kinds.h"
-#include "vec_avx512.h"
+#include "cpu/vec_avx512.h"
 
 #define FD_ROUND_64_BYTES
 

@@ -12,7 +12,7 @@
 #include <string.h>
 
 #include "linear.h"
-#include "rotate.h"
+#include "cpu/hadamard.h"
 
 /* A block is stored in vectors as wide as those that load it next, because a processor waits before it loads what
  * narrower stores have just written. FD_ROUND_64_BYTES: those of AVX-512. */

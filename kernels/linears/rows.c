@@ -1,5 +1,5 @@
 /* Rows of a quantised matrix as fp32, for embeddings. */
-#include "half.h"
+#include "cpu/half.h"
 #include "linear.h"
 
 /* Multiplies a block by H (see linear.h). */

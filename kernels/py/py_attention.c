@@ -6,8 +6,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "attention.h"
-#include "region.h"
+#include "attention/attention.h"
+#include "region/region.h"
 
 /* "O&" converters and checks. They return 1, or 0 with an exception set. */
 

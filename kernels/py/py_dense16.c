@@ -2,7 +2,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "dense16.h"
+#include "linears/dense16.h"
 #include "py_isa.h"
 #include "py_products.h"
 

@@ -2,7 +2,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "draw_rows.h"
+#include "sampling/draw_rows.h"
 #include "py_isa.h"
 
 typedef struct {

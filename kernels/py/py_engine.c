@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "py_engine.h"
-#include "py_geometry.h"
+#include "region/py_geometry.h"
 #include "py_isa.h"
 #include "py_layers.h"
 

@@ -2,7 +2,7 @@
 #ifndef FD_PY_ENGINE_H
 #define FD_PY_ENGINE_H
 
-#include "engine.h"
+#include "engine/engine.h"
 
 #define ERR_LEN 256
 

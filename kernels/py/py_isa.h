@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "attention.h"
+#include "attention/attention.h"
 
 static void raise_no_isa(const char *what, const char *name) {
     char has[64] = "";

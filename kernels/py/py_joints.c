@@ -4,8 +4,8 @@
 #include <Python.h>
 #include <stdbool.h>
 
-#include "between.h"
-#include "joint.h"
+#include "region/between.h"
+#include "decoder/joint.h"
 #include "py_isa.h"
 #include "py_products.h"
 

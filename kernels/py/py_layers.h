@@ -2,7 +2,7 @@
 #ifndef FD_PY_LAYERS_H
 #define FD_PY_LAYERS_H
 
-#include "layers.h"
+#include "engine/layers.h"
 
 /* Writes the `n` integers of the sequence `o` to `out`, an array of int if `is_signed`, else of uint32_t. 1, or 0 with
  * an exception set. */

@@ -2,7 +2,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "linear.h"
+#include "linears/linear.h"
 #include "py_isa.h"
 #include "py_products.h"
 

@@ -2,8 +2,8 @@
 #ifndef FD_PY_PRODUCTS_H
 #define FD_PY_PRODUCTS_H
 
-#include "joint.h"
-#include "prompt_chunks.h"
+#include "decoder/joint.h"
+#include "decoder/prompt_chunks.h"
 
 /* Each function returns 1, or 0 if `o` is not of its type or has no product of rows in the activation dtype `act`. The
  * product is valid as long as `o`. */

@@ -3,7 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "prompt.h"
+#include "decoder/prompt.h"
 #include "py_isa.h"
 #include "py_products.h"
 

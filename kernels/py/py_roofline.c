@@ -6,7 +6,7 @@
 #include <sched.h>
 #include <string.h>
 
-#include "roofline.h"
+#include "attention/roofline.h"
 
 /* Converts a sequence of CPU numbers to an array of *n. The caller frees it with PyMem_Free. NULL: exception set. */
 static int *cpu_list(PyObject *o, Py_ssize_t *n) {

@@ -4,7 +4,7 @@
 #include <Python.h>
 
 #include "py_isa.h"
-#include "row_ops.h"
+#include "decoder/row_ops.h"
 
 typedef struct {
     PyObject_HEAD

@@ -1,8 +1,8 @@
 /* Picks the function of an ISA, and shares rows among threads. */
 #include "draw_rows.h"
 
-#include "dispatch.h"
-#include "parallel.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
 
 extern fd_draw_rows_fn fd_draw_rows_base;
 #if FD_X86

@@ -8,7 +8,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "attention.h"
+#include "cpu/isa.h"
+#include "region/formats.h"
 
 enum {
     FD_SPAN = 256,      /* tokens of a span, SPAN of draws.py */

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "chunk.h"
+#include "cpu/compiler.h"
 #include "draw_rows.h"
 
 enum {

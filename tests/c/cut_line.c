@@ -2,7 +2,7 @@
  * together they are all of it, each part once.
  *
  * Usage: cut_line ROUNDS SEED. Prints the number of steps that were cut. */
-#include "../../kernels/engine/plan.c"
+#include "engine/plan.c"
 
 /* The cache's only use of the kernels, which need not be linked for this. */
 size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size) {

@@ -15,7 +15,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "region.h"
+#include "region/region.h"
 #include "require.h"
 
 static void fuzz_one(const uint8_t *data, size_t size);

@@ -8,10 +8,10 @@
 #include <poll.h>
 #include <sys/socket.h>
 
-#include "engine.h"
+#include "engine/engine.h"
 #include "fuzz.h"
-#include "port.h"
-#include "tcp_pump.h"
+#include "transports/port.h"
+#include "transports/tcp_pump.h"
 
 #define PATIENCE_NS 20000000000u
 

@@ -15,8 +15,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "attention.h"
-#include "region.h"
+#include "attention/attention.h"
+#include "region/region.h"
 
 enum { APPEND = 0, ATTEND = 1, MERGE = 2, FINISH = 3, LOAD_ACT = 4, MAX_BUFFERS = 9 };
 

@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "rdma_poster.h"
+#include "transports/rdma_poster.h"
 #include "require.h"
 
 enum { MAX_CQES = 4096 };

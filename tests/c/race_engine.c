@@ -17,7 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "engine.h"
+#include "engine/engine.h"
 #include "require.h"
 #include "s_side.h"
 #include "scalar_only.h"

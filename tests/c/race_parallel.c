@@ -1,4 +1,4 @@
-/* Several threads share loops at once (kernels/linears/parallel.h), for ThreadSanitizer to watch (test_races.py).
+/* Several threads share loops at once (kernels/cpu/parallel.h), for ThreadSanitizer to watch (test_races.py).
  *
  * Each part of a loop adds to a number of its own, without atomics, so that a part that runs twice or beside its caller
  * is seen. Loops follow each other at once, or after the workers have gone to sleep.
@@ -12,7 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "parallel.h"
+#include "cpu/parallel.h"
 #include "require.h"
 
 enum { CALLERS = 2, MOST_PARTS = 64 };

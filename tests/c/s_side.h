@@ -4,7 +4,7 @@
 
 #include <sched.h>
 
-#include "engine.h"
+#include "engine/engine.h"
 #include "require.h"
 
 #define S_SIDE_PATIENCE_NS 60000000000u

@@ -3,8 +3,8 @@
 #ifndef FD_SCALAR_ONLY_H
 #define FD_SCALAR_ONLY_H
 
-#include "chunk.h"
-#include "dispatch.h"
+#include "attention/chunk.h"
+#include "attention/dispatch.h"
 
 size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size) {
     return fd_chunk_end(dtype, head_size, v_size);

@@ -7,8 +7,8 @@
  * been copied, and the number of stops. */
 #define UNIT_BYTES ((size_t)2048)
 #define UNIT_WORK (1ull << 30)
-#include "../../kernels/engine/plan.c"
-#include "../../kernels/engine/work.c"
+#include "engine/plan.c"
+#include "engine/work.c"
 
 #include "require.h"
 #include "scalar_only.h"

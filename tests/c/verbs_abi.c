@@ -3,7 +3,7 @@
 
 #include <stddef.h>
 
-#include "verbs_abi.h"
+#include "transports/verbs_abi.h"
 
 #define SAME_PLACE(ours, our_field, theirs, their_field)                                                               \
     _Static_assert(offsetof(ours, our_field) == offsetof(theirs, their_field), #our_field " is elsewhere");            \

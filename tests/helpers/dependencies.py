@@ -61,10 +61,12 @@ def include_graph(root: Path, rooms: Iterable[str]) -> Graph:
 
 
 def _included(file: str, quoted: str, paths: Collection[str]) -> str:
-    """The path of the file that `file` includes as `quoted`: the one beside it, or the only one with that name."""
+    """The path of the file that `file` includes as `quoted`: one beside it, or one of another room, whose name the
+    include begins with ("region/region.h", "cpu/parallel.h").
+    """
     beside = os.path.normpath(os.path.join(os.path.dirname(file), quoted))
-    found = [beside] if beside in paths else [path for path in paths if f"/{path}".endswith(f"/{quoted}")]
-    assert len(found) == 1, f'{file} includes "{quoted}", which is one of {found}'
+    found = [path for path in (beside, quoted, f"kernels/{quoted}") if path in paths]
+    assert found, f'{file} includes "{quoted}", which is neither beside it nor in the room that it names'
     return found[0]
 
 

@@ -27,7 +27,7 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 DEBIAN = "Debian: gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user"
 FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-ffp-contract=fast"]
 PEER = [ROOT / "tests/c/kernels_peer.c", *sorted(ROOT.glob("kernels/attention/attention_*.c"))]
-PEER += [ROOT / "kernels/attention/dispatch.c", ROOT / "kernels/attention/isa.c"]
+PEER += [ROOT / "kernels/attention/dispatch.c", ROOT / "kernels/cpu/isa.c"]
 
 _missing = [program for program in (COMPILER, EMULATOR) if not shutil.which(program)]
 needs_emulator = (

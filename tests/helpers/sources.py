@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ("kernels/attention", "kernels/cache", "kernels/engine")
+KERNELS = ("kernels/cpu", "kernels/attention", "kernels/cache", "kernels/engine")
 #: The R-engine and its kernels, without the CPython module over them.
 ENGINE = sorted(path for folder in KERNELS for path in (ROOT / folder).glob("*.c"))
-_FURTHER = ("kernels/linears", "kernels/decoder", "kernels/sampling")
-#: Flags that find every header.
-INCLUDES = [f"-I{ROOT / folder}" for folder in ("region", *KERNELS, *_FURTHER, "transports", "tests/c")]
+#: Flags that find every header: an include of another room's file names the room.
+INCLUDES = [f"-I{ROOT}", f"-I{ROOT / 'kernels'}"]
 
 
 def source_files(root: Path, folders: Iterable[str], *endings: str) -> list[Path]:

@@ -4,7 +4,7 @@ Scores are products of Q and K, so K may be multiplied by any matrix M if Q is m
 transpose. Integers have the same step in all of a key's directions. The error of a score is then least if keys are
 large in the same directions as queries, and to the same extent: M is the square root of the geometric mean of the
 inverse of K's second moments and of Q's. The direction in which both are largest becomes a head's first element. A
-rotation (kernels/attention/rotate.h) spreads this element evenly over the head, where an int4 token's centre holds it.
+rotation (kernels/cpu/hadamard.h) spreads this element evenly over the head, where an int4 token's centre holds it.
 The matrices include the rotation, so the R-node does not rotate (Rotated).
 
 O is a sum of rows of V, so V may be multiplied by a matrix, too, if O is multiplied by its inverse. The products of the
@@ -37,7 +37,7 @@ from fastdecode.transports.base import Rotated
 _SEQUENCES = 4
 #: The positions of the rows that count a second time are below this, and within the model's context.
 _LATEST = 8192
-#: FD_ROTATED_MAX of rotate.h.
+#: FD_ROTATED_MAX of kernels/cpu/hadamard.h.
 _LARGEST_BLOCK = 128
 #: Added to the second moments, relative to their mean eigenvalue: what the estimate says of small ones is noise.
 _LEAST = 1e-2
@@ -139,7 +139,7 @@ def balancing(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard_matrix(size: int) -> torch.Tensor:
-    """The matrix, fp64 [size, size], of the rotation in kernels/attention/rotate.h, which is its own inverse. `size` is
+    """The matrix, fp64 [size, size], of the rotation in kernels/cpu/hadamard.h, which is its own inverse. `size` is
     a multiple of 8."""
     blocks, left = [], size
     while left:

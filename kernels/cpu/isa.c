@@ -1,8 +1,9 @@
 /* Detects the ISAs that this CPU and its OS support. An x86 vector extension counts only if xgetbv reports that the OS
  * saves its registers (Intel SDM vol. 1, 13.2 and 15.2).
  */
-#include "dispatch.h"
+#include "isa.h"
 
+#include <stdint.h>
 #include <string.h>
 
 #if FD_X86

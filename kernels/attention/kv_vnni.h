@@ -1,5 +1,5 @@
 /* The kv_* primitives for AVX-512 with VNNI, and with BF16 if the file that includes this uses bf16 formats. ISA files
- * include this within their target pragma.
+ * include this within their target.
  *
  * Integers are multiplied as groups of four 8-bit integers (vpdpbusd), which takes half as many instructions as 16-bit
  * pairs. Queries and weights are rounded as coarsely as int8 rounds K and V, and add as much to the error. bf16 is
@@ -9,10 +9,10 @@
  * The products are written in assembly, because gcc 12 copies the sum before each intrinsic, and that copy costs as
  * much as the product.
  */
-#ifndef FD_VEC_VNNI_H
-#define FD_VEC_VNNI_H
+#ifndef FD_KV_VNNI_H
+#define FD_KV_VNNI_H
 
-#include "vec_avx512.h"
+#include "kv_avx512.h"
 
 /* A tile is a column wide; at most 16 of the 32 registers hold sums. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) { return 2; }

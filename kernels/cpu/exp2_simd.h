@@ -2,7 +2,7 @@
 #ifndef FD_EXP2_SIMD_H
 #define FD_EXP2_SIMD_H
 
-#include "chunk.h"
+#include "compiler.h"
 
 #define LOG2_E 0x1.715476p+0f
 #define EXP2_FLUSH -96.0f /* vec_exp2 is 0 below this: products of smaller weights may be subnormal, hence slow */

@@ -9,7 +9,10 @@
 #ifndef FD_ROTATE_H
 #define FD_ROTATE_H
 
-#include "chunk.h"
+#include <math.h>
+#include <stdint.h>
+
+#include "compiler.h"
 
 #define FD_ROTATED_MAX 128u /* elements of the largest block */
 
@@ -25,7 +28,7 @@ FD_INLINE void fd_rotate_eight(fd_v8_t *x) {
     *x = y * fours + __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3);
 }
 
-/* The vectors of a rotation: 16 lanes wide in a file that includes this within a target pragma of AVX-512. */
+/* The vectors of a rotation: 16 lanes wide in a file that includes this within the target of AVX-512. */
 #ifdef __AVX512F__
 enum { ROTATE_LANES = 16 };
 typedef float fd_rotate_t __attribute__((vector_size(64), aligned(4), may_alias));

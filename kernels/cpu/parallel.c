@@ -4,7 +4,7 @@
 #include <signal.h>
 #include <string.h>
 
-#include "doorbell.h"
+#include "region/doorbell.h"
 
 #define AWAKE_NS 200000u     /* a worker looks for the next loop this long before it sleeps */
 #define SLEEP_NS 1000000000u /* a sleep's time limit; it is woken when there is a loop */

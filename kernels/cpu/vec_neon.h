@@ -5,13 +5,12 @@
 #include <arm_neon.h>
 #include <string.h>
 
-#include "chunk.h"
+#include "compiler.h"
 #include "half.h"
 
 typedef float32x4_t vec_t;
 
-/* MAX_BLOCK may not exceed LANES, because online_softmax computes the rescale factors of a block in one vector. */
-enum { LANES = 4, MAX_BLOCK = 4 };
+enum { LANES = 4 };
 
 /* Pins the computation of x to this point (vec_avx512.h). */
 FD_INLINE vec_t vec_pin(vec_t x) {
@@ -82,19 +81,6 @@ FD_INLINE void vec_store_int(void *p, vec_t x, int zero) {
     vst1q_s32(p, vaddq_s32(vcvtnq_s32_f32(x), vdupq_n_s32(zero)));
 }
 
-/* ---- Words of K and V (chunk.h) ---- */
-
-FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
-    return format == FD_KV_FP16 ? vec_load_fp16(p) : vec_load((const float *)p);
-}
-
-/* Loads the scale and the centre (0 for int8) of LANES tokens. */
-FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
-    const uint32x4_t x = vld1q_u32(p);
-    *scale = vec_bits(format == FD_KV_INT8 ? x : vandq_u32(x, vdupq_n_u32(0xffff0000u)));
-    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(vshlq_n_u32(x, 16));
-}
-
 /* With 4 lanes there are no half vectors, because head sizes are multiples of 8; the templates need these names. */
 FD_INLINE vec_t vec_load_half(const float *p) { return vec_load(p); }
 FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
@@ -102,6 +88,5 @@ FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
 FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
 FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
 FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) { vec_store_int(p, x, zero); }
-FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
 
 #endif

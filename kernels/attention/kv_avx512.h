@@ -1,0 +1,47 @@
+/* The kv_* primitives of AVX-512's F, BW, DQ and VL. ISA files include this within their target. */
+#ifndef FD_KV_AVX512_H
+#define FD_KV_AVX512_H
+
+#include "chunk.h"
+#include "cpu/vec_avx512.h"
+
+enum { MAX_BLOCK = 8 };
+
+/* A byte shuffle that puts 16 elements into the byte order of int8 and int4 words. */
+FD_INLINE __m128i word_order(void) { return _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15); }
+/* Stores the low bytes of 16 integers in that order. */
+FD_INLINE void store_word_bytes(void *to, __m512i x) {
+    _mm_storeu_si128(to, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(x), word_order()));
+}
+
+FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
+    return format == FD_KV_FP16 ? vec_load_fp16(p) : _mm512_loadu_ps(p);
+}
+FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) {
+    if (format == FD_KV_FP16) return _mm512_zextps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
+    return _mm512_maskz_loadu_ps(HALF, p);
+}
+
+/* Loads the scale and the centre (0 for int8) of LANES tokens. */
+FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
+    const __m512i x = _mm512_loadu_si512(p);
+    *scale = vec_bits(format == FD_KV_INT8 ? x : _mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
+    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(_mm512_slli_epi32(x, 16));
+}
+
+/* Defines the block functions of a KV format for 1 to 8 rows (tiles_simd.h) and the table of them. */
+#define FD_BLOCKS(name, dtype)                                                                                         \
+    FD_BLOCK(name, dtype, 1);                                                                                          \
+    FD_BLOCK(name, dtype, 2);                                                                                          \
+    FD_BLOCK(name, dtype, 3);                                                                                          \
+    FD_BLOCK(name, dtype, 4);                                                                                          \
+    FD_BLOCK(name, dtype, 5);                                                                                          \
+    FD_BLOCK(name, dtype, 6);                                                                                          \
+    FD_BLOCK(name, dtype, 7);                                                                                          \
+    FD_BLOCK(name, dtype, 8);                                                                                          \
+    static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
+        attend_##name##_block1, attend_##name##_block2, attend_##name##_block3, attend_##name##_block4,                \
+        attend_##name##_block5, attend_##name##_block6, attend_##name##_block7, attend_##name##_block8,                \
+    };
+
+#endif

@@ -1,0 +1,30 @@
+/* The instruction sets (ISAs) that kernels are compiled for, and which of them this machine has. */
+#ifndef FD_ISA_H
+#define FD_ISA_H
+
+#include "compiler.h"
+
+/* In ascending order of preference. The numbers never leave the process. */
+typedef enum {
+    FD_ISA_SCALAR = 0,
+    FD_ISA_AVX2 = 1,
+    FD_ISA_AVXVNNI = 2,
+    FD_ISA_AVX512 = 3,
+    FD_ISA_AVX512VNNI = 4,
+    FD_ISA_AVX512BF16 = 5,
+    FD_ISA_AMX = 6,
+    FD_ISA_NEON = 7,
+    FD_ISAS
+} fd_isa_t;
+
+/* The best ISA that this CPU and OS support (x86: cpuid and xgetbv). */
+fd_isa_t fd_isa_best(void);
+int fd_isa_supported(fd_isa_t isa);
+/* "scalar", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "neon" */
+const char *fd_isa_name(fd_isa_t isa);
+int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unknown */
+
+/* Whether the processor is by AMD. The answer is cached, because cpuid traps in a virtual machine. */
+int fd_by_amd(void);
+
+#endif
