@@ -37,13 +37,13 @@ static void compute_tiles(void *data, size_t first, size_t n) {
         work->ops->tile(work->l, (uint32_t)tile, &work->rows, work->n, work->y);
 }
 
-int fd_linear_run(const fd_linear_t *l, fd_isa_t isa, const float *x, uint32_t rows, float *y, uint32_t stride,
-                  uint32_t threads) {
+int fd_linear_run(const fd_linear_t *l, const fd_linear_ops_t *ops, const float *x, uint32_t rows, float *y,
+                  uint32_t stride, uint32_t threads) {
     const size_t blocks = (size_t)rows * fd_linear_blocks(l);
     const size_t numbers = blocks * l->passes * FD_LINEAR_BLOCK;
     int8_t *memory = aligned_alloc(64, (numbers + blocks * 3 * sizeof(float) + 63) / 64 * 64);
     if (!memory) return -1;
-    work_t work = {.l = l, .ops = fd_linear_ops(isa), .x = x, .y = y, .n = rows};
+    work_t work = {.l = l, .ops = ops, .x = x, .y = y, .n = rows};
     work.rows.x = memory;
     work.rows.stride = stride;
     work.rows.scales = (float *)(memory + numbers);

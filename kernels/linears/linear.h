@@ -98,8 +98,8 @@ extern const fd_linear_ops_t fd_linear_ops_scalar, fd_linear_ops_avx2, fd_linear
 const fd_linear_ops_t *fd_linear_ops(fd_isa_t isa);
 
 /* x [rows][ins] -> the first outs of y [rows][stride], in up to `threads` threads. Returns -1 if memory runs out. */
-int fd_linear_run(const fd_linear_t *l, fd_isa_t isa, const float *x, uint32_t rows, float *y, uint32_t stride,
-                  uint32_t threads);
+int fd_linear_run(const fd_linear_t *l, const fd_linear_ops_t *ops, const float *x, uint32_t rows, float *y,
+                  uint32_t stride, uint32_t threads);
 
 /* The weights of one output: row [ins]. */
 void fd_linear_row(const fd_linear_t *l, uint32_t out, float *row);

@@ -2,29 +2,30 @@
  * the S-Part's quantised linears, row operations, attention of prompts and draws of tokens. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdbool.h>
 
-extern PyMethodDef fd_attention_methods[];    /* py_attention.c */
-extern PyMethodDef fd_engine_methods[];       /* py_engine.c */
-extern PyMethodDef fd_roofline_methods[];     /* py_roofline.c */
-int fd_engine_add_types(PyObject *module);    /* py_engine.c */
-int fd_linears_add_types(PyObject *module);   /* py_linears.c */
-int fd_dense16_add_types(PyObject *module);   /* py_dense16.c */
-int fd_row_ops_add_types(PyObject *module);   /* py_row_ops.c */
-int fd_prompt_add_types(PyObject *module);    /* py_prompt.c */
-int fd_joints_add_types(PyObject *module);    /* py_joints.c */
-int fd_draw_rows_add_types(PyObject *module); /* py_draw_rows.c */
+extern PyMethodDef fd_attention_methods[];     /* py_attention.c */
+extern PyMethodDef fd_engine_methods[];        /* py_engine.c */
+extern PyMethodDef fd_roofline_methods[];      /* py_roofline.c */
+bool fd_engine_add_types(PyObject *module);    /* py_engine.c */
+bool fd_linears_add_types(PyObject *module);   /* py_linears.c */
+bool fd_dense16_add_types(PyObject *module);   /* py_dense16.c */
+bool fd_row_ops_add_types(PyObject *module);   /* py_row_ops.c */
+bool fd_prompt_add_types(PyObject *module);    /* py_prompt.c */
+bool fd_joints_add_types(PyObject *module);    /* py_joints.c */
+bool fd_draw_rows_add_types(PyObject *module); /* py_draw_rows.c */
 
 static int exec_module(PyObject *module) {
-    if (PyModule_AddFunctions(module, fd_attention_methods) < 0) return -1;
-    if (PyModule_AddFunctions(module, fd_engine_methods) < 0) return -1;
-    if (PyModule_AddFunctions(module, fd_roofline_methods) < 0) return -1;
-    if (fd_linears_add_types(module) < 0) return -1;
-    if (fd_dense16_add_types(module) < 0) return -1;
-    if (fd_row_ops_add_types(module) < 0) return -1;
-    if (fd_prompt_add_types(module) < 0) return -1;
-    if (fd_joints_add_types(module) < 0) return -1;
-    if (fd_draw_rows_add_types(module) < 0) return -1;
-    return fd_engine_add_types(module);
+    PyMethodDef *const methods[] = {fd_attention_methods, fd_engine_methods, fd_roofline_methods};
+    bool (*const add_types[])(PyObject *) = {
+        fd_linears_add_types, fd_dense16_add_types,   fd_row_ops_add_types, fd_prompt_add_types,
+        fd_joints_add_types,  fd_draw_rows_add_types, fd_engine_add_types,
+    };
+    for (size_t i = 0; i < sizeof methods / sizeof *methods; i++)
+        if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;
+    for (size_t i = 0; i < sizeof add_types / sizeof *add_types; i++)
+        if (!add_types[i](module)) return -1;
+    return 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};

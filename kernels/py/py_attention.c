@@ -7,23 +7,17 @@
 #include <Python.h>
 
 #include "attention/attention.h"
+#include "py_object.h"
 #include "region/region.h"
 
-/* "O&" converters and checks. They return 1, or 0 with an exception set. */
+/* "O&" converters and checks. */
 
-static int index_of(PyObject *name, const char *const *names, int n, const char *what, int *out) {
-    const char *s = PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
-    if (s)
-        for (*out = 0; *out < n; ++*out)
-            if (!strcmp(s, names[*out])) return 1;
-    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "unknown %s %R", what, name);
-    return 0;
+static int to_kv_dtype(PyObject *o, void *out) {
+    return fd_py_index(o, fd_kv_dtype_names, FD_KV_DTYPES, "KV dtype", out);
 }
 
-static int to_kv_dtype(PyObject *o, void *out) { return index_of(o, fd_kv_dtype_names, FD_KV_DTYPES, "KV dtype", out); }
-
 static int to_act_dtype(PyObject *o, void *out) {
-    return index_of(o, fd_act_dtype_names, FD_ACT_DTYPES, "activation dtype", out);
+    return fd_py_index(o, fd_act_dtype_names, FD_ACT_DTYPES, "activation dtype", out);
 }
 
 static int to_isa(PyObject *o, void *out) {
@@ -50,12 +44,12 @@ static int to_u32(PyObject *o, void *out) {
     return 0;
 }
 
-static int check(int ok, const char *message) {
+static bool check(bool ok, const char *message) {
     if (!ok) PyErr_SetString(PyExc_ValueError, message);
     return ok;
 }
 
-static int check_head_size(Py_ssize_t head_size) {
+static bool check_head_size(Py_ssize_t head_size) {
     const char *error = fd_head_size_error(head_size < 0 ? 0 : (uint64_t)head_size);
     return check(!error, error);
 }
@@ -71,31 +65,20 @@ static void release(buffers_t *b) {
     while (b->n) PyBuffer_Release(&b->view[--b->n]);
 }
 
-static Py_buffer *get(buffers_t *b, PyObject *o, int flags) {
+static Py_buffer *get(buffers_t *b, PyObject *o, const char *name, int flags) {
     Py_buffer *view = &b->view[b->n];
-    if (PyObject_GetBuffer(o, view, flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) {
-        if (PyErr_ExceptionMatches(PyExc_BufferError)) {
-            PyErr_Clear();
-            PyErr_SetString(PyExc_ValueError, flags & PyBUF_WRITABLE ? "a buffer is not C-contiguous and writable"
-                                                                     : "a buffer is not C-contiguous");
-        }
-        return NULL;
-    }
-    b->n++;
-    return view;
+    return fd_py_view(o, name, flags | PyBUF_FORMAT, view) ? &b->view[b->n++] : NULL;
 }
 
-static Py_buffer *get_floats(buffers_t *b, PyObject *o, int flags, int ndim) {
-    Py_buffer *view = get(b, o, flags);
-    if (!view) return NULL;
-    if (!check(view->format && !strcmp(view->format, "f"), "a buffer is not float32")) return NULL;
-    if (view->ndim == ndim) return view;
-    PyErr_Format(PyExc_ValueError, "a buffer has %d dimensions instead of %d", view->ndim, ndim);
+static Py_buffer *get_floats(buffers_t *b, PyObject *o, const char *name, int flags, int ndim) {
+    Py_buffer *view = get(b, o, name, flags);
+    if (!view || (view->ndim == ndim && view->format && !strcmp(view->format, "f"))) return view;
+    PyErr_Format(PyExc_ValueError, "%s is not float32 with %d dimensions", name, ndim);
     return NULL;
 }
 
 /* Checks that the first `ndim` dimensions are the same. */
-static int check_same_shape(const Py_buffer *x, const Py_buffer *y, int ndim) {
+static bool check_same_shape(const Py_buffer *x, const Py_buffer *y, int ndim) {
     for (int i = 0; i < ndim; i++)
         if (!check(x->shape[i] == y->shape[i], "shapes do not agree")) return 0;
     return 1;
@@ -103,7 +86,7 @@ static int check_same_shape(const Py_buffer *x, const Py_buffer *y, int ndim) {
 
 /* Gets a buffer of whole chunks, aligned as in the KV-cache. */
 static Py_buffer *get_chunks(buffers_t *b, PyObject *o, int flags, size_t chunk_bytes) {
-    Py_buffer *view = get(b, o, flags);
+    Py_buffer *view = get(b, o, "chunks", flags);
     if (!view || !check((uintptr_t)view->buf % 64 == 0, "chunks are not 64-byte aligned")) return NULL;
     return check(view->len % chunk_bytes == 0, "the buffer of chunks does not end at the end of a chunk") ? view : NULL;
 }
@@ -122,14 +105,14 @@ static PyObject *isa_supported(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *isa_of_kernels(PyObject *self, PyObject *args) {
-    int dtype;
+    unsigned dtype;
     fd_isa_t isa;
     if (!PyArg_ParseTuple(args, "O&O&", to_isa, &isa, to_kv_dtype, &dtype)) return NULL;
     return PyUnicode_FromString(fd_kv_ops((fd_kv_dtype_t)dtype, isa)->isa);
 }
 
 static PyObject *chunk_bytes(PyObject *self, PyObject *args) {
-    int dtype;
+    unsigned dtype;
     uint32_t head_size, v_size = 0;
     if (!PyArg_ParseTuple(args, "O&O&|O&", to_kv_dtype, &dtype, to_u32, &head_size, to_u32, &v_size)) return NULL;
     if (PyTuple_GET_SIZE(args) < 3) v_size = head_size;
@@ -137,10 +120,10 @@ static PyObject *chunk_bytes(PyObject *self, PyObject *args) {
     return PyLong_FromSize_t(fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, head_size, v_size));
 }
 
-static int check_rotated(uint32_t rotated) { return check(rotated <= FD_ROTATED_ALL, "unknown rotations"); }
+static bool check_rotated(uint32_t rotated) { return check(rotated <= FD_ROTATED_ALL, "unknown rotations"); }
 
 static PyObject *kv_append(PyObject *self, PyObject *args) {
-    int dtype;
+    unsigned dtype;
     fd_isa_t isa;
     uint32_t slot, rotated = 0;
     PyObject *chunks_o, *k_o, *v_o, *result = NULL;
@@ -150,7 +133,8 @@ static PyObject *kv_append(PyObject *self, PyObject *args) {
                           &rotated))
         return NULL;
     if (!check_rotated(rotated)) goto out;
-    if (!(k = get_floats(&b, k_o, 0, 2)) || !(v = get_floats(&b, v_o, 0, 2)) || !check_same_shape(k, v, 1)) goto out;
+    if (!(k = get_floats(&b, k_o, "k", 0, 2)) || !(v = get_floats(&b, v_o, "v", 0, 2)) || !check_same_shape(k, v, 1))
+        goto out;
     if (!check_head_size(k->shape[1]) || !check_head_size(v->shape[1])) goto out;
     const uint32_t head_size = (uint32_t)k->shape[1], v_size = (uint32_t)v->shape[1];
     const size_t bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, head_size, v_size), n = (size_t)k->shape[0];
@@ -194,11 +178,11 @@ static const uint8_t **pick_chunks(const uint8_t *run, size_t n, size_t bytes, P
     return chunks;
 }
 
-/* Gets a value for each query head, [heads][group], or NULL if `o` is None. Returns 0 with an exception set. */
-static int get_per_head(buffers_t *b, PyObject *o, const Py_buffer *q, const float **values) {
+/* Gets a value for each query head, [heads][group], or NULL if `o` is None. */
+static bool get_per_head(buffers_t *b, PyObject *o, const char *name, const Py_buffer *q, const float **values) {
     Py_buffer *view;
     if (o == Py_None) return 1;
-    if (!(view = get_floats(b, o, 0, 2)) || !check_same_shape(q, view, 1) ||
+    if (!(view = get_floats(b, o, name, 0, 2)) || !check_same_shape(q, view, 1) ||
         !check(view->shape[1] == q->shape[2], "shapes do not agree"))
         return 0;
     *values = view->buf;
@@ -208,7 +192,7 @@ static int get_per_head(buffers_t *b, PyObject *o, const Py_buffer *q, const flo
 static PyObject *kv_attend(PyObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"isa", "kv_dtype", "chunks", "order",   "first_token", "q",      "q_pos", "window",  "acc",
                             "m",   "l",        "o",      "segment", "softcap",     "slopes", "sinks", "rotated", NULL};
-    int dtype;
+    unsigned dtype;
     fd_isa_t isa;
     fd_attend_t a = {0};
     PyObject *chunks_o, *order, *q_o, *acc_o, *m_o, *l_o, *o_o = Py_None, *slopes = Py_None, *sinks = Py_None,
@@ -222,14 +206,15 @@ static PyObject *kv_attend(PyObject *self, PyObject *args, PyObject *kwargs) {
                                      &sinks, &a.rotated))
         return NULL;
     if (!check_rotated(a.rotated)) goto out;
-    if (!(q = get_floats(&b, q_o, 0, 4)) || !(acc = get_floats(&b, acc_o, PyBUF_WRITABLE, 4)) ||
+    if (!(q = get_floats(&b, q_o, "q", 0, 4)) || !(acc = get_floats(&b, acc_o, "acc", PyBUF_WRITABLE, 4)) ||
         !check_same_shape(q, acc, 3))
         goto out;
-    if (!(m = get_floats(&b, m_o, PyBUF_WRITABLE, 3)) || !check_same_shape(q, m, 3)) goto out;
-    if (!(l = get_floats(&b, l_o, PyBUF_WRITABLE, 3)) || !check_same_shape(q, l, 3)) goto out;
-    if (o_o != Py_None && (!(o = get_floats(&b, o_o, PyBUF_WRITABLE, 4)) || !check_same_shape(acc, o, 4))) goto out;
+    if (!(m = get_floats(&b, m_o, "m", PyBUF_WRITABLE, 3)) || !check_same_shape(q, m, 3)) goto out;
+    if (!(l = get_floats(&b, l_o, "l", PyBUF_WRITABLE, 3)) || !check_same_shape(q, l, 3)) goto out;
+    if (o_o != Py_None && (!(o = get_floats(&b, o_o, "o", PyBUF_WRITABLE, 4)) || !check_same_shape(acc, o, 4)))
+        goto out;
     if (!check_head_size(q->shape[3]) || !check_head_size(acc->shape[3])) goto out;
-    if (!get_per_head(&b, slopes, q, &a.slopes) || !get_per_head(&b, sinks, q, &a.sinks)) goto out;
+    if (!get_per_head(&b, slopes, "slopes", q, &a.slopes) || !get_per_head(&b, sinks, "sinks", q, &a.sinks)) goto out;
     const Py_ssize_t heads = q->shape[0], rows = q->shape[1] * q->shape[2];
     if (!check(heads >= 1 && rows >= 1 && rows <= (1 << 24), "no query rows, or more than 2^24")) goto out;
     if (!check(heads == 1 || heads * rows <= FD_PANEL_ROWS, "several heads have more query rows than a panel"))
@@ -256,13 +241,14 @@ out:
 }
 
 static PyObject *attend_merge(PyObject *self, PyObject *args) {
+    static const char *const names[6] = {"m", "l", "acc", "m2", "l2", "acc2"};
     fd_isa_t isa;
     PyObject *o[6], *result = NULL;
     buffers_t b = {.n = 0};
     Py_buffer *v[6];
     if (!PyArg_ParseTuple(args, "O&OOOOOO", to_isa, &isa, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5])) return NULL;
     for (int i = 0; i < 6; i++)
-        if (!(v[i] = get_floats(&b, o[i], i < 3 ? PyBUF_WRITABLE : 0, i % 3 == 2 ? 2 : 1)) ||
+        if (!(v[i] = get_floats(&b, o[i], names[i], i < 3 ? PyBUF_WRITABLE : 0, i % 3 == 2 ? 2 : 1)) ||
             !check_same_shape(v[0], v[i], 1))
             goto out;
     if (!check_same_shape(v[2], v[5], 2) || !check_head_size(v[2]->shape[1])) goto out;
@@ -276,14 +262,15 @@ out:
 
 static PyObject *attend_finish(PyObject *self, PyObject *args) {
     fd_isa_t isa;
-    int dtype;
+    unsigned dtype;
     PyObject *o_o, *acc_o, *l_o, *result = NULL;
     buffers_t b = {.n = 0};
     Py_buffer *o, *acc, *l;
     if (!PyArg_ParseTuple(args, "O&OOOO&", to_isa, &isa, &o_o, &acc_o, &l_o, to_act_dtype, &dtype)) return NULL;
-    if (!(acc = get_floats(&b, acc_o, 0, 2)) || !(l = get_floats(&b, l_o, 0, 1)) || !check_same_shape(acc, l, 1))
+    if (!(acc = get_floats(&b, acc_o, "acc", 0, 2)) || !(l = get_floats(&b, l_o, "l", 0, 1)) ||
+        !check_same_shape(acc, l, 1))
         goto out;
-    if (!(o = get(&b, o_o, PyBUF_WRITABLE))) goto out;
+    if (!(o = get(&b, o_o, "o", PyBUF_WRITABLE))) goto out;
     const size_t rows = (size_t)acc->shape[0], n = (size_t)acc->shape[1];
     if (!check((size_t)o->len == rows * n * fd_act_bytes((uint32_t)dtype), "o and acc have different lengths"))
         goto out;
@@ -297,14 +284,14 @@ out:
 
 /* o and src hold elements of the activation dtype as untyped bytes. */
 static PyObject *load_act(PyObject *self, PyObject *args) {
-    int dtype;
+    unsigned dtype;
     float scale;
     fd_isa_t isa;
     PyObject *dst_o, *src_o, *result = NULL;
     buffers_t b = {.n = 0};
     Py_buffer *dst, *src;
     if (!PyArg_ParseTuple(args, "O&OOO&f", to_isa, &isa, &dst_o, &src_o, to_act_dtype, &dtype, &scale)) return NULL;
-    if (!(dst = get_floats(&b, dst_o, PyBUF_WRITABLE, 1)) || !(src = get(&b, src_o, 0))) goto out;
+    if (!(dst = get_floats(&b, dst_o, "dst", PyBUF_WRITABLE, 1)) || !(src = get(&b, src_o, "src", 0))) goto out;
     const size_t n = (size_t)dst->shape[0];
     if (!check((size_t)src->len == n * fd_act_bytes((uint32_t)dtype), "src and dst have different lengths")) goto out;
     fd_vec_ops(isa)->load_act(dst->buf, src->buf, n, (uint32_t)dtype, scale);

@@ -3,19 +3,20 @@
 #include <Python.h>
 
 #include "linears/dense16.h"
-#include "py_isa.h"
+#include "py_object.h"
 #include "py_products.h"
 
 enum { WEIGHTS, BIAS, BUFFERS };
 
 typedef struct {
-    PyObject_HEAD
+    fd_py_kernels_t head;
     fd_dense16_t linear;
     const fd_dense16_ops_t *ops;
-    const char *isa;
     unsigned act;               /* the rows' dtype */
     Py_buffer buffers[BUFFERS]; /* obj NULL: not given */
 } dense16_t;
+
+static PyTypeObject *dense16_type;
 
 static const fd_dense16_ops_t *choose(unsigned dtype, unsigned act, const char **name) {
     fd_isa_t isa;
@@ -42,25 +43,19 @@ static PyObject *dense16_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!ops) return NULL;
     dense16_t *self = (dense16_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    self->ops = ops, self->isa = name, self->act = act;
+    self->ops = ops, self->head.isa = name, self->act = act;
     Py_buffer *w = &self->buffers[WEIGHTS], *b = &self->buffers[BIAS];
-    if (PyObject_GetBuffer(weights, w, PyBUF_C_CONTIGUOUS) < 0 ||
-        (bias != Py_None && PyObject_GetBuffer(bias, b, PyBUF_C_CONTIGUOUS) < 0)) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    if (!outs || !ins || ins % ops->together || (size_t)w->len != packed_bytes(ops, outs, ins) ||
-        (b->obj && (size_t)b->len != outs * 4ul)) {
-        Py_DECREF(self);
-        return PyErr_Format(PyExc_ValueError, "weights or bias do not have the bytes of %u x %u", outs, ins);
-    }
+    if (!outs || !ins || ins % ops->together) PyErr_Format(PyExc_ValueError, "no such linear: %u x %u", outs, ins);
+    else if (fd_py_bytes(weights, "weights", packed_bytes(ops, outs, ins), w) && bias != Py_None)
+        fd_py_bytes(bias, "bias", outs * sizeof(float), b);
     self->linear = (fd_dense16_t){outs, ins, w->buf, b->buf};
-    return (PyObject *)self;
+    if (!PyErr_Occurred()) return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
 }
 
 static void dense16_dealloc(dense16_t *self) {
-    for (int i = 0; i < BUFFERS; i++)
-        if (self->buffers[i].obj) PyBuffer_Release(&self->buffers[i]);
+    for (int i = 0; i < BUFFERS; i++) PyBuffer_Release(&self->buffers[i]);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free(self);
     Py_DECREF(type);
@@ -114,8 +109,6 @@ static PyObject *dense16_pack(PyObject *type, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *dense16_isa(dense16_t *self, void *unused) { return PyUnicode_FromString(self->isa); }
-
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)dense16_run, METH_VARARGS, "run(x, y, threads): y [rows, outs] = x [rows, ins] W^T + b."},
     {"pack", dense16_pack, METH_VARARGS | METH_STATIC,
@@ -124,16 +117,12 @@ static PyMethodDef methods[] = {
      "packed_bytes(dtype, act, outs, ins): the size of `packed`."},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef getset[] = {
-    {"isa", (getter)dense16_isa, NULL, "The ISA of the kernels.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
 static PyType_Slot slots[] = {
     {Py_tp_doc, "A matrix of 16-bit numbers (fd_dense16_t)."},
     {Py_tp_new, dense16_new},
     {Py_tp_dealloc, dense16_dealloc},
     {Py_tp_methods, methods},
-    {Py_tp_getset, getset},
+    {Py_tp_members, fd_py_isa_member},
     {0, NULL},
 };
 static PyType_Spec spec = {
@@ -151,16 +140,11 @@ static int multiply(const void *linear, const void *x, size_t rows, void *y, siz
     return 0;
 }
 
-int fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product) {
-    if (Py_TYPE(o)->tp_dealloc != (destructor)dense16_dealloc || ((dense16_t *)o)->act != act) return 0;
+bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product) {
+    if (!Py_IS_TYPE(o, dense16_type) || ((dense16_t *)o)->act != act) return false;
     const fd_dense16_t *l = &((dense16_t *)o)->linear;
     *product = (fd_product_t){l->ins, l->outs, multiply, o};
-    return 1;
+    return true;
 }
 
-int fd_dense16_add_types(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&spec);
-    const int error = type ? PyModule_AddObjectRef(module, "Dense16Linear", type) : -1;
-    Py_XDECREF(type);
-    return error;
-}
+bool fd_dense16_add_types(PyObject *module) { return fd_py_add_type(module, &spec, &dense16_type); }

@@ -8,11 +8,11 @@
 
 #include "py_engine.h"
 #include "region/py_geometry.h"
-#include "py_isa.h"
+#include "py_object.h"
 #include "py_layers.h"
 
-/* Chooses the planes of a page. 1, or 0 with an exception set. */
-static int get_planes(const fd_geometry_t *g, unsigned kv_dtype, layer_args_t *a, fd_planes_t *planes) {
+/* Chooses the planes of a page. */
+static bool get_planes(const fd_geometry_t *g, unsigned kv_dtype, layer_args_t *a, fd_planes_t *planes) {
     fd_layer_t layers[FD_MAX_LAYERS];
     char err[ERR_LEN];
     if (kv_dtype >= FD_KV_DTYPES) PyErr_Format(PyExc_ValueError, "unknown KV-cache dtype %u", kv_dtype);
@@ -23,9 +23,8 @@ static int get_planes(const fd_geometry_t *g, unsigned kv_dtype, layer_args_t *a
     return !PyErr_Occurred();
 }
 
-/* The planes for the arguments (geometry, kv_dtype, *, windows, segments, kv_layers, heads). 1, or 0 with an exception
- * set. */
-static int parse_planes(PyObject *args, PyObject *kwargs, fd_planes_t *planes) {
+/* The planes for the arguments (geometry, kv_dtype, *, windows, segments, kv_layers, heads). */
+static bool parse_planes(PyObject *args, PyObject *kwargs, fd_planes_t *planes) {
     static char *names[] = {"geometry", "kv_dtype", "windows", "segments", "kv_layers", "heads", NULL};
     fd_geometry_t g;
     unsigned kv_dtype;
@@ -49,12 +48,11 @@ static PyObject *py_page_sections(PyObject *module, PyObject *args, PyObject *kw
 
 /* ---- REngine ---- */
 
-static int choose_huge(const char *name, fd_huge_t *huge) {
+static bool choose_huge(const char *name, fd_huge_t *huge) {
     static const char *names[FD_HUGE_MODES] = {"madvise", "hugetlb", "off"};
     for (int i = 0; i < FD_HUGE_MODES; i++)
-        if (!strcmp(name, names[i])) return *huge = (fd_huge_t)i, 1;
-    PyErr_Format(PyExc_ValueError, "huge_pages is '%s', not madvise, hugetlb or off", name);
-    return 0;
+        if (!strcmp(name, names[i])) return *huge = (fd_huge_t)i, true;
+    return FD_PY_FAIL(PyExc_ValueError, "huge_pages is '%s', not madvise, hugetlb or off", name);
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -71,10 +69,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                                      &huge, &prefault, &trim_idle_s))
         return NULL;
     if (!fd_py_choose_isa(isa, &config.isa) || !choose_huge(huge, &config.huge)) return NULL;
-    if (!(trim_idle_s >= 0 && trim_idle_s <= 1e9)) {
-        PyErr_SetString(PyExc_ValueError, "trim_idle_s is not a time in seconds");
-        return NULL;
-    }
+    if (!(trim_idle_s >= 0 && trim_idle_s <= 1e9))
+        return PyErr_Format(PyExc_ValueError, "trim_idle_s is not a time in seconds");
     if (threads < 1 || threads > FD_MAX_THREADS)
         return PyErr_Format(PyExc_ValueError, "%u threads are not within 1..%d", threads, FD_MAX_THREADS);
     int *pins = NULL;
@@ -99,9 +95,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     config.trim_idle_ns = (uint64_t)(trim_idle_s * 1e9);
     self->isa = config.isa;
     self->pid = getpid();
-    self->link_type = PyObject_GetAttrString((PyObject *)type, "_link_type");
     char err[ERR_LEN];
-    if (self->link_type && !(self->engine = fd_engine_new(&config, err, sizeof err)))
+    if (!(self->engine = fd_engine_new(&config, err, sizeof err)))
         PyErr_SetString(errno == EINVAL ? PyExc_ValueError : PyExc_RuntimeError, err);
     PyMem_Free(pins);
     if (!self->engine) {
@@ -123,7 +118,6 @@ static void stop_engine(engine_object_t *self) {
 static void engine_dealloc(engine_object_t *self) {
     PyTypeObject *type = Py_TYPE(self);
     stop_engine(self);
-    Py_XDECREF(self->link_type);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -154,8 +148,7 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
     fd_layer_t layers[FD_MAX_LAYERS];
     lease.layers = layers;
     link_object_t *link = NULL;
-    if (get_layers(&a, &g, layers))
-        link = (link_object_t *)((PyTypeObject *)self->link_type)->tp_alloc((PyTypeObject *)self->link_type, 0);
+    if (get_layers(&a, &g, layers)) link = (link_object_t *)fd_py_engine_link_type->tp_alloc(fd_py_engine_link_type, 0);
     if (!link) {
         release_layer_args(&a);
         return NULL;
@@ -291,13 +284,7 @@ PyMethodDef fd_engine_methods[] = {
     {0},
 };
 
-int fd_engine_add_types(PyObject *module) {
-    PyObject *engine = PyType_FromSpec(&engine_spec), *link = PyType_FromSpec(&fd_py_engine_link_spec);
-    int ok = engine && link && PyModule_AddIntConstant(module, "MAX_THREADS", FD_MAX_THREADS) == 0 &&
-             PyObject_SetAttrString(engine, "_link_type", link) == 0 &&
-             PyModule_AddObjectRef(module, "REngine", engine) == 0 &&
-             PyModule_AddObjectRef(module, "REngineLink", link) == 0;
-    Py_XDECREF(engine);
-    Py_XDECREF(link);
-    return ok ? 0 : -1;
+bool fd_engine_add_types(PyObject *module) {
+    return PyModule_AddIntConstant(module, "MAX_THREADS", FD_MAX_THREADS) == 0 &&
+           fd_py_add_type(module, &engine_spec, NULL) && fd_engine_link_add_type(module);
 }

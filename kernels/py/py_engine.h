@@ -9,7 +9,6 @@
 typedef struct {
     PyObject_HEAD
     fd_engine_t *engine;
-    PyObject *link_type;
     uint32_t threads;
     fd_isa_t isa;
     uint32_t n_links;
@@ -32,6 +31,7 @@ static inline PyObject *closed_error(const char *what) {
     return PyErr_Format(PyExc_RuntimeError, "%s is closed", what);
 }
 
-extern PyType_Spec fd_py_engine_link_spec;
+extern PyTypeObject *fd_py_engine_link_type;
+bool fd_engine_link_add_type(PyObject *module);
 
 #endif

@@ -7,6 +7,9 @@
 #include <unistd.h>
 
 #include "py_engine.h"
+#include "py_object.h"
+
+PyTypeObject *fd_py_engine_link_type;
 
 /* Removes the link from the engine. The engine does not touch the region after that. */
 static void remove_link(link_object_t *self) {
@@ -239,9 +242,11 @@ static PyType_Slot link_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec fd_py_engine_link_spec = {
+static PyType_Spec link_spec = {
     .name = "fastdecode.kernels._native.REngineLink",
     .basicsize = sizeof(link_object_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = link_slots,
 };
+
+bool fd_engine_link_add_type(PyObject *module) { return fd_py_add_type(module, &link_spec, &fd_py_engine_link_type); }

@@ -6,7 +6,7 @@
 
 #include "region/between.h"
 #include "decoder/joint.h"
-#include "py_isa.h"
+#include "py_object.h"
 #include "py_products.h"
 
 typedef struct {
@@ -19,46 +19,33 @@ typedef struct {
     size_t scratch_rows;
 } joints_t;
 
-#define POINTER(address) ((void *)(uintptr_t)(address))
-
 /* Reads a tuple of linears whose outputs stand side by side: `outs` in all, of `ins` inputs. */
-static int read_products(PyObject *parts, uint32_t act, size_t ins, size_t outs, fd_products_t *products) {
-    if (!PyTuple_Check(parts) || PyTuple_GET_SIZE(parts) < 1 || PyTuple_GET_SIZE(parts) > FD_MOST_PARTS) {
-        PyErr_SetString(PyExc_ValueError, "a product is a tuple of one to four linears");
-        return 0;
-    }
+static bool read_products(PyObject *parts, uint32_t act, size_t ins, size_t outs, fd_products_t *products) {
+    if (!PyTuple_Check(parts) || PyTuple_GET_SIZE(parts) < 1 || PyTuple_GET_SIZE(parts) > FD_MOST_PARTS)
+        return FD_PY_FAIL(PyExc_ValueError, "a product is a tuple of one to four linears");
     size_t total = 0;
     products->n = (uint32_t)PyTuple_GET_SIZE(parts);
     for (uint32_t i = 0; i < products->n; i++) {
         PyObject *part = PyTuple_GET_ITEM(parts, i);
         fd_product_t *product = &products->parts[i];
-        const int dense = products->n == 1 && fd_py_dense16_product(part, act, product);
-        if (!dense && !fd_py_quantised_product(part, act, product)) {
-            PyErr_SetString(PyExc_ValueError, "a linear has no product for these rows");
-            return 0;
-        }
-        if (product->ins != ins) {
-            PyErr_Format(PyExc_ValueError, "a linear has %zu inputs, not %zu", product->ins, ins);
-            return 0;
-        }
+        const bool dense = products->n == 1 && fd_py_dense16_product(part, act, product);
+        if (!dense && !fd_py_quantised_product(part, act, product))
+            return FD_PY_FAIL(PyExc_ValueError, "a linear has no product for these rows");
+        if (product->ins != ins)
+            return FD_PY_FAIL(PyExc_ValueError, "a linear has %zu inputs, not %zu", product->ins, ins);
         total += product->outs;
     }
-    if (total == outs) return 1;
-    PyErr_Format(PyExc_ValueError, "linears have %zu outputs, not %zu", total, outs);
-    return 0;
+    return total == outs || FD_PY_FAIL(PyExc_ValueError, "linears have %zu outputs, not %zu", total, outs);
 }
 
-static int read_layer(const fd_joints_t *j, uint32_t act, PyObject *o, fd_joint_layer_t *layer) {
+static bool read_layer(const fd_joints_t *j, uint32_t act, PyObject *o, fd_joint_layer_t *layer) {
     unsigned long long attention_norm, mlp_norm, q_norm, k_norm;
     PyObject *qkv, *out, *up, *down;
-    if (!PyTuple_Check(o)) {
-        PyErr_SetString(PyExc_TypeError, "a layer is a tuple");
-        return 0;
-    }
+    if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "a layer is a tuple");
     if (!PyArg_ParseTuple(o, "KKKKOOOO", &attention_norm, &mlp_norm, &q_norm, &k_norm, &qkv, &out, &up, &down))
-        return 0;
-    layer->attention_norm = POINTER(attention_norm), layer->mlp_norm = POINTER(mlp_norm);
-    layer->q_norm = POINTER(q_norm), layer->k_norm = POINTER(k_norm);
+        return false;
+    layer->attention_norm = FD_ADDRESS(attention_norm), layer->mlp_norm = FD_ADDRESS(mlp_norm);
+    layer->q_norm = FD_ADDRESS(q_norm), layer->k_norm = FD_ADDRESS(k_norm);
     const size_t q = j->q_heads * j->head_size, kv = j->kv_heads * j->head_size;
     return read_products(qkv, act, j->hidden, q + 2 * kv, &layer->qkv) &&
            read_products(out, act, q, j->hidden, &layer->o) &&
@@ -125,39 +112,33 @@ typedef struct {
 } step_t;
 
 /* Reads x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads, and makes room for so many rows. */
-static int read_step(joints_t *self, PyObject *tuple, step_t *step) {
+static bool read_step(joints_t *self, PyObject *tuple, step_t *step) {
     unsigned long long x, o, q, kv, cos, sin;
     Py_ssize_t q_stride, kv_stride, pairs, rows;
     if (!PyArg_ParseTuple(tuple, "KKKnKnKKnnI", &x, &o, &q, &q_stride, &kv, &kv_stride, &cos, &sin, &pairs, &rows,
                           &step->threads))
-        return 0;
-    if (rows < 0) {
-        PyErr_Format(PyExc_ValueError, "%zd rows", rows);
-        return 0;
-    }
+        return false;
+    if (rows < 0) return FD_PY_FAIL(PyExc_ValueError, "%zd rows", rows);
     if ((size_t)rows > self->scratch_rows) {
         PyMem_RawFree(self->scratch);
         self->scratch = PyMem_RawMalloc(fd_joint_scratch(&self->joints, (size_t)rows));
         self->scratch_rows = self->scratch ? (size_t)rows : 0;
     }
-    if (rows && !self->scratch) {
-        PyErr_NoMemory();
-        return 0;
-    }
+    if (rows && !self->scratch) return PyErr_NoMemory() != NULL;
     if (!step->threads) step->threads = 1;
     step->rows = (fd_joint_rows_t){
-        .x = POINTER(x),
-        .o = POINTER(o),
-        .q = POINTER(q),
-        .kv = POINTER(kv),
+        .x = FD_ADDRESS(x),
+        .o = FD_ADDRESS(o),
+        .q = FD_ADDRESS(q),
+        .kv = FD_ADDRESS(kv),
         .q_stride = (size_t)q_stride,
         .kv_stride = (size_t)kv_stride,
-        .cos = POINTER(cos),
-        .sin = POINTER(sin),
+        .cos = FD_ADDRESS(cos),
+        .sin = FD_ADDRESS(sin),
         .pairs = (size_t)pairs,
         .rows = (size_t)rows,
     };
-    return 1;
+    return true;
 }
 
 static int run_joint(const joints_t *self, size_t layer, const step_t *step) {
@@ -252,9 +233,4 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-int fd_joints_add_types(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&spec);
-    const int error = type ? PyModule_AddObjectRef(module, "Joints", type) : -1;
-    Py_XDECREF(type);
-    return error;
-}
+bool fd_joints_add_types(PyObject *module) { return fd_py_add_type(module, &spec, NULL); }

@@ -1,29 +1,33 @@
-/* Converts the layers of a link (layers.h) from Python. For py_engine.c only; include Python.h first. */
+/* Converts the layers of a link (layers.h) from Python. For py_engine.c only; include Python.h first. Functions return
+ * true, or false with an exception set. */
 #ifndef FD_PY_LAYERS_H
 #define FD_PY_LAYERS_H
 
 #include "engine/layers.h"
+#include "py_object.h"
 
-/* Writes the `n` integers of the sequence `o` to `out`, an array of int if `is_signed`, else of uint32_t. 1, or 0 with
- * an exception set. */
-static int convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long min, long long max, void *out,
-                        bool is_signed) {
+/* The `n` objects of `o` as a list or tuple, NULL if there are not as many. */
+static PyObject *get_sequence(PyObject *o, const char *what, Py_ssize_t n) {
     PyObject *seq = PySequence_Fast(o, what);
-    if (!seq) return 0;
-    int ok = PySequence_Fast_GET_SIZE(seq) == n;
-    if (!ok) PyErr_Format(PyExc_ValueError, "%s: %zd given, %zd needed", what, PySequence_Fast_GET_SIZE(seq), n);
+    if (!seq || PySequence_Fast_GET_SIZE(seq) == n) return seq;
+    PyErr_Format(PyExc_ValueError, "%s: %zd given, %zd needed", what, PySequence_Fast_GET_SIZE(seq), n);
+    Py_DECREF(seq);
+    return NULL;
+}
+
+/* Writes the `n` integers of the sequence `o` to `out`, an array of int if `is_signed`, else of uint32_t. */
+static bool convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long min, long long max, void *out,
+                         bool is_signed) {
+    PyObject *seq = get_sequence(o, what, n);
+    if (!seq) return false;
+    bool ok = true;
     for (Py_ssize_t i = 0; ok && i < n; i++) {
-        long long v = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(seq, i));
-        if (v == -1 && PyErr_Occurred()) {
-            ok = 0;
-        } else if (v < min || v > max) {
-            PyErr_Format(PyExc_ValueError, "%s: %lld is not within %lld..%lld", what, v, min, max);
-            ok = 0;
-        } else if (is_signed) {
-            ((int *)out)[i] = (int)v;
-        } else {
-            ((uint32_t *)out)[i] = (uint32_t)v;
-        }
+        const long long v = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(seq, i));
+        if (v == -1 && PyErr_Occurred()) ok = false;
+        else if (v < min || v > max)
+            ok = FD_PY_FAIL(PyExc_ValueError, "%s: %lld is not within %lld..%lld", what, v, min, max);
+        else if (is_signed) ((int *)out)[i] = (int)v;
+        else ((uint32_t *)out)[i] = (uint32_t)v;
     }
     Py_DECREF(seq);
     return ok;
@@ -43,61 +47,55 @@ static void release_layer_args(layer_args_t *a) {
 
 static bool is_given(PyObject *o) { return o && o != Py_None; }
 
-/* Gets `n` floats of fp32. 1, or 0 with an exception set. */
-static int get_fp32(PyObject *o, const char *what, size_t n, Py_buffer *view) {
-    if (!is_given(o)) return 1;
-    if (PyObject_GetBuffer(o, view, PyBUF_C_CONTIGUOUS)) return 0;
-    if ((size_t)view->len == n * sizeof(float) && (uintptr_t)view->buf % sizeof(float) == 0) return 1;
-    PyErr_Format(PyExc_ValueError, "%s: %zd bytes given, %zu aligned bytes needed", what, view->len, n * sizeof(float));
-    return 0;
+/* Gets `n` floats of fp32. */
+static bool get_fp32(PyObject *o, const char *what, size_t n, Py_buffer *view) {
+    if (!is_given(o)) return true;
+    if (!fd_py_view(o, what, 0, view)) return false;
+    if ((size_t)view->len == n * sizeof(float) && (uintptr_t)view->buf % sizeof(float) == 0) return true;
+    return FD_PY_FAIL(PyExc_ValueError, "%s: %zd bytes given, %zu aligned bytes needed", what, view->len,
+                      n * sizeof(float));
 }
 
-static int get_softcaps(PyObject *o, uint32_t n_layers, fd_layer_t *layers) {
-    if (!is_given(o)) return 1;
-    PyObject *seq = PySequence_Fast(o, "softcaps");
-    if (!seq) return 0;
-    int ok = PySequence_Fast_GET_SIZE(seq) == n_layers;
-    if (!ok) PyErr_Format(PyExc_ValueError, "softcaps: %zd given, %u needed", PySequence_Fast_GET_SIZE(seq), n_layers);
-    for (uint32_t i = 0; ok && i < n_layers; i++) {
+static bool get_softcaps(PyObject *o, uint32_t n_layers, fd_layer_t *layers) {
+    if (!is_given(o)) return true;
+    PyObject *seq = get_sequence(o, "softcaps", n_layers);
+    for (uint32_t i = 0; seq && i < n_layers; i++)
         layers[i].softcap = (float)PyFloat_AsDouble(PySequence_Fast_GET_ITEM(seq, i));
-        ok = !PyErr_Occurred();
-    }
-    Py_DECREF(seq);
-    return ok;
+    Py_XDECREF(seq);
+    return !PyErr_Occurred();
 }
 
 /* Reads `o`, a tuple of four integers: query heads, KV heads, head size, size of a V head. */
-static int convert_heads(PyObject *o, fd_heads_t *heads) {
+static bool convert_heads(PyObject *o, fd_heads_t *heads) {
     uint32_t n[4];
-    if (!convert_ints(o, "heads of a layer", 4, 0, UINT32_MAX, n, false)) return 0;
+    if (!convert_ints(o, "heads of a layer", 4, 0, UINT32_MAX, n, false)) return false;
     *heads = (fd_heads_t){n[0], n[1], n[2], n[3]};
-    return 1;
+    return true;
 }
 
 /* The heads of each layer: the geometry's where `o` does not give any. */
-static int get_heads(PyObject *o, const fd_geometry_t *g, fd_layer_t *layers) {
+static bool get_heads(PyObject *o, const fd_geometry_t *g, fd_layer_t *layers) {
     for (uint32_t i = 0; i < g->n_layers; i++) layers[i].heads = fd_geometry_heads(g);
-    if (!is_given(o)) return 1;
-    PyObject *seq = PySequence_Fast(o, "heads");
-    if (!seq) return 0;
-    int ok = PySequence_Fast_GET_SIZE(seq) == g->n_layers;
-    if (!ok) PyErr_Format(PyExc_ValueError, "heads: %zd given, %u needed", PySequence_Fast_GET_SIZE(seq), g->n_layers);
+    if (!is_given(o)) return true;
+    PyObject *seq = get_sequence(o, "heads", g->n_layers);
+    bool ok = seq != NULL;
     for (uint32_t i = 0; ok && i < g->n_layers; i++)
         ok = convert_heads(PySequence_Fast_GET_ITEM(seq, i), &layers[i].heads);
-    Py_DECREF(seq);
+    Py_XDECREF(seq);
     return ok;
 }
 
-/* Fills in `layers`, [n_layers], which point into the views of `a`. 1, or 0 with an exception set. */
-static int get_layers(layer_args_t *a, const fd_geometry_t *g, fd_layer_t *layers) {
+/* Fills in `layers`, [n_layers], which point into the views of `a`. */
+static bool get_layers(layer_args_t *a, const fd_geometry_t *g, fd_layer_t *layers) {
     const uint32_t n = g->n_layers;
     uint32_t windows[FD_MAX_LAYERS] = {0}, segments[FD_MAX_LAYERS] = {0}, kv_layers[FD_MAX_LAYERS];
     for (uint32_t i = 0; i < n; i++) kv_layers[i] = i;
-    if (is_given(a->windows) && !convert_ints(a->windows, "windows", n, 0, UINT32_MAX, windows, false)) return 0;
-    if (is_given(a->segments) && !convert_ints(a->segments, "segments", n, 0, UINT32_MAX, segments, false)) return 0;
-    if (is_given(a->kv_layers) && !convert_ints(a->kv_layers, "kv_layers", n, 0, n - 1, kv_layers, false)) return 0;
-    if (!get_fp32(a->sinks, "sinks", (size_t)n * g->n_q_heads, &a->sinks_view)) return 0;
-    if (!get_fp32(a->slopes, "slopes", g->n_q_heads, &a->slopes_view)) return 0;
+    if (is_given(a->windows) && !convert_ints(a->windows, "windows", n, 0, UINT32_MAX, windows, false)) return false;
+    if (is_given(a->segments) && !convert_ints(a->segments, "segments", n, 0, UINT32_MAX, segments, false))
+        return false;
+    if (is_given(a->kv_layers) && !convert_ints(a->kv_layers, "kv_layers", n, 0, n - 1, kv_layers, false)) return false;
+    if (!get_fp32(a->sinks, "sinks", (size_t)n * g->n_q_heads, &a->sinks_view)) return false;
+    if (!get_fp32(a->slopes, "slopes", g->n_q_heads, &a->slopes_view)) return false;
     const float *sinks = a->sinks_view.buf;
     for (uint32_t i = 0; i < n; i++)
         layers[i] = (fd_layer_t){.window = windows[i],

@@ -3,27 +3,49 @@
 #include <Python.h>
 
 #include "linears/linear.h"
-#include "py_isa.h"
+#include "py_object.h"
 #include "py_products.h"
 
 enum { WEIGHTS, SCALES, UNITS, MINS, BIAS, TABLE, NEGATED_SUMS, BUFFERS };
 
 typedef struct {
-    PyObject_HEAD
+    fd_py_kernels_t head;
     fd_linear_t linear;
-    fd_isa_t isa;
+    const fd_linear_ops_t *ops;
     Py_buffer buffers[BUFFERS]; /* obj NULL: not given */
 } linear_t;
 
-/* Takes the bytes of `o` as buffer `which`, which must have `size` bytes. None is accepted if `optional`. */
-static int take_buffer(linear_t *self, int which, PyObject *o, size_t size, int optional) {
+static PyTypeObject *linear_type;
+
+/* Takes the buffers of a matrix. Those from MINS on may be None. */
+static bool take_buffers(linear_t *self, PyObject *const *o) {
     static const char *const names[BUFFERS] = {"weights", "scales", "units", "mins", "bias", "table", "negated_sums"};
-    if (optional && o == Py_None) return 0;
-    Py_buffer *buffer = &self->buffers[which];
-    if (PyObject_GetBuffer(o, buffer, PyBUF_C_CONTIGUOUS) < 0) return -1;
-    if ((size_t)buffer->len == size) return 0;
-    PyErr_Format(PyExc_ValueError, "%s has %zd bytes, not %zu", names[which], buffer->len, size);
-    return -1;
+    const fd_linear_t *l = &self->linear;
+    const size_t tiles = fd_linear_tiles(l), lanes = tiles * FD_LINEAR_LANES;
+    const size_t sizes[BUFFERS] = {
+        [WEIGHTS] = tiles * fd_linear_tile_bytes(l),
+        [SCALES] = lanes * l->groups * 2,
+        [UNITS] = lanes * sizeof(float),
+        [MINS] = lanes * l->groups * 2,
+        [BIAS] = lanes * sizeof(float),
+        [TABLE] = FD_LINEAR_CODES,
+        [NEGATED_SUMS] = lanes * fd_linear_blocks(l) * 2,
+    };
+    for (int i = 0; i < BUFFERS; i++)
+        if ((i < MINS || o[i] != Py_None) && !fd_py_bytes(o[i], names[i], sizes[i], &self->buffers[i])) return false;
+    return true;
+}
+
+/* Whether the given buffers are what the kernels take. */
+static bool check_buffers(const linear_t *self) {
+    const fd_linear_t *l = &self->linear;
+    const bool is_signed = l->rotated && l->bits == 8 && self->ops->wants_signed;
+    if (is_signed != (l->negated_sums != NULL))
+        return FD_PY_FAIL(PyExc_ValueError, "negated_sums are %s", is_signed ? "missing" : "not wanted");
+    bool fits = !l->table || l->bits == 4; /* the kernels sum a table's numbers in few bits */
+    for (int i = 0; l->table && i < FD_LINEAR_CODES; i++) fits &= l->table[i] <= FD_LINEAR_MOST_IN_TABLE;
+    return fits ||
+           FD_PY_FAIL(PyExc_ValueError, "a table is for 4 bits and has numbers up to %d", FD_LINEAR_MOST_IN_TABLE);
 }
 
 static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -40,28 +62,19 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!outs || !ins || outs > most || ins > most || !group || group > most || group % FD_LINEAR_BLOCK ||
         (bits != 4 && bits != 8) || zero < 0 || zero > 255 || passes < 1 || passes > 2)
         return PyErr_Format(PyExc_ValueError, "no such linear: %u x %u, %u bits, groups of %u", outs, ins, bits, group);
-    if (rotated && (passes != 1 || (bits == 8 && (zero != 128 || o[MINS] != Py_None)))) {
-        PyErr_SetString(PyExc_ValueError, "a rotated matrix has one pass, and with 8 bits the zero 128 and no mins");
-        return NULL;
-    }
+    if (rotated && (passes != 1 || (bits == 8 && (zero != 128 || o[MINS] != Py_None))))
+        return PyErr_Format(PyExc_ValueError,
+                            "a rotated matrix has one pass, and with 8 bits the zero 128 and no mins");
+    fd_isa_t isa;
+    if (!fd_py_choose_isa(NULL, &isa)) return NULL;
     linear_t *self = (linear_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
+    self->ops = fd_linear_ops(isa), self->head.isa = self->ops->name;
     fd_linear_t *l = &self->linear;
     *l = (fd_linear_t){.outs = outs, .ins = ins, .bits = bits, .passes = passes, .rotated = rotated, .zero = zero};
     l->group_blocks = group / FD_LINEAR_BLOCK;
     l->groups = (ins + group - 1) / group;
-    const size_t tiles = fd_linear_tiles(l), lanes = tiles * FD_LINEAR_LANES;
-    if (!fd_py_choose_isa(NULL, &self->isa) ||
-        take_buffer(self, WEIGHTS, o[WEIGHTS], tiles * fd_linear_tile_bytes(l), 0) < 0 ||
-        take_buffer(self, SCALES, o[SCALES], lanes * l->groups * 2, 0) < 0 ||
-        take_buffer(self, UNITS, o[UNITS], lanes * sizeof(float), 0) < 0 ||
-        take_buffer(self, MINS, o[MINS], lanes * l->groups * 2, 1) < 0 ||
-        take_buffer(self, BIAS, o[BIAS], lanes * sizeof(float), 1) < 0 ||
-        take_buffer(self, TABLE, o[TABLE], FD_LINEAR_CODES, 1) < 0 ||
-        take_buffer(self, NEGATED_SUMS, o[NEGATED_SUMS], lanes * fd_linear_blocks(l) * 2, 1) < 0) {
-        Py_DECREF(self);
-        return NULL;
-    }
+    const bool taken = take_buffers(self, o);
     l->weights = self->buffers[WEIGHTS].buf;
     l->scales = self->buffers[SCALES].buf;
     l->units = self->buffers[UNITS].buf;
@@ -69,24 +82,13 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     l->bias = self->buffers[BIAS].buf;
     l->table = self->buffers[TABLE].buf;
     l->negated_sums = self->buffers[NEGATED_SUMS].buf;
-    const int is_signed = rotated && bits == 8 && fd_linear_ops(self->isa)->wants_signed;
-    if (is_signed != (l->negated_sums != NULL)) {
-        Py_DECREF(self);
-        return PyErr_Format(PyExc_ValueError, is_signed ? "negated_sums are missing" : "negated_sums are not wanted");
-    }
-    int fits = !l->table || bits == 4; /* the kernels sum a table's numbers in few bits */
-    for (int i = 0; l->table && i < FD_LINEAR_CODES; i++) fits &= l->table[i] <= FD_LINEAR_MOST_IN_TABLE;
-    if (!fits) {
-        Py_DECREF(self);
-        return PyErr_Format(PyExc_ValueError, "a table is for 4 bits and has numbers up to %d",
-                            FD_LINEAR_MOST_IN_TABLE);
-    }
-    return (PyObject *)self;
+    if (taken && check_buffers(self)) return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
 }
 
 static void linear_dealloc(linear_t *self) {
-    for (int i = 0; i < BUFFERS; i++)
-        if (self->buffers[i].obj) PyBuffer_Release(&self->buffers[i]);
+    for (int i = 0; i < BUFFERS; i++) PyBuffer_Release(&self->buffers[i]);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free(self);
     Py_DECREF(type);
@@ -104,7 +106,7 @@ static PyObject *linear_run(linear_t *self, PyObject *args) {
     if (fits && rows) {
         Py_BEGIN_ALLOW_THREADS
         error =
-            fd_linear_run(l, self->isa, x.buf, (uint32_t)rows, (float *)y.buf + first, width, threads ? threads : 1);
+            fd_linear_run(l, self->ops, x.buf, (uint32_t)rows, (float *)y.buf + first, width, threads ? threads : 1);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
@@ -116,10 +118,6 @@ static PyObject *linear_run(linear_t *self, PyObject *args) {
                             l->ins, width, first, first + l->outs);
     if (error) return PyErr_NoMemory();
     Py_RETURN_NONE;
-}
-
-static PyObject *linear_isa(linear_t *self, void *unused) {
-    return PyUnicode_FromString(fd_linear_ops(self->isa)->name);
 }
 
 static PyObject *linear_wants_signed(PyObject *type, PyObject *unused) {
@@ -159,16 +157,12 @@ static PyMethodDef methods[] = {
      "read_rows(ids, first, y): y [n, ins] gets the rows ids [n] - first of W, as far as W has such rows."},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef getset[] = {
-    {"isa", (getter)linear_isa, NULL, "The ISA of the kernels.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
 static PyType_Slot slots[] = {
     {Py_tp_doc, "A quantised matrix (fd_linear_t)."},
     {Py_tp_new, linear_new},
     {Py_tp_dealloc, linear_dealloc},
     {Py_tp_methods, methods},
-    {Py_tp_getset, getset},
+    {Py_tp_members, fd_py_isa_member},
     {0, NULL},
 };
 static PyType_Spec spec = {
@@ -180,19 +174,14 @@ static PyType_Spec spec = {
 
 static int multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
     const linear_t *self = linear;
-    return fd_linear_run(&self->linear, self->isa, x, (uint32_t)rows, y, (uint32_t)stride, threads);
+    return fd_linear_run(&self->linear, self->ops, x, (uint32_t)rows, y, (uint32_t)stride, threads);
 }
 
-int fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product) {
-    if (act != FD_ACT_FP32 || Py_TYPE(o)->tp_dealloc != (destructor)linear_dealloc) return 0;
+bool fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product) {
+    if (act != FD_ACT_FP32 || !Py_IS_TYPE(o, linear_type)) return false;
     const fd_linear_t *l = &((linear_t *)o)->linear;
     *product = (fd_product_t){l->ins, l->outs, multiply, o};
-    return 1;
+    return true;
 }
 
-int fd_linears_add_types(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&spec);
-    const int error = type ? PyModule_AddObjectRef(module, "QuantisedLinear", type) : -1;
-    Py_XDECREF(type);
-    return error;
-}
+bool fd_linears_add_types(PyObject *module) { return fd_py_add_type(module, &spec, &linear_type); }

@@ -2,13 +2,15 @@
 #ifndef FD_PY_PRODUCTS_H
 #define FD_PY_PRODUCTS_H
 
+#include <stdbool.h>
+
 #include "decoder/joint.h"
 #include "decoder/prompt_chunks.h"
 
-/* Each function returns 1, or 0 if `o` is not of its type or has no product of rows in the activation dtype `act`. The
- * product is valid as long as `o`. */
-int fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product); /* py_linears.c */
-int fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product);   /* py_dense16.c */
+/* Each function returns true, or false if `o` is not of its type or has no product of rows in the activation dtype
+ * `act`. The product is valid as long as `o`. */
+bool fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product); /* py_linears.c */
+bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product);   /* py_dense16.c */
 
 /* Reads the prompts' chunks of a step of `rows` rows, (PromptAttention, scale, chunks) as _native.pyi has it, for the
  * model `j` and the activation dtype `act`. Returns memory to be freed with PyMem_Free, or NULL with an exception. In

@@ -4,15 +4,16 @@
 #include <Python.h>
 
 #include "decoder/prompt.h"
-#include "py_isa.h"
+#include "py_object.h"
 #include "py_products.h"
 
 typedef struct {
-    PyObject_HEAD
+    fd_py_kernels_t head;
     const fd_prompt_ops_t *ops;
     uint32_t act; /* fd_act_dtype_t of the rows */
-    const char *isa;
 } prompt_attention_t;
+
+static PyTypeObject *prompt_attention_type;
 
 static PyObject *prompt_attention_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keys[] = {"act_dtype", NULL};
@@ -24,23 +25,16 @@ static PyObject *prompt_attention_new(PyTypeObject *type, PyObject *args, PyObje
     const fd_prompt_ops_t *ops = fd_prompt_ops(isa, act_dtype, &name);
     if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no attention of prompts", fd_isa_name(isa));
     prompt_attention_t *self = (prompt_attention_t *)type->tp_alloc(type, 0);
-    if (self) self->ops = ops, self->act = act_dtype, self->isa = name;
+    if (self) self->ops = ops, self->act = act_dtype, self->head.isa = name;
     return (PyObject *)self;
 }
-
-static void prompt_attention_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-#define POINTER(address) ((void *)(uintptr_t)(address))
 
 /* (words, head_words, kv_heads, k_size, v_size) */
 #define BLOCKS "(Knnnn)"
 
 static fd_prompt_blocks_t blocks_of(unsigned long long words, const Py_ssize_t sizes[4]) {
-    return (fd_prompt_blocks_t){POINTER(words), (size_t)sizes[0], (size_t)sizes[1], (size_t)sizes[2], (size_t)sizes[3]};
+    return (fd_prompt_blocks_t){FD_ADDRESS(words), (size_t)sizes[0], (size_t)sizes[1], (size_t)sizes[2],
+                                (size_t)sizes[3]};
 }
 
 static PyObject *block_words(prompt_attention_t *self, PyObject *args) {
@@ -57,7 +51,7 @@ static PyObject *pack(prompt_attention_t *self, PyObject *args) {
                           &n, &k_head, &k_row, &v_head, &v_row, &threads))
         return NULL;
     const fd_prompt_blocks_t blocks = blocks_of(words, sizes);
-    const fd_prompt_pack_t o = {&blocks,        POINTER(k),    POINTER(v),     (size_t)pos,  (size_t)n,
+    const fd_prompt_pack_t o = {&blocks,        FD_ADDRESS(k), FD_ADDRESS(v),  (size_t)pos,  (size_t)n,
                                 (size_t)k_head, (size_t)k_row, (size_t)v_head, (size_t)v_row};
     Py_BEGIN_ALLOW_THREADS
     fd_prompt_pack(self->ops, &o, threads);
@@ -76,9 +70,9 @@ static PyObject *attend(prompt_attention_t *self, PyObject *args) {
     const fd_prompt_blocks_t blocks = blocks_of(words, sizes);
     const fd_prompt_t o = {
         .blocks = &blocks,
-        .q = POINTER(q),
-        .out = POINTER(out),
-        .sinks = POINTER(sinks),
+        .q = FD_ADDRESS(q),
+        .out = FD_ADDRESS(out),
+        .sinks = FD_ADDRESS(sinks),
         .q_row = (size_t)q_row,
         .out_row = (size_t)out_row,
         .rows = (size_t)rows,
@@ -108,18 +102,17 @@ static const char *chunk_error(const fd_prompt_ops_t *ops, const fd_prompt_chunk
     return NULL;
 }
 
-static int is_tuple(PyObject *o) {
-    if (!PyTuple_Check(o)) PyErr_SetString(PyExc_TypeError, "prompts, their chunks and a chunk's layers are tuples");
-    return PyTuple_Check(o);
+static bool is_tuple(PyObject *o) {
+    return PyTuple_Check(o) || FD_PY_FAIL(PyExc_TypeError, "prompts, their chunks and a chunk's layers are tuples");
 }
 
-static int read_chunk(const fd_prompt_ops_t *ops, PyObject *o, const fd_joints_t *j, size_t rows,
-                      fd_prompt_chunk_t *chunk, fd_prompt_layer_t *layers) {
+static bool read_chunk(const fd_prompt_ops_t *ops, PyObject *o, const fd_joints_t *j, size_t rows,
+                       fd_prompt_chunk_t *chunk, fd_prompt_layer_t *layers) {
     Py_ssize_t first, n, pos;
     PyObject *list;
     if (!is_tuple(o) ||
         !PyArg_ParseTuple(o, "nnnO!;a chunk is (first, rows, pos, layers)", &first, &n, &pos, &PyList_Type, &list))
-        return 0;
+        return false;
     *chunk = (fd_prompt_chunk_t){(size_t)first, (size_t)n, (size_t)pos, layers};
     const char *wrong = first < 0 || n < 1 || pos < 0 ? "a chunk has no rows, or begins before 0" : NULL;
     if ((size_t)PyList_GET_SIZE(list) != j->n_layers) wrong = "a chunk does not have the model's layers";
@@ -129,17 +122,16 @@ static int read_chunk(const fd_prompt_ops_t *ops, PyObject *o, const fd_joints_t
         PyObject *layer = PyList_GET_ITEM(list, (Py_ssize_t)i);
         if (!is_tuple(layer) || !PyArg_ParseTuple(layer, "Knnn;a chunk's layer is (words, head_words, window, segment)",
                                                   &words, &head_words, &window, &segment))
-            return 0;
+            return false;
         layers[i] = (fd_prompt_layer_t){
-            .blocks = {POINTER(words), (size_t)head_words, j->kv_heads, j->head_size, j->head_size},
+            .blocks = {FD_ADDRESS(words), (size_t)head_words, j->kv_heads, j->head_size, j->head_size},
             .window = (size_t)window,
             .segment = (size_t)segment,
         };
         if (head_words < 0 || window < 0 || segment < 0) wrong = "a chunk's layer has a negative size";
         else wrong = chunk_error(ops, chunk, rows, &layers[i]);
     }
-    if (wrong) PyErr_SetString(PyExc_ValueError, wrong);
-    return !wrong;
+    return !wrong || FD_PY_FAIL(PyExc_ValueError, "%s", wrong);
 }
 
 fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, uint32_t act, const fd_joints_t *j, size_t rows) {
@@ -148,10 +140,9 @@ fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, uint32_t act, const fd_join
     if (!is_tuple(o) ||
         !PyArg_ParseTuple(o, "OfO!;prompts are (attention, scale, chunks)", &attention, &scale, &PyList_Type, &list))
         return NULL;
-    if (Py_TYPE(attention)->tp_dealloc != prompt_attention_dealloc || ((prompt_attention_t *)attention)->act != act) {
-        PyErr_SetString(PyExc_TypeError, "prompts need a PromptAttention of the joints' dtype");
-        return NULL;
-    }
+    if (!Py_IS_TYPE(attention, prompt_attention_type) || ((prompt_attention_t *)attention)->act != act)
+        return (fd_prompt_chunks_t *)PyErr_Format(PyExc_TypeError,
+                                                  "prompts need a PromptAttention of the joints' dtype");
     const size_t n = (size_t)PyList_GET_SIZE(list);
     fd_prompt_chunks_t *c =
         PyMem_Calloc(1, sizeof *c + n * (sizeof *c->chunks + j->n_layers * sizeof *c->chunks->layers));
@@ -167,12 +158,6 @@ fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, uint32_t act, const fd_join
     return c;
 }
 
-/* ---- the type ---- */
-
-static PyObject *prompt_attention_isa(prompt_attention_t *self, void *unused) {
-    return PyUnicode_FromString(self->isa);
-}
-
 static PyMethodDef methods[] = {
     {"block_words", (PyCFunction)block_words, METH_VARARGS, "block_words(k_size, v_size)"},
     {"pack", (PyCFunction)pack, METH_VARARGS,
@@ -182,16 +167,11 @@ static PyMethodDef methods[] = {
      "segment, scale, threads)"},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef getset[] = {
-    {"isa", (getter)prompt_attention_isa, NULL, "The ISA of the function.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
 static PyType_Slot slots[] = {
     {Py_tp_doc, "Attention of a prompt's rows on the S-node's CPU (prompt.h)."},
     {Py_tp_new, prompt_attention_new},
-    {Py_tp_dealloc, prompt_attention_dealloc},
     {Py_tp_methods, methods},
-    {Py_tp_getset, getset},
+    {Py_tp_members, fd_py_isa_member},
     {0, NULL},
 };
 static PyType_Spec spec = {
@@ -201,9 +181,4 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-int fd_prompt_add_types(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&spec);
-    const int error = type ? PyModule_AddObjectRef(module, "PromptAttention", type) : -1;
-    Py_XDECREF(type);
-    return error;
-}
+bool fd_prompt_add_types(PyObject *module) { return fd_py_add_type(module, &spec, &prompt_attention_type); }

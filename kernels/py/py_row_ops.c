@@ -3,13 +3,12 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "py_isa.h"
+#include "py_object.h"
 #include "decoder/row_ops.h"
 
 typedef struct {
-    PyObject_HEAD
+    fd_py_kernels_t head;
     const fd_row_ops_t *ops;
-    const char *isa;
 } row_ops_t;
 
 static PyObject *row_ops_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -22,17 +21,9 @@ static PyObject *row_ops_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     const fd_row_ops_t *ops = fd_row_ops(isa, act_dtype, &name);
     if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations", fd_isa_name(isa));
     row_ops_t *self = (row_ops_t *)type->tp_alloc(type, 0);
-    if (self) self->ops = ops, self->isa = name;
+    if (self) self->ops = ops, self->head.isa = name;
     return (PyObject *)self;
 }
-
-static void row_ops_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-#define POINTER(address) ((void *)(uintptr_t)(address))
 
 static PyObject *norm(row_ops_t *self, PyObject *args) {
     unsigned long long x, y, weight, out;
@@ -41,7 +32,8 @@ static PyObject *norm(row_ops_t *self, PyObject *args) {
     unsigned threads;
     if (!PyArg_ParseTuple(args, "KKfKfKnnI", &x, &y, &o.scale, &weight, &o.eps, &out, &rows, &width, &threads))
         return NULL;
-    o.x = POINTER(x), o.y = POINTER(y), o.weight = POINTER(weight), o.out = POINTER(out), o.width = (size_t)width;
+    o.x = FD_ADDRESS(x), o.y = FD_ADDRESS(y), o.weight = FD_ADDRESS(weight), o.out = FD_ADDRESS(out),
+    o.width = (size_t)width;
     Py_BEGIN_ALLOW_THREADS
     fd_norm_rows(self->ops, &o, (size_t)rows, threads);
     Py_END_ALLOW_THREADS
@@ -53,7 +45,7 @@ static PyObject *gate(row_ops_t *self, PyObject *args) {
     Py_ssize_t rows, width;
     unsigned threads;
     if (!PyArg_ParseTuple(args, "KKnnI", &x, &out, &rows, &width, &threads)) return NULL;
-    const fd_gate_rows_t o = {POINTER(x), POINTER(out), (size_t)width};
+    const fd_gate_rows_t o = {FD_ADDRESS(x), FD_ADDRESS(out), (size_t)width};
     Py_BEGIN_ALLOW_THREADS
     fd_gate_rows(self->ops, &o, (size_t)rows, threads);
     Py_END_ALLOW_THREADS
@@ -69,13 +61,13 @@ static PyObject *place(row_ops_t *self, PyObject *args) {
                           &kv_stride, &rows, &q_heads, &kv_heads, &head_size, &pairs, &threads))
         return NULL;
     const fd_place_rows_t o = {
-        .qkv = POINTER(qkv),
-        .q_norm = POINTER(q_norm),
-        .k_norm = POINTER(k_norm),
-        .q = POINTER(q),
-        .kv = POINTER(kv),
-        .cos = POINTER(cos),
-        .sin = POINTER(sin),
+        .qkv = FD_ADDRESS(qkv),
+        .q_norm = FD_ADDRESS(q_norm),
+        .k_norm = FD_ADDRESS(k_norm),
+        .q = FD_ADDRESS(q),
+        .kv = FD_ADDRESS(kv),
+        .cos = FD_ADDRESS(cos),
+        .sin = FD_ADDRESS(sin),
         .eps = eps,
         .q_stride = (size_t)q_stride,
         .kv_stride = (size_t)kv_stride,
@@ -90,8 +82,6 @@ static PyObject *place(row_ops_t *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *row_ops_isa(row_ops_t *self, void *unused) { return PyUnicode_FromString(self->isa); }
-
 static PyMethodDef methods[] = {
     {"norm", (PyCFunction)norm, METH_VARARGS, "norm(x, y, scale, weight, eps, out, rows, width, threads)"},
     {"gate", (PyCFunction)gate, METH_VARARGS, "gate(x, out, rows, width, threads)"},
@@ -100,16 +90,11 @@ static PyMethodDef methods[] = {
      "threads)"},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef getset[] = {
-    {"isa", (getter)row_ops_isa, NULL, "The ISA of the functions.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
 static PyType_Slot slots[] = {
     {Py_tp_doc, "The S-Part's operations between products (row_ops.h)."},
     {Py_tp_new, row_ops_new},
-    {Py_tp_dealloc, row_ops_dealloc},
     {Py_tp_methods, methods},
-    {Py_tp_getset, getset},
+    {Py_tp_members, fd_py_isa_member},
     {0, NULL},
 };
 static PyType_Spec spec = {
@@ -119,9 +104,4 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-int fd_row_ops_add_types(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&spec);
-    const int error = type ? PyModule_AddObjectRef(module, "RowOps", type) : -1;
-    Py_XDECREF(type);
-    return error;
-}
+bool fd_row_ops_add_types(PyObject *module) { return fd_py_add_type(module, &spec, NULL); }

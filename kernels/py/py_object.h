@@ -1,0 +1,42 @@
+/* What the objects of this module share. Include Python.h first.
+ *
+ * A function here that can fail returns true, or false with an exception set; a function that makes an object returns
+ * NULL then.
+ */
+#ifndef FD_PY_OBJECT_H
+#define FD_PY_OBJECT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <structmember.h>
+
+#include "cpu/isa.h"
+
+/* Sets an exception and is false. */
+#define FD_PY_FAIL(exception, ...) (PyErr_Format(exception, __VA_ARGS__) != NULL)
+
+/* The memory at an address that Python gives as an integer; 0 is NULL. */
+#define FD_ADDRESS(number) ((void *)(uintptr_t)(number))
+
+/* Adds a type to the module under its name, and keeps it in *kept for tests of objects, if `kept` is not NULL. */
+bool fd_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept);
+
+/* Picks the ISA called `name`, else the one in FASTDECODE_ISA, else the best. */
+bool fd_py_choose_isa(const char *name, fd_isa_t *isa);
+
+/* The index of a name among `n` names of a kind. */
+bool fd_py_index(PyObject *name, const char *const *names, unsigned n, const char *kind, unsigned *index);
+
+/* Takes the buffer of the argument `name`, C-contiguous and with the further `flags`. The caller releases the view. */
+bool fd_py_view(PyObject *o, const char *name, int flags, Py_buffer *view);
+/* The same for a buffer that must have `size` bytes. */
+bool fd_py_bytes(PyObject *o, const char *name, size_t size, Py_buffer *view);
+
+/* The head of an object that runs the kernels of one ISA, and its attribute. */
+typedef struct {
+    PyObject_HEAD
+    const char *isa;
+} fd_py_kernels_t;
+extern PyMemberDef fd_py_isa_member[];
+
+#endif
