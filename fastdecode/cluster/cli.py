@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, help_text in (
         ("up", "start all nodes and the router, and wait until they serve"),
         ("status", "print a table of all nodes"),
-        ("scale", "start or drain nodes until there are so many"),
+        ("scale", "start or drain nodes until a role has N of them"),
         ("drain", "let a node, or all nodes of a machine, hand over their work, and end them"),
         ("down", "let requests end, and end all nodes"),
     ):

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastdecode.cluster.reach import Reach
 
-#: A node that has not reported for so long is gone.
+#: A node whose last report is older than this is gone.
 _GONE_SECONDS = 5.0
 _SETTLED_SECONDS = 6.0
 
@@ -32,7 +32,7 @@ class Entry:
     reach: Reach | None = None  # of an R-node
     starts: int = 0  # of its process
     pid: int | None = None
-    load: dict[str, Any] = field(default_factory=dict)  # of an S-node or a prefill S-node: parts of /health
+    load: dict[str, Any] = field(default_factory=dict)  # of an S-node or a prefill S-node: fields of /health
     listed: bool = False  # others may use it
 
 

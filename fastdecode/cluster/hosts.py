@@ -1,7 +1,7 @@
-"""What runs on a machine for one node of a cluster: the node's process under supervision, and its reports.
+"""Hosts: each supervises the process of one node of a cluster, on the node's machine, and reports its state.
 
-A host reports to the directory twice a second, and learns from the answer which other nodes there are. It writes what
-its process needs of that to files that the process watches (--r-nodes-file, --prefill-file, --s-nodes-file).
+A host reports to the directory twice a second, and learns from the answer which other nodes there are. It writes their
+URLs to the files that its process watches (--r-nodes-file, --prefill-file, --s-nodes-file).
 """
 
 from __future__ import annotations
@@ -325,13 +325,13 @@ class NodeFile:
 
 
 def free_port(address: str) -> int:
-    """A TCP port that nobody has now."""
+    """A free TCP port."""
     with socket.create_server((address, 0), family=_family(address)) as server:
         return int(server.getsockname()[1])
 
 
 def listens(address: str, port: int) -> bool:
-    """Whether somebody listens at a TCP port."""
+    """Whether a process listens at a TCP port."""
     try:
         with socket.create_connection((address, port), timeout=_HEALTH_TIMEOUT):
             return True

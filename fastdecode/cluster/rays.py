@@ -82,7 +82,7 @@ class HostActor:
 
 @dataclass(frozen=True, slots=True)
 class NodeActor:
-    """An actor that Ray lists, or a bundle that has none."""
+    """The actor of a node: one that Ray lists, or one to be started in its bundle."""
 
     role: str
     number: int  # of the node

@@ -10,9 +10,9 @@ _HEAD = ("node", "state", "machine", "starts", "load", "KV", "links", "address")
 
 
 def table(view: View) -> str:
-    """A line for each node. An S-node's load is its requests, running and waiting, a prefill S-node's its prompts, and
-    an R-node's its sequences, of all S-nodes. KV is the share of the leased pages in use; an R-node's links are those
-    of S-nodes to it."""
+    """A line for each node. The load of an S-node is its requests, running and waiting, of a prefill S-node its
+    prompts, and of an R-node the sequences of all S-nodes. KV is the share of the leased pages in use. The links of an
+    R-node are the S-nodes' links to it."""
     rows = [_HEAD, *(_row(entry, view) for entry in view.entries)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -37,7 +37,7 @@ def _row(entry: Entry, view: View) -> tuple[str, ...]:
 
 
 def links_to(entry: Entry, view: View) -> list[dict[str, Any]]:
-    """What the S-nodes, those that prefill included, report of their links to an R-node."""
+    """What the S-nodes, prefill S-nodes included, report of their links to an R-node."""
     urls = entry.reach.urls if entry.reach is not None else []
     nodes = [node for s in view.entries if s.role in "sp" for node in s.load.get("nodes", ())]
     return [node for node in nodes if node["alive"] and node["url"] in urls]

@@ -11,10 +11,10 @@ from fastdecode.plan.equations import (
     Work,
     fits,
     mean_read,
-    part_times,
     r_nodes_in_balance,
     round_seconds,
     s_part_throughput,
+    stage_times,
     steady,
 )
 from fastdecode.plan.model import PlannedModel
@@ -23,7 +23,7 @@ from fastdecode.region.contract import PAGE_TOKENS
 
 #: Batches that are tried: four to each doubling.
 _BATCHES = sorted({round(2 ** (i / 4)) for i in range(4 * 13 + 1)})
-#: Without a rate, the batch is the smallest that has this part of the best throughput: the knee of E(B).
+#: Without a rate, the batch is the smallest that has this share of the best throughput: the knee of E(B).
 _KNEE = 0.95
 _MINI_BATCHES = (1, 2)
 
@@ -109,7 +109,7 @@ def _with_best_batch(system: System, profile: Profile, goal: Goal, mini_batches:
     if prices[0] is not None and prices[1] is not None:
         served = min(wanted, state.tokens_per_second) if goal.rate else state.tokens_per_second
         cost = (prices[0] + system.r_nodes * prices[1]) / (3600 * served) * 1e6
-    t = state.parts.s_part / system.model.n_layers
+    t = state.stages.s_part / system.model.n_layers
     r = token_bytes / system.model.n_layers / system.kv_bytes_per_second
     b = state.batch / mini_batches
     read = mean_read(system.model, goal.n_prompt, goal.n_output)
@@ -137,6 +137,6 @@ def first_token_seconds(system: System, state: Steady, mini_batches: int, goal: 
     steps = ceil(goal.n_prompt / rows)
     read = decoding * mean_read(system.model, goal.n_prompt, goal.n_output)
     pairs = goal.n_prompt * (goal.n_prompt + 1) / 2 / steps
-    prefilling = part_times(system, Work(decoding, read, goal.n_prompt / steps, pairs))
-    seconds, _ = round_seconds([prefilling] + [state.parts] * (mini_batches - 1), system.in_turns)
+    prefilling = stage_times(system, Work(decoding, read, goal.n_prompt / steps, pairs))
+    seconds, _ = round_seconds([prefilling] + [state.stages] * (mini_batches - 1), system.in_turns)
     return state.seconds / 2 + steps * seconds

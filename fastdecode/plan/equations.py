@@ -1,6 +1,6 @@
 """The performance model: FastDecode's equations (arXiv 2403.11421, section 4.2), and the time of a whole step.
 
-FastDecode models one block of a model without grouped queries, perfect overlap, and no network. `part_times` adds
+FastDecode models one block of a model without grouped queries, perfect overlap, and no network. `stage_times` adds
 grouped queries, prompts and the bytes on the wire; `round_seconds` adds the time of a mini-batch by itself. All
 functions are pure; times are in seconds.
 """
@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fastdecode.plan.colocation import Colocation, ColocationCost, colocation_cost
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.profile import LinkTimes, Profile, SPartTimes
-from fastdecode.plan.together import Cost, Together
-from fastdecode.plan.together import cost as together_cost
 
 # -- FastDecode's equations, with its letters --------------------------------------------------------------------------
 # N: layers. S: most tokens of a sequence. B: sequences of a mini-batch. T: seconds of the S-Part of one layer, B rows.
@@ -65,7 +64,8 @@ class System:
     engine_row: float = 0.0  # and for each of its rows
     overlap: float = 1.0  # how many times as long the S-Part takes while another mini-batch is at the R-nodes
     row_seconds: float = 0.0  # of an R-node's work on a byte of Q, K, V or O, the reading apart
-    together: tuple[Together, ...] = ()  # if the R-nodes are on the S-node's machine: what the parts cost each other
+    #: If the R-nodes are on the S-node's machine: what S-Part and R-nodes cost each other.
+    colocations: tuple[Colocation, ...] = ()
 
     @classmethod
     def from_profile(cls, profile: Profile, transport: str, model: PlannedModel, kv_dtype: str, r_nodes: int) -> System:
@@ -75,7 +75,7 @@ class System:
         s_part = profile.s_node.times(model.name, model.parameters)
         speed = profile.r_node.bytes_per_second(kv_dtype, model.group)
         engine = profile.s_node.engine_step, profile.s_node.engine_row, profile.s_node.overlap
-        near = [cell for cell in profile.together if transport == "shm" and cell.group == model.group]
+        near = [cell for cell in profile.colocations if transport == "shm" and cell.group == model.group]
         cells = tuple(near) if any(cell.kv_dtype == kv_dtype and cell.r_nodes == 1 for cell in near) else ()
         link = profile.links[transport]
         row_seconds = 1e-9 / profile.r_node.row_gbps if profile.r_node.row_gbps else 0.0
@@ -83,24 +83,24 @@ class System:
 
     def reading(self, kv_bytes: float) -> Reading:
         """How the R-nodes read `kv_bytes` of KV-cache in a step."""
-        if not self.together or not kv_bytes:
+        if not self.colocations or not kv_bytes:
             return Reading(self.kv_bytes_per_second)
-        cost = together_cost(self.together, self.kv_dtype, self.r_nodes, kv_bytes, self._cost)
+        cost = colocation_cost(self.colocations, self.kv_dtype, self.r_nodes, kv_bytes, self._cost)
         return Reading(1e9 * cost.kv_gbps / self.r_nodes, cost.s_extra if self.in_turns else 0.0, cost.lost)
 
-    def _cost(self, cell: Together) -> Cost:
-        """What the parts cost each other in a measurement. The S-Part's weights, which come from memory again, are as
-        many whatever the rows."""
+    def _cost(self, cell: Colocation) -> ColocationCost:
+        """What S-Part and R-nodes cost each other in a measurement. The number of rows does not change how many weights
+        the S-Part reads from memory again."""
         cold = cell.s_part * self.model.parameters / cell.parameters
         gbps = cell.kv_gbps(self.link.layer_seconds, 1e-9 / self.link.gbps + self.row_seconds)
-        return Cost(gbps, max(0.0, cold - self.s_part.seconds(cell.rows)), cell.lost)
+        return ColocationCost(gbps, max(0.0, cold - self.s_part.seconds(cell.rows)), cell.lost)
 
 
 class Reading(NamedTuple):
     """A step's reading of KV-cache, and what it costs an S-Part on the same machine."""
 
     bytes_per_second: float  # of one R-node, all at work
-    s_extra: float = 0.0  # see fastdecode.plan.together.Cost
+    s_extra: float = 0.0  # see fastdecode.plan.colocation.ColocationCost
     lost: float = 0.0
 
 
@@ -115,8 +115,8 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class PartTimes:
-    """Seconds of a mini-batch's step in each part of the system, over all layers."""
+class StageTimes:
+    """Seconds of each stage of a mini-batch's step, over all layers."""
 
     s_part: float
     r_part: float
@@ -125,18 +125,17 @@ class PartTimes:
     latency: float  # of the layers' ways there and back
     engine: float = 0.0  # scheduling the step and delivering its tokens, on the S-node
     overlap: float = 1.0  # see System
-    lost: float = 0.0  # see Together
+    lost: float = 0.0  # see Colocation
 
     @property
     def alone(self) -> float:
-        """The step with nothing beside it: scheduling, each layer's S-Part, its way to the R-nodes, its R-Part, and its
-        way back, and the delivery of the tokens follow one another."""
+        """The step with nothing beside it: all stages one after another."""
         return self.engine + self.s_part + self.wire + self.r_part + self.back + self.latency
 
 
-def part_times(system: System, work: Work, slowest_share: float | None = None) -> PartTimes:
-    """The times of a step's parts. `slowest_share`: the part of the reading that the slowest R-node has; None: an equal
-    one.
+def stage_times(system: System, work: Work, slowest_share: float | None = None) -> StageTimes:
+    """The times of a step's stages. `slowest_share`: the share of the reading that the slowest R-node has; None: equal
+    shares.
 
     A prompt's rows cost the S-Part as much as `prompt_row` decoding rows each, and their attention as much as
     `prompt_attention` times as many operations of rows; their K and V travel, their Q and O do not.
@@ -148,9 +147,9 @@ def part_times(system: System, work: Work, slowest_share: float | None = None) -
     read = work.read_tokens * model.token_bytes(system.kv_dtype)
     reading = system.reading(read)
     on_rows = work.rows * (2 * model.q_bytes + model.kv_row_bytes) * system.row_seconds
-    if system.together:
+    if system.colocations:
         on_rows *= system.r_nodes  # one machine's cores work on all rows
-    return PartTimes(
+    return StageTimes(
         s_part=system.s_part.seconds(work.rows + prompts) + reading.s_extra,
         r_part=share * (read / reading.bytes_per_second + on_rows),
         wire=bytes_out / (1e9 * system.link.gbps),
@@ -162,27 +161,27 @@ def part_times(system: System, work: Work, slowest_share: float | None = None) -
     )
 
 
-def shared_seconds(parts: Sequence[PartTimes]) -> dict[str, float]:
-    """Seconds in which all mini-batches in flight can do a step, by the part of the system that they share: the S-node,
-    the R-nodes and each direction of the wire serve one after the other. Of the S-Part and the R-Part, the longer one
-    takes what the other one loses on the same machine, too."""
-    s = sum(p.s_part * (p.overlap if len(parts) > 1 else 1.0) + p.engine for p in parts)
-    r = sum(p.r_part for p in parts)
-    lost = max((p.lost for p in parts), default=0.0) * min(s, r)
+def shared_seconds(stages: Sequence[StageTimes]) -> dict[str, float]:
+    """Seconds in which all mini-batches in flight can do a step, by what they share: the S-node, the R-nodes and each
+    direction of the wire serve one mini-batch after another. On one machine, the longer of S-Part and R-Part also takes
+    the time that overlap does not hide."""
+    s_part = sum(s.s_part * (s.overlap if len(stages) > 1 else 1.0) + s.engine for s in stages)
+    r_part = sum(s.r_part for s in stages)
+    lost = max((s.lost for s in stages), default=0.0) * min(s_part, r_part)
     return {
-        "S-Part": s + lost if s >= r else s,
-        "R-Part": r + lost if r > s else r,
-        "wire": max(sum(p.wire for p in parts), sum(p.back for p in parts)),
+        "S-Part": s_part + lost if s_part >= r_part else s_part,
+        "R-Part": r_part + lost if r_part > s_part else r_part,
+        "wire": max(sum(s.wire for s in stages), sum(s.back for s in stages)),
     }
 
 
-def round_seconds(parts: Sequence[PartTimes], in_turns: bool) -> tuple[float, str]:
+def round_seconds(stages: Sequence[StageTimes], in_turns: bool) -> tuple[float, str]:
     """Seconds in which each mini-batch in flight does a step, and what binds the step: "S-Part", "R-Part", "wire", or
     "one mini-batch": the mini-batch that takes longest by itself. On the same cores nothing overlaps."""
-    bounds = shared_seconds(parts)
+    bounds = shared_seconds(stages)
     if in_turns:
-        return sum(p.alone for p in parts), max(("S-Part", "R-Part"), key=bounds.__getitem__)
-    bounds["one mini-batch"] = max(p.alone for p in parts)
+        return sum(s.alone for s in stages), max(("S-Part", "R-Part"), key=bounds.__getitem__)
+    bounds["one mini-batch"] = max(s.alone for s in stages)
     binding = max(bounds, key=bounds.__getitem__)
     return bounds[binding], binding
 
@@ -194,7 +193,7 @@ class Steady:
     batch: float  # sequences, of all mini-batches
     seconds: float  # of a step, so between two tokens of a stream
     binding: str
-    parts: PartTimes  # of one mini-batch
+    stages: StageTimes  # of one mini-batch
 
     @property
     def tokens_per_second(self) -> float:
@@ -210,9 +209,9 @@ def steady(system: System, batch: float, mini_batches: int, n_prompt: float, n_o
     read = mean_read(system.model, n_prompt, n_output)
     ends = b / n_output
     work = Work(b, b * read, ends * n_prompt, ends * n_prompt * (n_prompt + 1) / 2)
-    parts = part_times(system, work)
-    seconds, binding = round_seconds([parts] * mini_batches, system.in_turns)
-    return Steady(batch, seconds, binding, parts)
+    stages = stage_times(system, work)
+    seconds, binding = round_seconds([stages] * mini_batches, system.in_turns)
+    return Steady(batch, seconds, binding, stages)
 
 
 def mean_read(model: PlannedModel, n_prompt: float, n_output: float, points: int = 33) -> float:

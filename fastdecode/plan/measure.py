@@ -33,11 +33,11 @@ from fastdecode.daemon.machine import available_memory, cpu_model, usable_cpus
 from fastdecode.daemon.option_values import parse_bytes
 from fastdecode.demo import model_dir
 from fastdecode.plan.children import r_node
+from fastdecode.plan.colocation import Colocation
+from fastdecode.plan.colocation_measure import DecodeLoad, measure_colocation
 from fastdecode.plan.engine_cost import engine_cost
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import LinkTimes, Profile, RNodeProfile, SNodeProfile, SPartTimes
-from fastdecode.plan.together import Together
-from fastdecode.plan.together_measure import DecodeLoad, measure_together
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.own_thread import in_own_thread
@@ -51,8 +51,9 @@ _CONTEXT, _STEPS = 16, 8  # of the decoding steps
 _ATTENTION_CONTEXT = 1024
 _PROMPT_TOKENS, _PROMPT_CHUNKS = 256, 8
 _LEAST_SAMPLES = 3
-_TOGETHER_ROWS = 24  # of the steps over full caches, whose KV-cache is a part of --kv-bytes, so that filling is quick
-_TOGETHER_PART = 4
+_COLOCATION_ROWS = 24  # of the steps over full caches
+#: --kv-bytes divided by this number is their KV-cache, so that filling is quick.
+_COLOCATION_DIVISOR = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
             seconds=args.seconds,
             s_threads=args.s_threads,
             r_threads=args.r_threads,
-            together=_loads(read_model(directory), args),
+            colocated_loads=_loads(read_model(directory), args),
         )
     )
     profile.write(args.out)
@@ -99,8 +100,8 @@ def _loads(planned: PlannedModel, args: argparse.Namespace) -> list[DecodeLoad]:
     """The steps over full caches: of each KV format, and of the first format with two R-nodes. None without shm."""
     if args.transport and "shm" not in args.transport:
         return []
-    formats, kv_bytes = args.kv_dtype or ["fp16", "int8", "int4"], args.kv_bytes / _TOGETHER_PART
-    loads = [DecodeLoad.from_bytes(planned, kv_dtype, kv_bytes, _TOGETHER_ROWS) for kv_dtype in formats]
+    formats, kv_bytes = args.kv_dtype or ["fp16", "int8", "int4"], args.kv_bytes / _COLOCATION_DIVISOR
+    loads = [DecodeLoad.from_bytes(planned, kv_dtype, kv_bytes, _COLOCATION_ROWS) for kv_dtype in formats]
     cpus = len(usable_cpus())
     return loads + [dataclasses.replace(loads[0], r_nodes=2)] * (min(args.r_threads or cpus, cpus) >= 2)
 
@@ -117,12 +118,12 @@ async def measure(
     seconds: float,
     s_threads: int | None = None,
     r_threads: int | None = None,
-    together: Sequence[DecodeLoad] = (),
+    colocated_loads: Sequence[DecodeLoad] = (),
     least: bool = False,
 ) -> Profile:
     """Measure for about `seconds` in all. The S-Part's times are those over the first transport.
 
-    `together`: steps over full caches and R-nodes here, for the profile's section of that name.
+    `colocated_loads`: steps over full caches, with R-nodes on this machine, for the section `colocations`.
     `least`: the fastest round of each measurement counts instead of the median.
     """
     planned, model = read_model(directory), load(directory, s_threads)
@@ -133,13 +134,13 @@ async def measure(
     shapes = [Shape(_ATTENTION_CONTEXT, g, planned.head_size, planned.n_kv_heads) for g in {planned.group, *groups}]
     cells = list(itertools.product(kv_dtypes, shapes))
     n_links = len(transports) + len(r_nodes)
-    each = seconds / (len(cells) + n_links * len(rows) + 1 + len(together))
-    measured: list[Together] = []
+    each = seconds / (len(cells) + n_links * len(rows) + 1 + len(colocated_loads))
+    measured: list[Colocation] = []
     kv_gbps: dict[str, dict[str, float]] = {name: {} for name in kv_dtypes}
     links: dict[str, LinkTimes] = {}
     s_part: SPartTimes | None = None
     overlap = of_rows = 1.0
-    with tqdm(total=len(cells) + n_links + len(together), desc="measuring", unit="part") as bar:
+    with tqdm(total=len(cells) + n_links + len(colocated_loads), desc="measuring", unit="measurement") as bar:
         for kv_dtype, shape in cells:
             bar.set_postfix_str(f"attention, {kv_dtype}, G = {shape.group}")
             kv_gbps[kv_dtype][str(shape.group)] = attention_gbps(shape, kv_dtype, kv_bytes, each, r_cpus, least)
@@ -154,10 +155,10 @@ async def measure(
                     overlap = 1.0 if in_turns else await overlap_of_two(model, url, steps[len(steps) // 2], each)
             links[url.partition(":")[0]] = link_times(planned, steps)
             bar.update()
-        for steps_of in together:
-            bar.set_postfix_str(f"both parts, {steps_of.kv_dtype}, {steps_of.r_nodes} R-node(s)")
-            arguments: Any = planned, model, steps_of, len(r_cpus), each, in_turns, least
-            measured.append(await measure_together(*arguments))
+        for colocated in colocated_loads:
+            bar.set_postfix_str(f"both parts, {colocated.kv_dtype}, {colocated.r_nodes} R-node(s)")
+            arguments: Any = planned, model, colocated, len(r_cpus), each, in_turns, least
+            measured.append(await measure_colocation(*arguments))
             bar.update()
     device = cpu_model() if on_cpu else torch.cuda.get_device_name(model.device)
     assert s_part is not None
@@ -174,12 +175,12 @@ async def measure(
             device=cpu_model(), kv_gbps=kv_gbps, row_gbps=of_rows, memory=float(available_memory() // 2)
         ),
         links=links,
-        together=tuple(measured),
+        colocations=tuple(measured),
     )
 
 
 def load(directory: Path, threads: int | None = None) -> Model:
-    """Load a checkpoint as a node would, and give torch so many threads, or those that the node would."""
+    """Load a checkpoint as a node would, and give torch `threads` threads, by default as many as the node would."""
     device = choose_device("auto")
     threads = threads or split_machine(NodeConfig(), s_on_gpu=device.type == "cuda").s_threads
     set_threads(threads)
@@ -196,12 +197,12 @@ def attention_gbps(
     shape: Shape, kv_dtype: str, kv_bytes: int, seconds: float, cpus: list[int], least: bool = False
 ) -> float:
     """GB/s at which the attention of a layer reads at least `kv_bytes` of KV-cache with a thread on each of `cpus`."""
-    with closing(RPart(shape, kv_dtype, kv_bytes, cpus, progress=False)) as part:
-        part.layer()  # warms up
+    with closing(RPart(shape, kv_dtype, kv_bytes, cpus, progress=False)) as r_part:
+        r_part.layer()  # warms up
         speeds: list[float] = []
         end = time.perf_counter() + seconds
         while len(speeds) < _LEAST_SAMPLES or time.perf_counter() < end:
-            elapsed, read = part.layer()
+            elapsed, read = r_part.layer()
             speeds.append(read / elapsed * 1e-9)
     return max(speeds) if least else statistics.median(speeds)
 
@@ -320,7 +321,7 @@ def print_profile(profile: Profile) -> None:
         print(f"  attention over {kv_dtype}, GB/s: {speeds}")
     if profile.r_node and profile.r_node.row_gbps:
         print(f"  the R-node works on {profile.r_node.row_gbps:.2f} GB/s of rows")
-    for cell in profile.together:
+    for cell in profile.colocations:
         print(
             f"  both parts here, {cell.rows} rows over {cell.kv_bytes / 1e6:.0f} MB of {cell.kv_dtype}, {cell.r_nodes} "
             f"R-node(s): waits {1e3 * cell.waited:.2f} ms, S-Part {1e3 * cell.s_part:.2f} ms, lost {cell.lost:.2f}"

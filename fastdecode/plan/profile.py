@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from fastdecode.plan import together
-from fastdecode.plan.together import Together
+from fastdecode.plan import colocation
+from fastdecode.plan.colocation import Colocation
 from fastdecode.region.contract import KV_DTYPES
 
 VERSION = 1
@@ -72,8 +72,8 @@ class SPartTimes:
 
     def scaled(self, parameters: float) -> SPartTimes:
         """The S-Part of a model with `parameters` weights: the times grow with the weights."""
-        part = parameters / self.parameters
-        return dataclasses.replace(self, parameters=parameters, rows=tuple((n, part * t) for n, t in self.rows))
+        ratio = parameters / self.parameters
+        return dataclasses.replace(self, parameters=parameters, rows=tuple((n, ratio * t) for n, t in self.rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class Profile:
     s_node: SNodeProfile | None = None
     r_node: RNodeProfile | None = None
     links: dict[str, LinkTimes] = field(default_factory=dict)  # by transport
-    together: tuple[Together, ...] = ()  # measurements of both parts at work on this machine
+    colocations: tuple[Colocation, ...] = ()  # measurements of S-Part and R-nodes at work on this machine
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
@@ -198,7 +198,7 @@ def merged(profiles: list[Profile]) -> Profile:
         name=" + ".join(p.name for p in profiles),
         source="measured" if sources == {"measured"} else "data sheet",
         in_turns=len(profiles) == 1 and profiles[0].in_turns,
-        together=profiles[0].together if len(profiles) == 1 else (),
+        colocations=profiles[0].colocations if len(profiles) == 1 else (),
         s_node=s_node,
         r_node=r_node,
         links=links,
@@ -206,22 +206,21 @@ def merged(profiles: list[Profile]) -> Profile:
 
 
 def fastest(profiles: Sequence[Profile]) -> Profile:
-    """The best times of several profiles of one machine, measured alike: other work can only have slowed a part
-    down."""
+    """The best times of several profiles of one machine, measured alike: other work can only have made one slower."""
     first = profiles[0]
     if len(profiles) == 1 or first.s_node is None or first.r_node is None:
         return first
     s_parts = [p.s_node.s_part[0] for p in profiles if p.s_node]
-    rows = tuple((n, min(part.rows[i][1] for part in s_parts)) for i, (n, _) in enumerate(s_parts[0].rows))
-    prompt_row = statistics.median(part.prompt_row for part in s_parts)
-    attention = statistics.median(part.prompt_attention for part in s_parts)
+    rows = tuple((n, min(times.rows[i][1] for times in s_parts)) for i, (n, _) in enumerate(s_parts[0].rows))
+    prompt_row = statistics.median(times.prompt_row for times in s_parts)
+    attention = statistics.median(times.prompt_attention for times in s_parts)
     s_part = dataclasses.replace(s_parts[0], rows=rows, prompt_row=prompt_row, prompt_attention=attention)
     gbps = {
         name: {group: max(p.r_node.kv_gbps[name][group] for p in profiles if p.r_node) for group in groups}
         for name, groups in first.r_node.kv_gbps.items()
     }
     rows_gbps = [p.r_node.row_gbps for p in profiles if p.r_node and p.r_node.row_gbps]
-    # The GB/s come from a difference, which noise moves either way: those of the least disturbed measurement count.
+    # The GB/s come from a difference, which noise moves either way: the GB/s of the least disturbed measurement count.
     links = {name: min((p.links[name] for p in profiles), key=lambda link: link.layer_seconds) for name in first.links}
     nodes = [p.s_node for p in profiles if p.s_node]
     step, row = min(node.engine_step for node in nodes), min(node.engine_row for node in nodes)
@@ -232,7 +231,7 @@ def fastest(profiles: Sequence[Profile]) -> Profile:
         s_node=s_node,
         r_node=dataclasses.replace(first.r_node, kv_gbps=gbps, row_gbps=max(rows_gbps, default=None)),
         links=links,
-        together=together.fastest([p.together for p in profiles]),
+        colocations=colocation.fastest([p.colocations for p in profiles]),
     )
 
 
@@ -272,7 +271,8 @@ def profile_from_json(value: dict[str, Any]) -> Profile:
     if r_node := fields.get("r_node"):
         fields["r_node"] = RNodeProfile(**r_node)
     fields["links"] = {name: LinkTimes(**link) for name, link in fields.get("links", {}).items()}
-    fields["together"] = tuple(Together(**cell) for cell in fields.get("together", ()))
+    cells = fields.pop("together", ()) or fields.get("colocations", ())  # profiles of November 2026 say "together"
+    fields["colocations"] = tuple(Colocation(**cell) for cell in cells)
     return Profile(**fields)
 
 

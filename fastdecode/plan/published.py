@@ -12,10 +12,10 @@ from fastdecode.bench.options import print_result
 from fastdecode.plan.equations import (
     System,
     Work,
-    part_times,
     r_nodes_in_balance,
     round_seconds,
     s_part_throughput,
+    stage_times,
     steady,
 )
 from fastdecode.plan.model import PlannedModel
@@ -76,8 +76,8 @@ def system(profile: Profile, model: PlannedModel, sockets: int) -> System:
 
 def step_seconds(machines: System, batch: int, length: float) -> float:
     """A step of `batch` sequences that all have `length` tokens, in two mini-batches."""
-    parts = part_times(machines, Work(batch / 2, batch / 2 * machines.model.read_tokens(length)))
-    return round_seconds([parts] * 2, machines.in_turns)[0]
+    stages = stage_times(machines, Work(batch / 2, batch / 2 * machines.model.read_tokens(length)))
+    return round_seconds([stages] * 2, machines.in_turns)[0]
 
 
 def even_growth(profile: Profile, model: PlannedModel, batch: int, points: int = 64) -> tuple[float, float]:

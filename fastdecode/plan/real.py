@@ -1,4 +1,4 @@
-"""A load on the engine over real parts of this machine: the S-Part in this process and R-nodes in processes of their
+"""A load on the engine over real nodes on this machine: the S-Part in this process and R-nodes in processes of their
 own. No HTTP is involved, as in a simulation."""
 
 from __future__ import annotations

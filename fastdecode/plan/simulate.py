@@ -1,7 +1,7 @@
 """Serves a load in virtual time: the server's own engine and scheduler, over steps that take predicted times.
 
-The load and the figures are those of fastdecode-bench serve, but simulated: the time that Python takes between steps
-is that of the profile, if it has one. The schedules learn the lengths of outputs as they come, or from --history.
+The load and the figures are the ones of fastdecode-bench serve, but simulated. The time that Python takes between steps
+comes from the profile, if it has one. The schedules learn the lengths of outputs as they come, or from --history.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _load(args: argparse.Namespace) -> tuple[list[int], list[workload.Request]]:
 
 
 def figures(done: Simulated, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of a run: those of `fastdecode-bench serve`, and those of its steps and its KV-cache."""
+    """The figures of a run: what `fastdecode-bench serve` prints, and figures of the steps and the KV-cache."""
     usage = [sample["kv_cache_usage_perc"] for sample in done.run.samples]
     seconds = done.run.seconds
     result = report.summary(done.run, args.slo_ttft, args.slo_tbt)

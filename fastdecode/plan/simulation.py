@@ -17,7 +17,7 @@ from fastdecode.plan import virtual_time
 from fastdecode.plan.equations import System
 from fastdecode.plan.virtual_system import WORD, StepRecord, VirtualLink, VirtualRunner, VirtualSPart
 
-#: The engine's gauges are sampled so often, in seconds, or so many times over the arrivals if that is less often.
+#: The engine's gauges are sampled every 0.3 seconds, or 1000 times over the arrivals if that is less often.
 _SAMPLE_SECONDS, _SAMPLES = 0.3, 1000
 _PENALTY = 0.5
 
@@ -125,7 +125,7 @@ class RequestSender:
 
     def _send(self, request: Request, prompt: list[int], max_tokens: int | None) -> None:
         """Send a request. Each of its choices has an answer of its own; a choice's seed is the index of its answer.
-        Several choices have a penalty, so that they cost as much as such a request can."""
+        A request of several choices has a penalty, so that it costs as much as a request of its size can."""
         first = len(self.answers)
         answers = [Answer(request, self._time()) for _ in range(request.choices)]
         self.answers += answers

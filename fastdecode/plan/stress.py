@@ -3,7 +3,7 @@
 The engine and the scheduler are the server's own, as in `fastdecode-plan simulate`. Of every answer that was not
 refused the time between tokens (TBT) counts; each figure is set beside the same load without the disturbance. What a
 request costs the S-Part in sampling (penalties) is not simulated; `fastdecode-plan trial --disturb` serves streams and
-their disturbances on real parts.
+their disturbances on real nodes.
 """
 
 from __future__ import annotations

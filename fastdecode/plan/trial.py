@@ -1,10 +1,10 @@
-"""Serves one load on real parts on this machine and in virtual time, and prints both.
+"""Serves one load on real nodes on this machine and in virtual time, and prints both.
 
 In each pass the profile is measured, and then the engine serves requests of one length that all arrive at once, with
 the S-Part in this process and R-nodes in processes of their own. The simulator serves the same requests by the medians
 of all profiles, beside the medians of the real runs: within a minute the speed of a machine may wander by more than the
-two differ. So that the parts do not take turns on the same cores, --s-threads and --r-threads divide the cores. No HTTP
-is involved: the real run and the simulated one have the same client.
+two differ. So that S-Part and R-Part do not take turns on the same cores, --s-threads and --r-threads divide the cores.
+No HTTP is involved: the real run and the simulated one have the same RequestSender.
 
 With --disturb the load is streams, first alone, then beside long prompts, then beside one request of many choices with
 a penalty (see fastdecode/plan/stress.py).
@@ -30,6 +30,7 @@ from fastdecode.daemon.machine import usable_cpus
 from fastdecode.demo import model_dir
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
+from fastdecode.plan.colocation_measure import DecodeLoad
 from fastdecode.plan.equations import System
 from fastdecode.plan.measure import load, measure, print_profile
 from fastdecode.plan.model import PlannedModel, read_model
@@ -37,7 +38,6 @@ from fastdecode.plan.profile import Profile, median, merged, read_profile
 from fastdecode.plan.real import RealSystem
 from fastdecode.plan.simulation import Served, simulate
 from fastdecode.plan.stress import STREAM_PROMPT, disturbances, figures, table
-from fastdecode.plan.together_measure import DecodeLoad
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 
 COMMAND = ("trial", "tokens/s of a load on real R-nodes and S-node here, beside the simulated ones")
@@ -87,13 +87,13 @@ def run(args: argparse.Namespace) -> None:
     if longest > planned.max_positions:
         raise ValueError(f"{longest} tokens are more than the {planned.max_positions} positions of {planned.name}")
     if args.s_threads + args.r_nodes * args.r_threads > len(usable_cpus()):
-        raise ValueError(f"the threads of all parts together are more than the {len(usable_cpus())} CPUs here")
+        raise ValueError(f"the threads of S-Part and R-nodes are more than the {len(usable_cpus())} CPUs here")
     if args.passes < 1:
         raise ValueError(f"--passes {args.passes}: it must be at least 1")
     given = merged([read_profile(args.profile)]) if args.profile else None
     system = partial(System.from_profile, transport="shm", model=planned, kv_dtype=args.kv_dtype, r_nodes=args.r_nodes)
     if given and "shm" not in given.links:
-        raise ValueError(f"profile {args.profile} has no link over shm, by which the parts are joined here")
+        raise ValueError(f"profile {args.profile} has no link over shm, which joins S-Part and R-nodes here")
     if given:
         system(given)  # a profile without the KV format is refused before anything runs
     limits = SchedulerLimits(args.mini_batches, args.max_batch_tokens, args.max_batch_size)
@@ -174,7 +174,7 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
         rows=sorted({1, -(-most // 2), most, max(most, 64)}),
         kv_dtypes=[args.kv_dtype],
         groups=[],
-        # As much as a mini-batch reads of a layer: the last-level cache holds a part of it.
+        # As much as a mini-batch reads of a layer: the last-level cache holds some of it.
         kv_bytes=int(most * length * planned.token_bytes(args.kv_dtype)),
         transports=["shm"],
         r_nodes=[],
@@ -182,7 +182,7 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
         s_threads=args.s_threads,
         r_threads=args.r_nodes * args.r_threads,
         # Half a mini-batch and a whole one, each sequence in the middle of its output.
-        together=[
+        colocated_loads=[
             DecodeLoad(rows, length, args.kv_dtype, n)
             for rows in sorted({-(-most // 2), most})
             for n in {1, args.r_nodes}
@@ -209,9 +209,9 @@ def _print_table(result: dict[str, Any], profile: Profile) -> None:
     print(f"{'schedule':<10} {'':<10} {'tokens/s':>9} {'seconds':>8} {'TBT p50':>8} {'p99':>8}  ms")
     for row in result["rows"]:
         for name in ("real", "simulated"):
-            part = row[name]
-            times = f"{part['seconds']:8.1f} {part['tbt_p50_ms']:8.1f} {part['tbt_p99_ms']:8.1f}"
-            print(f"{row['schedule']:<10} {name:<10} {part['tokens_per_s']:9.1f} {times}")
+            course = row[name]
+            times = f"{course['seconds']:8.1f} {course['tbt_p50_ms']:8.1f} {course['tbt_p99_ms']:8.1f}"
+            print(f"{row['schedule']:<10} {name:<10} {course['tokens_per_s']:9.1f} {times}")
         speeds = ", ".join(f"{one['tokens_per_s']:.1f}" for one in row["passes"])
         print(f"{row['schedule']:<10} real passes: {speeds} tokens/s")
         print(f"{row['schedule']:<10} simulated beside real: {100 * row['error']:+.1f} %")

@@ -4,7 +4,7 @@ The profile is measured first, in the same run, from steps with next to nothing 
 points then decode with full caches. Each point is a batch, a context, a KV format and a number of R-nodes, which share
 this machine's cores. Without --model, a Llama of 93 million parameters with random weights is made. With --state, the
 profile and the points are kept as they are measured, and a later run goes on with what is missing. With --passes, every
-part is measured several times, and the fastest time counts: other work on the machine can only slow a part down.
+measurement is taken several times, and the fastest counts: other work on the machine can only make one slower.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from fastdecode.bench.options import keep, print_result
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.plan.children import r_node
-from fastdecode.plan.equations import System, Work, part_times, round_seconds
+from fastdecode.plan.colocation_measure import DecodeLoad
+from fastdecode.plan.equations import System, Work, round_seconds, stage_times
 from fastdecode.plan.measure import decode_rounds, load, measure
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import Profile, fastest, profile_from_json
-from fastdecode.plan.together_measure import DecodeLoad
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 
 COMMAND = ("validate", "predicted tokens/s beside measured ones, on this machine")
 
 _STEPS = 8
-_LOAD_ROWS = 24  # of the measurement of both parts together
+_LOAD_ROWS = 24  # of the measurement of colocation
 _ONE_SIZE = 1.25  # KV-caches whose sizes are within this ratio are measured once
 _HEADROOM = 1.25  # KV-cache of an R-node beside what its sequences need
 
@@ -167,19 +167,19 @@ async def _profile(directory: Path, planned: PlannedModel, points: tuple[Point, 
         rows=sorted({1, 4, 128, *(point.batch for point in points)}),
         kv_dtypes=list(dict.fromkeys(point.kv_dtype for point in points)),
         groups=[],
-        # The last-level cache holds a part of the KV-cache, so attention is measured over as much as the points have.
+        # The last-level cache holds some of the KV-cache, so attention is measured over as much as the points have.
         kv_bytes=int(statistics.median(kv_bytes(planned, point) for point in points)),
         transports=["shm"],
         r_nodes=[],
         seconds=seconds,
-        together=_loads(planned, points),
+        colocated_loads=_loads(planned, points),
         least=True,
     )
 
 
 def _loads(planned: PlannedModel, points: tuple[Point, ...]) -> list[DecodeLoad]:
-    """What both parts are measured together with: for each KV format the least and the most bytes of the points, and
-    for each other number of R-nodes the first format's most. The sequences are others than those of the points."""
+    """The loads that measure colocation: for each KV format the least and the most bytes of the points, and for each
+    other number of R-nodes the most bytes of the first format. No load has the sequences of a point."""
     loads: list[DecodeLoad] = []
     for kv_dtype in dict.fromkeys(point.kv_dtype for point in points):
         sizes = sorted(kv_bytes(planned, point) for point in points if point.kv_dtype == kv_dtype)
@@ -212,7 +212,7 @@ def predict(planned: PlannedModel, profile: Profile, point: Point) -> float:
     system = System.from_profile(profile, "shm", planned, point.kv_dtype, point.r_nodes)
     system = dataclasses.replace(system, engine_step=0.0, engine_row=0.0)  # no engine runs
     read = point.batch * planned.read_tokens(point.context + _STEPS / 2)
-    seconds, _ = round_seconds([part_times(system, Work(point.batch, read))], profile.in_turns)
+    seconds, _ = round_seconds([stage_times(system, Work(point.batch, read))], profile.in_turns)
     return point.batch / seconds
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastdecode.engine.scheduling.budgets import pairs
-from fastdecode.plan.equations import PartTimes, System, Work, part_times, shared_seconds
+from fastdecode.plan.equations import StageTimes, System, Work, shared_seconds, stage_times
 from fastdecode.plan.model import PlannedModel
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
@@ -68,7 +68,7 @@ class VirtualStep:
     """A step, what it costs, and its result."""
 
     work: Work
-    parts: PartTimes
+    stages: StageTimes
     output: StepOutput
 
 
@@ -110,7 +110,7 @@ class VirtualSPart:
             sampled.append(None if spec is None else _LAST if spec.index + 1 >= outputs[spec.seed] else _NEXT)
         total = sum(read)
         work = Work(rows, total, prompt_rows, prompt_pairs)
-        parts = part_times(self._system, work, max(read) / total if total else None)
+        stages = stage_times(self._system, work, max(read) / total if total else None)
         token_bytes = model.token_bytes(self._system.kv_dtype)
         speed = self._system.reading(total * token_bytes).bytes_per_second
         costs: Any = {
@@ -118,9 +118,9 @@ class VirtualSPart:
             for link, tokens in zip(self._links, read, strict=True)
             if tokens
         }
-        waited = parts.alone - parts.s_part - parts.engine
-        output = StepOutput(sampled, parts.s_part, waited, round(total * token_bytes), costs)
-        return VirtualStep(work, parts, output)
+        waited = stages.alone - stages.s_part - stages.engine
+        output = StepOutput(sampled, stages.s_part, waited, round(total * token_bytes), costs)
+        return VirtualStep(work, stages, output)
 
     def is_long(self, final_length: int) -> bool:
         """False: no RoPE depends on the length of a sequence."""
@@ -145,14 +145,14 @@ class _StepInFlight:
     step: VirtualStep
     future: asyncio.Future[StepOutput]
     begun: float
-    left: float = 1.0  # part of the step that is to come
+    left: float = 1.0  # share of the step that is to come
     pace: float = 0.0  # seconds in which a whole step would run at present
 
 
 @dataclass(slots=True)
 class VirtualRunner:
-    """Runs steps in virtual time. A step takes as long as by itself, or longer if it shares a part of the system with
-    other steps.
+    """Runs steps in virtual time. A step takes as long as by itself, or longer if it shares the S-node, the R-nodes or
+    the wire with other steps.
 
     As one step begins or ends, the pace of the others changes.
     """
@@ -186,10 +186,10 @@ class VirtualRunner:
             self._timer = None
         if not self._flights:
             return
-        parts = [flight.step.parts for flight in self._flights]
-        shared = sum(p.alone for p in parts) if self.in_turns else max(shared_seconds(parts).values())
+        stages = [flight.step.stages for flight in self._flights]
+        shared = sum(s.alone for s in stages) if self.in_turns else max(shared_seconds(stages).values())
         for flight in self._flights:
-            flight.pace = max(shared, flight.step.parts.alone)
+            flight.pace = max(shared, flight.step.stages.alone)
         wait = min(flight.left * flight.pace for flight in self._flights)
         self._timer = asyncio.get_running_loop().call_later(max(0.0, wait), self._end_steps)
 

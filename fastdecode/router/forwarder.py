@@ -26,7 +26,7 @@ _MOST_TRIES = 3
 _PASSING = frozenset({429, 502, 503, 504})
 _CONNECT_SECONDS = 5.0
 _POLL_SECONDS = 0.1  # of an S-node that continues a stream
-#: Headers of one connection, which are not forwarded (RFC 9110, section 7.6.1), and those that this end writes anew.
+#: Headers that are not forwarded: they belong to one connection (RFC 9110, section 7.6.1), or this end writes its own.
 _HOP = frozenset(
     ["connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
      "upgrade", "host", HEADER.lower(), "content-length", "content-encoding", "date", "server", "accept-encoding"]
@@ -139,7 +139,7 @@ class Forwarder:
 
 
 class _Relay:
-    """One client's request, and the part of the answer that it has."""
+    """One client's request, and how much of the answer the client has had."""
 
     def __init__(self, request: web.Request, body: bytes):
         self.request = request
@@ -166,8 +166,8 @@ class _Relay:
             self.response = web.StreamResponse(status=answer.status, headers=_kept(answer.headers))
             await self._write(b"", prepare=True)
         rest, held = b"", b""
-        async for part in answer.content.iter_any():
-            *events, rest = (rest + part).split(b"\n\n")
+        async for received in answer.content.iter_any():
+            *events, rest = (rest + received).split(b"\n\n")
             ready = b""
             for event in events:
                 if event.startswith(MARK):

@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 _HEALTH_SECONDS = 1.0  # between two questions to an S-node
 _HEALTH_TIMEOUT = 3.0
-#: A request follows its prefix to an S-node that has at most so many requests more than the least busy one.
+#: The most requests by which an S-node may exceed the least busy one and still get a prompt whose prefix it has seen.
 _AFFINITY_SLACK = 4
-#: Prompts are compared in blocks of so many bytes, about one KV page of English; at most so many blocks of each.
+#: The bytes of a block of a prompt, about one KV page of English, and the most blocks that are compared.
 BLOCK_BYTES = 512
 _MAX_BLOCKS = 256
 #: Blocks that an S-node is remembered to have seen.

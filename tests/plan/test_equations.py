@@ -8,15 +8,15 @@ import pytest
 
 from fastdecode.plan import published
 from fastdecode.plan.equations import (
-    PartTimes,
+    StageTimes,
     System,
     Work,
     fits,
-    part_times,
     r_nodes_in_balance,
     round_seconds,
     s_part_throughput,
     sequence_seconds,
+    stage_times,
     steady,
 )
 from fastdecode.plan.model import PlannedModel
@@ -49,36 +49,36 @@ def test_published_points_are_predicted():
 
 
 def test_times_of_a_step_by_hand():
-    parts = part_times(SYSTEM, Work(rows=3, read_tokens=100))
-    assert parts == PartTimes(
+    parts = stage_times(SYSTEM, Work(rows=3, read_tokens=100))
+    assert parts == StageTimes(
         s_part=2.0,  # between the points 1 and 9
         r_part=5.0,  # 100 tokens of 64 bytes, half on each R-node
         wire=3 * 128 / 1e3,
         back=3 * 64 / 1e3,
         latency=0.5,
     )
-    assert part_times(SYSTEM, Work(3, 100), slowest_share=0.8).r_part == 8.0
+    assert stage_times(SYSTEM, Work(3, 100), slowest_share=0.8).r_part == 8.0
 
 
 def test_rows_of_prompts_cost_the_s_part_and_send_k_and_v_alone():
-    alone = part_times(SYSTEM, Work(1, 0))
-    beside = part_times(SYSTEM, Work(1, 0, prompt_rows=4, prompt_pairs=0))
+    alone = stage_times(SYSTEM, Work(1, 0))
+    beside = stage_times(SYSTEM, Work(1, 0, prompt_rows=4, prompt_pairs=0))
     assert beside.s_part == pytest.approx(SYSTEM.s_part.seconds(5))
     assert beside.wire - alone.wire == pytest.approx(4 * 64 / 1e3)
     assert beside.back == alone.back
     # 2 operations a weight and row, 4 an element of Q and pair: 4 heads of 8, so 1000 / 64 pairs are a row.
-    pairs = part_times(SYSTEM, Work(1, 0, prompt_rows=4, prompt_pairs=4 * 1000 / 64))
+    pairs = stage_times(SYSTEM, Work(1, 0, prompt_rows=4, prompt_pairs=4 * 1000 / 64))
     assert pairs.s_part == pytest.approx(SYSTEM.s_part.seconds(9))
 
 
 @pytest.mark.parametrize(
     ("parts", "seconds", "binding"),
     [
-        ([PartTimes(3, 1, 0, 0, 0)] * 2, 6, "S-Part"),
-        ([PartTimes(1, 3, 0, 0, 0)] * 2, 6, "R-Part"),
-        ([PartTimes(1, 1, 4, 2, 0)] * 3, 12, "wire"),
-        ([PartTimes(1, 1, 1, 1, 5)] * 2, 9, "one mini-batch"),
-        ([PartTimes(2, 3, 0, 0, 0)], 5, "one mini-batch"),
+        ([StageTimes(3, 1, 0, 0, 0)] * 2, 6, "S-Part"),
+        ([StageTimes(1, 3, 0, 0, 0)] * 2, 6, "R-Part"),
+        ([StageTimes(1, 1, 4, 2, 0)] * 3, 12, "wire"),
+        ([StageTimes(1, 1, 1, 1, 5)] * 2, 9, "one mini-batch"),
+        ([StageTimes(2, 3, 0, 0, 0)], 5, "one mini-batch"),
     ],
 )
 def test_the_slowest_part_binds(parts, seconds, binding):
@@ -86,7 +86,7 @@ def test_the_slowest_part_binds(parts, seconds, binding):
 
 
 def test_on_the_same_cores_nothing_overlaps():
-    assert round_seconds([PartTimes(2, 3, 1, 1, 1)] * 2, in_turns=True) == (16, "R-Part")
+    assert round_seconds([StageTimes(2, 3, 1, 1, 1)] * 2, in_turns=True) == (16, "R-Part")
 
 
 def test_a_layer_by_layer_pipeline_has_the_predicted_pace():
@@ -98,7 +98,7 @@ def test_a_layer_by_layer_pipeline_has_the_predicted_pace():
             for i in range(2):
                 thread = max(thread, ready[i]) + s
                 node = ready[i] = max(node, thread) + r
-        predicted, _ = round_seconds([PartTimes(s, r, 0, 0, 0)] * 2, in_turns=False)
+        predicted, _ = round_seconds([StageTimes(s, r, 0, 0, 0)] * 2, in_turns=False)
         assert max(ready) / 200 == pytest.approx(predicted, rel=0.02)
 
 
@@ -118,6 +118,6 @@ def test_windows_bound_what_is_read():
 def test_a_steady_system_prefills_as_many_prompts_as_sequences_end():
     state = steady(SYSTEM, 8, 1, n_prompt=10, n_output=20)
     rows = 8 + 8 / 20 * (10 + 55 * MODEL.pair_rows)
-    assert state.parts.s_part == pytest.approx(SYSTEM.s_part.seconds(rows))
-    assert state.parts.r_part == pytest.approx(8 * 20 * 64 / (2 * 640))
+    assert state.stages.s_part == pytest.approx(SYSTEM.s_part.seconds(rows))
+    assert state.stages.r_part == pytest.approx(8 * 20 * 64 / (2 * 640))
     assert state.tokens_per_second == pytest.approx(8 / state.seconds)

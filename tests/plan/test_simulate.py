@@ -11,7 +11,7 @@ from virtual import serve, toy_system
 from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, Request
 from fastdecode.plan import virtual_time
 from fastdecode.plan.cli import main
-from fastdecode.plan.equations import PartTimes, Work, steady
+from fastdecode.plan.equations import StageTimes, Work, steady
 from fastdecode.plan.virtual_system import VirtualRunner, VirtualStep
 from fastdecode.spart.step.batch import StepOutput
 
@@ -43,7 +43,7 @@ def test_work_that_nothing_can_wake_is_an_error():
 @pytest.mark.parametrize("in_turns", [False, True])
 def test_steps_that_share_a_system_slow_each_other_down(in_turns):
     """A takes 4 s by itself, B 4.5 s; B begins 1 s after A."""
-    a, b = PartTimes(3.0, 1.0, 0, 0, 0), PartTimes(4.0, 0.5, 0, 0, 0)
+    a, b = StageTimes(3.0, 1.0, 0, 0, 0), StageTimes(4.0, 0.5, 0, 0, 0)
 
     async def work():
         loop, runner = asyncio.get_running_loop(), VirtualRunner(in_turns)

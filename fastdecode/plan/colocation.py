@@ -1,9 +1,9 @@
-"""What the S-Part and the R-nodes of one machine cost each other, as measured: a section of a profile.
+"""Colocation: what the S-Part and the R-nodes of one machine cost each other, as measured. A section of a profile.
 
-A machine's cores, caches and memory are shared. Attention that reads a KV-cache evicts the weights from the caches, so
-the S-Part reads them from memory in each layer; the S-Part evicts the KV-cache in turn. R-nodes on the same cores share
-the cores' memory bandwidth. Parts that run at the same time slow each other down: of the time of the shorter part some
-is lost, which their overlap would hide on two machines.
+S-Part and R-nodes share the machine's cores, caches and memory. Attention that reads a KV-cache evicts the weights from
+the caches, so the S-Part reads them from memory in each layer; the S-Part evicts the KV-cache in turn. R-nodes on the
+same cores share the cores' memory bandwidth. S-Part and R-Part slow each other down when they run at the same time:
+their overlap hides less of the shorter one than it would on two machines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
+class Colocation:
     """One measurement: decoding steps over full caches, S-Part and R-nodes on one machine.
 
     Raises ValueError for numbers that cannot be.
@@ -33,15 +33,16 @@ class Together:
     parameters: float  # weights of the model that was measured
     rows: int  # of a mini-batch
     s_part: float  # seconds that the S-Part of a step of `rows` rows takes, attention between its layers
-    #: Side by side: the part of the shorter part's time that overlap does not hide. 0: as on two machines, 1: in turns.
+    #: S-Part and R-Part side by side: the share of the shorter one's time that overlap does not hide. 0: as on two
+    #: machines, 1: as in turns.
     lost: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("r_nodes", "group", "kv_bytes", "waited", "layers", "carried", "parameters", "rows", "s_part"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} of `together` is {getattr(self, name)!r}; it must be a positive number")
+                raise ValueError(f"{name} of `colocations` is {getattr(self, name)!r}; it must be a positive number")
         if not 0 <= self.lost <= 1:
-            raise ValueError(f"lost of `together` is {self.lost!r}; it is between 0 and 1")
+            raise ValueError(f"lost of `colocations` is {self.lost!r}; it is between 0 and 1")
 
     @property
     def case(self) -> tuple[int, str, int, int, float]:
@@ -56,59 +57,67 @@ class Together:
         return self.kv_bytes / max(self.waited - way, 0.5 * self.waited) * 1e-9
 
 
-class Cost(NamedTuple):
-    """What the parts cost each other in a step."""
+class ColocationCost(NamedTuple):
+    """What S-Part and R-nodes cost each other in a step."""
 
     kv_gbps: float  # of all R-nodes together
     s_extra: float  # seconds that the S-Part takes longer than with next to nothing cached
-    lost: float  # see Together
+    lost: float  # see Colocation
 
 
-def cost(
-    cells: Sequence[Together], kv_dtype: str, r_nodes: int, kv_bytes: float, of_cell: Callable[[Together], Cost]
-) -> Cost:
-    """The cost in a step that reads `kv_bytes`; `of_cell` gives that of a measurement. All `cells` have one GQA group.
+def colocation_cost(
+    cells: Sequence[Colocation],
+    kv_dtype: str,
+    r_nodes: int,
+    kv_bytes: float,
+    cell_cost: Callable[[Colocation], ColocationCost],
+) -> ColocationCost:
+    """The cost in a step that reads `kv_bytes`; `cell_cost` gives the cost in a measurement. All `cells` have one GQA
+    group.
 
-    Between the measured sizes the costs are in proportion to the logarithm, beyond them as at the last size. A number
-    of R-nodes that was not measured with this format changes the figures of one R-node as it changes those of the
-    format that it was measured with. Raises ValueError if the format was not measured with one R-node.
+    Between two measured sizes the cost is interpolated by the logarithm of the size; beyond them it is the cost at the
+    nearest size. A number of R-nodes that was measured with another format only changes the cost of one R-node by the
+    same ratio and the same difference as in that format. Raises ValueError if the format was not measured with one
+    R-node.
     """
     same = [cell for cell in cells if (cell.kv_dtype, cell.r_nodes) == (kv_dtype, r_nodes)]
     if same:
-        return _between(same, kv_bytes, of_cell)
+        return _interpolated(same, kv_bytes, cell_cost)
     if r_nodes == 1:
         raise ValueError(f"S-Part and attention over {kv_dtype} were not measured together")
-    one = cost(cells, kv_dtype, 1, kv_bytes, of_cell)
+    one = colocation_cost(cells, kv_dtype, 1, kv_bytes, cell_cost)
     several = [cell for cell in cells if cell.r_nodes > 1]
     if not several:
         return one
     near = min(several, key=lambda c: (abs(c.r_nodes - r_nodes), abs(math.log(c.kv_bytes / kv_bytes))))
-    base, many = cost(cells, near.kv_dtype, 1, near.kv_bytes, of_cell), of_cell(near)
-    return Cost(
+    base, many = colocation_cost(cells, near.kv_dtype, 1, near.kv_bytes, cell_cost), cell_cost(near)
+    return ColocationCost(
         one.kv_gbps * many.kv_gbps / base.kv_gbps,
         max(0.0, one.s_extra + many.s_extra - base.s_extra),
         min(1.0, max(0.0, one.lost + many.lost - base.lost)),
     )
 
 
-def _between(cells: Sequence[Together], kv_bytes: float, of_cell: Callable[[Together], Cost]) -> Cost:
+def _interpolated(
+    cells: Sequence[Colocation], kv_bytes: float, cell_cost: Callable[[Colocation], ColocationCost]
+) -> ColocationCost:
     cells = sorted(cells, key=lambda c: c.kv_bytes)
     below = next((c for c in reversed(cells) if c.kv_bytes <= kv_bytes), cells[0])
     above = next((c for c in cells if c.kv_bytes >= kv_bytes), cells[-1])
     span = math.log(above.kv_bytes / below.kv_bytes)
-    part = math.log(kv_bytes / below.kv_bytes) / span if span > 0 else 0.0
+    fraction = math.log(kv_bytes / below.kv_bytes) / span if span > 0 else 0.0
 
     def mean(a: float, b: float) -> float:
-        return a + part * (b - a)
+        return a + fraction * (b - a)
 
     # Times add up, so the mean of speeds is that of the seconds for a byte.
-    a, b = of_cell(below), of_cell(above)
-    return Cost(1 / mean(1 / a.kv_gbps, 1 / b.kv_gbps), mean(a.s_extra, b.s_extra), mean(a.lost, b.lost))
+    a, b = cell_cost(below), cell_cost(above)
+    return ColocationCost(1 / mean(1 / a.kv_gbps, 1 / b.kv_gbps), mean(a.s_extra, b.s_extra), mean(a.lost, b.lost))
 
 
-def fastest(profiles: Sequence[Sequence[Together]]) -> tuple[Together, ...]:
-    """The best figures of several measurements of the same cases: other work can only have slowed a part down."""
-    best: dict[tuple[int, str, int, int, float], Together] = {}
+def fastest(profiles: Sequence[Sequence[Colocation]]) -> tuple[Colocation, ...]:
+    """The best figures of several measurements of the same cases: other work can only have made one slower."""
+    best: dict[tuple[int, str, int, int, float], Colocation] = {}
     for cell in (cell for cells in profiles for cell in cells):
         other = best.get(cell.case, cell)
         best[cell.case] = dataclasses.replace(

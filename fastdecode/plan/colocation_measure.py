@@ -1,4 +1,4 @@
-"""Measures what the S-Part and the R-nodes of this machine cost each other, over full caches (see together.py)."""
+"""Measures what the S-Part and the R-nodes of this machine cost each other, over full caches (see colocation.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.plan.children import r_node
+from fastdecode.plan.colocation import Colocation
 from fastdecode.plan.model import PlannedModel
-from fastdecode.plan.together import Together
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 
@@ -49,9 +49,9 @@ class Rounds:
     r_alone: float = 0.0  # the R-nodes, with a call of each mini-batch in progress
 
 
-async def measure_together(
+async def measure_colocation(
     planned: PlannedModel, model: Model, load: DecodeLoad, threads: int, seconds: float, in_turns: bool, least: bool
-) -> Together:
+) -> Colocation:
     """Decode `load` for about `seconds` over R-nodes with `threads` threads in all, in turns or side by side, with two
     mini-batches. `least`: the fastest round counts, else the median. Raises RuntimeError, TransportError."""
     r = await _rounds(planned, model, load, threads, seconds, in_turns, least)
@@ -61,7 +61,7 @@ async def measure_together(
     else:
         waited, s_part = r.r_alone / 2, r.s_alone / 2
         lost = (r.step - max(r.s_alone, r.r_alone)) / min(r.s_alone, r.r_alone)
-    return Together(
+    return Colocation(
         r_nodes=load.r_nodes,
         kv_dtype=load.kv_dtype,
         group=planned.group,
