@@ -16,12 +16,14 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 
 
 def files() -> list[Path]:
-    """The files of the package, relative to the checkout; fastdecode has links to folders beside it."""
+    """The files of the package, relative to the checkout; fastdecode has links to folders beside it. The benchmarks'
+    results stand beside their code and are in no wheel.
+    """
     return [
         Path(folder, name).relative_to(ROOT)
         for folder, _, names in os.walk(ROOT / "fastdecode", followlinks=True)
         for name in names
-        if "__pycache__" not in folder
+        if "__pycache__" not in folder and Path(folder) != ROOT / "fastdecode/bench/results"
     ]
 
 
