@@ -19,7 +19,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,9 +46,6 @@ PARTS = ("sweep", "one-thread", "in-cache")
 _ONE_THREAD_CONTEXT, _HEAD_SIZE = 4096, 128  # of the two parts besides the sweep
 _L2 = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 _IN_CACHE_SECONDS = 0.02  # of one round
-#: The most query rows that share each load of KV, by ISA and format (`block_rows` and `MAX_BLOCK` of the kernels).
-_BLOCK_ROWS = {("avx2", "fp16"): 5, ("avxvnni", "fp16"): 5, ("avx2", ""): 4, ("avxvnni", ""): 4}
-_MULTIPLY_ROUNDS = 1_000_000  # take some 10 ms
 _PATIENCE = 3  # at most so many times `--rounds` rounds, to get `--rounds` judging ones
 _AT_ONCE = 12  # cells that take turns at most: within a longer round the bandwidth would drift
 _SHARE_OF_MEMORY = 0.6  # of what is available: the KV of the cells that take turns
@@ -181,27 +177,6 @@ def _in_cache_bytes() -> int:
         return 1 << 19
 
 
-def _instruction_gbps(isa: str, kv_dtype: str, group: int, cpus: Sequence[int]) -> float | None:
-    """GB/s of KV that threads on `cpus` would attend to at once if they did nothing but unpack and multiply; None if
-    unknown.
-
-    Query rows beyond a block are multiplied in further blocks, which unpack again. The time of a block is measured for
-    1, 4 and 8 rows, and interpolated between them.
-    """
-    blocks = -(-group // _BLOCK_ROWS.get((isa, kv_dtype), _BLOCK_ROWS.get((isa, ""), 8)))
-    rows = group / blocks
-    measured = [n for n in (1, 4, 8) if n == rows] or [1, 4, 8]
-
-    def block_ns(cpu: int) -> float | None:
-        os.sched_setaffinity(0, {cpu})  # 0: this thread
-        ns = [_native.multiply_ns(isa, kv_dtype, n, _MULTIPLY_ROUNDS) for n in measured]
-        return None if None in ns else float(np.interp(rows, measured, np.array(ns, float)))
-
-    with ThreadPoolExecutor(len(cpus)) as pool:
-        times = list(pool.map(block_ns, cpus))
-    return None if None in times else sum(64 / (blocks * ns) for ns in times if ns)
-
-
 @functools.cache
 def _fastest_variant(n_bytes: int, cpus: tuple[int, ...], passes: int) -> int:
     with closing(Roofline(n_bytes, cpus)) as roofline:
@@ -216,20 +191,16 @@ def _roofline(n_bytes: int, cpus: Sequence[int], passes: int = 1) -> Roofline:
 
 class _Cell:
     """The R-engine with one shape, and its measurements: one of each list for each round. The first round is a
-    warm-up. `bound`: whether the instruction bound is measured too; beside peers it would leave the cores at another
-    clock for them than for the R-engine."""
+    warm-up."""
 
-    def __init__(
-        self, args: argparse.Namespace, part: str, kv_dtype: str, shape: Shape, cpus: list[int], bound: bool = True
-    ):
+    def __init__(self, args: argparse.Namespace, part: str, kv_dtype: str, shape: Shape, cpus: list[int]):
         self.common = _common(part, kv_dtype, shape, len(cpus))
-        self.cpus, self._args, self._bound = cpus, args, bound
+        self.cpus, self._args = cpus, args
         self._ours = RPart(shape, kv_dtype, args.kv_bytes, cpus, args.isa, scattered=args.scattered)
         self.sequences = self._ours.sequences
         self.roof: list[float] = []
         self.gbps: list[float] = []
         self.rate: list[float] = []
-        self.instructions: list[float] = []
 
     def close(self) -> None:
         self._ours.close()
@@ -244,9 +215,6 @@ class _Cell:
         self.gbps.append(kv_bytes / elapsed * 1e-9)
         self.roof.append(max((before + roofline.gbps()) / 2, self.gbps[-1]))
         self.common["roofline_variant"] = _native.read_variants()[roofline.variant]
-        if self._bound:
-            bound = _instruction_gbps(self._ours.isa, self.common["kv_dtype"], self.common["group"], self.cpus)
-            self.instructions += [bound] if bound else []
         self.rate.append(self.sequences / elapsed)
 
     @property
@@ -257,7 +225,7 @@ class _Cell:
     def row(self) -> dict[str, Any]:
         row = {**self.common, "sequences": self.sequences, "isa": self._ours.isa, "peer": None}
         row |= {"format": self.common["kv_dtype"], "run_pages": self._ours.run_pages()}
-        return {**row, **_figures(self._args, self.roof[1:], self.gbps[1:], self.rate[1:], self.instructions[1:])}
+        return {**row, **_figures(self._args, self.roof[1:], self.gbps[1:], self.rate[1:])}
 
 
 def _run_rounds(
@@ -338,7 +306,7 @@ def _measure_peers(
             check(peer, shape, kv_dtype)
         if not peers:
             return None, {}
-        cell = stack.enter_context(closing(_Cell(args, "sweep", kv_dtype, shape, cpus, bound=False)))
+        cell = stack.enter_context(closing(_Cell(args, "sweep", kv_dtype, shape, cpus)))
         timed = {name: _Timed(peer.format, peer.sequences, peer.kv_bytes) for name, peer in peers.items()}
 
         def measure() -> None:
@@ -379,18 +347,15 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
             variant = _native.read_variants()[roofline.variant]
             roof: list[float] = []
             seconds: list[float] = []
-            bound: list[float] = []
             for _ in range(args.rounds):
                 roof.append(roofline.gbps(passes))
                 seconds.append(attend(times))
-                instructions = _instruction_gbps(isa, kv_dtype, shape.group, [cpu])
-                bound += [instructions] if instructions else []
     finally:
         os.sched_setaffinity(0, usable)
     row = _common("in-cache", kv_dtype, shape, 1)
     row |= {"sequences": 1, "isa": isa, "peer": None, "format": kv_dtype, "roofline_variant": variant}
     gbps = [times * kv_bytes / s * 1e-9 for s in seconds]
-    return {**row, **_figures(argparse.Namespace(judge_below=0.0), roof, gbps, [times / s for s in seconds], bound)}
+    return {**row, **_figures(argparse.Namespace(judge_below=0.0), roof, gbps, [times / s for s in seconds])}
 
 
 #: The way in which a roofline was read that `raise_rooflines` has raised.
@@ -405,14 +370,9 @@ def raise_rooflines(rows: list[dict[str, Any]]) -> None:
         fastest = max((row["gbps"] for row in of_part if row["peer"] is None), default=0.0)
         for row in of_part:
             if row["roofline_gbps"] < fastest:
-                limit = row["instruction_gbps"]
-                bound = min(fastest, limit or fastest)
                 row |= {"roofline_gbps": fastest, "roofline_pct": 100 * row["gbps"] / fastest}
                 row |= {"roofline_variant": ANOTHER_CELL}
-                row |= {"bound": "memory" if bound == fastest else "instructions"}
-                row |= {"bound_pct": 100 * row["gbps"] / bound}
-                for name, limit in (("roofline_pct", fastest), ("bound_pct", bound)):
-                    row["spread"][name] = [100 * gbps / limit for gbps in row["spread"]["gbps"]]
+                row["spread"]["roofline_pct"] = [100 * gbps / fastest for gbps in row["spread"]["gbps"]]
 
 
 def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict[str, Any]:
@@ -427,28 +387,12 @@ def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict[str, A
     }
 
 
-def _figures(
-    args: argparse.Namespace,
-    roof: list[float],
-    gbps: list[float],
-    rate: list[float],
-    instructions: Sequence[float] = (),
-) -> dict[str, Any]:
-    """Medians over the judging rounds and over all rounds; the smallest and largest value of all rounds.
-
-    `instructions` is what the instructions alone allow in GB/s, in each round, or empty if that is not known. `bound`
-    names the lower of the two bounds, and `bound_pct` is the share of it.
-    """
+def _figures(args: argparse.Namespace, roof: list[float], gbps: list[float], rate: list[float]) -> dict[str, Any]:
+    """Medians over the judging rounds and over all rounds; the smallest and largest value of all rounds."""
     judging = [i for i, r in enumerate(roof) if r < args.judge_below] or range(len(roof))
     pct = [100 * g / r for g, r in zip(gbps, roof, strict=True)]
-    lower = [min(pair) for pair in zip(roof, instructions, strict=True)] if instructions else roof
-    bound_pct = [100 * g / b for g, b in zip(gbps, lower, strict=True)]
-    limit = statistics.median(instructions[i] for i in judging) if instructions else None
     series = {"gbps": gbps, "roofline_gbps": roof, "roofline_pct": pct, "seq_layers_per_s": rate}
-    series |= {"bound_pct": bound_pct}
     return {
-        "instruction_gbps": limit,
-        "bound": "instructions" if limit and limit < statistics.median(roof[i] for i in judging) else "memory",
         **{name: statistics.median(values[i] for i in judging) for name, values in series.items()},
         "rounds": len(roof),
         "judged_rounds": len(judging),

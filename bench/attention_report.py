@@ -67,9 +67,7 @@ def print_report(result: dict[str, Any]) -> None:
             for line in _table(rows):
                 print(line)
             variants = dict.fromkeys(row["roofline_variant"] for row in rows)
-            print(
-                f"roofline read with {'; '.join(variants)}; instr.: GB/s if cores did nothing but unpack and multiply"
-            )
+            print(f"roofline read with {'; '.join(variants)}")
     if any(row["part"] == "sweep" for row in result["rows"]):
         _print_summary(result["summary"])
     if result["peers_absent"]:
@@ -79,14 +77,11 @@ def print_report(result: dict[str, Any]) -> None:
 def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield (
         f"{'KV':<11}{'G':>3}{'context':>9}{'d':>5}  {'run':<14}{'GB/s':>8}{'roofline':>10}{'%':>7}{'seq layers/s':>14}"
-        f"{'rounds':>8}{'instr.':>9}{'bound':>14}{'% of it':>9}"
+        f"{'rounds':>8}"
     )
     for row in rows:
         run = f"{row['peer']} {row['format']}" if row["peer"] else row["isa"]
         note = f"  ours {row['ours_to_peer']:.2f}x" if row["peer"] else ""
-        limit = f"{row['instruction_gbps']:.1f}" if row["instruction_gbps"] else ""
-        if not row["peer"]:
-            note = f"{limit:>9}{row['bound']:>14}{row['bound_pct']:>9.1f}"
         yield (
             f"{row['kv_dtype']:<11}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}  {run:<14}"
             f"{row['gbps']:>8.1f}{row['roofline_gbps']:>10.1f}{row['roofline_pct']:>7.1f}"

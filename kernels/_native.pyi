@@ -85,14 +85,6 @@ def read_seconds(buffer: Buffer, cpus: Sequence[int], passes: int = 1, variant: 
 def read_variants() -> list[str]:
     """How each variant of `read_seconds` reads: its streams a thread and how far ahead it prefetches."""
 
-def multiply_ns(isa: str, kv_dtype: str, rows: int, rounds: int, /) -> float | None:
-    """Nanoseconds in which this core unpacks 64 bytes of KV and multiplies them by `rows` (1, 4 or 8) query rows.
-
-    From registers, with the instructions of the ISA's kernels and no others; the best of 16 bursts of 40 * `rounds`
-    products. None if this machine lacks the ISA or nothing is known about its kernel. Raises ValueError for other
-    names.
-    """
-
 # ---- quantised linears (linears/linear.h) ----
 
 @final

@@ -4,7 +4,6 @@
 
 #include <limits.h>
 #include <sched.h>
-#include <string.h>
 
 #include "attention/roofline.h"
 
@@ -70,24 +69,6 @@ static PyObject *read_variants(PyObject *self, PyObject *unused) {
     return names;
 }
 
-static PyObject *multiply_ns(PyObject *self, PyObject *args) {
-    const char *isa_name, *dtype_name;
-    unsigned rows;
-    unsigned long rounds;
-    if (!PyArg_ParseTuple(args, "ssIk", &isa_name, &dtype_name, &rows, &rounds)) return NULL;
-    fd_isa_t isa;
-    unsigned dtype = 0;
-    while (dtype < FD_KV_DTYPES && strcmp(dtype_name, fd_kv_dtype_names[dtype])) dtype++;
-    if (dtype == FD_KV_DTYPES || fd_isa_from_name(isa_name, &isa))
-        return PyErr_Format(PyExc_ValueError, "no KV format %s or no ISA %s", dtype_name, isa_name);
-    double ns;
-    Py_BEGIN_ALLOW_THREADS
-    ns = fd_multiply_ns(isa, (fd_kv_dtype_t)dtype, rows, rounds ? rounds : 1);
-    Py_END_ALLOW_THREADS
-    if (ns < 0) Py_RETURN_NONE;
-    return PyFloat_FromDouble(ns);
-}
-
 PyMethodDef fd_roofline_methods[] = {
     {"read_seconds", read_seconds, METH_VARARGS,
      "read_seconds(buffer, cpus, passes=1, variant=0) -> float: seconds to read the buffer `passes` times, one thread "
@@ -95,7 +76,5 @@ PyMethodDef fd_roofline_methods[] = {
      "CPU."},
     {"read_variants", read_variants, METH_NOARGS,
      "read_variants() -> list[str]: how each variant of read_seconds reads."},
-    {"multiply_ns", multiply_ns, METH_VARARGS,
-     "multiply_ns(isa, kv_dtype, rows, rounds) -> float | None: nanoseconds to unpack and multiply 64 bytes of KV."},
     {NULL, NULL, 0, NULL},
 };
