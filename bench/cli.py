@@ -21,10 +21,7 @@ _COMMANDS = (
     "spart",
     "prompt",
     "attention",
-    "rpart",
     "transport",
-    "links",
-    "team",
     "speculate",
     "perplexity",
     "accuracy",
@@ -36,8 +33,7 @@ _COMMANDS = (
     "checkpoint",
     "permute",
 )
-#: The module of each command. That of `rpart` has another name, because bench/rpart.py is the R-Part of one layer.
-_MODULES = {name: f"fastdecode.bench.{name}" for name in _COMMANDS} | {"rpart": "fastdecode.bench.dispatch"}
+_MODULES = {name: f"fastdecode.bench.{name}" for name in _COMMANDS}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

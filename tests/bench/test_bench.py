@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -60,8 +59,6 @@ def test_decode_on_a_checkpoint_it_made(tmp_path):
         (["decode", "--weights", "int8", "--peer", "transformers"], "weights stay as they are stored"),
         (["attention", "--threads", "100000"], "may run on"),
         (["transport", "--payload", "7"], "a payload of 7 bytes"),
-        (["rpart", "--threads", "1,1000"], "1000 threads are not within"),
-        (["team", "--r-nodes", "1,5000"], "from 1 to 8 R-nodes can share heads"),
         (["transport", "--peer", "shm:///nonexistent/r.sock", "--beside", "none"], "no R-node can be reached"),
     ],
 )
@@ -284,26 +281,6 @@ def test_a_bystander_is_timed_beside_three_loads_and_undisturbed():
     assert all(row["calls"] and 0 < row["p50_ms"] <= row["p99_ms"] <= row["max_ms"] for row in rows)
 
 
-def test_rpart_times_calls_without_kv_for_each_number_of_threads():
-    argv = ["rpart", "--threads", "1,2,9,64", "--steps", "1", "--rounds", "1", "--json"]
-    rows = json.loads(bench(*argv))["rows"]
-    assert [row["threads"] for row in rows] == [1, 2, 9, 64]
-    assert all(
-        0 < row[name]["p10"] <= row[name]["p90"] for row in rows for name in ("one_item", "item_a_thread", "work")
-    )
-
-
-def test_links_prints_a_row_for_each_number_of_links():
-    shape = ["--rows", "4", "--heads", "4", "--kv-heads", "2", "--head-size", "16"]
-    result = json.loads(bench("links", "--links", "1,2,4", *shape, "--rounds", "1", "--json"))
-    assert [row["links"] for row in result["links"]] == [1, 2, 4]
-    for row in result["links"]:
-        assert 0 < row["p10_us"] <= row["p50_us"] <= row["p90_us"]
-    command = [sys.executable, "-m", "fastdecode.bench.cli", "links", "--links", "3", *shape]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 1 and "4 rows cannot be spread evenly over 3 links" in refused.stderr
-
-
 def test_speculate_prints_a_row_a_task_with_the_same_tokens():
     result = json.loads(bench("speculate", "--tokens", "100", "--rounds", "1", "--json"))
     assert [row["task"] for row in result["rows"]] == ["quote", "edit", "random"]
@@ -320,21 +297,3 @@ def test_api_prints_the_rate_the_steps_and_the_gaps_for_each_number_of_processes
     assert timed and timed == set(result["s_part_step_seconds"])  # a noisy round has steps of fewer streams
     assert all(seconds > 0 for seconds in result["s_part_step_seconds"].values())
     assert result["largest_gap_seconds"] == {}
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each R-node needs a CPU of its own")
-def test_team_prints_a_row_for_each_number_of_r_nodes_and_of_threads():
-    shape = ["--heads", "4", "--kv-heads", "2", "--head-size", "16", "--layers", "2", "--context", "700"]
-    result = json.loads(bench("team", "--r-nodes", "1,2", *shape, "--rounds", "2", "--json"))
-    assert [(row["r_nodes"], row["threads"]) for row in result["teams"]] == [(1, 1), (2, 1), (1, 2)]
-    assert all(row["layer_us"] > 0 and row["r_us"] > 0 for row in result["teams"])
-    assert (result["teams"][0]["r_of_ideal"], result["teams"][0]["layer_of_ideal"]) == (1, 1)
-
-
-def test_r_nodes_that_take_turns_have_an_r_time_and_no_time_of_a_layer():
-    shape = ["--heads", "8", "--kv-heads", "4", "--head-size", "16", "--layers", "2", "--context", "700"]
-    argv = ["--r-nodes", "1,2,4", "--at-once", "1", *shape, "--rounds", "2"]
-    rows = json.loads(bench("team", *argv, "--json"))["teams"]
-    assert [(row["r_nodes"], row["layer_us"] is None) for row in rows] == [(1, False), (2, True), (4, True)]
-    assert all(row["r_us"] > 0 for row in rows)
-    assert bench("team", *argv).count("they took turns") == 2
