@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from fastdecode.bench import bystander
 from fastdecode.bench.options import print_result
 from fastdecode.bench.perftest import TOOLS, Perftest
 from fastdecode.bench.perftest import installed as perftest_installed
@@ -60,7 +59,6 @@ _LAYERS_KV_BYTES = 512 << 20
 _FRAME_BYTES = 24  # head of a data frame of TCP; the other transports send less beside the rows
 _TIMEOUT = 20.0
 _KV_BYTES = 1 << 30
-_BYSTANDER_SPIN_US = 100  # with --bystander, threads that spin longer would take cores from the measured ones
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,13 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="pin the waiting thread to CPU A and the answering process to CPU B",
     )
-    parser.add_argument(
-        "--bystander",
-        action="store_true",
-        help="instead, time an empty call while another tenant forks 65,535 sequences, sends the longest legal calls "
-        "or drips its frames",
-    )
-    parser.add_argument("--threads", type=int, default=2, help="threads of the R-node that --bystander starts")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot latency and throughput over the payload")
 
@@ -197,10 +188,6 @@ class Case:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.bystander:
-        beside = bystander.measure(args.threads, min(args.spin_us, _BYSTANDER_SPIN_US), args.seconds)
-        print_result(args, beside, bystander.print_table)
-        return
     if args.plot:
         from fastdecode.bench import plot  # fails here rather than after the measurement
     result = _measure(args)

@@ -270,17 +270,6 @@ def test_perplexity_and_spart_print_a_row_a_format_of_the_weights():
     assert [row["adapters"] for row in rows] == ["1 adapter", "2 adapters", "base model"]
 
 
-def test_a_bystander_is_timed_beside_three_loads_and_undisturbed():
-    rows = json.loads(bench("transport", "--bystander", "--seconds", "0.2", "--json"))["rows"]
-    assert [(row["beside"], row["transport"], row["load"]) for row in rows] == [
-        (beside, transport, load)
-        for beside in ("forks", "long", "drip")
-        for transport in ("shm", "tcp")
-        for load in ("none", beside)
-    ]
-    assert all(row["calls"] and 0 < row["p50_ms"] <= row["p99_ms"] <= row["max_ms"] for row in rows)
-
-
 def test_speculate_prints_a_row_a_task_with_the_same_tokens():
     result = json.loads(bench("speculate", "--tokens", "100", "--rounds", "1", "--json"))
     assert [row["task"] for row in result["rows"]] == ["quote", "edit", "random"]
