@@ -15,7 +15,6 @@ from fastdecode.transports.base import TransportError
 _COMMANDS = (
     "serve",
     "compare",
-    "api",
     "schedule",
     "decode",
     "spart",
@@ -25,11 +24,8 @@ _COMMANDS = (
     "speculate",
     "perplexity",
     "accuracy",
-    "drain",
-    "split",
     "cluster",
     "soak",
-    "structured",
     "checkpoint",
     "permute",
 )

@@ -67,9 +67,8 @@ class LoggedProcess:
 class Node(LoggedProcess):
     """A fastdecode-node process."""
 
-    def __init__(self, log: Path, *argv: str, python: str = sys.executable):
-        """`python` is the interpreter whose fastdecode runs."""
-        super().__init__(log, [python, "-P", "-m", "fastdecode.daemon.node", *argv], {"OMP_NUM_THREADS": "1"})
+    def __init__(self, log: Path, *argv: str):
+        super().__init__(log, [sys.executable, "-P", "-m", "fastdecode.daemon.node", *argv], {"OMP_NUM_THREADS": "1"})
         self._name = "a node"
 
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Sequences that are moved off an R-node at the same time. One after the other, streams pause least: on two cores,
-#: `fastdecode-bench drain` showed longer pauses with four at once.
+#: Sequences that are moved off an R-node at the same time. One after the other, streams pause least: on two cores
+#: pauses were longer with four at once.
 _TOGETHER = 1
 #: With at most so many sequences to move, none begins to move until the last one has had a step at its new place: its
 #: copy would make that step longer. With more, the R-node would take too long to empty.

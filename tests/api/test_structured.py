@@ -11,8 +11,8 @@ import numpy as np
 import openai
 import pytest
 from api_client import MODEL
+from json_schemas import SCHEMAS, fault
 
-from fastdecode.bench.schemas import SCHEMAS, fault
 from fastdecode.text.grammar import GrammarCompiler, GrammarSpec
 
 pytest.importorskip("llguidance")
@@ -29,6 +29,23 @@ def response_format(schema):
 
 def valid(text, schema):
     assert fault(text, schema) is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "text", "follows"),
+    [
+        ("format date", '"2023-02-28"', True),
+        ("format date", '"0000-02-29"', True),
+        ("format date", '"2023-02-29"', False),
+        ("format date", '"20230228"', False),
+        ("bounds", "119", True),
+        ("bounds", "120", False),
+        ("enum", '"gre', False),
+    ],
+)
+def test_judge(name, text, follows):
+    assert (fault(text, SCHEMAS[name]) is None) == follows
 
 
 async def test_every_completed_answer_follows_its_schema(client):

@@ -275,14 +275,3 @@ def test_speculate_prints_a_row_a_task_with_the_same_tokens():
     assert [row["task"] for row in result["rows"]] == ["quote", "edit", "random"]
     for row in result["rows"][:2]:
         assert 0 < row["right"] <= row["guessed"] and row["plain"] > 0 and row["guessing"] > 0
-
-
-def test_api_prints_the_rate_the_steps_and_the_gaps_for_each_number_of_processes():
-    argv = ["--streams", "3", "--tokens", "300", "--rounds", "2", "--bystanders", "0", "--api-processes", "1", "--json"]
-    result = json.loads(bench("api", *argv))
-    assert result["tokens_per_second"]["--api-processes 1"] > 0
-    assert set(result["s_part_rounds"]) == {"--api-processes 1", "engine", "engine beside a neighbour"}
-    timed = {name for name, rounds in result["s_part_rounds"].items() if rounds}
-    assert timed and timed == set(result["s_part_step_seconds"])  # a noisy round has steps of fewer streams
-    assert all(seconds > 0 for seconds in result["s_part_step_seconds"].values())
-    assert result["largest_gap_seconds"] == {}
