@@ -15,10 +15,8 @@ from fastdecode.transports.base import TransportError
 _COMMANDS = (
     "serve",
     "compare",
-    "schedule",
     "decode",
     "spart",
-    "prompt",
     "attention",
     "transport",
     "speculate",
