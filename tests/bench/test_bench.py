@@ -240,11 +240,8 @@ def test_transport_talks_to_an_r_node_that_runs_already(tmp_path):
     assert [(row["url"], row["bytes_out"]) for row in rows] == [(node.url, 0), (node.url, (32 + 16) * 128 * 2)]
 
 
-def test_accuracy_and_perplexity_print_a_row_a_format():
+def test_perplexity_prints_a_row_a_format():
     size = ["--length", "12", "--sequences", "1", "--json"]
-    rows = json.loads(bench("accuracy", *size, "--isa", "scalar"))["rows"]
-    assert [row["kv_dtype"] for row in rows[: len(KV_DTYPES)]] == list(KV_DTYPES)
-    assert all(0 < row["kernel"] < 1e-5 for row in rows[: len(KV_DTYPES)])
     rows = json.loads(bench("perplexity", *size))["rows"]
     assert [row["kv_dtype"] for row in rows] == list(KV_DTYPES)
     assert all(abs(row["change"]) < 0.1 for row in rows[1:])

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 from emulated import SCALAR
-
-from fastdecode.bench.accuracy import multiplied
+from kv_accuracy import multiplied
 
 INTEGERS = ("int8", "int4", "int8-int4")
 

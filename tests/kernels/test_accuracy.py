@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 
+import kv_accuracy as accuracy
 import numpy as np
 import pytest
 import torch
 from kernel_budget import BF16, FLOATS, INT7, INT8, INT16, budget
 from rnode_process import RNodeProcess
 
-from fastdecode.bench import accuracy
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES

@@ -16,9 +16,9 @@ import pytest
 from emulated import NEON, SCALAR, is_emulated, kernels, params
 from kernel_budget import INTEGERS, budget, unit
 from kernel_reference import Cache, Partial, aligned_bytes, assert_close, normal, queries, reference
+from kv_accuracy import rotated, stored, stored_kv
 from quick import quick
 
-from fastdecode.bench.accuracy import rotated, stored, stored_kv
 from fastdecode.kernels import _native as native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.transports.base import Rotated

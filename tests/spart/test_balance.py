@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kv_accuracy import rotated
 from rnode_process import RNodeProcess
 
-from fastdecode.bench.accuracy import rotated
 from fastdecode.bench.perplexity import nats_per_token
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model

@@ -3,38 +3,23 @@
 The error of a row of O is |O - reference| / |reference|, with Euclidean norms over the head. "kernel" compares with
 float64 attention over the values that the cache holds, so it is the error of the kernel's arithmetic alone. "whole"
 compares with float64 attention over K and V before they were cached, so it is what a user loses. Q, K and V come from a
-run of the demo model over its held-out text, all layers and heads, and from adversarial ranges.
+run of a model, all layers and heads, and from adversarial ranges.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import uvloop
-from tqdm import tqdm
 
-from fastdecode.bench.options import print_result, refuse_unsupported
-from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
-from fastdecode.demo import heldout_text, model_dir
 from fastdecode.kernels import _native
-from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
-from fastdecode.spart import Model, SPart, load_model
+from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.spart import Model, SPart
 from fastdecode.spart.exchange import SlotViews
 from fastdecode.spart.step.batch import Chunk, StepBatch
-from fastdecode.text.cut import cut
-from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.base import Link
-from fastdecode.transports.registry import connect
-
-COMMAND = ("accuracy", "error of attention over each KV-cache format against float64")
 
 _ALIGNED = 64
 
@@ -275,62 +260,3 @@ def adversarial() -> dict[str, list[Case]]:
         "window of 65": changed(window=65),
         "one token": [Case(one.q[:1], one.k[:1], one.v[:1])],
     }
-
-
-# ---- the command ----
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint; default: the demo model")
-    parser.add_argument("--length", type=int, default=256, help="tokens of each sequence")
-    parser.add_argument("--sequences", type=int, default=8, help="how many, cut from the beginning of the text")
-    parser.add_argument("--isa", action="append", help="instruction set, such as avx2 (repeatable); default: all")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(args: argparse.Namespace) -> None:
-    isas = args.isa or _native.isa_supported()
-    refuse_unsupported(isas)
-    directory = args.model or model_dir()
-    model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
-    ids = cut(Tokenizer.from_dir(directory), heldout_text(), args.sequences, args.length)
-    data = {directory.resolve().name: uvloop.run(_captured_here(model, ids))} | adversarial()
-    rows = [row for name, cases in data.items() for row in _rows(name, cases, isas)]
-    result = {"model": directory.resolve().name, "length": args.length, "sequences": args.sequences, "rows": rows}
-    print_result(args, result, _print_table)
-
-
-async def _captured_here(model: Model, ids: np.ndarray) -> list[Case]:
-    config = NodeConfig()
-    node = EmbeddedRNode(config, split_machine(config, s_on_gpu=False))
-    await node.start()
-    try:
-        hello = model.hello(n_slots=2, max_rows=len(ids), kv_dtype="fp32", kv_bytes=None, max_seqs=len(ids))
-        link = await connect(node.url, hello, None)
-        cases = captured(model, link, ids)
-        await link.close()
-        return cases
-    finally:
-        await node.stop()
-
-
-def _rows(name: str, cases: list[Case], isas: list[str]) -> Iterator[dict[str, Any]]:
-    for kv_dtype in tqdm(KV_DTYPES, desc=name, unit="format", leave=False):
-        for isa, (kernel, whole) in errors(isas, kv_dtype, cases).items():
-            yield {
-                "data": name,
-                "kv_dtype": kv_dtype,
-                "isa": isa,
-                "kernel": kernel.pooled,
-                "kernel_worst": kernel.worst,
-                "whole": whole.pooled,
-                "whole_worst": whole.worst,
-            }
-
-
-def _print_table(result: dict[str, Any]) -> None:
-    print("relative L2 error of O against float64: over all rows, and of the worst row")
-    print(f"{'data':<16}{'KV':<11}{'isa':<12}{'kernel':>10}{'worst':>10}{'whole':>10}{'worst':>10}")
-    for row in result["rows"]:
-        figures = (row["kernel"], row["kernel_worst"], row["whole"], row["whole_worst"])
-        print(f"{row['data']:<16}{row['kv_dtype']:<11}{row['isa']:<12}" + "".join(f"{x:>10.1e}" for x in figures))
