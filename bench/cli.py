@@ -21,7 +21,6 @@ _COMMANDS = (
     "transport",
     "speculate",
     "perplexity",
-    "cluster",
     "soak",
     "checkpoint",
     "permute",

@@ -1,4 +1,4 @@
-"""fastdecode-cluster on a local Ray cluster: `fastdecode-bench cluster` kills, drains and adds nodes under load."""
+"""fastdecode-cluster on a local Ray cluster, whose nodes cluster_recovery.py kills, drains and adds under load."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import cluster_recovery
 import pytest
 
 pytest.importorskip("ray", reason="no Ray: pip install 'fastdecode[ray]'")
@@ -18,10 +19,10 @@ EVENTS = os.environ.get("FASTDECODE_CLUSTER_EVENTS", "kill-r,drain-r,kill-s,kill
 
 def test_streams_go_on_while_nodes_come_and_go(tmp_path):
     """No stream but those of a lost S-node fails, and every text is the undisturbed one."""
-    bench = [sys.executable, "-m", "fastdecode.bench.cli", "cluster", "--json", "--streams", "4", "--tokens", "200"]
+    recovery = [sys.executable, "-P", cluster_recovery.__file__, "--json", "--streams", "4", "--tokens", "200"]
     with (tmp_path / "stderr").open("w+") as errors:
         ended = subprocess.run(
-            [*bench, "--r-nodes", "3", "--prefill-nodes", "1", "--events", EVENTS],
+            [*recovery, "--r-nodes", "3", "--prefill-nodes", "1", "--events", EVENTS],
             stdout=subprocess.PIPE,
             stderr=errors,
             check=False,

@@ -37,7 +37,6 @@ PYTHON = {
         "service",
         "api",
         "daemon",
-        "cluster",
     ],
     "plan": ["region", "kernels", "transports", "demo", "spart", "engine", "daemon", "bench"],
 }

@@ -5,6 +5,8 @@ A Ray cluster of several raylets is started on this machine, and S-nodes, R-node
 compared with the undisturbed one. "recovered" is the time from the event until all nodes serve and all links are open;
 "longest pause" is the longest time between two events of a stream that ran meanwhile. All nodes share this machine's
 cores, so the start of a process takes longer here than on machines of their own.
+
+`python tests/helpers/cluster_recovery.py` prints a table; tests/cluster judges what it prints with --json.
 """
 
 from __future__ import annotations
@@ -37,8 +39,6 @@ from fastdecode.cluster.config import (
     SNodesConfig,
 )
 from fastdecode.cluster.table import links_to
-
-COMMAND = ("cluster", "recovery times on a local Ray cluster: nodes are added, killed and drained under load")
 
 _EVENTS = ("scale", "kill-r", "kill-r-actor", "kill-s", "drain-r", "drain-s", "kill-directory", "kill-raylet")
 _PREFILL_EVENTS = ("kill-p", "drain-p")
@@ -322,3 +322,9 @@ def _print_table(result: dict[str, Any]) -> None:
         )
         for fault in row["faults"]:
             print(f"    {fault}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    add_arguments(parser)
+    run(parser.parse_args())
