@@ -29,7 +29,7 @@ COMMAND = ("compare", "configurations of a server and its peers beside each othe
 _CAPACITY_PART = 0.75  # seconds of the capacity's measurement, as a multiple of a run's
 _MOST_A_SECOND = 64  # requests that are prepared for a second of the capacity's measurement
 _DRAIN = 2.0  # a run of a trace is given up after this multiple of its seconds
-_WARM_UP = workload.Request(0.0, 16, 4)
+_WARM_UP = workload.LoadRequest(0.0, 16, 4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +115,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     settings = {name: getattr(args, name) for name in (*names, "seed")} | {"configurations": configurations}
     settings |= {"lengths": args.lengths, "requests": args.requests} if args.lengths else {"trace": args.trace.name}
     result = read_kept(args.out, settings) or {"settings": settings, "models": {}}
-    requests: list[workload.Request] = []
+    requests: list[workload.LoadRequest] = []
     if args.trace:
         requests = workload.scaled(workload.read_trace(args.trace), args.scale_lengths, args.max_tokens)
     begun = time.monotonic()
@@ -156,21 +156,21 @@ def _late(args: argparse.Namespace, begun: float) -> bool:
 
 
 async def _load(
-    args: argparse.Namespace, server: client.Server, requests: list[workload.Request], number: int, **limits: Any
-) -> client.Run:
+    args: argparse.Namespace, server: client.Target, requests: list[workload.LoadRequest], number: int, **limits: Any
+) -> client.LoadRun:
     """Send requests whose prompts depend on `number`, so that no cache knows them from a run of another number."""
     prompts = workload.Prompts(3, 1000, args.seed + number, args.scale_lengths)
     return await client.run(server, requests, prompts, timeout=600.0, progress=sys.stderr.isatty(), **limits)
 
 
-async def _capacity(args: argparse.Namespace, server: client.Server, requests: list[workload.Request]) -> float:
+async def _capacity(args: argparse.Namespace, server: client.Target, requests: list[workload.LoadRequest]) -> float:
     """Requests a second with `concurrency` of the trace in progress all the time.
 
     The rate is that of the work done, by the tokens of answers, from the time when the first answer has ended: until
     then only prompts are computed.
     """
     seconds = _CAPACITY_PART * args.run_seconds
-    at_once = [workload.Request(0.0, r.prompt_tokens, r.output_tokens) for r in requests]
+    at_once = [workload.LoadRequest(0.0, r.prompt_tokens, r.output_tokens) for r in requests]
     some = at_once[: _MOST_A_SECOND * int(seconds + 1)]
     done = await _load(args, server, some, args.runs, concurrency=args.concurrency, deadline=seconds)
     ended = sorted(answer.chunks[-1] for answer in done.answers if answer.ok and answer.finished)
@@ -182,7 +182,7 @@ async def _capacity(args: argparse.Namespace, server: client.Server, requests: l
 
 
 async def _one_run(
-    args: argparse.Namespace, server: client.Server, requests: list[workload.Request], rate: float, number: int
+    args: argparse.Namespace, server: client.Target, requests: list[workload.LoadRequest], rate: float, number: int
 ) -> dict[str, Any]:
     """The figures of one run: as many requests of the trace as arrive in the seconds of a run."""
     some = requests[: max(2, round(rate * args.run_seconds))]
@@ -193,7 +193,7 @@ async def _one_run(
     return {"speed_up": speed_up, "rate_per_s": len(some) / args.run_seconds} | row
 
 
-async def _closed_loop(args: argparse.Namespace, server: client.Server, lengths: str, number: int) -> dict[str, Any]:
+async def _closed_loop(args: argparse.Namespace, server: client.Target, lengths: str, number: int) -> dict[str, Any]:
     """The figures of one run with `concurrency` requests in progress all the time; a run that is cut off keeps the
     tokens that have come."""
     some = workload.fixed(args.requests, *map(int, lengths.split("/")))

@@ -24,7 +24,7 @@ _VLLM_GIB = 4  # of KV-cache, if VLLM_CPU_KVCACHE_SPACE is not set
 
 
 @contextlib.asynccontextmanager
-async def servers(model: str, options: str, configurations: dict[str, str]) -> AsyncIterator[dict[str, client.Server]]:
+async def servers(model: str, options: str, configurations: dict[str, str]) -> AsyncIterator[dict[str, client.Target]]:
     """A running server for each configuration, whose name says which: a peer's, or a fastdecode-node with `options`,
     too. Raises ValueError, RuntimeError."""
     processes: list[LoggedProcess] = []
@@ -42,7 +42,7 @@ async def servers(model: str, options: str, configurations: dict[str, str]) -> A
                     argv = [*named, "--port", "0", *shlex.split(options), *shlex.split(own)]
                     processes.append(process := Node(log, *argv))
                     url = await process.read(r"(http://\S+/v1)")
-                found[name] = client.Server(url, await client.first_model(url, None))
+                found[name] = client.Target(url, await client.first_model(url, None))
             yield found
         finally:
             for process in processes:

@@ -39,7 +39,7 @@ class Contender(Protocol):
         """Free the cell's memory; not `done`: the contender was cut off or has failed. Idempotent."""
 
 
-class Split:
+class SplitSystem:
     """fastdecode's split system, its S-Part and its R-Part."""
 
     own = True

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import uvloop
 
-from fastdecode.bench.contenders import PeerRun, Split
+from fastdecode.bench.contenders import PeerRun, SplitSystem
 from fastdecode.bench.decode_cell import Limits, measure
 from fastdecode.bench.decode_report import print_one, print_sweep, row_of
-from fastdecode.bench.load import Cell, Load
+from fastdecode.bench.load import Cell, DecodeLoad
 from fastdecode.bench.options import keep, print_result, read_kept
 from fastdecode.bench.peers import PEERS, Peer
 from fastdecode.daemon.config import NodeConfig
@@ -120,7 +120,7 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     config = NodeConfig.from_args(_node_options(args))
     split = split_machine(config, s_on_gpu=device.type == "cuda")
     batch, context = max(args.batch), max(args.context)
-    load = Load(path, args.weights, dtype, device, torch.get_num_threads(), batch, context, args.steps)
+    load = DecodeLoad(path, args.weights, dtype, device, torch.get_num_threads(), batch, context, args.steps)
     peers = [PEERS[name](load) for name in dict.fromkeys(args.peer)]
     set_threads(split.s_threads)
     model = in_own_thread(load_model, path, device=device, dtype=dtype, progress=True, weights=args.weights)
@@ -139,7 +139,7 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         for cell, kv_dtypes in missing.items():
             if stop.is_set():
                 break
-            splits = [Split(model, urls, name, args.steps, split.mini_batches) for name in kv_dtypes]
+            splits = [SplitSystem(model, urls, name, args.steps, split.mini_batches) for name in kv_dtypes]
             measured = await measure(cell, splits, runs, limits)
             others = [(run, its) for run, its in measured.items() if isinstance(run, PeerRun)]
             rows = []

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from fastdecode.bench.contenders import Contender, PeerRun, Split
+from fastdecode.bench.contenders import Contender, PeerRun, SplitSystem
 from fastdecode.bench.load import Cell
 from fastdecode.bench.peer_process import CutOffError, PeerError
 from fastdecode.daemon.machine import available_memory
@@ -55,7 +55,7 @@ class Limits:
 
 
 async def measure(
-    cell: Cell, splits: Sequence[Split], peers: dict[str, list[PeerRun]], limits: Limits
+    cell: Cell, splits: Sequence[SplitSystem], peers: dict[str, list[PeerRun]], limits: Limits
 ) -> dict[Contender, Measured]:
     """Measure a cell. `peers` are those in the nearest format to each KV format of the `splits`."""
     runs = list(dict.fromkeys(run for split in splits for run in peers[split.kv_format]))
@@ -79,7 +79,7 @@ def _free() -> int:
 
 
 def _groups(
-    cell: Cell, splits: Sequence[Split], peers: dict[str, list[PeerRun]], measured: dict[Contender, Measured]
+    cell: Cell, splits: Sequence[SplitSystem], peers: dict[str, list[PeerRun]], measured: dict[Contender, Measured]
 ) -> list[list[Contender]]:
     """Contenders whose caches fit into memory beside each other. Contenders that do not fit alone get a note."""
     groups: list[list[Contender]] = []

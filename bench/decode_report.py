@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from fastdecode.bench.contenders import PeerRun, Split
+from fastdecode.bench.contenders import PeerRun, SplitSystem
 from fastdecode.bench.decode_cell import Measured
 from fastdecode.bench.load import Cell
 from fastdecode.bench.peers import DENSE
@@ -19,7 +19,7 @@ GOAL, KV_GOAL, INT8_GOAL = 1.0, 1.5, 2.0
 
 def row_of(
     cell: Cell,
-    split: Split,
+    split: SplitSystem,
     measured: Measured,
     peers: Sequence[tuple[PeerRun, Measured]],
     others: Sequence[tuple[PeerRun, Measured]],

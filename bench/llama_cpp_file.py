@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from fastdecode.bench.load import Load
+from fastdecode.bench.load import DecodeLoad
 from fastdecode.gguf.file import find_gguf
 
 #: KV format -> the nearest type of llama.cpp.
@@ -32,7 +32,7 @@ _NAMES = {
 }
 
 
-def gguf_of(load: Load, folder: Path) -> Path:
+def gguf_of(load: DecodeLoad, folder: Path) -> Path:
     """The GGUF file that llama.cpp is to load: the model's own, or one in `folder`. Raises ValueError."""
     own = find_gguf(load.model)
     if own is not None and load.weights == "auto":

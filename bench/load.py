@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class DecodeLoad:
     """The checkpoint of a run, and the largest of its cells."""
 
     model: Path  # directory or GGUF file

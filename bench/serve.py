@@ -56,7 +56,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     base = load_requests(args)
     key = args.api_key_file.read_text().strip() if args.api_key_file else None
     url = args.url.rstrip("/")
-    server = client.Server(url, args.model or await client.first_model(url, key), key, args.extra)
+    server = client.Target(url, args.model or await client.first_model(url, key), key, args.extra)
     first_id, last_id = args.token_ids
     prompts = workload.Prompts(first_id, last_id, args.seed, args.scale_lengths)
     rows: list[dict[str, Any]] = []

@@ -24,7 +24,7 @@ import aiohttp
 import orjson
 
 from fastdecode.bench import checkpoint
-from fastdecode.bench.soaking.load import Client, Load, make_requests
+from fastdecode.bench.soaking.load import SoakClient, SoakLoad, make_requests
 from fastdecode.bench.soaking.processes import Held, Node, free_memory, start_threads
 from fastdecode.daemon.option_values import format_bytes, parse_bytes
 
@@ -72,7 +72,7 @@ class _Soak:
     def __init__(self, args: argparse.Namespace, folder: Path, logs: Path):
         self.args, self.folder, self.logs = args, folder, logs
         self.nodes: list[Node | None] = [None] * args.snodes
-        self.loads: list[Load] = []
+        self.loads: list[SoakLoad] = []
         self.r_node_url = ""
         self.peak = Held(0, 0, 0, 0)
         self.most_leased = 0.0
@@ -123,7 +123,7 @@ class _Soak:
             directory = self.folder / f"model-{i}"
             checkpoint.write(_checkpoint(directory, i, self.args.seed))
             requests = make_requests(self.args.seed * 1000 + i, _LONGEST)
-            self.loads.append(Load(Client(session, directory.name), requests, self.args.seed * 1000 + i))
+            self.loads.append(SoakLoad(SoakClient(session, directory.name), requests, self.args.seed * 1000 + i))
         await asyncio.gather(*(self._start(i, "--no-prefix-cache") for i in range(self.args.snodes)))
         known = await asyncio.gather(*(load.client.learn(load.requests) for load in self.loads))
         for load, requests in zip(self.loads, known, strict=True):

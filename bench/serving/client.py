@@ -13,17 +13,17 @@ import aiohttp
 import orjson
 from tqdm import tqdm
 
-from fastdecode.bench.serving.workload import Prompts, Request
+from fastdecode.bench.serving.workload import LoadRequest, Prompts
 
 #: Gauges of /metrics that are sampled; each server has a prefix of its own.
 _GAUGES = (":num_requests_running", ":num_requests_waiting", ":kv_cache_usage_perc")
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """The result of one request. Times are seconds since the run's start."""
 
-    request: Request
+    request: LoadRequest
     sent: float
     chunks: list[float] = field(default_factory=list)  # when each chunk with a token arrived
     output_tokens: int = 0  # as the server counts them; else one for each chunk
@@ -36,7 +36,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class Target:
     """The server under test."""
 
     url: str  # up to and with /v1
@@ -46,10 +46,10 @@ class Server:
 
 
 @dataclass(slots=True)
-class Run:
+class LoadRun:
     """The answers to one workload, and samples of the server's own metrics."""
 
-    answers: list[Answer]
+    answers: list[TimedAnswer]
     seconds: float
     samples: list[dict[str, float]]  # one about every second: `t` and the gauges of /metrics
 
@@ -65,15 +65,15 @@ async def first_model(url: str, api_key: str | None) -> str:
 
 
 async def run(
-    server: Server,
-    requests: Sequence[Request],
+    server: Target,
+    requests: Sequence[LoadRequest],
     prompts: Prompts,
     *,
     concurrency: int | None,
     timeout: float,
     deadline: float | None,
     progress: bool,
-) -> Run:
+) -> LoadRun:
     """Send every request at its arrival time; at most `concurrency` are in progress at once (None: any number).
 
     A request is given up after `timeout` seconds. After `deadline` seconds nothing more is sent and what is under way
@@ -82,7 +82,7 @@ async def run(
     gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
     connector = aiohttp.TCPConnector(limit=0)
     limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 30.0))
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
     samples: list[dict[str, float]] = []
     # All bodies are made before the start, so that this work does not delay a request.
     bodies = [_body(server, prompts.make(i, request), request.output_tokens) for i, request in enumerate(requests)]
@@ -93,10 +93,10 @@ async def run(
         connector=connector, timeout=limits, headers=_headers(server.api_key), read_bufsize=1 << 18
     ) as session:
 
-        async def one(request: Request, data: bytes) -> None:
+        async def one(request: LoadRequest, data: bytes) -> None:
             await asyncio.sleep(max(0.0, start + request.arrival - time.perf_counter()))
             async with gate:
-                answer = Answer(request, time.perf_counter() - start)
+                answer = TimedAnswer(request, time.perf_counter() - start)
                 answers.append(answer)
                 try:
                     await _stream(session, f"{server.url}/completions", data, answer, start)
@@ -122,17 +122,17 @@ async def run(
     for task in tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
-    return Run(answers, seconds, samples)
+    return LoadRun(answers, seconds, samples)
 
 
-def _body(server: Server, prompt: list[int], output_tokens: int) -> bytes:
+def _body(server: Target, prompt: list[int], output_tokens: int) -> bytes:
     """A request for exactly `output_tokens` greedy tokens."""
     fields: dict[str, Any] = {"model": server.model, "prompt": prompt, "max_tokens": output_tokens}
     fields |= {"temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     return orjson.dumps(fields | server.extra)
 
 
-async def _stream(session: aiohttp.ClientSession, url: str, data: bytes, answer: Answer, start: float) -> None:
+async def _stream(session: aiohttp.ClientSession, url: str, data: bytes, answer: TimedAnswer, start: float) -> None:
     """Send one request and read its server-sent events to the end."""
     async with session.post(url, data=data, headers={"Content-Type": "application/json"}) as response:
         if response.status != 200:

@@ -34,7 +34,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_requests(args: argparse.Namespace) -> list[workload.Request]:
+def load_requests(args: argparse.Namespace) -> list[workload.LoadRequest]:
     """The requests at the trace's own arrivals, or all at once. Raises ValueError, OSError."""
     for name in ("requests", "input_tokens", "output_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:

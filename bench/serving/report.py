@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.bench.serving.client import Answer, Run
+from fastdecode.bench.serving.client import LoadRun, TimedAnswer
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 
@@ -27,7 +27,7 @@ CLOSED_FIGURES: Figures = (
 )  # fmt: skip
 
 
-def summary(run: Run, slo_ttft: float | None, slo_tbt: float | None) -> dict[str, Any]:
+def summary(run: LoadRun, slo_ttft: float | None, slo_tbt: float | None) -> dict[str, Any]:
     """Figures of one run; latencies in milliseconds.
 
     ttft: from sending a request to its first token. tbt: between one chunk and the next (also called ITL). tpot: mean
@@ -55,24 +55,24 @@ def summary(run: Run, slo_ttft: float | None, slo_tbt: float | None) -> dict[str
     return result
 
 
-def ttft(answer: Answer) -> float:
+def ttft(answer: TimedAnswer) -> float:
     """Seconds to the first token."""
     return answer.chunks[0] - answer.sent
 
 
-def gaps(answer: Answer) -> list[float]:
+def gaps(answer: TimedAnswer) -> list[float]:
     """Seconds between chunks."""
     return np.diff(answer.chunks).tolist()
 
 
-def tpot(answer: Answer) -> float | None:
+def tpot(answer: TimedAnswer) -> float | None:
     """Seconds for each token after the first; None for an answer of one token."""
     if answer.output_tokens < 2:
         return None
     return (answer.chunks[-1] - answer.chunks[0]) / (answer.output_tokens - 1)
 
 
-def meets(answer: Answer, slo_ttft: float | None, slo_tbt: float | None) -> bool:
+def meets(answer: TimedAnswer, slo_ttft: float | None, slo_tbt: float | None) -> bool:
     """True if an answer met its latency objectives, in seconds."""
     if slo_ttft is not None and ttft(answer) > slo_ttft:
         return False
@@ -80,7 +80,7 @@ def meets(answer: Answer, slo_ttft: float | None, slo_tbt: float | None) -> bool
     return slo_tbt is None or not between or float(np.percentile(between, 99)) <= slo_tbt
 
 
-def timeline(run: Run, width: float = 1.0) -> list[dict[str, float]]:
+def timeline(run: LoadRun, width: float = 1.0) -> list[dict[str, float]]:
     """Chunks a second and requests in progress, in intervals of `width` seconds."""
     times = np.array([t for answer in run.answers for t in answer.chunks])
     rows = []
@@ -137,7 +137,7 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
     return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
 
 
-def _errors(answers: list[Answer]) -> dict[str, int]:
+def _errors(answers: list[TimedAnswer]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for answer in answers:
         if not answer.ok:

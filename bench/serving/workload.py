@@ -18,7 +18,7 @@ MOONCAKE_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LoadRequest:
     """One request of a workload."""
 
     arrival: float  # seconds after the first
@@ -29,7 +29,7 @@ class Request:
     choices: int = 1  # answers that it asks for
 
 
-def read_trace(path: Path) -> list[Request]:
+def read_trace(path: Path) -> list[LoadRequest]:
     """Read a trace, gzipped or not, by its form: Azure's (TIMESTAMP, ContextTokens, GeneratedTokens), BurstGPT's
     (Timestamp, Request tokens, Response tokens) or Mooncake's (JSON lines with timestamp, input_length, output_length,
     hash_ids). Arrivals count from the first request. Raises ValueError, OSError."""
@@ -45,21 +45,21 @@ def read_trace(path: Path) -> list[Request]:
     return from_zero(requests)
 
 
-def from_zero(requests: Sequence[Request]) -> list[Request]:
+def from_zero(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
     """The requests with arrivals that count from the first of them."""
     start = requests[0].arrival
     return [replace(request, arrival=request.arrival - start) for request in requests]
 
 
-def _mooncake(text: str) -> Iterator[Request]:
+def _mooncake(text: str) -> Iterator[LoadRequest]:
     for line in text.splitlines():
         if line.strip():
             row = orjson.loads(line)
             blocks = tuple(row.get("hash_ids", ()))
-            yield Request(row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), blocks)
+            yield LoadRequest(row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), blocks)
 
 
-def _table(text: str) -> Iterator[Request]:
+def _table(text: str) -> Iterator[LoadRequest]:
     for row in csv.DictReader(io.StringIO(text)):
         if "ContextTokens" in row:
             arrival = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
@@ -68,15 +68,15 @@ def _table(text: str) -> Iterator[Request]:
             arrival = float(row["Timestamp"])
             prompt, output = int(row["Request tokens"]), int(row["Response tokens"])
         if prompt > 0 and output > 0:  # BurstGPT keeps failed requests, with no response
-            yield Request(arrival, prompt, output)
+            yield LoadRequest(arrival, prompt, output)
 
 
-def fixed(n: int, prompt_tokens: int, output_tokens: int) -> list[Request]:
+def fixed(n: int, prompt_tokens: int, output_tokens: int) -> list[LoadRequest]:
     """`n` equal requests that all arrive at once."""
-    return [Request(0.0, prompt_tokens, output_tokens)] * n
+    return [LoadRequest(0.0, prompt_tokens, output_tokens)] * n
 
 
-def at_rate(requests: Sequence[Request], rate: float, burstiness: float, seed: int) -> list[Request]:
+def at_rate(requests: Sequence[LoadRequest], rate: float, burstiness: float, seed: int) -> list[LoadRequest]:
     """The requests in the same order with gamma-distributed gaps of mean 1/rate seconds and shape `burstiness`: 1 is a
     Poisson process, less is burstier. An infinite rate lets all arrive at once."""
     rng = random.Random(seed)
@@ -88,12 +88,12 @@ def at_rate(requests: Sequence[Request], rate: float, burstiness: float, seed: i
     return result
 
 
-def sped_up(requests: Sequence[Request], factor: float) -> list[Request]:
+def sped_up(requests: Sequence[LoadRequest], factor: float) -> list[LoadRequest]:
     """The trace's own arrivals, `factor` times as fast."""
     return [replace(request, arrival=request.arrival / factor) for request in requests]
 
 
-def scaled(requests: Sequence[Request], factor: float, longest: int | None) -> list[Request]:
+def scaled(requests: Sequence[LoadRequest], factor: float, longest: int | None) -> list[LoadRequest]:
     """Lengths times `factor`, at least 1 token; a request longer than `longest` tokens in all has its prompt cut."""
     result = []
     for request in requests:
@@ -115,7 +115,7 @@ class Prompts:
         self._seed = seed
         self._block = max(1, round(MOONCAKE_BLOCK * block_scale))
 
-    def make(self, index: int, request: Request) -> list[int]:
+    def make(self, index: int, request: LoadRequest) -> list[int]:
         """The prompt of request number `index`."""
         ids: list[int] = []
         for block in request.blocks:

@@ -25,7 +25,7 @@ _WAYS = {"whole": 4, "stream": 4, "three": 2, "left": 2}
 
 
 @dataclass(slots=True)
-class Request:
+class KnownRequest:
     """A prompt of token ids and its greedy answer of `max_tokens` tokens."""
 
     prompt: list[int]
@@ -47,7 +47,7 @@ class Tally:
             self.problems.append(problem)
 
 
-def make_requests(seed: int, longest: int) -> list[Request]:
+def make_requests(seed: int, longest: int) -> list[KnownRequest]:
     """Short prompts, prompts that start alike, and prompts of up to `longest` tokens."""
     rng = random.Random(seed)
 
@@ -55,20 +55,20 @@ def make_requests(seed: int, longest: int) -> list[Request]:
         return [rng.randint(_FIRST_ID, _LAST_ID) for _ in range(n)]
 
     beginning = ids(longest // 4)
-    requests = [Request(ids(rng.randint(3, 60)), rng.randint(8, 200)) for _ in range(12)]
-    requests += [Request(beginning + ids(rng.randint(1, 80)), rng.randint(4, 60)) for _ in range(8)]
-    requests += [Request(ids(rng.randint(longest // 2, longest)), rng.randint(4, 60)) for _ in range(4)]
+    requests = [KnownRequest(ids(rng.randint(3, 60)), rng.randint(8, 200)) for _ in range(12)]
+    requests += [KnownRequest(beginning + ids(rng.randint(1, 80)), rng.randint(4, 60)) for _ in range(8)]
+    requests += [KnownRequest(ids(rng.randint(longest // 2, longest)), rng.randint(4, 60)) for _ in range(4)]
     return requests
 
 
-class Client:
+class SoakClient:
     """Sends requests to one S-node."""
 
     def __init__(self, session: aiohttp.ClientSession, model: str):
         self.url = ""  # of the S-node, without /v1; may change
         self._session, self._model = session, model
 
-    async def learn(self, requests: list[Request]) -> list[Request]:
+    async def learn(self, requests: list[KnownRequest]) -> list[KnownRequest]:
         """Set the right answers of `requests`, each sent alone. Returns those that have one. Raises RuntimeError."""
         known = []
         for request in requests:
@@ -82,7 +82,7 @@ class Client:
                 known.append(request)
         return known
 
-    async def send(self, request: Request, way: str, tally: Tally, rng: random.Random) -> None:
+    async def send(self, request: KnownRequest, way: str, tally: Tally, rng: random.Random) -> None:
         """Send a request in one of the ways and record its outcome. Raises aiohttp.ClientError, OSError."""
         if way == "left":
             await self._leave(request, rng.randint(1, 10))
@@ -107,7 +107,7 @@ class Client:
         mark = "fastdecode:r_node_"
         return {name.removeprefix(mark): value for name, value in values.items() if name.startswith(mark)}
 
-    def _post(self, request: Request, **fields: Any) -> Any:
+    def _post(self, request: KnownRequest, **fields: Any) -> Any:
         body = {"model": self._model, "prompt": request.prompt, "max_tokens": request.max_tokens}
         body |= {"temperature": 0, "ignore_eos": True} | fields
         return self._session.post(f"{self.url}/v1/completions", json=body, timeout=_TIMEOUT)
@@ -116,14 +116,14 @@ class Client:
         if response.status != 200:
             raise RuntimeError(f"{self._model}: status {response.status}: {await response.text()}")
 
-    async def _whole(self, request: Request, **fields: Any) -> list[dict[str, Any]]:
+    async def _whole(self, request: KnownRequest, **fields: Any) -> list[dict[str, Any]]:
         async with self._post(request, **fields) as response:
             await self._check(response)
             answer = await response.json(loads=orjson.loads)
             choices: list[dict[str, Any]] = answer["choices"]
             return choices
 
-    async def _stream(self, request: Request) -> str:
+    async def _stream(self, request: KnownRequest) -> str:
         text, ended = "", False
         async with self._post(request, stream=True) as response:
             await self._check(response)
@@ -141,7 +141,7 @@ class Client:
             raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
         return text
 
-    async def _leave(self, request: Request, chunks: int) -> None:
+    async def _leave(self, request: KnownRequest, chunks: int) -> None:
         """Read at most `chunks` chunks of a stream, then close the connection."""
         async with self._post(request, stream=True) as response:
             await self._check(response)
@@ -152,10 +152,10 @@ class Client:
                     return
 
 
-class Load:
+class SoakLoad:
     """Clients of one S-node. While `up` is cleared they wait; a request that a kill cuts off is no failure."""
 
-    def __init__(self, client: Client, requests: list[Request], seed: int):
+    def __init__(self, client: SoakClient, requests: list[KnownRequest], seed: int):
         self.client, self.tally = client, Tally()
         self.up = asyncio.Event()
         self.starts = 0  # how often the S-node was started

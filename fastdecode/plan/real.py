@@ -12,8 +12,8 @@ from typing import Any
 
 import uvloop
 
-from fastdecode.bench.serving.client import Run
-from fastdecode.bench.serving.workload import Prompts, Request
+from fastdecode.bench.serving.client import LoadRun
+from fastdecode.bench.serving.workload import LoadRequest, Prompts
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.children import r_node
@@ -36,7 +36,7 @@ class RealSystem:
     memory: float  # bytes of each R-node's KV-cache
 
     def serve(
-        self, requests: Sequence[Request], limits: SchedulerLimits, *, bounds: Sequence[int | None], **options: Any
+        self, requests: Sequence[LoadRequest], limits: SchedulerLimits, *, bounds: Sequence[int | None], **options: Any
     ) -> Served:
         """Serve `requests` over R-nodes that are started for it. `bounds` and `options`: see `simulate`.
 
@@ -45,7 +45,7 @@ class RealSystem:
         return uvloop.run(self._serve(requests, limits, bounds, options))
 
     async def _serve(
-        self, requests: Sequence[Request], limits: SchedulerLimits, bounds: Sequence[int | None], options: Any
+        self, requests: Sequence[LoadRequest], limits: SchedulerLimits, bounds: Sequence[int | None], options: Any
     ) -> Served:
         n = limits.mini_batches
         n_answers = sum(request.choices for request in requests)
@@ -76,4 +76,4 @@ class RealSystem:
                 for link in links:
                     await link.close()
         scheduler = engine.scheduler
-        return Served(Run(sender.answers, seconds, []), scheduler.preemptions, scheduler.recomputed_tokens)
+        return Served(LoadRun(sender.answers, seconds, []), scheduler.preemptions, scheduler.recomputed_tokens)

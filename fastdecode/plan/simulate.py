@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     print_result(args, result, _print_table)
 
 
-def _load(args: argparse.Namespace) -> tuple[list[int], list[workload.Request]]:
+def _load(args: argparse.Namespace) -> tuple[list[int], list[workload.LoadRequest]]:
     """The lengths of the outputs before the load, and the load."""
     if args.history and not args.trace:
         raise ValueError("--history needs a --trace")

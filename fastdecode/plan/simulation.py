@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from fastdecode.bench.serving.client import Answer, Run
-from fastdecode.bench.serving.workload import Prompts, Request
+from fastdecode.bench.serving.client import LoadRun, TimedAnswer
+from fastdecode.bench.serving.workload import LoadRequest, Prompts
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.engine.scheduling.plan import SchedulerLimits
@@ -26,7 +26,7 @@ _PENALTY = 0.5
 class Served:
     """The course of a load on the engine."""
 
-    run: Run  # as the client of `fastdecode-bench serve` records it
+    run: LoadRun  # as the client of `fastdecode-bench serve` records it
     preemptions: int
     recomputed_tokens: int  # of sequences that lost their cache
 
@@ -48,7 +48,7 @@ class Simulated(Served):
 
 
 def simulate(
-    requests: Sequence[Request],
+    requests: Sequence[LoadRequest],
     system: System,
     limits: SchedulerLimits,
     memory: float,
@@ -66,7 +66,7 @@ def simulate(
 
 
 async def _simulate(
-    requests: Sequence[Request],
+    requests: Sequence[LoadRequest],
     system: System,
     limits: SchedulerLimits,
     memory: float,
@@ -96,7 +96,7 @@ async def _simulate(
         await sampling  # it never ends but with an error
     sampling.cancel()
     scheduler = engine.scheduler
-    run = Run(sender.answers, loop.time(), samples)
+    run = LoadRun(sender.answers, loop.time(), samples)
     return Simulated(run, scheduler.preemptions, scheduler.recomputed_tokens, runner.records)
 
 
@@ -105,12 +105,12 @@ class RequestSender:
     loop."""
 
     def __init__(self, engine: Engine, n_answers: int, clock: Callable[[], float]):
-        self.answers: list[Answer] = []
+        self.answers: list[TimedAnswer] = []
         self._all_ended = asyncio.Event()
         self._engine, self._to_end = engine, n_answers
         self._clock, self._begun = clock, 0.0
 
-    async def send_all(self, requests: Sequence[Request], prompts: Prompts, bounds: Sequence[int | None]) -> None:
+    async def send_all(self, requests: Sequence[LoadRequest], prompts: Prompts, bounds: Sequence[int | None]) -> None:
         """Send each request when it arrives, with its bound as max_tokens, and wait until all answers have ended."""
         self._begun = self._clock()
         for i, (request, bound) in enumerate(zip(requests, bounds, strict=True)):
@@ -123,11 +123,11 @@ class RequestSender:
         """Seconds since the first request."""
         return self._clock() - self._begun
 
-    def _send(self, request: Request, prompt: list[int], max_tokens: int | None) -> None:
+    def _send(self, request: LoadRequest, prompt: list[int], max_tokens: int | None) -> None:
         """Send a request. Each of its choices has an answer of its own; a choice's seed is the index of its answer.
         A request of several choices has a penalty, so that it costs as much as a request of its size can."""
         first = len(self.answers)
-        answers = [Answer(request, self._time()) for _ in range(request.choices)]
+        answers = [TimedAnswer(request, self._time()) for _ in range(request.choices)]
         self.answers += answers
         outputs = {str(first + k): partial(self._take, answer) for k, answer in enumerate(answers)}
         try:
@@ -138,7 +138,7 @@ class RequestSender:
             for answer in answers:
                 self._end(answer, error)
 
-    def _take(self, answer: Answer, event: TokenEvent | EngineError) -> None:
+    def _take(self, answer: TimedAnswer, event: TokenEvent | EngineError) -> None:
         if isinstance(event, TokenEvent):
             answer.chunks.append(self._time())
             answer.output_tokens += 1
@@ -146,7 +146,7 @@ class RequestSender:
                 return
         self._end(answer, event if isinstance(event, EngineError) else None)
 
-    def _end(self, answer: Answer, error: EngineError | None) -> None:
+    def _end(self, answer: TimedAnswer, error: EngineError | None) -> None:
         answer.finished = self._time()
         if error is not None:
             answer.error = f"{type(error).__name__}: {error}"

@@ -18,7 +18,7 @@ import numpy as np
 
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving import report
-from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, Request, at_rate, fixed
+from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, LoadRequest, at_rate, fixed
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.options import PlannedSystem, add_step_arguments, add_system_arguments
@@ -60,11 +60,11 @@ def run(args: argparse.Namespace) -> None:
     print_result(args, {"model": model.name, "profile": profile.name, "source": profile.source, "rows": rows}, _print)
 
 
-def disturbances(alone_seconds: float, prompt: int, choices: int) -> dict[str, list[Request]]:
+def disturbances(alone_seconds: float, prompt: int, choices: int) -> dict[str, list[LoadRequest]]:
     """By name: a prompt of `prompt` tokens every 2 s for `alone_seconds`, and one request of such a prompt and
     `choices` choices, whose sequences share the prompt."""
-    every = [Request(2.0 * i, prompt, 8) for i in range(1, 1 + max(1, int(alone_seconds / 2)))]
-    costly = [Request(2.0, prompt, 64, tuple(range(-(-prompt // MOONCAKE_BLOCK))), choices)]
+    every = [LoadRequest(2.0 * i, prompt, 8) for i in range(1, 1 + max(1, int(alone_seconds / 2)))]
+    costly = [LoadRequest(2.0, prompt, 64, tuple(range(-(-prompt // MOONCAKE_BLOCK))), choices)]
     return {
         f"a prompt of {prompt} tokens every 2 s": every,
         f"one request of {prompt} tokens with {choices} choices": costly,
@@ -78,7 +78,7 @@ class Stress:
     simulate: Callable[..., Served]  # requests of given bounds; further options go to the Engine
     limits: SchedulerLimits
 
-    def _serve(self, requests: list[Request], max_tokens: int, **options: Any) -> Served:
+    def _serve(self, requests: list[LoadRequest], max_tokens: int, **options: Any) -> Served:
         return self.simulate(requests, bounds=[max_tokens] * len(requests), **options)
 
     def beside(self, n_streams: int, prompt: int, choices: int, outputs: int = 1000) -> list[dict[str, Any]]:

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from fastdecode.bench.contenders import PeerRun, Split
+from fastdecode.bench.contenders import PeerRun, SplitSystem
 from fastdecode.bench.decode_cell import Limits, Measured, take_turns
 from fastdecode.bench.decode_report import row_of
-from fastdecode.bench.load import Cell, Load
+from fastdecode.bench.load import Cell, DecodeLoad
 from fastdecode.bench.peers import Command, Peer
 from fastdecode.demo import model_dir
 
 BENCH = [sys.executable, "-m", "fastdecode.bench.cli", "decode", "--steps", "2", "--rounds", "2"]
-LOAD = Load(model_dir(), "auto", torch.float32, torch.device("cpu"), 1, 2, 40, 4)
+LOAD = DecodeLoad(model_dir(), "auto", torch.float32, torch.device("cpu"), 1, 2, 40, 4)
 
 
 def decode(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -152,7 +152,7 @@ async def test_a_peer_that_refuses_says_why(tmp_path: Path, text: str, note: str
     assert one.note == two.note == note and not one.rounds and not two.rounds
 
 
-class Reading(Split):
+class Reading(SplitSystem):
     """A split system whose steps read 1000 bytes of KV-cache."""
 
     def step_bytes(self, cell: Cell) -> float:

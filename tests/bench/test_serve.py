@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from fastdecode.bench.serving import client, report, workload
-from fastdecode.bench.serving.workload import Request
+from fastdecode.bench.serving.workload import LoadRequest
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -39,7 +39,7 @@ def test_azure_trace(tmp_path: Path) -> None:
 def test_burstgpt_trace_without_its_failed_requests(tmp_path: Path) -> None:
     path = tmp_path / "burst.csv"
     path.write_text(BURST)
-    assert workload.read_trace(path) == [Request(0.0, 472, 18), Request(113.0, 1087, 230)]
+    assert workload.read_trace(path) == [LoadRequest(0.0, 472, 18), LoadRequest(113.0, 1087, 230)]
 
 
 def test_prompts_of_a_mooncake_trace_share_the_blocks_that_it_names(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_arrivals_have_the_rate_asked_for() -> None:
 
 
 def test_scaled_requests_fit_the_context() -> None:
-    requests = workload.scaled([Request(0.0, 4000, 900), Request(1.0, 1, 1)], 0.5, 600)
+    requests = workload.scaled([LoadRequest(0.0, 4000, 900), LoadRequest(1.0, 1, 1)], 0.5, 600)
     assert [(r.prompt_tokens, r.output_tokens) for r in requests] == [(300, 300), (1, 1)]
 
 
@@ -113,11 +113,11 @@ async def scripted():
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    yield server, client.Server(f"http://127.0.0.1:{port}/v1", "toy")
+    yield server, client.Target(f"http://127.0.0.1:{port}/v1", "toy")
     await runner.cleanup()
 
 
-async def load(server: client.Server, requests: list[Request], **options) -> client.Run:
+async def load(server: client.Target, requests: list[LoadRequest], **options) -> client.LoadRun:
     prompts = workload.Prompts(3, 900, seed=0)
     options = {"concurrency": None, "timeout": 20.0, "deadline": None, "progress": False} | options
     return await client.run(server, requests, prompts, **options)
@@ -125,7 +125,7 @@ async def load(server: client.Server, requests: list[Request], **options) -> cli
 
 async def test_latencies_are_those_of_the_server(scripted) -> None:
     server, where = scripted
-    run = await load(where, [Request(0.1 * i, 5, 6) for i in range(5)])
+    run = await load(where, [LoadRequest(0.1 * i, 5, 6) for i in range(5)])
     result = report.summary(run, slo_ttft=5.0, slo_tbt=None)
     assert (result["completed"], result["failed"]) == (5, 0)
     # The server sleeps at least this long; how much longer is the machine's affair.
@@ -149,7 +149,7 @@ async def test_arrivals_do_not_wait_for_answers_and_a_closed_loop_does(scripted)
 
 async def test_a_deadline_keeps_what_has_come(scripted) -> None:
     _, where = scripted
-    run = await load(where, [Request(0.0, 4, 2), Request(0.0, 4, 4000)], deadline=1.0)
+    run = await load(where, [LoadRequest(0.0, 4, 2), LoadRequest(0.0, 4, 4000)], deadline=1.0)
     result = report.summary(run, None, None)
     assert (result["completed"], result["failed"]) == (1, 1)
     assert "given up at the end of the run" in next(iter(result["errors"]))

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from fastdecode.bench.soaking.load import Client, Request, Tally
+from fastdecode.bench.soaking.load import KnownRequest, SoakClient, Tally
 
 
 @pytest.mark.timeout(400)
@@ -62,20 +62,20 @@ async def test_each_way_of_asking_notices_a_wrong_answer():
     app = web.Application()
     app.add_routes([web.post("/v1/completions", complete)])
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        client, rng = Client(session, "model"), random.Random(0)
+        client, rng = SoakClient(session, "model"), random.Random(0)
         client.url = str(server.make_url("")).rstrip("/")
         for way, answers in (("whole", 1), ("stream", 1), ("three", 3)):
             for text, outcome in (("right", "equal"), ("right!", "wrong")):
                 tally = Tally()
-                await client.send(Request([7], 2, text), way, tally, rng)
+                await client.send(KnownRequest([7], 2, text), way, tally, rng)
                 assert tally.answers == {outcome: answers}
                 assert tally.tokens == 2 * answers * (outcome == "equal") and bool(tally.problems) == (
                     outcome == "wrong"
                 )
             with pytest.raises(RuntimeError, match="500"):
-                await client.send(Request([0], 2, "right"), way, Tally(), rng)
+                await client.send(KnownRequest([0], 2, "right"), way, Tally(), rng)
         with pytest.raises(aiohttp.ClientError, match="DONE"):
-            await client.send(Request([1], 2, "right"), "stream", Tally(), rng)
+            await client.send(KnownRequest([1], 2, "right"), "stream", Tally(), rng)
         tally = Tally()
-        await client.send(Request([7], 2, "right"), "left", tally, rng)
+        await client.send(KnownRequest([7], 2, "right"), "left", tally, rng)
         assert tally.answers == {"left": 1}

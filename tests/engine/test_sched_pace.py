@@ -10,7 +10,7 @@ from toy_engine import running
 from virtual import serve, toy_system
 
 from fastdecode.bench.serving.report import gaps
-from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, Request
+from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, LoadRequest
 from fastdecode.engine.request import SamplingParams, TokenEvent
 from fastdecode.engine.scheduling import queue
 from fastdecode.engine.scheduling.spread import Spread
@@ -34,7 +34,7 @@ def beside(*requests, target, system=SYSTEM):
 
 
 def test_many_choices_of_a_long_prompt_keep_the_target():
-    costly = Request(1.0, 4096, 40, BLOCKS, choices=32)
+    costly = LoadRequest(1.0, 4096, 40, BLOCKS, choices=32)
     alone, bounded, unbounded = beside(target=0.024), beside(costly, target=0.024), beside(costly, target=None)
     assert p99(bounded) < 1.3 * p99(alone)
     assert p99(unbounded) > 5 * p99(alone)
@@ -44,7 +44,7 @@ def test_many_choices_of_a_long_prompt_keep_the_target():
 
 def test_choices_leave_time_for_steps_that_are_slower_than_predicted(monkeypatch):
     """Slow steps are said to take 1.6 times the predicted time; the simulated ones take the predicted time."""
-    costly = Request(1.0, 4096, 40, BLOCKS, choices=32)
+    costly = LoadRequest(1.0, 4096, 40, BLOCKS, choices=32)
     even = p99(beside(costly, target=0.040))
     monkeypatch.setattr(Spread, "observe", lambda spread, ratio: setattr(spread, "value", 1.6))
     uneven = p99(beside(costly, target=0.040))
@@ -55,7 +55,7 @@ def test_choices_leave_time_for_steps_that_are_slower_than_predicted(monkeypatch
 def test_choices_that_grow_pause_and_lose_nothing():
     """At their start each choice takes the R-node 0.8 ms, at their end 6.8 ms."""
     system = toy_system(((1, 0.010), (516, 0.011)), 2e-5)
-    costly = Request(1.0, 40, 300, choices=16)
+    costly = LoadRequest(1.0, 40, 300, choices=16)
     bounded, unbounded = (beside(costly, target=target, system=system) for target in (0.080, None))
     assert p99(unbounded) > 1.5 * 0.080
     assert p99(bounded) < 1.2 * 0.080
@@ -65,8 +65,8 @@ def test_choices_that_grow_pause_and_lose_nothing():
 def test_a_request_too_long_for_the_target_does_not_wait_for_ever(monkeypatch):
     """Short requests never stop coming; a long one takes 40 ms a step by itself, against a target of 24 ms."""
     monkeypatch.setattr(queue, "MAX_PASSED", 8)
-    short = [Request(0.02 * i, 20, 10) for i in range(400)]
-    long = Request(1.0, 20_000, 20)
+    short = [LoadRequest(0.02 * i, 20, 10) for i in range(400)]
+    long = LoadRequest(1.0, 20_000, 20)
     run = serve(sorted([*short, long], key=lambda r: r.arrival), SYSTEM, mini_batches=2, target_tbt=0.024)
     answer = next(answer for answer in run.run.answers if answer.request == long)
     assert answer.output_tokens == 20
@@ -79,7 +79,7 @@ def test_without_other_sequences_any_request_starts():
 
 
 def test_choices_that_wait_do_not_hide_the_request_behind_them():
-    costly, behind = Request(1.0, 4096, 200, BLOCKS, choices=64), Request(2.0, 20, 10)
+    costly, behind = LoadRequest(1.0, 4096, 200, BLOCKS, choices=64), LoadRequest(2.0, 20, 10)
     run = beside(costly, behind, target=0.024)
     assert run.run.answers[-1].finished - 2.0 < 1.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdecode.bench.serving.workload import Request
+from fastdecode.bench.serving.workload import LoadRequest
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.equations import System
 from fastdecode.plan.model import PlannedModel
@@ -22,7 +22,7 @@ def toy_system(s_part, r_token_seconds, *, r_nodes=1, model=MODEL) -> System:
 
 def serve(requests, system, *, pages=1_000_000, batch=256, mini_batches=1, rows=512, **options) -> Simulated:
     """`requests`: of workload, or (arrival, prompt, output) tuples; `pages` of each R-node."""
-    load = [request if isinstance(request, Request) else Request(*request) for request in requests]
+    load = [request if isinstance(request, LoadRequest) else LoadRequest(*request) for request in requests]
     limits = SchedulerLimits(mini_batches, rows, batch)
     return simulate(load, system, limits, pages * PAGE_BYTES, **options)
 

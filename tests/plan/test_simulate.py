@@ -8,7 +8,7 @@ import json
 import pytest
 from virtual import serve, toy_system
 
-from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, Request
+from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, LoadRequest
 from fastdecode.plan import virtual_time
 from fastdecode.plan.cli import main
 from fastdecode.plan.equations import StageTimes, Work, steady
@@ -81,8 +81,8 @@ def test_a_full_system_serves_what_the_equations_say(mini_batches):
 
 
 def test_a_shared_prefix_is_computed_once():
-    shared = [Request(0.1 * i, 4 * MOONCAKE_BLOCK + 10, 2, (1, 2, 3, 4)) for i in range(8)]
-    apart = [Request(r.arrival, r.prompt_tokens, 2) for r in shared]
+    shared = [LoadRequest(0.1 * i, 4 * MOONCAKE_BLOCK + 10, 2, (1, 2, 3, 4)) for i in range(8)]
+    apart = [LoadRequest(r.arrival, r.prompt_tokens, 2) for r in shared]
     system = toy_system(((1, 0.010), (101, 0.020)), 1e-9)
     once, each = (serve(load, system).run.seconds for load in (shared, apart))
     assert once < 0.5 * each
