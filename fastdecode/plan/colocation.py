@@ -89,8 +89,8 @@ def colocation_cost(
     several = [cell for cell in cells if cell.r_nodes > 1]
     if not several:
         return one
-    near = min(several, key=lambda c: (abs(c.r_nodes - r_nodes), abs(math.log(c.kv_bytes / kv_bytes))))
-    base, many = colocation_cost(cells, near.kv_dtype, 1, near.kv_bytes, cell_cost), cell_cost(near)
+    nearest = min(several, key=lambda c: (abs(c.r_nodes - r_nodes), abs(math.log(c.kv_bytes / kv_bytes))))
+    base, many = colocation_cost(cells, nearest.kv_dtype, 1, nearest.kv_bytes, cell_cost), cell_cost(nearest)
     return ColocationCost(
         one.kv_gbps * many.kv_gbps / base.kv_gbps,
         max(0.0, one.s_extra + many.s_extra - base.s_extra),

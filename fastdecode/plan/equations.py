@@ -20,14 +20,6 @@ from fastdecode.plan.profile import LinkTimes, Profile, SPartTimes
 # R: seconds of one R-node for one cached token in one layer. P: R-nodes. C: tokens that an R-node can cache.
 
 
-def sequence_seconds(n: int, s: float, t: float) -> float:
-    """Equation (7): 2 N S T(B), the time of a whole sequence while two mini-batches alternate.
-
-    With N = 32, S = 1024 and T(1024) = 7.08 ms (Llama-7b on an A10): 464 s.
-    """
-    return 2 * n * s * t
-
-
 def s_part_throughput(b: float, t: float) -> float:
     """Equation (8): E(B) = B / T(B), rows a second of one layer. 1024 / 7.08 ms = 144,600."""
     return b / t

@@ -268,8 +268,8 @@ async def s_part_times(
     pairs = _PROMPT_TOKENS * (_PROMPT_TOKENS + 1) / 2  # of the first chunk
     attention = 1.0
     if chunks > 1:
-        between = planned.pair_rows * _PROMPT_TOKENS * (length - _PROMPT_TOKENS)
-        attention = min(max((last - first) / between, 0.01), 1000.0)
+        more_rows = planned.pair_rows * _PROMPT_TOKENS * (length - _PROMPT_TOKENS)
+        attention = min(max((last - first) / more_rows, 0.01), 1000.0)
     row = (first - attention * planned.pair_rows * pairs) / _PROMPT_TOKENS
     return dataclasses.replace(times, prompt_row=min(max(row, 0.01), 100.0), prompt_attention=attention)
 

@@ -48,13 +48,13 @@ class SNode:
     healthy: bool = False
     why_not: str = "it has not been asked yet"
     requests: int = 0  # that this router waits for
-    elsewhere: int = 0  # that other clients of the S-node wait for, as of its last answer to /health
+    other_requests: int = 0  # that other clients wait for, by the S-node's last answer to /health
     task: asyncio.Task[None] | None = None
     seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
     @property
     def load(self) -> int:
-        return self.requests + self.elsewhere
+        return self.requests + self.other_requests
 
     def known(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt the S-node has seen."""
@@ -147,7 +147,7 @@ class Pool:
                     body = orjson.loads(await answer.read())
                     status = str(body["status"])
                     if answer.status == 200:
-                        s_node.elsewhere = max(0, int(body["running"]) + int(body["waiting"]) - s_node.requests)
+                        s_node.other_requests = max(0, int(body["running"]) + int(body["waiting"]) - s_node.requests)
                         if not s_node.healthy:
                             log.info("S-node %s takes requests", s_node.url)
                         s_node.healthy, s_node.why_not = True, ""

@@ -15,7 +15,6 @@ from fastdecode.plan.equations import (
     r_nodes_in_balance,
     round_seconds,
     s_part_throughput,
-    sequence_seconds,
     stage_times,
     steady,
 )
@@ -36,7 +35,6 @@ def test_the_papers_numbers():
     e = s_part_throughput(1024, 7.08e-3)
     assert e == pytest.approx(144_633, rel=1e-4)
     assert r_nodes_in_balance(1024, 0.124e-6, e) == pytest.approx(9.2, abs=0.05)
-    assert sequence_seconds(32, 1024, 7.08e-3) == pytest.approx(464, abs=0.1)
     assert fits(1024, 1024, 131072, 4) and not fits(1024, 1024, 131071, 4)
 
 
