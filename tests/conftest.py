@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from node_process import Node
-    from rnode_process import FarRNode, RNodeProcess
+    from nodes.node_process import Node
+    from nodes.rnode_process import FarRNode, RNodeProcess
 
     from fastdecode.daemon.rnode import RNode
 
@@ -53,7 +53,7 @@ def transports() -> list[str]:
     machine of tests/rdma. If FASTDECODE_R_NODE is the URL of an R-node on another host, only its scheme."""
     if far := os.environ.get("FASTDECODE_R_NODE"):
         return [far.partition(":")[0]]
-    from rnode_process import LISTEN_URLS
+    from nodes.rnode_process import LISTEN_URLS
 
     from fastdecode.transports.rdma_devices import list_ports
 
@@ -66,7 +66,7 @@ def shared_node(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RNodeProcess | FarRNode]:
     """An R-node process for tests that do not change it; once over each transport."""
-    from rnode_process import FarRNode, RNodeProcess
+    from nodes.rnode_process import FarRNode, RNodeProcess
 
     if far := os.environ.get("FASTDECODE_R_NODE"):
         yield FarRNode(far)
@@ -79,7 +79,7 @@ def shared_node(
 @pytest.fixture(params=transports())
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProcess]:
     """An R-node process for tests that kill it, stop it or use it up; once over each transport."""
-    from rnode_process import RNodeProcess
+    from nodes.rnode_process import RNodeProcess
 
     if "FASTDECODE_R_NODE" in os.environ:
         pytest.skip("the only R-node is on another host")
@@ -92,7 +92,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProces
 @pytest.fixture
 async def r_node(tmp_path: Path) -> AsyncIterator[RNode]:
     """An R-node within this process; its addresses are `shm` and `tcp`."""
-    from rnode_process import KV_BYTES
+    from nodes.rnode_process import KV_BYTES
 
     from fastdecode.daemon.rnode import RNode
 
@@ -105,8 +105,8 @@ async def r_node(tmp_path: Path) -> AsyncIterator[RNode]:
 @pytest.fixture
 async def bystander(r_node: RNode) -> AsyncIterator[None]:
     """Another S-node that decodes over TCP during the test, checked against float64."""
-    from link_driver import Driver, hello
-    from rnode_process import KV_BYTES
+    from nodes.rnode_process import KV_BYTES
+    from wire.link_driver import Driver, hello
 
     from fastdecode.transports.registry import connect
 
@@ -141,7 +141,7 @@ async def bystander(r_node: RNode) -> AsyncIterator[None]:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """A function that starts a Node with its arguments, as users do. All nodes are killed at the end of the test."""
-    from node_process import Node
+    from nodes.node_process import Node
 
     with contextlib.ExitStack() as stack:
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from captured_steps import MAX_SEQS, CapturedStep, Payload
-from cuda_driver import Cuda
-from link_driver import HANG_S, hello
-from rnode_process import RNodeProcess
+from gpu.captured_steps import MAX_SEQS, CapturedStep, Payload
+from gpu.cuda_driver import Cuda
+from nodes.rnode_process import RNodeProcess
+from wire.link_driver import HANG_S, hello
 
 from fastdecode.region.geometry import Geometry
 from fastdecode.spart.exchange.stream_rows import MappedRegion

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cuda_driver
 import torch
-from cuda_driver import Cuda, open_driver
-from sources import ROOT
+from gpu import cuda_driver
+from gpu.cuda_driver import Cuda, open_driver
+from sources.folders import ROOT
 
 
 class Skipped(Exception):

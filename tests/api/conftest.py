@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from api_client import served
-from checkpoints import make_checkpoint, reference
-from real_engine import real_engine
+from engines.api_client import served
+from engines.real_engine import real_engine
+from models.checkpoints import make_checkpoint, reference
 
 from fastdecode.text.tokenizer import Tokenizer
 

@@ -8,8 +8,8 @@ import math
 import openai
 import pytest
 import torch
-from api_client import MODEL, served
-from real_engine import real_engine
+from engines.api_client import MODEL, served
+from engines.real_engine import real_engine
 
 PROMPT = "The quick brown fox"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]

@@ -9,9 +9,9 @@ import socket
 
 import openai
 import pytest
-import tokenizers_made
-from api_client import MODEL, served
-from scripted_engine import ScriptedEngine
+from engines.api_client import MODEL, served
+from engines.scripted_engine import ScriptedEngine
+from models import tokenizers_made
 
 from fastdecode.engine.request import GenerationFailed, InvalidPrompt, NotReady, Overloaded, PromptTooLong, TokenEvent
 from fastdecode.text.tokenizer import Tokenizer

@@ -7,9 +7,9 @@ import asyncio
 import aiohttp
 import openai
 import pytest
-from api_client import MODEL, served
-from checkpoints import MAX_POSITIONS, make_checkpoint
-from real_engine import real_engine
+from engines.api_client import MODEL, served
+from engines.real_engine import real_engine
+from models.checkpoints import MAX_POSITIONS, make_checkpoint
 
 pytestmark = pytest.mark.quick
 

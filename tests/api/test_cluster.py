@@ -7,8 +7,8 @@ import re
 from itertools import pairwise
 
 import pytest
-from api_client import served
-from scripted_engine import ScriptedEngine
+from engines.api_client import served
+from engines.scripted_engine import ScriptedEngine
 
 from fastdecode.api.page import page_routes
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from api_client import MODEL, served
-from checkpoints import make_checkpoint
-from real_engine import real_engine
+from engines.api_client import MODEL, served
+from engines.real_engine import real_engine
+from models.checkpoints import make_checkpoint
 
 from fastdecode.text.tokenizer import Tokenizer
 

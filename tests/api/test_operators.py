@@ -9,9 +9,9 @@ import subprocess
 import aiohttp
 import orjson
 import pytest
-from api_client import MODEL, served
-from checkpoints import make_checkpoint
-from scripted_engine import ScriptedEngine
+from engines.api_client import MODEL, served
+from engines.scripted_engine import ScriptedEngine
+from models.checkpoints import make_checkpoint
 
 from fastdecode.api.app import make_app
 from fastdecode.api.server import bind, serve

@@ -10,11 +10,11 @@ import shutil
 
 import pytest
 import pytest_asyncio
-import tokenizers_made
-from api_client import MODEL, served
-from checkpoints import make_checkpoint
-from real_engine import real_engine
-from scripted_engine import ScriptedEngine
+from engines.api_client import MODEL, served
+from engines.real_engine import real_engine
+from engines.scripted_engine import ScriptedEngine
+from models import tokenizers_made
+from models.checkpoints import make_checkpoint
 
 from fastdecode.engine.request import Overloaded
 from fastdecode.text.tokenizer import Tokenizer

@@ -7,12 +7,12 @@ import json
 
 import openai
 import pytest
-import tokenizers_made
 import torch
-from api_client import MODEL, served
-from checkpoints import VOCAB_SIZE
-from real_engine import real_engine
-from scripted_engine import ScriptedEngine
+from engines.api_client import MODEL, served
+from engines.real_engine import real_engine
+from engines.scripted_engine import ScriptedEngine
+from models import tokenizers_made
+from models.checkpoints import VOCAB_SIZE
 
 from fastdecode.api.defaults import SamplingDefaults
 from fastdecode.engine.request import TokenEvent
@@ -225,7 +225,7 @@ async def test_reasoning_apart_from_the_answer(tmp_path):
 async def test_a_grammar_holds_behind_the_reasoning(checkpoint, tmp_path):
     """A random model that must begin its answer with reasoning, which a bias ends."""
     pytest.importorskip("llguidance")
-    from checkpoints import write_tokenizer
+    from models.checkpoints import write_tokenizer
 
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}<think>{# </think> #}"
     directory = write_tokenizer(tmp_path, plain=("<think>", "</think>"), chat_template=template)

@@ -6,10 +6,10 @@ import json
 
 import openai
 import pytest
-from api_client import MODEL, served
-from checkpoints import VOCAB_SIZE, make_checkpoint, write_tokenizer
-from real_engine import real_engine
-from scripted_engine import ScriptedEngine
+from engines.api_client import MODEL, served
+from engines.real_engine import real_engine
+from engines.scripted_engine import ScriptedEngine
+from models.checkpoints import VOCAB_SIZE, make_checkpoint, write_tokenizer
 
 from fastdecode import __version__
 from fastdecode.engine.request import GenerationFailed, TokenEvent

@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import openai
 import pytest
-from api_client import MODEL
-from json_schemas import SCHEMAS, fault
+from engines.api_client import MODEL
+from engines.json_schemas import SCHEMAS, fault
 
 from fastdecode.text.grammar import GrammarCompiler, GrammarSpec
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from api_client import MODEL, served
-from checkpoints import VOCAB_SIZE
-from scripted_engine import ScriptedEngine
+from engines.api_client import MODEL, served
+from engines.scripted_engine import ScriptedEngine
+from models.checkpoints import VOCAB_SIZE
 
 PROMPT = "The quick brown fox"
 ASK = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}

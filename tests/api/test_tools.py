@@ -8,10 +8,10 @@ import json
 import openai
 import pydantic
 import pytest
-from api_client import MODEL, served
-from checkpoints import VOCAB_SIZE, make_checkpoint, write_tokenizer
-from real_engine import real_engine
-from scripted_engine import ScriptedEngine
+from engines.api_client import MODEL, served
+from engines.real_engine import real_engine
+from engines.scripted_engine import ScriptedEngine
+from models.checkpoints import VOCAB_SIZE, make_checkpoint, write_tokenizer
 
 from fastdecode.text.tokenizer import Tokenizer
 

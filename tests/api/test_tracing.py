@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from api_client import served
-from scripted_engine import ScriptedEngine
+from engines.api_client import served
+from engines.scripted_engine import ScriptedEngine
 
 from fastdecode.api.server import bind
 

@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from rnode_process import RNodeProcess
+from nodes.rnode_process import RNodeProcess
 
 from fastdecode.bench import attention, transport_peers
 from fastdecode.kernels import _native

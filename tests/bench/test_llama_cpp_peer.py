@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint, reference
-from gguf_made import gguf_name, interleave
+from models.checkpoints import make_checkpoint, reference
+from models.gguf_made import gguf_name, interleave
 
 from fastdecode.bench.llama_cpp_file import gguf_of
 from fastdecode.bench.load import DecodeLoad

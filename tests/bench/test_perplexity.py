@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from rnode_process import RNodeProcess
+from nodes.rnode_process import RNodeProcess
 
 from fastdecode.bench.perplexity import nats_per_token
 from fastdecode.demo import heldout_text, model_dir

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import subprocess
 
-from emulated import EMULATOR, cross_build, cross_compile, needs_emulator
-from sources import ENGINE, ROOT
+from attention.emulated import EMULATOR, cross_build, cross_compile, needs_emulator
+from sources.folders import ENGINE, ROOT
 
 pytestmark = [*needs_emulator]
 

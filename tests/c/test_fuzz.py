@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sources import ENGINE, INCLUDES, ROOT
+from sources.folders import ENGINE, INCLUDES, ROOT
 
 pytestmark = pytest.mark.tools
 

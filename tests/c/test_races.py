@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sources import ENGINE, INCLUDES, ROOT
+from sources.folders import ENGINE, INCLUDES, ROOT
 
 #: Only the scalar kernels: the vector kernels share the code that threads run, and take long to compile.
 SOURCES = [

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sources import INCLUDES, ROOT, source_files
+from sources.folders import INCLUDES, ROOT, source_files
 
 pytestmark = pytest.mark.quick
 

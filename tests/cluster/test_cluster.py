@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from node_process import gone, until
+from nodes.node_process import gone, until
 
 from fastdecode.cluster import hosts
 from fastdecode.cluster.cli import main

@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import namespaces
 import pytest
+from wire import namespaces
 
 from fastdecode.demo import model_dir
 

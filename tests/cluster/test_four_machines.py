@@ -16,9 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import namespaces
 import orjson
-from sources import ROOT
+from sources.folders import ROOT
+from wire import namespaces
 
 from fastdecode.demo import model_dir
 

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 
-import cluster_recovery
 import pytest
+from nodes import cluster_recovery
 
 pytest.importorskip("ray", reason="no Ray: pip install 'fastdecode[ray]'")
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(420)]

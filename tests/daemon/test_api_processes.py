@@ -11,8 +11,8 @@ from typing import Any
 
 import openai
 import pytest
-from node_process import complete, fetch, gone, traces
-from scripted_engine import ScriptedEngine
+from engines.scripted_engine import ScriptedEngine
+from nodes.node_process import complete, fetch, gone, traces
 
 from fastdecode.api.server import bind
 from fastdecode.daemon import api_processes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from node_process import Node
+from nodes.node_process import Node
 
 PROMPT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"
 

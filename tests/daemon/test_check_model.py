@@ -8,12 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint, make_model
-from gguf_made import write_gguf
+from models.checkpoints import make_checkpoint, make_model
+from models.gguf_made import write_gguf
 
 from fastdecode.daemon.check_model import rows
-from fastdecode.daemon.config import WEIGHTS, NodeConfig
+from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.options import WEIGHTS
 from fastdecode.daemon.snode import run_s_node
 from fastdecode.spart import load_model
 from fastdecode.spart.loader import parameter_count

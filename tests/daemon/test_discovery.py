@@ -10,7 +10,7 @@ import socket
 import threading
 
 import pytest
-from node_process import complete, fetch, health, until
+from nodes.node_process import complete, fetch, health, until
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.discovery import DiscoveryError, DnsSet, FileSet, parse_list, r_node_set

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
-from link_driver import Payloads, in_thread
-from rnode_process import r_threads
+from nodes.rnode_process import r_threads
+from wire.link_driver import Payloads, in_thread
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split

@@ -10,9 +10,9 @@ import socket
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_checkpoint, reference
-from node_process import fetch
-from rnode_process import RNodeProcess
+from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from nodes.node_process import fetch
+from nodes.rnode_process import RNodeProcess
 
 from fastdecode.daemon.discovery import FileSet
 from fastdecode.daemon.handover import PrefillServer, RemotePrefill, model_digest

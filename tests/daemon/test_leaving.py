@@ -6,7 +6,7 @@ import threading
 
 import openai
 import pytest
-from node_process import complete, fetch, health, until
+from nodes.node_process import complete, fetch, health, until
 
 
 @pytest.mark.timeout(300)

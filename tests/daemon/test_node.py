@@ -12,8 +12,8 @@ import time
 import openai
 import orjson
 import pytest
-from checkpoints import make_checkpoint
-from node_process import NODE, START_SECONDS, complete, fetch, gone, traces
+from models.checkpoints import make_checkpoint
+from nodes.node_process import NODE, START_SECONDS, complete, fetch, gone, traces
 
 from fastdecode.daemon.machine import total_memory
 from fastdecode.demo import model_dir

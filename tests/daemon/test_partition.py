@@ -10,7 +10,7 @@ import openai
 import orjson
 import pytest
 import torch
-from node_process import NODE, complete, fetch
+from nodes.node_process import NODE, complete, fetch
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from link_driver import hello
+from wire.link_driver import hello
 
 from fastdecode.daemon import rnode_links
 from fastdecode.daemon.config import NodeConfig

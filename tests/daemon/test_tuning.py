@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from node_process import complete, gone, traces
+from nodes.node_process import complete, gone, traces
 
 from fastdecode.daemon import embedded, machine, tuning
 from fastdecode.daemon.check import report

@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from cut_wire import enter
-from sources import ROOT
+from sources.folders import ROOT
+from wire.cut_wire import enter
 
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(240)]
 

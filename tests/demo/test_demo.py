@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from sources import ROOT
+from sources.folders import ROOT
 from tokenizers import Tokenizer
 
 from fastdecode import demo

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sources import ROOT
+from sources.folders import ROOT
 
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "results")
 

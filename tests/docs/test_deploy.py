@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from sources import ROOT
+from sources.folders import ROOT
 
 from fastdecode.cluster.config import ClusterConfig
 from fastdecode.daemon.config import NodeConfig

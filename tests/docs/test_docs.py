@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from sources import ROOT
+from sources.folders import ROOT
 
 from fastdecode.bench import cli as bench_cli
 from fastdecode.daemon.config import NodeConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from openai import OpenAI
-from sources import ROOT
+from sources.folders import ROOT
 
 EXAMPLES = ROOT / "examples"
 GREEDY = {"model": "fastdecode-demo", "max_tokens": 12, "temperature": 0}

@@ -9,8 +9,8 @@ import signal
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_checkpoint, reference
-from rnode_process import RNodeProcess
+from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from nodes.rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import SamplingParams

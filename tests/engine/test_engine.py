@@ -6,8 +6,8 @@ import asyncio
 import random
 
 import pytest
-from toy import POISON, VOCAB, ToyLink, ToySPart, continuation, tokens_of, until
-from toy_engine import running
+from engines.toy import POISON, VOCAB, ToyLink, ToySPart, continuation, tokens_of, until
+from engines.toy_engine import running
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import (

@@ -7,8 +7,8 @@ import contextlib
 import random
 
 import pytest
-from toy import ToyLink, ToySPart, continuation, tokens_of, until
-from toy_engine import started
+from engines.toy import ToyLink, ToySPart, continuation, tokens_of, until
+from engines.toy_engine import started
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.giver import Giver

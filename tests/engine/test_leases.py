@@ -8,7 +8,7 @@ import random
 import time
 
 import pytest
-from toy import ToyLink, ToySPart, continuation, tokens_of, until
+from engines.toy import ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine import rnode_control
 from fastdecode.engine.engine import Engine

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from toy import ToyLink, tokens_of, until
-from toy_engine import generate, started
+from engines.toy import ToyLink, tokens_of, until
+from engines.toy_engine import generate, started
 
 from fastdecode.engine.request import GenerationFailed, SamplingParams
 

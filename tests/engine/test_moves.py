@@ -6,8 +6,8 @@ import asyncio
 import random
 
 import pytest
-from toy import ToyLink, continuation, tokens_of, until
-from toy_engine import generate, started
+from engines.toy import ToyLink, continuation, tokens_of, until
+from engines.toy_engine import generate, started
 
 from fastdecode.engine import moves
 from fastdecode.engine.rebalance import choose_move

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_checkpoint, reference
-from hf_models import save_model
-from rnode_process import RNodeProcess
+from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from models.hf_models import save_model
+from nodes.rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams

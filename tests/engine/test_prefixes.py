@@ -10,7 +10,7 @@ import contextlib
 import random
 
 import pytest
-from toy import POISON, ToyLink, ToySPart, continuation, tokens_of, until
+from engines.toy import POISON, ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex, page_hashes

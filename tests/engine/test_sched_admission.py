@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy import ToyLink, continuation, tokens_of
-from toy_engine import running
-from virtual import MODEL, serve, toy_system
+from engines.toy import ToyLink, continuation, tokens_of
+from engines.toy_engine import running
+from engines.virtual import MODEL, serve, toy_system
 
 from fastdecode.bench.serving import report
 from fastdecode.bench.serving.workload import read_trace

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from toy import ToyLink, continuation
-from toy_engine import running
-from virtual import serve, toy_system
+from engines.toy import ToyLink, continuation
+from engines.toy_engine import running
+from engines.virtual import serve, toy_system
 
 from fastdecode.bench.serving.report import gaps
 from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, LoadRequest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_world import World
+from engines.scheduler_world import World
 
 from fastdecode.region.contract import PAGE_TOKENS
 

@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 import pytest
-from virtual import MODEL, gaps, serve, toy_system
+from engines.virtual import MODEL, gaps, serve, toy_system
 
 from fastdecode.engine.scheduling.budgets import pairs
 from fastdecode.engine.scheduling.step_time import PromptWork, StepTimes

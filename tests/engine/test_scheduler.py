@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from scheduler_world import END, World
+from engines.scheduler_world import END, World
 
 from fastdecode.engine.pages import blocks_for
 from fastdecode.engine.scheduling import queue

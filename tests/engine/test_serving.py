@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
-from cut_proxy import CutProxy
+from models.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
+from nodes.rnode_process import RNodeProcess
 from quick import quick
-from rnode_process import RNodeProcess
+from wire.cut_proxy import CutProxy
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams

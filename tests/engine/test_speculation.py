@@ -6,9 +6,9 @@ import asyncio
 import random
 
 import pytest
-from checkpoints import VOCAB_SIZE, make_checkpoint
-from real_engine import real_engine
-from scheduler_world import WORD, World
+from engines.real_engine import real_engine
+from engines.scheduler_world import WORD, World
+from models.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduling.guesser import Guesser

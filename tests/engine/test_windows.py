@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import VOCAB_SIZE, save_model
-from real_engine import real_engine
-from toy import tokens_of, until
+from engines.real_engine import real_engine
+from engines.toy import tokens_of, until
+from models.hf_models import VOCAB_SIZE, save_model
 
 from fastdecode.engine.pages import PageBook, PageGroups, PageTable
 from fastdecode.engine.request import SamplingParams

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import cuda_driver
 import pytest
-from cuda_driver import Cuda, SimulatedCuda, open_driver
+from gpu import cuda_driver
+from gpu.cuda_driver import Cuda, SimulatedCuda, open_driver
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """The bypass as a whole on the simulated driver: its own exchange, streams, graphs and driver module.
 
-torch's operations run on the CPU, as host functions of the captured graphs (tests/helpers/bypass_on_driver.py); the
+torch's operations run on the CPU, as host functions of the captured graphs (tests/helpers/gpu/bypass_on_driver.py); the
 module that captures with torch on a GPU (fastdecode/spart/exchange/graph.py) is the only one replaced.
 """
 
@@ -12,14 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cuda_driver
 import pytest
-from checkpoints import make_checkpoint
-from compiled import compile_all
+from gpu import cuda_driver
+from models.checkpoints import make_checkpoint
+from sources.compiled import compile_all
 
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(240)]
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "bypass_on_driver.py"
+SCRIPT = Path(__file__).parents[1] / "helpers/gpu/bypass_on_driver.py"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cuda_driver import CudaError, SimulatedCuda
+from gpu.cuda_driver import CudaError, SimulatedCuda
 
 pytestmark = pytest.mark.tools
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from compiled import kernel_names
+from sources.compiled import kernel_names
 
 from fastdecode.spart.exchange.choice import device_fault, environment_fault, try_words
 from fastdecode.spart.exchange.driver import Driver, DriverError

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import cuda_driver
 import pytest
-from sources import ROOT
+from gpu import cuda_driver
+from sources.folders import ROOT
 
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(300)]
 

@@ -15,9 +15,9 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from captured_steps import GEOMETRY, HOST_SLOT, MAX_SEQS, MINI_BATCHES, TURNS, CapturedStep, Payload, by_host
-from cuda_driver import Cuda
-from link_driver import FEWER, HANG_S, LAYER_REPLY, hello, in_thread
+from gpu.captured_steps import GEOMETRY, HOST_SLOT, MAX_SEQS, MINI_BATCHES, TURNS, CapturedStep, Payload, by_host
+from gpu.cuda_driver import Cuda
+from wire.link_driver import FEWER, HANG_S, LAYER_REPLY, hello, in_thread
 
 from fastdecode.spart.exchange.stream_rows import MappedRegion
 from fastdecode.transports._native import Proxy

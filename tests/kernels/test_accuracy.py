@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 
-import kv_accuracy as accuracy
 import numpy as np
 import pytest
 import torch
-from kernel_budget import BF16, FLOATS, INT7, INT8, INT16, budget
-from rnode_process import RNodeProcess
+from attention import kv_accuracy as accuracy
+from attention.kernel_budget import BF16, FLOATS, INT7, INT8, INT16, budget
+from nodes.rnode_process import RNodeProcess
 
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.kernels import _native

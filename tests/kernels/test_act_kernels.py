@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from emulated import NEON, SCALAR, kernels, params
+from attention.emulated import NEON, SCALAR, kernels, params
 
 from fastdecode.kernels import _native as native
 

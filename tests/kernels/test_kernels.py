@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from emulated import NEON, SCALAR, is_emulated, kernels, params
-from kernel_budget import INTEGERS, budget, unit
-from kernel_reference import Cache, Partial, aligned_bytes, assert_close, normal, queries, reference
-from kv_accuracy import rotated, stored, stored_kv
+from attention.emulated import NEON, SCALAR, is_emulated, kernels, params
+from attention.kernel_budget import INTEGERS, budget, unit
+from attention.kernel_reference import Cache, Partial, aligned_bytes, assert_close, normal, queries, reference
+from attention.kv_accuracy import rotated, stored, stored_kv
 from quick import quick
 
 from fastdecode.kernels import _native as native

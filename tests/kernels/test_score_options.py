@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from emulated import NEON, kernels, params
-from kernel_budget import budget, unit
-from kernel_reference import Cache, aligned_bytes, assert_close, normal, queries, reference
-from kv_accuracy import stored_kv
+from attention.emulated import NEON, kernels, params
+from attention.kernel_budget import budget, unit
+from attention.kernel_reference import Cache, aligned_bytes, assert_close, normal, queries, reference
+from attention.kv_accuracy import stored_kv
 
 from fastdecode.kernels import _native as native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS

@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from virtual import serve, toy_system
+from engines.virtual import serve, toy_system
 
 from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, LoadRequest
 from fastdecode.plan import virtual_time

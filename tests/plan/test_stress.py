@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
-from virtual import PAGE_BYTES, toy_system
+from engines.virtual import PAGE_BYTES, toy_system
 
 from fastdecode.demo import model_dir
 from fastdecode.engine.scheduling.plan import SchedulerLimits

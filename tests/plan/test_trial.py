@@ -7,7 +7,7 @@ import json
 import statistics
 
 import pytest
-from virtual import gaps, serve, toy_system
+from engines.virtual import gaps, serve, toy_system
 
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.plan.cli import main

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import guest
 import pytest
-from link_driver import hello
-from sources import ROOT
+from sources.folders import ROOT
+from wire.link_driver import hello
 
 from fastdecode.daemon import check
 from fastdecode.daemon.config import NodeConfig

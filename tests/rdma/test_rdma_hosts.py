@@ -11,8 +11,8 @@ import sys
 import time
 
 import pytest
-from link_driver import NOTICED_S, Payloads, hello, until
-from rnode_process import PULL_THE_PLUG, Held
+from nodes.rnode_process import PULL_THE_PLUG, Held
+from wire.link_driver import NOTICED_S, Payloads, hello, until
 
 from fastdecode.transports.base import LinkDown
 from fastdecode.transports.registry import connect

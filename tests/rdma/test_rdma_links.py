@@ -17,8 +17,8 @@ from ipaddress import IPv6Address
 
 import numpy as np
 import pytest
-from link_driver import CYCLES, HANG_S, NOTICED_S, Driver, Payloads, hello, until
-from rnode_process import Held, RNodeProcess, start_executor_threads
+from nodes.rnode_process import Held, RNodeProcess, start_executor_threads
+from wire.link_driver import CYCLES, HANG_S, NOTICED_S, Driver, Payloads, hello, until
 
 from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.transports.base import LinkDown, LinkRefused, TransportError
@@ -156,7 +156,7 @@ async def test_an_r_node_that_cannot_do_rdma_says_so():
 
 @pytest.mark.timeout(600)
 async def test_a_completion_is_the_same_as_over_shared_memory(tmp_path):
-    from real_engine import real_engine  # imports torch, which no other test of this module needs
+    from engines.real_engine import real_engine  # imports torch, which no other test of this module needs
 
     from fastdecode.demo import model_dir
     from fastdecode.engine.request import SamplingParams

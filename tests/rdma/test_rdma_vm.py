@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import guest
 import pytest
-from compiled import compile_all
-from link_driver import CYCLES
-from rnode_process import KV_BYTES, PULL_THE_PLUG
-from sources import ROOT
+from nodes.rnode_process import KV_BYTES, PULL_THE_PLUG
+from sources.compiled import compile_all
+from sources.folders import ROOT
+from wire.link_driver import CYCLES
 
 TESTS = ROOT / "tests"
 HELPERS = TESTS / "helpers"
@@ -77,7 +77,7 @@ def test_two_machines_and_one_loses_its_power(tmp_path):
     which = "rdma" if ALL else "rdma and (float64 or torn or power)"
     files = ("transports/test_transports.py", "rdma/test_rdma_hosts.py")
     suite = suite_of("-k", f"'{which}'", *(str(TESTS / name) for name in files))
-    script = f"{sys.executable} {HELPERS / 'rnode_process.py'} {url} {KV_BYTES}"
+    script = f"{sys.executable} {HELPERS / 'nodes/rnode_process.py'} {url} {KV_BYTES}"
     r_node = ["sh", "-c", f"export PYTHONPATH=$PYTHONPATH:{HELPERS}; exec {script}"]
     hosts = [guest.Guest(r_node, f"stream,server=on,{wire}", 1)]
     try:

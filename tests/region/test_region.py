@@ -7,8 +7,8 @@ import struct
 
 import numpy as np
 import pytest
-import rengine_peer
-from link_driver import SMALL
+from attention import rengine_peer
+from wire.link_driver import SMALL
 
 from fastdecode.region import _native
 from fastdecode.region.contract import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rengine_peer import Link
+from attention.rengine_peer import Link
 
 from fastdecode.kernels import _native
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from rengine_peer import BF16, KV_FP16, KV_FP32, Geometry, Link
+from attention.rengine_peer import BF16, KV_FP16, KV_FP32, Geometry, Link
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from rengine_peer import KV_INT8, Geometry, Peer, Reply
+from attention.rengine_peer import KV_INT8, Geometry, Peer, Reply
 
 from fastdecode.kernels import _native
 from fastdecode.region._native import init_region_header

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rengine_peer import KV_FP16, Geometry, Link
-from sources import INCLUDES, ROOT
+from attention.rengine_peer import KV_FP16, Geometry, Link
+from sources.folders import INCLUDES, ROOT
 
 from fastdecode.kernels import _native
 

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from rengine_peer import FP16, KV_FP16, KV_FP32, Geometry, Link
+from attention.rengine_peer import FP16, KV_FP16, KV_FP32, Geometry, Link
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rengine_peer import Geometry
+from attention.rengine_peer import Geometry
 
 from fastdecode.region.contract import PAGE_TOKENS, Status
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from rengine_peer import KV_FP32, Geometry, Peer
+from attention.rengine_peer import KV_FP32, Geometry, Peer
 
 from fastdecode.kernels import _native
 from fastdecode.region._native import init_region_header
@@ -20,7 +20,7 @@ G = Geometry(n_slots=1, max_rows=4, n_layers=1)
 #: prints the time of each verdict.
 S_SIDE = """
 import sys, time
-from rengine_peer import Geometry, Peer
+from attention.rengine_peer import Geometry, Peer
 from fastdecode.region.contract import Status
 peer = Peer(Geometry(n_slots=1, max_rows=4, n_layers=1), int(sys.argv[1]))
 peer.wake_fd = int(sys.argv[2])
@@ -75,7 +75,7 @@ def test_calls_go_on_while_the_gil_is_held():
 #: Three threads use whichever link is open, while the main thread closes it and opens the next one.
 CLOSER = """
 import mmap, sys, threading, time
-from rengine_peer import KV_FP32, Geometry, Peer
+from attention.rengine_peer import KV_FP32, Geometry, Peer
 from fastdecode.kernels import _native
 from fastdecode.region._native import init_region_header
 g = Geometry(n_slots=1, max_rows=4, n_layers=1)

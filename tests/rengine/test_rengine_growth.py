@@ -8,8 +8,19 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from arena_memory import BIG, MIB, OS_PAGE, append, arena_bytes, faulted_in, faults, hugetlb_bytes, hugetlb_pages, until
-from rengine_peer import KV_FP16, KV_FP32, KV_INT4, KV_INT8, Geometry, Link
+from attention.arena_memory import (
+    BIG,
+    MIB,
+    OS_PAGE,
+    append,
+    arena_bytes,
+    faulted_in,
+    faults,
+    hugetlb_bytes,
+    hugetlb_pages,
+    until,
+)
+from attention.rengine_peer import KV_FP16, KV_FP32, KV_INT4, KV_INT8, Geometry, Link
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import MAX_PAGES, PAGE_TOKENS, ROW_ATTEND, Status

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from arena_memory import (
+from attention.arena_memory import (
     BIG,
     MIB,
     NR_HUGEPAGES,
@@ -29,9 +29,9 @@ from arena_memory import (
     hugetlb_pages,
     until,
 )
-from rengine_peer import KV_FP32, Geometry, Link
-from rnode_process import r_threads
-from sources import ROOT
+from attention.rengine_peer import KV_FP32, Geometry, Link
+from nodes.rnode_process import r_threads
+from sources.folders import ROOT
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import PAGE_TOKENS, Status
@@ -271,7 +271,7 @@ def test_memory_is_bound_to_a_numa_node():
 #: Prints how often the engine's threads allocate and lock: in the first calls of steps, then in all other calls.
 COUNTED = """
 import ctypes
-from rengine_peer import KV_FP16, Geometry, Link
+from attention.rengine_peer import KV_FP16, Geometry, Link
 from fastdecode.region.contract import ROW_ATTEND, Status
 from fastdecode.kernels import _native
 

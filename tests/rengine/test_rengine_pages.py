@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from rengine_peer import KV_FP32, Geometry, Link
+from attention.rengine_peer import KV_FP32, Geometry, Link
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import PAGE_TOKENS, Status

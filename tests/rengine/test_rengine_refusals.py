@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from rengine_peer import KV_FP16, Geometry, Link
+from attention.rengine_peer import KV_FP16, Geometry, Link
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import PAGE_TOKENS, POISON, ROW_ATTEND, ROW_CUT, Status

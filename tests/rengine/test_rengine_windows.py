@@ -6,7 +6,7 @@ import socket
 
 import numpy as np
 import pytest
-from rengine_peer import KV_FP32, Geometry, Link, Shadow
+from attention.rengine_peer import KV_FP32, Geometry, Link, Shadow
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_CUT, ROW_SLIDE, Status

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from rengine_peer import FP16, KV_FP16, Geometry, Link
+from attention.rengine_peer import FP16, KV_FP16, Geometry, Link
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, Status

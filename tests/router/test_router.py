@@ -12,13 +12,13 @@ import openai
 import orjson
 import pytest
 from aiohttp import web
-from api_client import MODEL, served
-from checkpoints import make_checkpoint
-from node_process import complete, fetch
+from engines.api_client import MODEL, served
+from engines.real_engine import real_engine
+from engines.scripted_engine import ScriptedEngine
+from models.checkpoints import make_checkpoint
+from models.tokenizers_made import CHATML, byte_level
+from nodes.node_process import complete, fetch
 from openai import AsyncOpenAI, OpenAI
-from real_engine import real_engine
-from scripted_engine import ScriptedEngine
-from tokenizers_made import CHATML, byte_level
 
 from fastdecode.api.continuation import FIELD, HEADER, mark
 from fastdecode.api.server import bind, serve

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sources import ROOT
+from sources.folders import ROOT
 
 from fastdecode.region import contract
 

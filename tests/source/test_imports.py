@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dependencies import Rooms, circle, forbidden, include_graph, python_graph
-from sources import ROOT
+from sources.dependencies import Rooms, circle, forbidden, include_graph, python_graph
+from sources.folders import ROOT
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from sources import ROOT
+from sources.folders import ROOT
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from sources import ROOT, source_files
+from sources.folders import ROOT, source_files
 
 pytestmark = pytest.mark.quick
 

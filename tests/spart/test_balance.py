@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kv_accuracy import rotated
-from rnode_process import RNodeProcess
+from attention.kv_accuracy import rotated
+from nodes.rnode_process import RNodeProcess
 
 from fastdecode.bench.perplexity import nats_per_token
 from fastdecode.demo import heldout_text, model_dir

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 import torch
-from checkpoints import MIXTURES, make_checkpoint
-from spart_steps import GREEDY, linked, run
+from models.checkpoints import MIXTURES, make_checkpoint
+from models.spart_steps import GREEDY, linked, run
 
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import SPart, load_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from models.checkpoints import make_checkpoint
 
 from fastdecode.kernels import _native
 from fastdecode.spart import load_model

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from compiled import compiled, kernel_names
-from host_kernels import HostKernels
+from gpu.host_kernels import HostKernels
+from sources.compiled import compiled, kernel_names
 
 from fastdecode.region.geometry import Geometry, RegionLayout, region_layout
 from fastdecode.spart.exchange_kernels import CHUNK_BYTES, ROW_THREADS, SlotRows, row_addresses

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
+from models.checkpoints import make_checkpoint
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "lying_steps.py"
+SCRIPT = Path(__file__).parents[1] / "helpers/gpu/lying_steps.py"
 
 
 def run(exchange: str, left_out: tuple[str, ...]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""The exchanges of a device, on one that computes as late as it may (tests/helpers/lying_device.py, lying_driver.py).
+"""The exchanges of a device, on one that computes as late as it may (lying_device.py, lying_driver.py).
 
 Staged: rows copied in pinned memory. Bypass: whole steps captured and replayed, in which the stream itself rings the
 R-nodes and waits for them. The tokens of steps over real links are those of the same steps on the CPU, and each wait is
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
-from hf_models import save_model
+from models.checkpoints import make_checkpoint
+from models.hf_models import save_model
 
-HELPERS = Path(__file__).parents[1] / "helpers"
+SCRIPTS = Path(__file__).parents[1] / "helpers/gpu"
 
 
 #: Of the seven families: grouped queries, a sliding window, a QK norm, learned positions.
@@ -25,7 +25,7 @@ MODELS = ("llama-gqa", "mistral", "qwen3", "opt")
 
 
 def run(*arguments: str, script: str = "lying_steps.py") -> list[Any]:
-    command = [sys.executable, "-W", "ignore", str(HELPERS / script), *arguments]
+    command = [sys.executable, "-W", "ignore", str(SCRIPTS / script), *arguments]
     process = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from api_client import served
-from checkpoints import make_checkpoint
-from real_engine import real_engine
+from engines.api_client import served
+from engines.real_engine import real_engine
+from models.checkpoints import make_checkpoint
 
 from fastdecode.engine.request import SamplingParams
 from fastdecode.spart import load_model

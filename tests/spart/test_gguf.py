@@ -12,10 +12,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_model
-from gguf_made import QUANTISABLE, interleave, tokenizer_fields, write_gguf
+from models.checkpoints import make_checkpoint, make_model
+from models.gguf_made import QUANTISABLE, interleave, tokenizer_fields, write_gguf
+from models.spart_steps import EXACT, GREEDY, linked, run, text
 from quick import quick
-from spart_steps import EXACT, GREEDY, linked, run, text
 
 from fastdecode.gguf.file import GGUFError, GGUFFile, GGUFTensor, find_gguf
 from fastdecode.gguf.types import TYPES

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import TYPES, VOCAB_SIZE, make_config, save_model
+from models.hf_models import TYPES, VOCAB_SIZE, make_config, save_model
+from models.spart_steps import GREEDY, interleaved
 from safetensors.torch import load_file, save_file
-from spart_steps import GREEDY, interleaved
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.kernels._native import page_bytes, page_sections

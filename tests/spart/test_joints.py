@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from models.checkpoints import make_checkpoint
+from models.spart_steps import GREEDY, linked, run, text
 from quick import quick
-from spart_steps import GREEDY, linked, run, text
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model

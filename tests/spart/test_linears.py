@@ -12,9 +12,9 @@ import sys
 
 import pytest
 import torch
-from checkpoints import FAMILIES, make_checkpoint, reference
+from models.checkpoints import FAMILIES, make_checkpoint, reference
+from models.spart_steps import GREEDY, linked, run, text
 from quick import quick
-from spart_steps import GREEDY, linked, run, text
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VARIANTS, make_checkpoint, reference
+from models.checkpoints import VARIANTS, make_checkpoint, reference
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters_made import merged, save_adapter
-from api_client import served
-from checkpoints import VOCAB_SIZE, make_checkpoint
-from hf_models import save_model
+from engines.api_client import served
+from engines.real_engine import real_engine
+from models.adapters_made import merged, save_adapter
+from models.checkpoints import VOCAB_SIZE, make_checkpoint
+from models.hf_models import save_model
+from models.spart_steps import EXACT
 from openai import NotFoundError
-from real_engine import real_engine
 from safetensors.torch import load_file, save_file
-from spart_steps import EXACT
 
 from fastdecode.daemon import check_model
 from fastdecode.daemon.config import NodeConfig

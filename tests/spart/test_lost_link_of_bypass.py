@@ -1,6 +1,6 @@
 """An R-node that dies or stalls in the middle of a captured step, seen from the engine's streams.
 
-tests/helpers/lying_engine.py runs the engine: its S-Part computes on a device that lies; R-nodes and links are real.
+tests/helpers/gpu/lying_engine.py runs the engine: its S-Part computes on a device that lies; R-nodes, links are real.
 The lying device belongs to the whole process, so each test runs it in a process of its own.
 """
 
@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
+from models.checkpoints import make_checkpoint
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "lying_engine.py"
+SCRIPT = Path(__file__).parents[1] / "helpers/gpu/lying_engine.py"
 
 
 @pytest.mark.parametrize("how", ["kill", "stall"])

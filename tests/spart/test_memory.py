@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from models.checkpoints import make_checkpoint
 
 from fastdecode.kernels import _native
 from fastdecode.spart import load_model
 from fastdecode.spart.prefill.prompt import PromptCache, staged_token_bytes
 from fastdecode.spart.step.batch import Chunk
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "fake_memory.py"
+SCRIPT = Path(__file__).parents[1] / "helpers/gpu/fake_memory.py"
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 128256,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, reference
-from quantised_checks import EXACT, edit_config, error_of_logits
+from models.checkpoints import make_checkpoint, reference
+from models.quantised_checks import EXACT, edit_config, error_of_logits
 from safetensors.torch import load_file, save_file
 
 from fastdecode.daemon.check_model import rows as check_rows

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, reference
-from quantised_checks import EXACT, edit_config, error_of_logits
+from models.checkpoints import make_checkpoint, reference
+from models.quantised_checks import EXACT, edit_config, error_of_logits
 from quick import quick
 from safetensors.torch import load_file, save_file
 

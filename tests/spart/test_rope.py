@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_checkpoint, reference
-from real_engine import real_engine
+from engines.real_engine import real_engine
+from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from transformers import AutoConfig, LlamaForCausalLM, Phi3ForCausalLM
 
 from fastdecode.engine.request import SamplingParams

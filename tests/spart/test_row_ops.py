@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from models.checkpoints import make_checkpoint
 
 from fastdecode.kernels import _native
 from fastdecode.spart import read_config

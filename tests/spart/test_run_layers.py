@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from spart_steps import GREEDY, linked, run, text
+from models.checkpoints import make_checkpoint
+from models.spart_steps import GREEDY, linked, run, text
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES, MIXTURES, VARIANTS, make_checkpoint, reference
+from models.checkpoints import FAMILIES, MIXTURES, VARIANTS, make_checkpoint, reference
+from models.spart_steps import EXACT, GREEDY, interleaved, linked, run, text
 from quick import quick
-from spart_steps import EXACT, GREEDY, interleaved, linked, run, text
 
 from fastdecode.spart import Model, SPart, load_model
 from fastdecode.spart.exchange import SlotViews, link_rows, make_exchange

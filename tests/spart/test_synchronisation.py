@@ -1,6 +1,6 @@
 """How often a step of the S-Part makes the host wait for the device: counted on a device without values.
 
-tests/helpers/fake_device.py says what such a run shows. It shows nothing of values, of order, or of CUDA itself.
+tests/helpers/gpu/fake_device.py says what such a run shows. It shows nothing of values, of order, or of CUDA itself.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import VARIANTS, make_checkpoint
+from models.checkpoints import VARIANTS, make_checkpoint
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "fake_device.py"
+SCRIPT = Path(__file__).parents[1] / "helpers/gpu/fake_device.py"
 #: Of the native families, with and without windows, biases, QK norm, projections.
 MODELS = ("llama-gqa", "mistral", "qwen2-window", "qwen3", "phi3", "granite", "opt")
 CASES = [(model, "float16") for model in MODELS] + [("opt-projected", "float32")]

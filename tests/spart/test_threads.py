@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from models.checkpoints import make_checkpoint
 
 from fastdecode.spart import threads
 from fastdecode.spart.linears.dense16 import keeps16

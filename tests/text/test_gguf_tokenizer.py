@@ -9,10 +9,10 @@ from typing import Any
 
 import gguf
 import pytest
-from gguf_made import tokenizer_fields
+from models.gguf_made import tokenizer_fields
+from models.tokenizers_made import CHATML, CORPUS, byte_level, metaspace
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers_made import CHATML, CORPUS, byte_level, metaspace
 
 from fastdecode.text.chat_template import ChatTemplateError
 from fastdecode.text.tokenizer import Tokenizer, TokenizerError

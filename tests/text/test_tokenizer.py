@@ -7,10 +7,10 @@ import random
 import unicodedata
 
 import pytest
-import tokenizers_made
+from models import tokenizers_made
+from models.tokenizers_made import CHATML
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers_made import CHATML
 from transformers import AutoTokenizer
 
 from fastdecode.text.chat_template import ChatTemplateError

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from link_driver import hello
-from wire_peers import Caller
+from wire.link_driver import hello
+from wire.wire_peers import Caller
 
 from fastdecode.transports.base import LinkRefused, TransportError
 from fastdecode.transports.registry import connect, serve

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from frame_proxy import FrameProxy, Sender
-from link_driver import HANG_S, Driver, hello, until
-from wire_peers import Caller, FakeRNode, Keys, attach_message, hello_message
+from wire.frame_proxy import FrameProxy, Sender
+from wire.link_driver import HANG_S, Driver, hello, until
+from wire.wire_peers import Caller, FakeRNode, Keys, attach_message, hello_message
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.transports.base import Link, LinkRefused, TransportError

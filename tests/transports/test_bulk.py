@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import pytest
-from link_driver import HANG_S, SMALL, Driver, hello, in_thread, until
+from nodes.rnode_process import KV_BYTES, LISTEN_URLS, RNodeProcess
 from quick import quick
-from rnode_process import KV_BYTES, LISTEN_URLS, RNodeProcess
-from wire_peers import Caller
+from wire.link_driver import HANG_S, SMALL, Driver, hello, in_thread, until
+from wire.wire_peers import Caller
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.daemon.transfers import Incoming

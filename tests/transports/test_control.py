@@ -12,8 +12,8 @@ import tracemalloc
 
 import orjson
 import pytest
-from link_driver import hello
-from wire_peers import Caller, FakeRNode, attach, attach_message, hello_message, open_link
+from wire.link_driver import hello
+from wire.wire_peers import Caller, FakeRNode, attach, attach_message, hello_message, open_link
 
 from fastdecode.region.contract import (
     MAX_HEAD_SIZE,

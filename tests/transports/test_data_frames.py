@@ -9,8 +9,8 @@ import struct
 
 import numpy as np
 import pytest
-from link_driver import LARGE, SMALL, hello
-from wire_peers import (
+from wire.link_driver import LARGE, SMALL, hello
+from wire.wire_peers import (
     HANG_S,
     LAYER,
     MAGIC,

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from compiled import compiled
-from link_driver import FEWER, HANG_S, LAYER_REPLY, LAYER_REQUEST, SMALL, hello, in_thread
+from sources.compiled import compiled
+from wire.link_driver import FEWER, HANG_S, LAYER_REPLY, LAYER_REQUEST, SMALL, hello, in_thread
 
 from fastdecode.region.contract import POISON, ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.transports._native import Proxy

@@ -6,8 +6,8 @@ There may be any number of them. They cost the S-nodes beside them nothing.
 from __future__ import annotations
 
 import pytest
-from link_driver import hello
-from wire_peers import Caller, attach, attach_message, hello_message, open_link
+from wire.link_driver import hello
+from wire.wire_peers import Caller, attach, attach_message, hello_message, open_link
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.transports import server

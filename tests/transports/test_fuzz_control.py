@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 
 import orjson
 import pytest
-from hostile_frames import BY_TYPE, MESSAGES, hostile_frame
-from link_driver import FEWER, HANG_S, hello, until
-from rnode_process import Held, resident_bytes, start_executor_threads
-from wire_peers import Caller, FakeRNode, Keys, attach_message, hello_message
+from nodes.rnode_process import Held, resident_bytes, start_executor_threads
+from wire.hostile_frames import BY_TYPE, MESSAGES, hostile_frame
+from wire.link_driver import FEWER, HANG_S, hello, until
+from wire.wire_peers import Caller, FakeRNode, Keys, attach_message, hello_message
 
 from fastdecode.transports.base import TransportError
 from fastdecode.transports.messages import Message, decode, encode

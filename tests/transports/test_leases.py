@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from link_driver import HANG_S, SMALL, Driver, hello, in_thread
-from rnode_process import KV_BYTES
-from wire_peers import FakeRNode, attach, open_link
+from nodes.rnode_process import KV_BYTES
+from wire.link_driver import HANG_S, SMALL, Driver, hello, in_thread
+from wire.wire_peers import FakeRNode, attach, open_link
 
 from fastdecode.daemon import rnode
 from fastdecode.daemon.rnode import RNode

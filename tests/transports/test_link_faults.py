@@ -17,11 +17,11 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import cut_wire
 import pytest
-from link_driver import CYCLES, HANG_S, NOTICED_S, Payloads, hello, in_thread, until
-from rnode_process import KV_BYTES, Held, RNodeProcess, resident_bytes, start_executor_threads
-from snode_process import SNodeProcess, before_frame, large_hello
+from nodes.rnode_process import KV_BYTES, Held, RNodeProcess, resident_bytes, start_executor_threads
+from nodes.snode_process import SNodeProcess, before_frame, large_hello
+from wire import cut_wire
+from wire.link_driver import CYCLES, HANG_S, NOTICED_S, Payloads, hello, in_thread, until
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.region.geometry import region_layout

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from link_driver import HANG_S, LARGE, Driver, Payloads, hello, in_thread, until
-from rnode_process import KV_BYTES, r_threads
+from nodes.rnode_process import KV_BYTES, r_threads
+from wire.link_driver import HANG_S, LARGE, Driver, Payloads, hello, in_thread, until
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE

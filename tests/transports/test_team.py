@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
-from link_driver import SMALL, Driver, Payloads, hello, in_thread
-from rnode_process import LISTEN_URLS, Held, RNodeProcess
+from nodes.rnode_process import LISTEN_URLS, Held, RNodeProcess
+from wire.link_driver import SMALL, Driver, Payloads, hello, in_thread
 
 from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.region.geometry import Geometry

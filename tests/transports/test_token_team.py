@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
-from link_driver import SMALL, Driver, hello, in_thread
-from rnode_process import RNodeProcess
+from nodes.rnode_process import RNodeProcess
+from wire.link_driver import SMALL, Driver, hello, in_thread
 
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import Hello, LayerOptions, TransportError

@@ -12,9 +12,9 @@ import sys
 
 import numpy as np
 import pytest
-import vanished_host
-from link_driver import CALLS, FEWER, HANG_S, LARGE, NOTICED_S, SMALL, Driver, Payloads, hello, in_thread, until
-from rnode_process import KV_BYTES, Held, start_executor_threads
+from nodes.rnode_process import KV_BYTES, Held, start_executor_threads
+from wire import vanished_host
+from wire.link_driver import CALLS, FEWER, HANG_S, LARGE, NOTICED_S, SMALL, Driver, Payloads, hello, in_thread, until
 
 from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.region.geometry import region_layout
@@ -427,7 +427,7 @@ async def test_closed_link_has_freed_its_lease(shared_node):
 
 S_NODE = """
 import asyncio, sys
-from link_driver import Driver, hello
+from wire.link_driver import Driver, hello
 from fastdecode.transports.registry import connect
 
 async def main():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from link_driver import HANG_S, hello, in_thread
+from wire.link_driver import HANG_S, hello, in_thread
 
 from fastdecode.region.contract import ROW_DTYPE
 from fastdecode.transports._native import StepGroup, wait_any

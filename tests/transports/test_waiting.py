@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from idle_links import IdleLinks
-from link_driver import Payloads, hello, in_thread
-from rnode_process import RNodeProcess
+from nodes.idle_links import IdleLinks
+from nodes.rnode_process import RNodeProcess
+from wire.link_driver import Payloads, hello, in_thread
 
 from fastdecode.transports.registry import connect
 

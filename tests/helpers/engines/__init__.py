@@ -1,0 +1,1 @@
+"""Engines, schedulers and APIs over real, scripted and virtual parts."""

@@ -1,0 +1,54 @@
+"""An engine over the toy model (toy.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+from engines.toy import ToySPart, continuation, tokens_of, until
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.request import SamplingParams
+
+
+@contextlib.asynccontextmanager
+async def running(*links, max_positions=4096, eos=frozenset(), **options):
+    """A started engine over `links`; at its end every page must have come back."""
+    spart = ToySPart(links, max_positions=max_positions, eos=eos)
+    engine = Engine(spart, list(links), **options)
+    await engine.start()
+    try:
+        yield engine, spart
+        spart.gate.set()
+        if engine.ready:
+            assert await engine.drain(20)
+        await until(lambda: all(node.free_pages == node.n_pages for node in engine.cluster.alive))
+        assert not spart.staged
+        for node in engine.cluster.alive:
+            assert not node.link.cache
+    finally:
+        spart.gate.set()
+        await engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def started(*links, **options):
+    """A started engine, whose R-nodes may change; at its end the live ones must be empty."""
+    engine = Engine(ToySPart(links), list(links), **({"max_batch_tokens": 64, "max_batch_size": 16} | options))
+    await engine.start()
+    try:
+        yield engine
+        assert await engine.drain(20)
+        for node in engine.cluster.alive:
+            await until(lambda node=node: node.pages_used == 0)
+    finally:
+        await engine.stop()
+
+
+async def generate(engine, n, tokens, seed=0):
+    """Run `n` requests of random prompts at once; every answer must be right."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, 900) for _ in range(rng.randint(1, 150))] for _ in range(n)]
+    params = SamplingParams(temperature=0.0, max_tokens=tokens)
+    answers = await asyncio.gather(*(tokens_of(engine.submit(p, params)) for p in prompts))
+    assert answers == [continuation(p, tokens) for p in prompts]

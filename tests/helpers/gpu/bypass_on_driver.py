@@ -1,0 +1,118 @@
+"""Steps of the bypass (fastdecode.spart.exchange.bypass) on the simulated CUDA driver, and the same steps on the CPU;
+prints whether their tokens are equal.
+
+Arguments: the number of hardware queues, the number of links, a model directory; $FASTDECODE_COMPILED has the driver.
+The exchange, its driver module and cuda-bindings are the real ones. torch has no device here: its operations are
+computed on the CPU, by host functions in the driver's streams and graphs. Steps with prompts are staged on the device
+of lying_device.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastdecode.spart import load_model
+from fastdecode.spart.exchange.bypass import Bypass
+from fastdecode.spart.exchange.stream_rows import Kernels
+from fastdecode.transports._native import Proxy
+from gpu.cuda_driver import Cuda, open_driver
+from gpu.lying_device import NAME, LyingDevice, LyingEvent, LyingStream
+from gpu.lying_steps import with_links
+
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_ARENA = 256 << 20
+_LINE = 256
+
+
+class DriverStream(LyingStream):
+    """A stream of the CUDA driver, which torch's operations enter as host functions."""
+
+    def __init__(self, device: DriverDevice):
+        self._cuda, self._driver_stream = device.cuda, device.cuda.call("cuStreamCreate", 1)
+        super().__init__(device, int(self._driver_stream))
+        self._functions: list[Any] = []  # they must live as long as the stream
+        self.failed: list[BaseException] = []
+        self.captured = 0
+
+    def put(self, operation: Callable[[], Any]) -> None:
+        def run(_: int | None) -> None:
+            try:
+                with torch.inference_mode():
+                    operation()
+            except BaseException as error:
+                self.failed.append(error)
+
+        self._functions.append(_HOST_FUNCTION(run))
+        address = ctypes.cast(self._functions[-1], ctypes.c_void_p).value
+        self._cuda.call("cuLaunchHostFunc", self._driver_stream, address, 0)
+
+    def mark(self) -> int:
+        return 0
+
+    def run_to(self, mark: int) -> None:
+        self._cuda.call("cuStreamSynchronize", self._driver_stream)
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        results: list[Any] = []
+        with self.current():
+            graph = self._cuda.capture(self._driver_stream, lambda: results.append(work()))
+        self.captured += 1
+        return lambda: self._cuda.call("cuGraphLaunch", graph, self._driver_stream), results[0]
+
+    def check(self) -> None:
+        if self.failed:
+            raise self.failed[0]
+
+
+class DriverDevice(LyingDevice):
+    """A device whose memory is the driver's, and whose streams but the first are the driver's too."""
+
+    def __init__(self, cuda: Cuda):
+        super().__init__()
+        self.cuda = cuda
+        self._next = int(cuda.call("cuMemAlloc", _ARENA))
+        self._end = self._next + _ARENA
+
+    def allocate(self, meta: torch.Tensor) -> torch.Tensor:
+        n_bytes = meta.untyped_storage().nbytes()
+        at, self._next = self._next, self._next + -(-n_bytes // _LINE) * _LINE
+        assert self._next <= self._end, "the device has no more memory"
+        memory = np.frombuffer((ctypes.c_uint8 * max(n_bytes, 1)).from_address(at), np.uint8)[:n_bytes]
+        return torch.from_numpy(memory).view(meta.dtype).as_strided(meta.shape, meta.stride())
+
+    def make_stream(self) -> DriverStream:
+        self.streams[0].synchronize()
+        stream = DriverStream(self)
+        self.streams.append(stream)
+        return stream
+
+
+def main() -> None:
+    torch.Event = LyingEvent  # type: ignore[misc,assignment]
+    torch.set_num_threads(1)
+    queues, n_links, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    want = asyncio.run(with_links(load_model(directory, dtype="fp32"), n_links))
+    cuda = open_driver(Path())
+    cuda.reset(queues, delay_us=20)
+    cuda.use_here()
+    with DriverDevice(cuda) as device:
+        model = load_model(directory, device=NAME, dtype="fp32")
+        bypass = Bypass(Kernels.load(cuda.product, cuda.image), device.make_stream, most_rows=64, proxy=Proxy())
+        got = asyncio.run(with_links(model, n_links, bypass))
+        lanes = device.streams[1:]
+    failed = [str(error) for stream in lanes for error in stream.failed]
+    captured = [stream.captured for stream in lanes]
+    print(json.dumps({"equal": got == want, "captured": captured, "fault": bypass.fault, "failed": failed}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

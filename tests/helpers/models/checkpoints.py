@@ -1,0 +1,217 @@
+"""Tiny random checkpoints of every family, made by transformers, with a tokenizer each.
+
+    from models.checkpoints import VARIANTS, make_checkpoint
+    directory = make_checkpoint("llama-gqa")
+
+A variant is made once a session. Its weights are wide enough that logits stand apart, so rounding does not
+decide greedy tokens. Norms, biases and positions are random too, so that no mistake is hidden by a zero or a one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 384
+MAX_POSITIONS = 1024
+
+_SENTENCES = [
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "Attention reads the keys and values of every token that came before.",
+    "A node that has memory to spare keeps the cache; a node that computes keeps the weights.",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.",
+    "0123456789 + 42 = 123456831; x := f(y) {\n\treturn None\n}\n",
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_SPECIAL = ["<s>", "</s>", "<pad>"]
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.0, 1.1, 1.2, 1.5, 2.0],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0],
+    "partial_rotary_factor": 0.75,
+}
+_QWEN3_MOE = {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+
+#: name -> (family, config, how to store it)
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama-mha": ("llama", {"num_key_value_heads": 4}, {}),
+    "llama-gqa": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}, {"shards": True}),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1, "head_dim": 24}, {}),
+    "llama-llama3": ("llama", {"rope": _LLAMA3, "attention_bias": True, "mlp_bias": True}, {}),
+    "llama-linear": ("llama", {"rope": {"rope_type": "linear", "factor": 2.0}}, {}),
+    "llama-yarn": ("llama", {"rope": _YARN}, {}),
+    "llama-bf16": ("llama", {"num_key_value_heads": 2}, {"dtype": torch.bfloat16}),
+    "llama-fp16": ("llama", {"num_key_value_heads": 2}, {"dtype": torch.float16}),
+    "mistral": ("mistral", {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 16}, {}),
+    "mistral-full": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}, {}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2}, {}),
+    "qwen2-window": (
+        "qwen2",
+        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        {},
+    ),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}, {}),
+    "phi3": ("phi3", {"num_key_value_heads": 2}, {}),
+    "phi3-window": ("phi3", {"num_key_value_heads": 2, "sliding_window": 16}, {}),
+    "phi3-longrope": ("phi3", {"rope": _LONGROPE, "original_max_position_embeddings": 256}, {}),
+    "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 16}, {}),
+    "qwen3-moe": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True}, {}),
+    "qwen3-moe-dense": ("qwen3_moe", {**_QWEN3_MOE, "mlp_only_layers": [2], "decoder_sparse_step": 2}, {}),
+    "gpt-oss": (
+        "gpt_oss",
+        {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "sliding_window": 16, "rope": _YARN},
+        {},
+    ),
+    "granite": (
+        "granite",
+        {
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 1.5,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+        },
+        {},
+    ),
+    "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {}),
+    "opt": ("opt", {}, {}),
+    "opt-projected": ("opt", {"word_embed_proj_dim": 48, "do_layer_norm_before": False}, {}),
+    "opt-old": ("opt", {"_remove_final_layer_norm": True, "enable_bias": False, "activation_function": "gelu"}, {}),
+}
+
+#: One of each family.
+FAMILIES = (
+    "llama-gqa",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "granite",
+    "opt",
+)
+#: Mixtures of experts. Rounding may give a token other experts, so they have no budgets for smaller formats.
+MIXTURES = ("mixtral", "gpt-oss")
+
+
+@functools.cache
+def _root() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="fastdecode-checkpoints-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+@functools.cache
+def make_checkpoint(name: str, seed: int = 0) -> Path:
+    """Directory of the variant `name` of VARIANTS: config.json, safetensors, generation_config.json, tokenizer.json."""
+    directory = _root() / f"{name}-{seed}"
+    model = make_model(name, seed)
+    _, _, storage = VARIANTS[name]
+    model.to(storage.get("dtype", torch.float32))
+    model.save_pretrained(directory, max_shard_size="64KB" if storage.get("shards") else "1GB")
+    write_tokenizer(directory)
+    return directory
+
+
+def make_model(name: str, seed: int = 0) -> Any:
+    """The transformers model itself, fp32, in eval mode."""
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    family, overrides, _ = VARIANTS[name]
+    config = _config(family, dict(overrides))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter.ndim == 1:
+                    base = 1.0 if "norm" in parameter_name and parameter_name.endswith("weight") else 0.0
+                    parameter.normal_(base, 0.2)
+                elif "embed" in parameter_name:
+                    parameter.normal_(0.0, 1.0)
+                else:  # keeps activations near one, and their logits a few units apart
+                    parameter.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5)
+    model.generation_config.update(do_sample=False, eos_token_id=[1], bos_token_id=0, pad_token_id=2)
+    return model.eval()
+
+
+def reference(directory: Path) -> Any:
+    """The checkpoint as transformers loads it in fp32."""
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def _config(family: str, overrides: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_POSITIONS,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    rope = overrides.pop("rope", None)
+    if family == "opt":
+        common |= {"ffn_dim": 128}
+    else:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, **(rope or {})}
+        common |= {"intermediate_size": 96, "rope_parameters": rope}
+    return AutoConfig.for_model(family, **(common | overrides))
+
+
+def write_tokenizer(
+    directory: Path, *, specials: tuple[str, ...] = (), plain: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE
+) -> Path:
+    """A byte-level BPE of VOCAB_SIZE tokens that can spell anything; <s> is 0, </s> is 1.
+
+    `specials` are further special tokens, and `plain` are added tokens that are none. Returns `directory`.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(plain),
+        special_tokens=[*_SPECIAL, *specials],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_SENTENCES, trainer)
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in plain])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "model_max_length": MAX_POSITIONS,
+        "chat_template": chat_template,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return directory

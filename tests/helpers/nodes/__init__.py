@@ -1,0 +1,1 @@
+"""Nodes, and the ends of links, as processes that a test kills, stops or blocks."""

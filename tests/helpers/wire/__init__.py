@@ -1,0 +1,1 @@
+"""Links and what happens to them: steps with checked results, hostile peers, proxies, wires that are cut."""
