@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.demo import model_dir
-from fastdecode.spart.checkpoints.config_file import find_gguf
+from fastdecode.gguf.file import find_gguf
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.text.tokenizer import Tokenizer
 

@@ -21,6 +21,7 @@ from fastdecode.daemon.process import freeze, set_up_logging
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.demo import model_dir
 from fastdecode.engine.request import NotReady
+from fastdecode.gguf.source import ModelSource
 from fastdecode.service.remote import RemoteEngine
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def main() -> None:
     engine, *listening = (socket.socket(fileno=int(fd)) for fd in sys.argv[1].split(","))
     config = NodeConfig.from_args(sys.argv[2:])
     set_up_logging(config.log_level, config.log_format)
-    settings = ApiSettings.make(config, config.model_path() or model_dir())
+    settings = ApiSettings.make(config, ModelSource.open(config.model_path() or model_dir()))
     sys.exit(uvloop.run(_serve(settings, engine, listening)))
 
 

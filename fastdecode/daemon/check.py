@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastdecode import __version__
 from fastdecode.daemon.config import NodeConfig
@@ -13,6 +13,9 @@ from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, 
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.kernels import _native
 from fastdecode.transports import rdma_report
+
+if TYPE_CHECKING:
+    from fastdecode.spart.backend import Backend
 
 
 def report(config: NodeConfig) -> str:
@@ -34,9 +37,11 @@ def report(config: NodeConfig) -> str:
     ]
     if path := config.model_path():
         from fastdecode.daemon import check_model
+        from fastdecode.spart.backend import choose_backend
 
-        rows += check_model.rows(config, path)
-        if config.role == "s" and not config.uses_r_nodes and (split := _split(config, path)):
+        backend = choose_backend(config.backend, path)
+        rows += check_model.rows(config, backend)
+        if config.role == "s" and not config.uses_r_nodes and (split := _split(config, backend)):
             rows.append(("split", split))
     return "\n".join(f"{name:<11} {value}".replace("\n", f"\n{'':<11} ") for name, value in rows)
 
@@ -75,17 +80,16 @@ def _exchange(config: NodeConfig) -> str:
     return str(node_exchange(config, choose_device(config.device), config.mini_batches or 2))
 
 
-def _split(config: NodeConfig, path: Path) -> str | None:
+def _split(config: NodeConfig, backend: Backend) -> str | None:
     """The split of the cpus; None with a GPU."""
     from fastdecode.daemon import check_model, tuning
     from fastdecode.spart import choose_device, choose_dtype
-    from fastdecode.spart.backend import choose_backend
 
-    device, backend = choose_device(config.device), choose_backend(config.backend, path)
+    device = choose_device(config.device)
     if device.type != "cpu":
         return None
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
-    return tuning.report(config, backend, dtype, check_model.parameters(path, backend.config))
+    return tuning.report(config, backend, dtype, check_model.parameters(backend))
 
 
 def _gpu() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +10,9 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.option_values import ConfigError, format_bytes
-from fastdecode.gguf.file import find_gguf
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import ModelConfig, choose_device, choose_dtype
-from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.backend import Backend
 from fastdecode.spart.linears.dense16 import keeps16
 from fastdecode.spart.loader import open_checkpoint, parameter_count
 from fastdecode.spart.lora.adapters import AdapterSet
@@ -32,14 +30,13 @@ _FILE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _QUANTISED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
 
 
-def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
-    """Lines of the report, (name, value), about the model in `path`. Raises CheckpointError, ConfigError."""
-    backend = choose_backend(config.backend, path)
+def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
+    """Lines of the report, (name, value), about a model. Raises CheckpointError, ConfigError."""
     model = backend.config
     check_partition(config, model)
     device = choose_device(config.device)
     dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
-    weights, stored = weights_of(config, path, model, device, dtype)
+    weights, stored = weights_of(config, backend, device, dtype)
     memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
     shape = f"{model.n_layers} layers, {_heads(model)}"
     lines = [
@@ -74,14 +71,16 @@ def check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
         raise ConfigError(f"--partition {config.partition}: {error}") from None
 
 
-def check_fits(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, device: torch.device, dtype: str) -> None:
-    """Raise ConfigError if the weights of the model in `path` do not fit into the device's free memory. `dtype` is
-    torch's name of the activation dtype."""
-    (weights, _), free = weights_of(config, path, model, device, dtype), _free_memory(device)
+def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype: str) -> None:
+    """Raise ConfigError if the weights of the model do not fit into the device's free memory. `dtype` is torch's name
+    of the activation dtype."""
+    weights, _ = weights_of(config, backend, device, dtype)
+    free = _free_memory(device)
     if weights > free:
         raise ConfigError(
-            f"--model {path}: its weights take about {format_bytes(weights)} ({config.weights} weights, {dtype}), and "
-            f"{format_bytes(free)} of memory are available on {device.type}; --weights int8 and int4 take less"
+            f"--model {backend.source.path}: its weights take about {format_bytes(weights)} ({config.weights} weights, "
+            f"{dtype}), and {format_bytes(free)} of memory are available on {device.type}; --weights int8 and int4 "
+            "take less"
         )
 
 
@@ -97,27 +96,24 @@ def _heads(model: ModelConfig | HFConfig) -> str:
     return " or ".join(f"{h.n_q} query and {h.n_kv} KV heads of {sizes[h]}" for h in kinds)
 
 
-def weights_of(
-    config: NodeConfig, path: Path, model: ModelConfig | HFConfig, device: torch.device, dtype: str
-) -> tuple[int, str]:
+def weights_of(config: NodeConfig, backend: Backend, device: torch.device, dtype: str) -> tuple[int, str]:
     """About how many bytes the weights take in memory, and how they are stored, for people. `dtype`: see check_fits."""
-    how = open_checkpoint(path, model).quantisation if isinstance(model, ModelConfig) else None
+    model = backend.config
+    how = open_checkpoint(backend.source, model).quantisation if isinstance(model, ModelConfig) else None
     if dtype == "float32" and model.dtype != "fp32" and not how and keeps16(device):
         dtype = str(TORCH_DTYPES[model.dtype]).removeprefix("torch.")
     dense = 4.0 if dtype == "float32" else 2.0
     if how and config.weights == "auto":
-        file = find_gguf(path)
-        files = sum(part.stat().st_size for part in ([file] if file else path.glob("*.safetensors")))
-        return files, f"stored and kept as {how}"
+        return backend.source.weight_bytes, f"stored and kept as {how}"
     kept = config.weights if config.weights in _QUANTISED_BYTES else dtype
-    return int(
-        parameters(path, model) * _QUANTISED_BYTES.get(config.weights, dense)
-    ), f"stored as {how or model.dtype}, kept as {kept}"
+    n_bytes = int(parameters(backend) * _QUANTISED_BYTES.get(config.weights, dense))
+    return n_bytes, f"stored as {how or model.dtype}, kept as {kept}"
 
 
-def parameters(path: Path, model: ModelConfig | HFConfig) -> int:
+def parameters(backend: Backend) -> int:
     """How many numbers a model has; a tied LM head counts once. For a model of transformers, by the size of its
     files."""
+    model = backend.config
     if isinstance(model, ModelConfig):
         return parameter_count(model)
-    return sum(part.stat().st_size for part in path.glob("*.safetensors")) // _FILE_BYTES[model.dtype]
+    return backend.source.weight_bytes // _FILE_BYTES[model.dtype]

@@ -14,6 +14,7 @@ from fastdecode.api.tracing import Tracing, check_available
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_files import CHAT_MODEL
 from fastdecode.daemon.option_values import ConfigError
+from fastdecode.gguf.source import ModelSource
 from fastdecode.service.client import EngineClient
 from fastdecode.text.tokenizer import Tokenizer
 
@@ -30,24 +31,24 @@ class ApiSettings:
     defaults: SamplingDefaults
 
     @classmethod
-    def make(cls, config: NodeConfig, path: Path) -> ApiSettings:
-        """Read the files that the options name; `path` is the model's.
+    def make(cls, config: NodeConfig, source: ModelSource) -> ApiSettings:
+        """Read the files that the options name, and those of the model's tokenizer and defaults.
 
         Raises ConfigError, TokenizerError, ChatTemplateError, ValueError.
         """
         if config.otlp_traces_endpoint and (missing := check_available()):
             raise ConfigError(f"--otlp-traces-endpoint {missing}")
-        names = config.served_model_name or (_default_name(config, path),)
+        names = config.served_model_name or (_default_name(config, source.path),)
         known = [*names, *(name for name, _ in config.lora)]
         if twice := next((name for name, _ in config.lora if known.count(name) > 1), None):
             raise ConfigError(f"--lora: {twice!r} is the name of another model here")
         return cls(
             config,
             names,
-            Tokenizer.from_dir(path, chat_template=_chat_template(config.chat_template)),
+            Tokenizer.from_dir(source, chat_template=_chat_template(config.chat_template)),
             config.read_api_keys(),
             _tls(config),
-            NO_DEFAULTS if config.generation_config == "none" else SamplingDefaults.from_dir(path),
+            NO_DEFAULTS if config.generation_config == "none" else SamplingDefaults.from_dir(source.path),
         )
 
     def _tracing(self) -> Tracing | None:

@@ -37,6 +37,7 @@ from fastdecode.region.contract import MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
+from fastdecode.spart.checkpoints.config_file import open_source
 from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.int4.balance import balance_digest, balance_for
 from fastdecode.spart.lora.files import read_adapter
@@ -64,13 +65,13 @@ def run_s_node(config: NodeConfig) -> None:
 
     Raises ConfigError, TransportError, OSError, RuntimeError, ValueError; the message is a sentence for the user.
     """
-    path = config.model_path() or model_dir()
+    source = open_source(config.model_path() or model_dir())
     secret = config.read_secret()
     if config.device != "cpu" and config.exchange != "staged":
         # Before CUDA starts: a kernel that is loaded late waits for streams that wait for R-nodes.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     device = choose_device(config.device)
-    backend = choose_backend(config.backend, path)
+    backend = choose_backend(config.backend, source)
     adapters = [read_adapter(name, directory) for name, directory in config.lora]
     positions = backend.config.max_positions
     if (config.max_model_len or 0) > positions:
@@ -82,12 +83,12 @@ def run_s_node(config: NodeConfig) -> None:
     # The port and the tokenizer come before the weights, which take long to load, so that a mistake shows at once.
     sockets = bind(config.host, config.port)
     try:
-        check_fits(config, path, backend.config, device, str(dtype).removeprefix("torch."))
+        check_fits(config, backend, device, str(dtype).removeprefix("torch."))
     except BaseException:
         for sock in sockets:
             sock.close()
         raise
-    settings = ApiSettings.make(config, path)
+    settings = ApiSettings.make(config, source)
     _check_vocabulary(settings.tokenizer, backend.config)
     # They start while the weights are loaded.
     api_processes = ApiProcesses(config, sockets) if config.api_processes else None
@@ -185,7 +186,7 @@ async def _serve(
         if not opening.done():
             return
         links = opening.result()
-        digest = model_digest(config.model_path() or model_dir(), hello, balance_digest(model))
+        digest = model_digest(backend.source.path, hello, balance_digest(model))
         log.info("%s", capacity(model.weight_bytes, model.device, links, length))
         prefill_nodes: RemotePrefill | None = None
         if config.prefill_at or config.prefill_file or config.take_from:

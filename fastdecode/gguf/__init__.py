@@ -1,5 +1,6 @@
 """GGUF, the file format of llama.cpp: one file with the hyper-parameters, the tokenizer and the tensors of a model.
 
+    source   ModelSource: a model's directory or GGUF file, opened once
     file     GGUFFile: the metadata and the table of tensors of a mapped file
     types    the types that a tensor may have, and the bytes of their blocks
 

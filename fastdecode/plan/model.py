@@ -74,7 +74,8 @@ def _token_bytes(n_layers: int, n_q_heads: int, n_kv_heads: int, head_size: int,
 
 def read_model(path: Path) -> PlannedModel:
     """The model in a directory or GGUF file; its weights are not loaded. Raises CheckpointError."""
-    config = choose_backend("auto", path).config
+    backend = choose_backend("auto", path)
+    config = backend.config
     unused = 0
     if isinstance(config, ModelConfig) and not config.tied:
         unused = config.vocab_size * config.embed_size
@@ -84,7 +85,7 @@ def read_model(path: Path) -> PlannedModel:
         n_q_heads=config.n_q_heads,
         n_kv_heads=config.n_kv_heads,
         head_size=config.head_size,
-        parameters=parameters(path, config) - unused,
+        parameters=parameters(backend) - unused,
         windows=tuple(config.windows),
         max_positions=config.max_positions,
     )

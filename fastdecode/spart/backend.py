@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastdecode.gguf.source import ModelSource
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
-from fastdecode.spart.checkpoints.config_file import find_gguf, read_config
+from fastdecode.spart.checkpoints.config_file import open_source, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ class Backend:
     """A checkpoint and the code that runs it, before its weights are loaded."""
 
     name: str  # "native" or "transformers"
-    directory: Path
+    source: ModelSource
     config: ModelConfig | HFConfig
 
     def load(
@@ -48,10 +49,10 @@ class Backend:
         if self.name == "native":
             from fastdecode.spart.loader import load_model
 
-            return load_model(self.directory, device, dtype, progress, weights, adapters, calibration)
+            return load_model(self.source, device, dtype, progress, weights, adapters, calibration)
         from fastdecode.spart.hf.model import load_hf_model
 
-        return load_hf_model(self.directory, device, dtype, progress, weights, adapters)
+        return load_hf_model(self.source.path, device, dtype, progress, weights, adapters)
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of each linear that adapters may change, by its name. Raises CheckpointError."""
@@ -61,7 +62,7 @@ class Backend:
             return block_linears(self.config)
         from fastdecode.spart.hf.model import block_linears as hf_linears
 
-        return hf_linears(self.directory)
+        return hf_linears(self.source.path)
 
     def make_spart(self, model: Model | HFModel, links: list[Link], exchange: Choice | None = None) -> SPart:
         """The S-Part of a model that `load` returned; see SPart."""
@@ -78,29 +79,29 @@ class Backend:
         return HFSPart(model, links, exchange)
 
 
-def choose_backend(name: str, directory: str | Path) -> Backend:
-    """The backend for a model directory. `name` is one of BACKENDS; "auto" takes the native decoder if it knows the
+def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:
+    """The backend for a model. `name` is one of BACKENDS; "auto" takes the native decoder if it knows the
     model.
 
     Raises CheckpointError, with the reasons of both backends if neither takes the checkpoint.
     """
-    directory = Path(directory)
+    source = open_source(model)
     if name != "transformers":
         try:
-            return Backend("native", directory, read_config(directory))
+            return Backend("native", source, read_config(source))
         except CheckpointError as error:
-            if name == "native" or not (directory / "config.json").is_file():
+            if name == "native" or not (source.path / "config.json").is_file():
                 raise
             native = error
-    elif find_gguf(directory):
-        raise CheckpointError(f"{directory} is a GGUF file, which only the native decoder reads")
+    elif source.gguf is not None:
+        raise CheckpointError(f"{source.path} is a GGUF file, which only the native decoder reads")
     if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("greenlet")):
         hint = "the transformers backend is not installed: pip install 'fastdecode[models]'"
         raise CheckpointError(hint if name == "transformers" else f"{native}; {hint}")
     from fastdecode.spart.hf.config import HFConfig
 
     try:
-        return Backend("transformers", directory, HFConfig.from_dir(directory))
+        return Backend("transformers", source, HFConfig.from_dir(source.path))
     except CheckpointError as error:
         if name == "transformers":
             raise

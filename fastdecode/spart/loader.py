@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from fastdecode.gguf.source import ModelSource
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
-from fastdecode.spart.checkpoints.config_file import find_gguf, read_config
-from fastdecode.spart.checkpoints.gguf import GGUFCheckpoint, open_gguf
+from fastdecode.spart.checkpoints.config_file import open_source, read_config
+from fastdecode.spart.checkpoints.gguf import GGUFCheckpoint
 from fastdecode.spart.checkpoints.mxfp4 import MXFP4Checkpoint
 from fastdecode.spart.checkpoints.quantised_files import QuantisedCheckpoint
 from fastdecode.spart.checkpoints.tensors import Checkpoint, SafetensorsCheckpoint
@@ -45,7 +46,7 @@ _DERIVED = ("rotary_emb.inv_freq", "attn.masked_bias")
 
 
 def load_model(
-    path: str | Path,
+    model: str | Path | ModelSource,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str = "auto",
     progress: bool = False,
@@ -62,11 +63,11 @@ def load_model(
     (calibration.py); without them each weight is rounded to the nearest number. Raises CheckpointError; if a
     tensor is missing or has another shape, the message names it.
     """
-    path, device = Path(path), torch.device(device)
-    config = read_config(path)
+    source, device = open_source(model), torch.device(device)
+    config = read_config(source)
     if isinstance(dtype, str):
         dtype = choose_dtype(dtype, config.dtype, device)
-    checkpoint = open_checkpoint(path, config)
+    checkpoint = open_checkpoint(source, config)
     blueprint = Blueprint(config, own_head=not config.tied or checkpoint.head_differs(config.names))
     wanted = _Wanted()
     blueprint.weights(wanted)
@@ -88,15 +89,15 @@ def load_model(
     return Model(config, loaded, device, dtype, parameters, _weight_bytes(loaded), adapter_set.names)
 
 
-def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
-    """The tensors of a model directory or GGUF file, of which no weight is read. Raises CheckpointError."""
-    if file := find_gguf(path):
-        return GGUFCheckpoint(open_gguf(file), config)
+def open_checkpoint(source: ModelSource, config: ModelConfig) -> Checkpoint:
+    """The tensors of a model, of which no weight is read. Raises CheckpointError."""
+    if source.gguf is not None:
+        return GGUFCheckpoint(source.gguf, config)
     if config.quantisation and config.quantisation.method == "mxfp4":
-        return MXFP4Checkpoint(path, config.names)
+        return MXFP4Checkpoint(source.path, config.names)
     if config.quantisation:
-        return QuantisedCheckpoint(path, config.names, config.quantisation)
-    return SafetensorsCheckpoint(path, config.names)
+        return QuantisedCheckpoint(source.path, config.names, config.quantisation)
+    return SafetensorsCheckpoint(source.path, config.names)
 
 
 def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -15,7 +15,8 @@ import orjson
 import tokenizers
 from tokenizers import AddedToken
 
-from fastdecode.gguf.file import GGUFError, GGUFFile, find_gguf
+from fastdecode.gguf.file import GGUFError
+from fastdecode.gguf.source import ModelSource
 from fastdecode.text.chat_template import ChatTemplate, ChatTemplateError
 from fastdecode.text.gguf_tokenizer import GGUFTokenizerError, read_tokenizer
 
@@ -59,23 +60,24 @@ class Tokenizer:
         self._backend.save(str(path))
 
     @classmethod
-    def from_dir(cls, model_dir: str | Path, *, chat_template: str | None = None) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of `model_dir`, or a GGUF file's metadata.
+    def from_dir(cls, model: str | Path | ModelSource, *, chat_template: str | None = None) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a directory, or a GGUF file's metadata.
         `chat_template` goes before the model's own.
 
         Raises TokenizerError, and ChatTemplateError for a template that is not valid Jinja.
         """
         try:
-            if file := find_gguf(model_dir):
-                backend, config, template = read_tokenizer(GGUFFile(file))
+            source = ModelSource.open(model)
+            if source.gguf is not None:
+                backend, config, template = read_tokenizer(source.gguf)
                 return cls(backend, config, chat_template or template)
         except (GGUFError, GGUFTokenizerError) as error:
             raise TokenizerError(str(error)) from None
         except ChatTemplateError:
             raise
         except Exception as error:  # the Rust library raises a plain Exception
-            raise TokenizerError(f"the tokenizer in {model_dir} cannot be read: {error}") from None
-        directory = Path(model_dir)
+            raise TokenizerError(f"the tokenizer in {model} cannot be read: {error}") from None
+        directory = source.path
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{directory} has no tokenizer.json")

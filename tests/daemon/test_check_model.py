@@ -17,6 +17,7 @@ from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.options import WEIGHTS
 from fastdecode.daemon.snode import run_s_node
 from fastdecode.spart import load_model
+from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.loader import parameter_count
 
 pytestmark = pytest.mark.quick
@@ -33,7 +34,7 @@ def gguf_file(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_the_size_in_memory_is_about_right(kind, weights, gguf_file):
     path = gguf_file if kind == "gguf" else make_checkpoint("llama-gqa")
-    said = dict(rows(NodeConfig(model=path, weights=weights, dtype="fp32"), path))["weights"]
+    said = dict(rows(NodeConfig(model=path, weights=weights, dtype="fp32"), choose_backend("auto", path)))["weights"]
     number, unit = re.match(r"([\d.]+) (KiB|B)", said).groups()
     model = load_model(path, dtype="fp32", weights=weights)
     assert model.parameters == parameter_count(model.config)
@@ -47,7 +48,7 @@ def test_the_size_in_memory_is_about_right(kind, weights, gguf_file):
 
 def test_a_16_bit_checkpoint_keeps_its_size_with_fp32_activations():
     path = make_checkpoint("llama-bf16")
-    said = dict(rows(NodeConfig(model=path, dtype="fp32"), path))["weights"]
+    said = dict(rows(NodeConfig(model=path, dtype="fp32"), choose_backend("auto", path)))["weights"]
     assert "kept as bfloat16; activations in float32" in said
     model = load_model(path, dtype="fp32")
     number = float(re.match(r"([\d.]+) KiB", said).group(1))

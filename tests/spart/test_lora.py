@@ -258,4 +258,4 @@ def test_an_adapter_with_the_name_of_the_model_is_an_error(directories):
 
 def test_the_check_counts_what_an_adapter_changes(directories):
     config = NodeConfig(check=True, model=make_checkpoint("llama-gqa"), lora=(("a", directories[0]),))
-    assert ("LoRA a", "6 linears, 5376 parameters") in check_model.rows(config, config.model)
+    assert ("LoRA a", "6 linears, 5376 parameters") in check_model.rows(config, choose_backend("auto", config.model))

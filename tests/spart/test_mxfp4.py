@@ -101,7 +101,7 @@ def test_experts_stay_in_4_bits(tmp_path):
 
 
 def test_check_names_the_format(tmp_path):
-    lines = dict(check_rows(NodeConfig(), make(tmp_path / "m")))
+    lines = dict(check_rows(NodeConfig(), choose_backend("auto", make(tmp_path / "m"))))
     assert "by the native backend" in lines["model"]
     assert "stored and kept as mxfp4" in lines["weights"]
 

@@ -17,6 +17,7 @@ from models.quantised_checks import EXACT, edit_config, error_of_logits
 from quick import quick
 from safetensors.torch import load_file, save_file
 
+from fastdecode.gguf.source import ModelSource
 from fastdecode.spart import CheckpointError, load_model, read_config
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.linears.stack import PermutedLinear
@@ -184,7 +185,7 @@ async def test_logits_of_each_format(name, tmp_path):
 def test_numbers_that_are_rounded_again_move_by_half_a_step(name, tmp_path):
     theirs = make(tmp_path / "m", name)
     config = read_config(tmp_path / "m")
-    checkpoint = open_checkpoint(tmp_path / "m", config)
+    checkpoint = open_checkpoint(ModelSource.open(tmp_path / "m"), config)
     for module in ("self_attn.k_proj", "mlp.down_proj"):
         matrix = checkpoint.matrix(f"model.layers.1.{module}.weight")
         want = theirs.get_submodule(f"model.layers.1.{module}").weight

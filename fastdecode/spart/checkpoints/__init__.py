@@ -2,7 +2,7 @@
 
 config           ModelConfig: one description of a model, for all native families
 config_json      typed access to config.json
-config_file      read_config: the ModelConfig of a directory or GGUF file
+config_file      open_source and read_config: the files of a model, and its ModelConfig
 families         each native family's config.json as a ModelConfig
 quantisation     parse_quantisation: quantization_config of a config.json
 tensors          the tensors of a model's files

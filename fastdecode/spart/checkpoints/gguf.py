@@ -7,13 +7,12 @@ other types are rounded to 8 bits in groups of 32. The layouts of blocks are tho
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastdecode.gguf.file import GGUFError, GGUFFile, GGUFTensor
+from fastdecode.gguf.file import GGUFFile, GGUFTensor
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, Rope, TensorNames
 from fastdecode.spart.checkpoints.families import make_config
 from fastdecode.spart.checkpoints.mxfp4 import mxfp4
@@ -80,14 +79,6 @@ _NAMES = TensorNames(
     head="output",
 )
 _PHI3_NAMES = replace(_NAMES, qkv=("attn_qkv",), up=("ffn_up",))
-
-
-def open_gguf(path: Path) -> GGUFFile:
-    """Raises CheckpointError."""
-    try:
-        return GGUFFile(path)
-    except GGUFError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
