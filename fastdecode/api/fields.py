@@ -87,16 +87,41 @@ class Fields:
             raise invalid(self.param(name), "must be a string")
         return value
 
-    def refuse_others(self, neutral: Mapping[str, Callable[[Any], bool]]) -> None:
+    def required_string(self, name: str) -> str:
+        """A string that must be there, and may be empty."""
+        if (value := self.string(name)) is None:
+            raise invalid(self.param(name), "this field is required")
+        return value
+
+    def required_object(self, name: str) -> Fields:
+        """The fields of an object that must be there."""
+        return Fields(self.required(name), self.param(name))
+
+    def require_type(self, *known: str, kind: str) -> None:
+        """Require the field `type` to be one of `known`; `kind` is what these stand for, in the plural."""
+        if (value := self.required("type")) not in known:
+            message = f"only {kind} are supported, not {value!r}"
+            raise invalid(self.param("type"), message, code="unsupported_value")
+
+    def refuse_others(self, neutral: Mapping[str, Callable[[Any], bool]] | None = None) -> None:
         """Refuse all fields that have not been read, except those in `neutral` whose value passes the test there.
 
         `neutral` maps the name of an OpenAI field to a test: whether a value of the field asks for nothing.
         """
+        neutral = neutral or {}
         for name, value in self._left.items():
             if name not in neutral:
                 raise invalid(self.param(name), "unknown field", code="unknown_field")
             if value is not None and not neutral[name](value):
                 raise invalid(self.param(name), "this value is not supported here", code="unsupported_value")
+
+
+def read_objects(value: Any, param: str, what: str) -> list[Fields]:
+    """The fields of each object of a list, whose name within the request is `param`. `what` the objects are, in the
+    plural. Raises ApiError (400)."""
+    if not isinstance(value, list):
+        raise invalid(param, f"must be a list of {what}")
+    return [Fields(entry, f"{param}[{i}]") for i, entry in enumerate(value)]
 
 
 def is_integer(value: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from fastdecode.api.fields import Fields, invalid, is_one_of
+from fastdecode.api.fields import Fields, invalid, is_one_of, read_objects
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _NEUTRAL_MESSAGE = {
@@ -53,9 +53,7 @@ def _calls(fields: Fields) -> list[dict[str, Any]]:
     calls = fields.take("tool_calls")
     if calls is None:
         return []
-    if not isinstance(calls, list):
-        raise invalid(fields.param("tool_calls"), "must be a list of tool calls")
-    return [_call(Fields(call, f"{fields.param('tool_calls')}[{i}]")) for i, call in enumerate(calls)]
+    return [_call(call) for call in read_objects(calls, fields.param("tool_calls"), "tool calls")]
 
 
 def _call(fields: Fields) -> dict[str, Any]:
@@ -65,12 +63,11 @@ def _call(fields: Fields) -> dict[str, Any]:
     if (call_id := fields.string("id")) is not None:
         call["id"] = call_id
     fields.take("index")  # a client may send back the deltas of a stream
-    function = Fields(fields.required("function"), fields.param("function"))
-    if (name := function.string("name")) is None:
-        raise invalid(function.param("name"), "this field is required")
+    function = fields.required_object("function")
+    name = function.required_string("name")
     call["function"] = {"name": name, "arguments": _arguments(function.take("arguments"), function.param("arguments"))}
-    function.refuse_others({})
-    fields.refuse_others({})
+    function.refuse_others()
+    fields.refuse_others()
     return call
 
 
@@ -93,14 +90,8 @@ def _content(content: Any, param: str) -> str:
     if not isinstance(content, list) or not content:
         raise invalid(param, "must be a string or a list of text parts")
     texts = []
-    for i, part in enumerate(content):
-        fields = Fields(part, f"{param}[{i}]")
-        if (kind := fields.required("type")) != "text":
-            raise invalid(
-                fields.param("type"), f"only text parts are supported, not {kind!r}", code="unsupported_value"
-            )
-        if (text := fields.string("text")) is None:
-            raise invalid(fields.param("text"), "this field is required")
-        texts.append(text)
-        fields.refuse_others({})
+    for part in read_objects(content, param, "text parts"):
+        part.require_type("text", kind="text parts")
+        texts.append(part.required_string("text"))
+        part.refuse_others()
     return "\n".join(texts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
-from fastdecode.api.fields import Fields, invalid, is_boolean, is_object, is_one_of
+from fastdecode.api.fields import Fields, invalid, is_boolean, is_object, is_one_of, read_objects
 from fastdecode.api.protocol import ChatRequest, parse_chat
 
 #: Fields that a chat has under the same names.
@@ -81,8 +81,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise invalid("input", "must be a text or a list of at least one item")
     messages: list[dict[str, Any]] = []
-    for i, item in enumerate(given):
-        _add_item(messages, Fields(item, f"input[{i}]"))
+    for item in read_objects(given, "input", "items"):
+        _add_item(messages, item)
     if not messages:
         raise invalid("input", "has no message")
     return messages
@@ -119,28 +119,20 @@ def _text(content: Any, param: str) -> Any:
     if not isinstance(content, list):
         return content
     parts = []
-    for i, part in enumerate(content):
-        fields = Fields(part, f"{param}[{i}]")
-        if (kind := fields.required("type")) not in ("input_text", "output_text", "text"):
-            message = f"only text parts are supported, not {kind!r}"
-            raise invalid(fields.param("type"), message, code="unsupported_value")
-        parts.append({"type": "text", "text": fields.required("text")})
-        fields.refuse_others({"annotations": is_one_of([]), "logprobs": is_one_of([])})
+    for part in read_objects(content, param, "text parts"):
+        part.require_type("input_text", "output_text", "text", kind="text parts")
+        parts.append({"type": "text", "text": part.required("text")})
+        part.refuse_others({"annotations": is_one_of([]), "logprobs": is_one_of([])})
     return parts
 
 
 def _tools(tools: Any) -> list[Any]:
     """Functions as a chat has them."""
-    if not isinstance(tools, list):
-        raise invalid("tools", "must be a list of tools")
     found = []
-    for i, tool in enumerate(tools):
-        fields = Fields(tool, f"tools[{i}]")
-        if (kind := fields.required("type")) != "function":
-            message = f"only functions are supported, not {kind!r}"
-            raise invalid(fields.param("type"), message, code="unsupported_value")
-        function = {name: fields.take(name) for name in ("name", "description", "parameters", "strict")}
-        fields.refuse_others({})
+    for tool in read_objects(tools, "tools", "tools"):
+        tool.require_type("function", kind="functions")
+        function = {name: tool.take(name) for name in ("name", "description", "parameters", "strict")}
+        tool.refuse_others()
         found.append({"type": "function", "function": function})
     return found
 
@@ -150,7 +142,7 @@ def _tool_choice(choice: Any) -> Any:
         return choice
     fields = Fields(choice, "tool_choice")
     named = {"type": fields.required("type"), "function": {"name": fields.string("name")}}
-    fields.refuse_others({})
+    fields.refuse_others()
     return named
 
 
@@ -160,5 +152,5 @@ def _format(fields: Fields) -> dict[str, Any]:
     found: dict[str, Any] = {"type": kind}
     if kind == "json_schema":
         found["json_schema"] = {name: fields.take(name) for name in ("name", "description", "schema", "strict")}
-    fields.refuse_others({})
+    fields.refuse_others()
     return found

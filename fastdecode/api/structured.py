@@ -68,17 +68,17 @@ def _response_format(fields: Fields) -> GrammarField | None:
         field = GrammarField("response_format", GrammarSpec("json_schema", _ANY_OBJECT))
     elif kind == "json_schema":
         param = "response_format.json_schema"
-        schema = Fields(inner.required("json_schema"), param)
+        schema = inner.required_object("json_schema")
         for name in ("name", "description"):
             schema.string(name)
         schema.boolean("strict")  # every schema is followed strictly
         field = GrammarField(f"{param}.schema", GrammarSpec("json_schema", _json(schema, "schema") or _ANY_OBJECT))
-        schema.refuse_others({})
+        schema.refuse_others()
     elif kind != "text":
         raise invalid(
             inner.param("type"), f"must be text, json_object or json_schema, not {kind!r}", code="unsupported_value"
         )
-    inner.refuse_others({})
+    inner.refuse_others()
     return field
 
 

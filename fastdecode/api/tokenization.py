@@ -52,7 +52,7 @@ class Tokenization:
             return chat, chat.generation.add_special_tokens, with_texts
         prompt = fields.string("prompt") or ""
         special = fields.boolean("add_special_tokens", True)
-        fields.refuse_others({})
+        fields.refuse_others()
         return prompt, special, with_texts
 
     def _decode(self, body: Any) -> str:
@@ -62,5 +62,5 @@ class Tokenization:
         tokens = fields.required("tokens")
         if tokens != [] and not is_token_ids(tokens):
             raise invalid("tokens", "must be a list of token ids")
-        fields.refuse_others({})
+        fields.refuse_others()
         return self.tokenizer.decode(tokens, skip_special_tokens=False)

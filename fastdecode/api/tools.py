@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastdecode.api.fields import Fields, invalid
+from fastdecode.api.fields import Fields, invalid, read_objects
 from fastdecode.text.output.deltas import Tool
 
 MAX_TOOLS = 256
@@ -31,12 +31,10 @@ def read_tools(fields: Fields) -> ToolUse:
     """Read the fields about tools. Raises ApiError (400)."""
     parallel = fields.boolean("parallel_tool_calls", True)
     value, choice = fields.take("tools"), fields.take("tool_choice")
-    entries = [] if value is None else value
-    if not isinstance(entries, list):
-        raise invalid("tools", "must be a list of tools")
+    entries = [] if value is None else read_objects(value, "tools", "tools")
     if len(entries) > MAX_TOOLS:
         raise invalid("tools", f"at most {MAX_TOOLS} tools")
-    pairs = [_tool(Fields(entry, f"tools[{i}]")) for i, entry in enumerate(entries)]
+    pairs = [_tool(entry) for entry in entries]
     tools = tuple(tool for tool, _ in pairs)
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -57,9 +55,8 @@ def read_tools(fields: Fields) -> ToolUse:
 
 
 def _tool(fields: Fields) -> tuple[Tool, dict[str, Any]]:
-    if (kind := fields.required("type")) != "function":
-        raise invalid(fields.param("type"), f"only functions are supported, not {kind!r}", code="unsupported_value")
-    function = Fields(fields.required("function"), fields.param("function"))
+    fields.require_type("function", kind="functions")
+    function = fields.required_object("function")
     name = function.string("name")
     if name is None or not _NAME.fullmatch(name):
         raise invalid(function.param("name"), "must be a name of at most 128 letters, digits, _, . and -")
@@ -71,8 +68,8 @@ def _tool(fields: Fields) -> tuple[Tool, dict[str, Any]]:
         raise invalid(function.param("parameters"), "must be a JSON schema: an object")
     definition["parameters"] = {"type": "object", "properties": {}} if parameters is None else parameters
     strict = function.boolean("strict")
-    function.refuse_others({})
-    fields.refuse_others({})
+    function.refuse_others()
+    fields.refuse_others()
     return Tool(name, parameters, strict), {"type": "function", "function": definition}
 
 
@@ -81,11 +78,9 @@ def _named(choice: Any) -> str:
     if not isinstance(choice, dict):
         raise invalid("tool_choice", 'must be "none", "auto", "required" or name a function')
     fields = Fields(choice, "tool_choice")
-    if (kind := fields.required("type")) != "function":
-        raise invalid(fields.param("type"), f"only functions are supported, not {kind!r}", code="unsupported_value")
-    function = Fields(fields.required("function"), fields.param("function"))
-    if (name := function.string("name")) is None:
-        raise invalid(function.param("name"), "this field is required")
-    function.refuse_others({})
-    fields.refuse_others({})
+    fields.require_type("function", kind="functions")
+    function = fields.required_object("function")
+    name = function.required_string("name")
+    function.refuse_others()
+    fields.refuse_others()
     return name

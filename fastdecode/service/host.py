@@ -9,13 +9,14 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from fastdecode.engine.request import EngineError, GenerationFailed, TokenEvent
 from fastdecode.service.client import Cancel, EngineClient, Request
 from fastdecode.service.messages import (
     FROM_API,
-    AskMetrics,
-    AskReport,
-    AskStatus,
+    Answer,
+    Ask,
     Close,
     Connection,
     Drain,
@@ -27,12 +28,9 @@ from fastdecode.service.messages import (
     FromApi,
     Heartbeat,
     HeartbeatAnswer,
-    MetricsAnswer,
     NotQueued,
     Queued,
-    ReportAnswer,
     Serving,
-    StatusAnswer,
     Step,
     Submit,
     Withdraw,
@@ -138,7 +136,7 @@ class EngineHost:
                     self._end(first + choice)
             case Ended(reason, seconds):
                 self._engine.choice_ended(reason, seconds)
-            case AskStatus() | AskMetrics() | AskReport():
+            case Ask():
                 self._spawn(self._answer(message))
             case Serving():
                 self.serving.set_result(True)
@@ -215,14 +213,9 @@ class EngineHost:
         for number in hosted.running:
             hosted.cancel(number - first)
 
-    async def _answer(self, message: AskStatus | AskMetrics | AskReport) -> None:
-        match message:
-            case AskStatus(question):
-                self._connection.send(StatusAnswer(question, await self._engine.status()))
-            case AskMetrics(question):
-                self._connection.send(MetricsAnswer(question, await self._engine.metrics()))
-            case AskReport(question, n_parts):
-                self._connection.send(ReportAnswer(question, await self._engine.report(n_parts)))
+    async def _answer(self, ask: Ask) -> None:
+        result = await getattr(self._engine, ask.method)(*ask.arguments)
+        self._connection.send(Answer(ask.question, msgspec.Raw(msgspec.msgpack.encode(result))))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -10,16 +10,17 @@ import asyncio
 import socket
 from array import array
 from collections.abc import AsyncIterator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 from msgspec.msgpack import Decoder, Encoder
 
 from fastdecode.engine import request as engine_errors
 from fastdecode.engine.request import EngineError, Outlet, TokenEvent
-from fastdecode.service.client import EngineStatus, Report, Request
+from fastdecode.service.client import Request
 
 _BUFFER = 1 << 20  # bytes that a reader takes ahead
+Method = Literal["status", "metrics", "report"]  # of an EngineClient, which asks for something
 _Message = TypeVar("_Message")
 
 
@@ -73,23 +74,12 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
     seconds: float
 
 
-class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer, with the same number, is a StatusAnswer."""
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Call a method of the EngineClient. The Answer has the same number."""
 
     question: int
-
-
-class AskMetrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer, with the same number, is a MetricsAnswer."""
-
-    question: int
-
-
-class AskReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer, with the same number, is a ReportAnswer."""
-
-    question: int
-    n_parts: int
+    method: Method
+    arguments: list[int]
 
 
 class Serving(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -104,7 +94,7 @@ class HeartbeatAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The answer to a Heartbeat."""
 
 
-FromApi = Submit | Withdraw | End | Ended | AskStatus | AskMetrics | AskReport | Serving | Drained | HeartbeatAnswer
+FromApi = Submit | Withdraw | End | Ended | Ask | Serving | Drained | HeartbeatAnswer
 FROM_API: Decoder[FromApi] = Decoder(FromApi)
 
 
@@ -171,25 +161,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
             outlet.event(number, failure.error)
 
 
-class StatusAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to an AskStatus."""
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to an Ask."""
 
     question: int
-    status: EngineStatus
-
-
-class MetricsAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to an AskMetrics."""
-
-    question: int
-    text: bytes
-
-
-class ReportAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to an AskReport."""
-
-    question: int
-    report: Report
+    result: msgspec.Raw  # of the method
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -206,9 +182,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Answer with a HeartbeatAnswer. An API process whose event loop hangs does not."""
 
 
-FromEngine = (
-    EngineLimits | Queued | NotQueued | Step | StatusAnswer | MetricsAnswer | ReportAnswer | Drain | Close | Heartbeat
-)
+FromEngine = EngineLimits | Queued | NotQueued | Step | Answer | Drain | Close | Heartbeat
 FROM_ENGINE: Decoder[FromEngine] = Decoder(FromEngine)
 
 

@@ -6,15 +6,16 @@ import asyncio
 import itertools
 import logging
 import socket
-from typing import Any, cast
+from typing import Any, TypeVar
+
+import msgspec
 
 from fastdecode.engine.request import EngineError, GenerationFailed, NotReady, Outlet, check_length
 from fastdecode.service.client import Cancel, EngineStatus, Report, Request
 from fastdecode.service.messages import (
     FROM_ENGINE,
-    AskMetrics,
-    AskReport,
-    AskStatus,
+    Answer,
+    Ask,
     Close,
     Connection,
     Drain,
@@ -25,12 +26,10 @@ from fastdecode.service.messages import (
     FromEngine,
     Heartbeat,
     HeartbeatAnswer,
-    MetricsAnswer,
+    Method,
     NotQueued,
     Queued,
-    ReportAnswer,
     Serving,
-    StatusAnswer,
     Step,
     Submit,
     Withdraw,
@@ -39,6 +38,7 @@ from fastdecode.service.messages import (
 log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 10.0  # an engine whose event loop is free answers at once
+_T = TypeVar("_T")
 _LOST = "the engine's process has ended"
 
 
@@ -51,7 +51,7 @@ class RemoteEngine:
         self._outlet: Outlet | None = None  # that of the first request
         self._running: set[int] = set()  # the numbers of the choices that have not ended
         self._queueing: dict[int, asyncio.Future[None]] = {}  # by the number of the first choice
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._numbers = itertools.count()  # of questions
         self._hello: asyncio.Future[EngineLimits] = loop.create_future()
         #: The seconds that the engine's process gives running requests before it ends; None: it has ended already.
@@ -109,24 +109,26 @@ class RemoteEngine:
         self._connection.send(Ended(reason, seconds))
 
     async def status(self) -> EngineStatus:
-        return cast(EngineStatus, await self._ask(AskStatus(next(self._numbers))))
+        return await self._ask(EngineStatus, "status")
 
     async def metrics(self) -> bytes:
-        return cast(bytes, await self._ask(AskMetrics(next(self._numbers))))
+        return await self._ask(bytes, "metrics")
 
     async def report(self, n_parts: int) -> Report:
-        return cast(Report, await self._ask(AskReport(next(self._numbers), n_parts)))
+        return await self._ask(Report, "report", n_parts)
 
-    async def _ask(self, message: AskStatus | AskMetrics | AskReport) -> Any:
+    async def _ask(self, kind: type[_T], method: Method, *arguments: int) -> _T:
+        """The result of a method of the engine, which is of this kind."""
         self._check_connection()
-        answer = self._questions[message.question] = asyncio.get_running_loop().create_future()
-        self._connection.send(message)
+        question = next(self._numbers)
+        answer = self._questions[question] = asyncio.get_running_loop().create_future()
+        self._connection.send(Ask(question, method, list(arguments)))
         try:
-            return await asyncio.wait_for(answer, _ANSWER_SECONDS)
+            return msgspec.msgpack.decode(await asyncio.wait_for(answer, _ANSWER_SECONDS), type=kind)
         except TimeoutError:
             raise NotReady(f"the engine has not answered for {_ANSWER_SECONDS:.0f} s") from None
         finally:
-            del self._questions[message.question]
+            del self._questions[question]
 
     def serving(self) -> None:
         """Tell the engine's process that the API listens."""
@@ -165,8 +167,8 @@ class RemoteEngine:
                 _resolve(self._queueing.get(first))
             case NotQueued(first, failure):
                 _fail(self._queueing.get(first), failure.error)
-            case StatusAnswer(question, answer) | MetricsAnswer(question, answer) | ReportAnswer(question, answer):
-                _resolve(self._questions.get(question), answer)
+            case Answer(question, result):
+                _resolve(self._questions.get(question), result)
             case EngineLimits():
                 self._hello.set_result(message)
             case Drain(seconds):

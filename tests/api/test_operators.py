@@ -19,6 +19,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.process import JsonFormatter
 from fastdecode.daemon.serving import ApiSettings
+from fastdecode.gguf.source import ModelSource
 
 ASK = {"model": MODEL, "prompt": "x"}
 ORIGIN = "https://chat.example.org"
@@ -117,7 +118,9 @@ async def test_tls(tokenizer, tmp_path):
         subprocess.run(command, check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("openssl is not installed")
-    settings = ApiSettings.make(NodeConfig(ssl_certfile=cert, ssl_keyfile=key), make_checkpoint("llama-gqa"))
+    settings = ApiSettings.make(
+        NodeConfig(ssl_certfile=cert, ssl_keyfile=key), ModelSource.open(make_checkpoint("llama-gqa"))
+    )
     server = await serve(make_app(ScriptedEngine([5]), tokenizer, MODEL), bind("127.0.0.1", 0), tls=settings.tls)
     try:
         trusting = ssl.create_default_context(cafile=str(cert))
@@ -128,13 +131,13 @@ async def test_tls(tokenizer, tmp_path):
     finally:
         await server.close(grace=0)
     with pytest.raises(ConfigError, match=r"--ssl-certfile \S+, --ssl-keyfile \S+: not a certificate chain"):
-        ApiSettings.make(NodeConfig(ssl_certfile=key), make_checkpoint("llama-gqa"))
+        ApiSettings.make(NodeConfig(ssl_certfile=key), ModelSource.open(make_checkpoint("llama-gqa")))
 
 
 def test_a_chat_template_of_the_operators_own(tmp_path):
     path = tmp_path / "own.jinja"
     path.write_text("{% for m in messages %}({{ m['content'] }}){% endfor %}")
-    settings = ApiSettings.make(NodeConfig(chat_template=path), make_checkpoint("llama-gqa"))
+    settings = ApiSettings.make(NodeConfig(chat_template=path), ModelSource.open(make_checkpoint("llama-gqa")))
     assert settings.tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "(hi)"
     with pytest.raises(ConfigError, match="--chat-template"):
-        ApiSettings.make(NodeConfig(chat_template=tmp_path / "none"), make_checkpoint("llama-gqa"))
+        ApiSettings.make(NodeConfig(chat_template=tmp_path / "none"), ModelSource.open(make_checkpoint("llama-gqa")))

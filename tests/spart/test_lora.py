@@ -24,6 +24,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.engine.request import InvalidParameter, SamplingParams
+from fastdecode.gguf.source import ModelSource
 from fastdecode.spart import CheckpointError, load_model
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.linears import products
@@ -250,7 +251,7 @@ async def test_clients_choose_an_adapter_as_their_model(directories, tmp_path):
 def test_an_adapter_with_the_name_of_the_model_is_an_error(directories):
     config = NodeConfig(model=make_checkpoint("llama-gqa"), served_model_name=("a",), lora=(("a", directories[0]),))
     with pytest.raises(ConfigError, match="--lora: 'a' is the name of another model"):
-        ApiSettings.make(config, config.model)
+        ApiSettings.make(config, ModelSource.open(config.model))
     with pytest.raises(SystemExit):
         NodeConfig.from_args(["--lora", "french"])
     assert NodeConfig.from_args(["--lora", "f=a/b=c"]).lora == (("f", Path("a/b=c")),)
