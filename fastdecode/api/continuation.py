@@ -23,13 +23,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import orjson
 
 from fastdecode.api.errors import ApiError
-from fastdecode.api.fields import invalid, is_integer
+from fastdecode.api.fields import invalid
 from fastdecode.engine.request import TokenEvent
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 #: The header by which a router asks for marks, and the field by which it continues a stream.
 HEADER, FIELD = "X-Fastdecode-Resumable", "fastdecode_resume"
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 #: What a mark begins with.
 MARK = b": fd "
 LEAVING = "leaving"
@@ -53,12 +54,11 @@ def token_mark(choice: int, tokens: Sequence[int | str]) -> bytes:
     return mark([[choice], *tokens] if choice else list(tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class Past:
+class Past(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a choice has had elsewhere."""
 
-    tokens: tuple[int, ...] = ()
-    finish_reason: str | None = None  # why the engine ended the choice with the last token; None: it did not
+    tokens: tuple[_Number, ...]
+    finish_reason: Literal["stop", "length"] | None  # why its last token was the last; None: it runs
 
     def events(self) -> list[TokenEvent]:
         """The tokens, as the engine gave them."""
@@ -109,13 +109,12 @@ class Progress:
         return value if self._take_from is None else value | {"take_from": self._take_from}
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a stream is to be continued."""
 
     id: str
-    created: int
-    seed: int
+    created: _Number
+    seed: _Number
     begun: bool  # the client has the events before the first token
     choices: tuple[Past, ...]  # those without tokens may be missing at the end
     take_from: str | None = None  # the URL at which an S-node that is about to end has the K and V
@@ -126,16 +125,9 @@ class Resume:
         if not isinstance(body, dict) or (fields := body.pop(FIELD, None)) is None:
             return None
         try:
-            choices = tuple(Past(tuple(tokens), reason) for tokens, reason in fields["choices"])
-            resume = cls(**(fields | {"choices": choices}))
-        except (TypeError, KeyError, ValueError):
-            raise invalid(FIELD, "must be an object with id, created, seed, begun and choices") from None
-        numbers = (resume.created, resume.seed, *chain.from_iterable(past.tokens for past in choices))
-        good = all(is_integer(n) and 0 <= n < 2**63 for n in numbers) and isinstance(resume.id, str)
-        good = good and isinstance(resume.take_from, str | None) and isinstance(resume.begun, bool)
-        if not good or any(past.finish_reason not in (None, "stop", "length") for past in choices):
-            raise invalid(FIELD, "a value is not of the right type")
-        return resume
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise invalid(FIELD, str(error)) from None
 
 
 def is_resumable(headers: Mapping[str, str], generation: Generation, n_prompts: int, answer: Answer) -> bool:

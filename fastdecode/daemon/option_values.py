@@ -106,25 +106,23 @@ def named_directory(text: str) -> tuple[str, Path]:
 
 def named_host(text: str) -> str:
     """A URL of a host and a port."""
-    try:
-        parts = urlsplit(text)
-        good = parts.scheme in ("tcp", "rdma") and parts.hostname and parts.port and not (parts.path or parts.query)
-    except ValueError:
-        good = False
-    if not good:
-        raise ValueError(f"{text!r} is not of the form tcp://host:port or rdma://host:port")
-    return text
+    return _host_and_port(text, "tcp", "rdma")
 
 
 def tcp_url(text: str) -> str:
     """A URL tcp://host:port. Port 0 takes any free one."""
+    return _host_and_port(text, "tcp", any_port=True)
+
+
+def _host_and_port(text: str, *schemes: str, any_port: bool = False) -> str:
     try:
         parts = urlsplit(text)
-        good = parts.scheme == "tcp" and parts.hostname and parts.port is not None and not (parts.path or parts.query)
+        has_port = parts.port is not None if any_port else parts.port
+        good = parts.scheme in schemes and parts.hostname and has_port and not (parts.path or parts.query)
     except ValueError:
         good = False
     if not good:
-        raise ValueError(f"{text!r} is not of the form tcp://host:port")
+        raise ValueError(f"{text!r} is not of the form {' or '.join(f'{scheme}://host:port' for scheme in schemes)}")
     return text
 
 

@@ -40,6 +40,16 @@ def _option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def _file(help: str, *, role: str = "sr") -> Any:
+    """An option that names a file."""
+    return _option(help, role=role, parse=Path, metavar="FILE")
+
+
+def _size(help: str, *, role: str = "sr") -> Any:
+    """An option that is a number of bytes."""
+    return _option(help, role=role, parse=parse_bytes, metavar="SIZE")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
     """The options of a node. None: the node chooses the value at start, from the machine or the model."""
@@ -49,11 +59,9 @@ class NodeOptions:
         "s",
         choices=("s", "r"),
     )
-    config: Path | None = _option(
+    config: Path | None = _file(
         "YAML file with options; environment variables (FASTDECODE_ and the option's name) and the command line go "
-        "before it",
-        parse=Path,
-        metavar="FILE",
+        "before it"
     )
     check: bool = _option("print a report of the machine and, with --model, of the model, and exit", False)
 
@@ -70,9 +78,7 @@ class NodeOptions:
         metavar="NAME",
         many=True,
     )
-    chat_template: Path | None = _option(
-        "file with a chat template (Jinja) to use instead of the model's own", role="s", parse=Path, metavar="FILE"
-    )
+    chat_template: Path | None = _file("file with a chat template (Jinja) to use instead of the model's own", role="s")
     generation_config: str = _option(
         "defaults of sampling. auto: from the model's generation_config.json; none: OpenAI's",
         "auto",
@@ -88,18 +94,11 @@ class NodeOptions:
         parse=option_values.non_negative,
         metavar="N",
     )
-    api_key_file: Path | None = _option(
-        "file with the keys, one a line, of which clients must present one; default: no key is needed",
-        role="s",
-        parse=Path,
-        metavar="FILE",
+    api_key_file: Path | None = _file(
+        "file with the keys, one a line, of which clients must present one; default: no key is needed", role="s"
     )
-    ssl_certfile: Path | None = _option(
-        "certificate chain (PEM) with which the API is served over TLS", role="s", parse=Path, metavar="FILE"
-    )
-    ssl_keyfile: Path | None = _option(
-        "private key (PEM) of --ssl-certfile; default: it is in that file", role="s", parse=Path, metavar="FILE"
-    )
+    ssl_certfile: Path | None = _file("certificate chain (PEM) with which the API is served over TLS", role="s")
+    ssl_keyfile: Path | None = _file("private key (PEM) of --ssl-certfile; default: it is in that file", role="s")
     cors_origin: tuple[str, ...] = _option(
         "origin of web pages that may use the API (repeatable), e.g. https://chat.example.org; '*': all pages",
         (),
@@ -132,12 +131,10 @@ class NodeOptions:
         parse=option_values.url,
         metavar="URL",
     )
-    r_nodes_file: Path | None = _option(
+    r_nodes_file: Path | None = _file(
         "file with the R-nodes to use, one URL a line; R-nodes that join or leave it are taken up or emptied while the "
         "node runs",
         role="s",
-        parse=Path,
-        metavar="FILE",
     )
     r_nodes_dns: str | None = _option(
         "use an R-node at each address of a host name, tcp://host:port, as the name resolves from time to time",
@@ -165,11 +162,8 @@ class NodeOptions:
         parse=option_values.tcp_url,
         metavar="URL",
     )
-    prefill_file: Path | None = _option(
-        "file with such URLs, one a line, in place of --prefill-at; changes of the file are followed",
-        role="s",
-        parse=Path,
-        metavar="FILE",
+    prefill_file: Path | None = _file(
+        "file with such URLs, one a line, in place of --prefill-at; changes of the file are followed", role="s"
     )
     take_from: tuple[str, ...] = _option(
         "the --prefill-listen of an S-node whose streams this one takes over with their K and V when that one drains "
@@ -234,12 +228,10 @@ class NodeOptions:
         parse=option_values.dtype,
         choices=KV_DTYPES,
     )
-    kv_lease: int | None = _option(
+    kv_lease: int | None = _size(
         "KV-cache memory to lease from each R-node at once and for good; default: a lease that grows on demand, or all "
         "of an embedded R-node",
         role="s",
-        parse=parse_bytes,
-        metavar="SIZE",
     )
     max_model_len: int | None = _option(
         "longest sequence (prompt and output); default: the model's limit",
@@ -291,12 +283,10 @@ class NodeOptions:
         parse=option_values.part,
         metavar="PART",
     )
-    staging_memory: int | None = _option(
+    staging_memory: int | None = _size(
         "memory of the S-Part for the K and V of prompts that take several steps. Default: what is left of a GPU's; "
         "R-nodes attend for longer prompts. Or an eighth of a CPU's available one; a longer prompt is taken alone",
         role="s",
-        parse=parse_bytes,
-        metavar="SIZE",
     )
     max_queued: int = _option(
         "most requests that wait for others to end; the API refuses further ones with status 429",
@@ -335,18 +325,13 @@ class NodeOptions:
         "listen on an address that other hosts can reach even without --secret-file", False, role="r"
     )
 
-    max_lease: int | None = _option(
-        "the most KV-cache memory that one link may lease, so the most of one S-node; default: all of it",
-        role="r",
-        parse=parse_bytes,
-        metavar="SIZE",
+    max_lease: int | None = _size(
+        "the most KV-cache memory that one link may lease, so the most of one S-node; default: all of it", role="r"
     )
 
-    kv_memory: int | None = _option(
+    kv_memory: int | None = _size(
         "memory for the KV-cache of this (or the embedded) R-node, and for the activation regions of its links; "
-        "default: half of the available memory",
-        parse=parse_bytes,
-        metavar="SIZE",
+        "default: half of the available memory"
     )
     threads: int | None = _option(
         "attention threads of this (or the embedded) R-node; default: all cores, or beside an S-Part a share of them",
@@ -379,9 +364,7 @@ class NodeOptions:
         "embedded one that takes turns with the S-Part on the same cores",
         parse=option_values.non_negative,
     )
-    secret_file: Path | None = _option(
-        "file with the secret that S-nodes and R-nodes share, 16 bytes or more", parse=Path, metavar="FILE"
-    )
+    secret_file: Path | None = _file("file with the secret that S-nodes and R-nodes share, 16 bytes or more")
     drain_seconds: float = _option(
         "on SIGTERM, how long running requests may continue at an S-node, and how long an R-node waits for its S-nodes "
         "to move their sequences away",
