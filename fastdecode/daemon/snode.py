@@ -35,7 +35,7 @@ from fastdecode.engine.runner import Runner
 from fastdecode.engine.stats import EngineStats
 from fastdecode.region.contract import MAX_SEQS
 from fastdecode.service.local import LocalEngine
-from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
+from fastdecode.spart import Model, ModelConfig, SPart, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.checkpoints.config_file import open_source
 from fastdecode.spart.exchange.choice import Choice
@@ -45,6 +45,7 @@ from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.threads import set_threads
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
+from fastdecode.transports.base import Hello
 from fastdecode.transports.teams import member_of
 
 if TYPE_CHECKING:
@@ -155,20 +156,8 @@ async def _serve(
             split = choosing.result()
             set_threads(split.s_threads, model)
         staged = staged_tokens(config, model, model.device, split.mini_batches, exchange.bypass is not None)
-        hello = model.hello(
-            n_slots=split.mini_batches,
-            max_rows=config.max_batch_tokens,
-            kv_dtype=config.kv_dtype,
-            kv_bytes=config.kv_lease,
-            # As many sequences again may be kept: paused ones, and ended ones in the prefix cache.
-            max_seqs=min(MAX_SEQS, 2 * split.mini_batches * config.max_batch_size),
-        )
-        # An embedded R-node has no other S-node, so its whole memory is leased at once, like a lease of a given size.
-        grow_leases = config.uses_r_nodes and config.kv_lease is None
         length = config.max_model_len or backend.config.max_positions
-        if grow_leases:
-            first = first_lease(member_of(hello, 0, config.parts, config.team), length)
-            hello = dataclasses.replace(hello, kv_bytes=first)
+        hello = _make_hello(config, model, split, length)
         embedded: EmbeddedRNode | None = None
         r_nodes: NodeSet
         if config.uses_r_nodes:
@@ -191,31 +180,11 @@ async def _serve(
         prefill_nodes: RemotePrefill | None = None
         if config.prefill_at or config.prefill_file or config.take_from:
             prefill_nodes = RemotePrefill(config.prefill_at, digest, secret, config.take_from)
-            if config.prefill_file is not None:
-                following = asyncio.create_task(
-                    prefill_nodes.follow(FileSet(config.prefill_file, ("tcp",), may_be_empty=True))
-                )
-                stack.callback(following.cancel)
-        engine = Engine(
-            backend.make_spart(model, links, exchange),
-            links,
-            max_model_len=config.max_model_len,
-            mini_batches=split.mini_batches,
-            max_batch_size=config.max_batch_size,
-            max_batch_tokens=config.max_batch_tokens,
-            max_queued=config.max_queued,
-            max_staged_tokens=staged,
-            strict_staging=model.device.type != "cpu",
-            target_tbt=config.target_tbt_ms / 1000 or None,
-            schedule=config.schedule,
-            guesses=guesses(config.speculate),
-            prefix_cache=not config.no_prefix_cache,
-            max_uncached_suffix=None if model.device.type == "cpu" else _MAX_UNCACHED_SUFFIX,
-            grow_leases=grow_leases,
-            patience=config.reconnect_seconds,
-            prefill_nodes=prefill_nodes,
-            start_runner=partial(Runner, cpu=split.s_cpu),
-        )
+        if prefill_nodes is not None and config.prefill_file is not None:
+            followed = FileSet(config.prefill_file, ("tcp",), may_be_empty=True)
+            stack.callback(asyncio.create_task(prefill_nodes.follow(followed)).cancel)
+        spart = backend.make_spart(model, links, exchange)
+        engine = _make_engine(config, spart, split, staged, prefill_nodes)
         if engine.longest_sequence < engine.max_model_len:
             log.warning(
                 "the KV-cache holds at most %d tokens of one sequence, fewer than the context of %d",
@@ -248,6 +217,54 @@ async def _serve(
         if prefill is not None:
             await prefill.drain(config.drain_seconds)
     log.info("S-node ended")
+
+
+def _make_hello(config: NodeConfig, model: Model | HFModel, split: Split, length: int) -> Hello:
+    """The lease to ask R-nodes for. One that grows begins with room for a sequence of `length` tokens."""
+    hello = model.hello(
+        n_slots=split.mini_batches,
+        max_rows=config.max_batch_tokens,
+        kv_dtype=config.kv_dtype,
+        kv_bytes=config.kv_lease,
+        # As many sequences again may be kept: paused ones, and ended ones in the prefix cache.
+        max_seqs=min(MAX_SEQS, 2 * split.mini_batches * config.max_batch_size),
+    )
+    if not _leases_grow(config):
+        return hello
+    first = first_lease(member_of(hello, 0, config.parts, config.team), length)
+    return dataclasses.replace(hello, kv_bytes=first)
+
+
+def _leases_grow(config: NodeConfig) -> bool:
+    """An embedded R-node has no other S-node, so its whole memory is leased at once, like a lease of a given size."""
+    return config.uses_r_nodes and config.kv_lease is None
+
+
+def _make_engine(
+    config: NodeConfig, spart: SPart, split: Split, staged: int, prefill_nodes: RemotePrefill | None
+) -> Engine:
+    """The engine over an S-Part and its links, in which `staged` tokens of unfinished prompts may be staged."""
+    on_cpu = spart.model.device.type == "cpu"
+    return Engine(
+        spart,
+        spart.links,
+        max_model_len=config.max_model_len,
+        mini_batches=split.mini_batches,
+        max_batch_size=config.max_batch_size,
+        max_batch_tokens=config.max_batch_tokens,
+        max_queued=config.max_queued,
+        max_staged_tokens=staged,
+        strict_staging=not on_cpu,
+        target_tbt=config.target_tbt_ms / 1000 or None,
+        schedule=config.schedule,
+        guesses=guesses(config.speculate),
+        prefix_cache=not config.no_prefix_cache,
+        max_uncached_suffix=None if on_cpu else _MAX_UNCACHED_SUFFIX,
+        grow_leases=_leases_grow(config),
+        patience=config.reconnect_seconds,
+        prefill_nodes=prefill_nodes,
+        start_runner=partial(Runner, cpu=split.s_cpu),
+    )
 
 
 async def log_activity(count: Callable[[], EngineStats], interval: float = _ACTIVITY_SECONDS) -> None:
