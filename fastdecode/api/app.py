@@ -29,7 +29,7 @@ from fastdecode.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 8 * 2**20
 
-#: Closes an application's requests: refuses new ones, waits so many seconds, then ends the others with an error.
+#: Closes an application: refuses new requests, gives running ones this number of seconds, then ends them with an error.
 CLOSE: web.AppKey[Callable[[float], Awaitable[None]]] = web.AppKey("close")
 
 

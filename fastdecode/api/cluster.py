@@ -15,7 +15,7 @@ from fastdecode import __version__
 from fastdecode.engine.stats import StepPart
 from fastdecode.service.client import EngineClient, EngineStatus
 
-#: A report serves all who ask within this time, so that many open pages cost the R-nodes one question.
+#: A report answers all requests of this time, so that many open pages cost the R-nodes one question.
 _FRESH_SECONDS = 0.5
 #: Parts of steps in a report: with 32 layers, those of the last six steps.
 _PARTS = 200

@@ -11,7 +11,7 @@ import orjson
 
 from fastdecode.api.errors import ApiError
 
-MAX_KEYS = 50_000  #: A body's objects may have so many keys together; orjson takes some 30 ms for them.
+MAX_KEYS = 50_000  #: of all objects of a body together; orjson takes some 30 ms for them
 _KEY_END = re.compile(rb'"\s*:')
 
 

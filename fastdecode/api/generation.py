@@ -21,7 +21,7 @@ from fastdecode.service.client import Cancel, EngineClient, Request
 from fastdecode.text.detokenizer import ByteDetokenizer, Detokenizer
 from fastdecode.text.stop_strings import StopStrings
 
-#: A client that has left so many pieces of a choice unread gets what follows in larger pieces.
+#: Unread pieces of a choice from which on the following ones are joined to the last.
 _MAX_UNREAD = 32
 
 
@@ -66,7 +66,7 @@ class TextOptions:
     """How the tokens of a choice become its text."""
 
     stops: Sequence[str] = ()
-    min_tokens: int = 0  # the text of so many tokens is not searched for stop strings
+    min_tokens: int = 0  # the text of these first tokens is not searched for stop strings
     include_stop: bool = False  # the stop string, or the text of the token that ends the choice, is text
     prompt_only: bool = False  # nothing is wanted but the echo or the scores of the prompt
 

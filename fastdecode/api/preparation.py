@@ -26,7 +26,7 @@ from fastdecode.text.tokenizer import Tokenizer
 _INLINE_CHARACTERS = 8192  # longer text is encoded in a thread
 _INLINE_TOKENS = 512  # a longer prompt is echoed by a thread
 _INLINE_BYTES = 64 * 1024  # a longer body is decoded and checked in a thread
-_MESSAGE_COST = 64  # a chat message takes a template about as long as so many characters take the tokenizer
+_MESSAGE_COST = 64  # characters that the tokenizer encodes in about the time that a template takes for a message
 
 _T = TypeVar("_T")
 

@@ -73,7 +73,7 @@ class Generation:
     grammar: GrammarField | None = None  # the grammar that every choice must follow
     bad_words: tuple[str, ...] = ()  # words that must not occur in the answer
     skip_special_tokens: bool = True  # special tokens are not text
-    truncate: int | None = None  # keep so many of the prompt's last tokens; -1: as many as the context holds
+    truncate: int | None = None  # how many of the prompt's last tokens to keep; -1: as many as the context holds
     prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt; None: no report
     best_of: int = 0  # choices of a prompt, of which the `n` likeliest are answered; 0: `n`
     add_special_tokens: bool = True  # the tokenizer adds its special tokens to the prompt

@@ -2,8 +2,8 @@
 
     python -m fastdecode.daemon.api_process FDS OPTIONS
 
-FDS are the numbers of open sockets: the one to the engine's process, then those that the API listens on. OPTIONS are
-those of the S-node. The process ends when the engine's process asks for it, or has ended.
+FDS are the numbers of open sockets: first the one to the engine's process, then the listening ones. OPTIONS are the
+S-node's. The process ends when the engine's process asks for it, or has ended.
 """
 
 from __future__ import annotations

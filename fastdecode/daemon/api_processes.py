@@ -144,7 +144,7 @@ class ApiProcesses:
             log.warning("an API process has not ended its requests within %.0f s", seconds + _DRAIN_SECONDS)
 
     async def close(self) -> None:
-        """End the processes, and kill those that do not end. Idempotent."""
+        """End the processes, and kill each that does not end by itself. Idempotent."""
         self._ending.set()
         for host in self._hosts:
             host.close()

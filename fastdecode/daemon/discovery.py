@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Seconds between two looks at a file, and between two questions to the resolver.
 _FILE_SECONDS = 0.5
 _DNS_SECONDS = 2.0
-#: An address that so many answers in a row lack has left the name. One answer may be cut short.
+#: Answers in a row without an address, after which it has left the name. One answer may be cut short.
 _MISSED_ANSWERS = 3
 
 

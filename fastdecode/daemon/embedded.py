@@ -51,7 +51,7 @@ class Split:
         return f"{how}, {threads}, {self.mini_batches} mini-batch{plural}"
 
     def for_model(self, config: NodeConfig, parameters: int) -> Split:
-        """The division for a model of so many parameters, on a CPU: that of a small one, or this one."""
+        """The division for a model with this number of parameters, on a CPU: one for small models, or this one."""
         if parameters >= SMALL_MODEL or config.s_threads is not None:
             return self
         cpus = usable_cpus()

@@ -53,8 +53,8 @@ _LEAST_BYTES, _MOST_BYTES = 256 << 20, 1 << 30
 
 
 def candidates(config: NodeConfig, rule: Split, parameters: int) -> list[Split]:
-    """The splits to choose from for a model of so many parameters on a CPU: first that of the rule, and no other one if
-    options fix the split, or if nothing is left to choose."""
+    """The splits to choose from for a model with this number of parameters on a CPU: first the rule's, and no other one
+    if options fix the split, or if nothing is left to choose."""
     cpus = len(usable_cpus())
     fixed = config.uses_r_nodes or config.threads or config.s_threads or config.mini_batches or config.cpus
     if fixed or config.numa_node is not None or parameters < SMALL_MODEL or cpus == 1 or config.max_batch_size == 1:

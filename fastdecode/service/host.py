@@ -38,8 +38,8 @@ from fastdecode.service.messages import (
 
 log = logging.getLogger(__name__)
 
-_PING_SECONDS = 1.0
-_PINGS = 8  # an API process that leaves so many intervals without an answer hangs
+_HEARTBEAT_SECONDS = 1.0
+_MOST_UNANSWERED = 8  # intervals without an answer, after which an API process counts as hung
 
 
 @dataclass(slots=True)
@@ -104,11 +104,11 @@ class EngineHost:
         """End the connection if the API hangs. Intervals are counted, because a whole machine may be paused."""
         if not await asyncio.shield(self.serving):
             return
-        while self._unanswered < _PINGS:
+        while self._unanswered < _MOST_UNANSWERED:
             if not self._unanswered:
                 self._connection.send(Heartbeat())
             self._unanswered += 1
-            await asyncio.sleep(_PING_SECONDS)
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
         self.hung = True
         self._connection.abort()
 

@@ -169,7 +169,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Refuse new requests, let the running ones go on for so many seconds, and answer Drained."""
+    """Refuse new requests, let the running ones go on for `seconds`, and answer Drained."""
 
     seconds: float
 

@@ -123,7 +123,7 @@ class _EngineCollector(Collector):
         yield self._gauge("num_requests_waiting", "Requests that wait, preempted ones included.", stats.waiting)
         yield self._gauge(
             "kv_cache_usage_perc",
-            "KV-cache pages in use, of those that all live R-nodes could give (1 is full).",
+            "Part of the KV-cache pages that all live R-nodes could give which is in use (1 is full).",
             stats.kv_usage,
         )
         yield self._counter(

@@ -101,7 +101,7 @@ def test_a_client_that_vanishes_frees_its_request_and_connections_wait_for_the_n
 
 
 async def test_a_hung_api_process_is_replaced(monkeypatch, caplog):
-    monkeypatch.setattr(host, "_PING_SECONDS", 0.25)
+    monkeypatch.setattr(host, "_HEARTBEAT_SECONDS", 0.25)
     sockets = bind("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
     processes = api_processes.ApiProcesses(NodeConfig(), sockets)

@@ -93,7 +93,7 @@ async function read(reader) {
   }
 }
 
-/** Resolves after so many seconds. Rejects with an AbortError if the signal is aborted before. */
+/** Resolves after a number of seconds. Rejects with an AbortError if the signal is aborted before. */
 export function sleep(seconds, signal) {
   return new Promise((resolve, reject) => {
     const timer = setTimeout(resolve, 1000 * seconds);

@@ -18,7 +18,7 @@ const FEWEST_BARS = 9;
 export function histogram({ bounds, counts }, name) {
   const total = counts.reduce((a, b) => a + b, 0);
   if (!total) return null;
-  // All buckets from the first to the last that counted something, and so many beside them that bars stay slim.
+  // All buckets from the first to the last that counted something, and enough beside them to keep bars slim.
   let [first, last] = [counts.findIndex((n) => n > 0), counts.findLastIndex((n) => n > 0)];
   for (let spare = Math.max(2, FEWEST_BARS - (last - first + 1)); spare > 0; spare -= 1) {
     if ((spare % 2 && first > 0) || last === counts.length - 1) first = Math.max(0, first - 1);

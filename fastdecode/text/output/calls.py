@@ -151,7 +151,7 @@ class CallEmitter:
 
     def __init__(self, parallel: bool):
         """Without `parallel`, calls after the first one are dropped."""
-        self.n = 0  # calls begun, those that are dropped not counted
+        self.n = 0  # calls begun, without dropped ones
         self._parallel = parallel
         self._current: CallScanner | None = None  # whose name has been emitted
 
