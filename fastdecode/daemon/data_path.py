@@ -1,4 +1,4 @@
-"""The data path of a link by itself: for an S-Part that is timed alone, and for an S-node on another one's link."""
+"""The data path of a link by itself, for an S-Part that is timed alone."""
 
 from __future__ import annotations
 

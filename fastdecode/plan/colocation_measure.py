@@ -21,7 +21,7 @@ _MORE_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeLoad:
+class ColocatedLoad:
     """Sequences that decode over R-nodes on this machine: `rows` in each mini-batch."""
 
     rows: int
@@ -30,7 +30,9 @@ class DecodeLoad:
     r_nodes: int = 1
 
     @classmethod
-    def from_bytes(cls, model: PlannedModel, kv_dtype: str, kv_bytes: float, rows: int, r_nodes: int = 1) -> DecodeLoad:
+    def from_bytes(
+        cls, model: PlannedModel, kv_dtype: str, kv_bytes: float, rows: int, r_nodes: int = 1
+    ) -> ColocatedLoad:
         """`rows` sequences, or more if their contexts would be beyond the model's, that read about `kv_bytes` a
         step."""
         tokens = kv_bytes / model.token_bytes(kv_dtype)
@@ -50,7 +52,7 @@ class Rounds:
 
 
 async def measure_colocation(
-    planned: PlannedModel, model: Model, load: DecodeLoad, threads: int, seconds: float, in_turns: bool, least: bool
+    planned: PlannedModel, model: Model, load: ColocatedLoad, threads: int, seconds: float, in_turns: bool, least: bool
 ) -> Colocation:
     """Decode `load` for about `seconds` over R-nodes with `threads` threads in all, in turns or side by side, with two
     mini-batches. `least`: the fastest round counts, else the median. Raises RuntimeError, TransportError."""
@@ -77,7 +79,7 @@ async def measure_colocation(
 
 
 async def _rounds(
-    planned: PlannedModel, model: Model, load: DecodeLoad, threads: int, seconds: float, in_turns: bool, least: bool
+    planned: PlannedModel, model: Model, load: ColocatedLoad, threads: int, seconds: float, in_turns: bool, least: bool
 ) -> Rounds:
     mini_batches = 1 if in_turns else 2
     sequences = mini_batches * load.rows

@@ -34,7 +34,7 @@ from fastdecode.daemon.option_values import parse_bytes
 from fastdecode.demo import model_dir
 from fastdecode.plan.children import r_node
 from fastdecode.plan.colocation import Colocation
-from fastdecode.plan.colocation_measure import DecodeLoad, measure_colocation
+from fastdecode.plan.colocation_measure import ColocatedLoad, measure_colocation
 from fastdecode.plan.engine_cost import engine_cost
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import LinkTimes, Profile, RNodeProfile, SNodeProfile, SPartTimes
@@ -96,12 +96,12 @@ def run(args: argparse.Namespace) -> None:
     print(f"saved as {args.out}")
 
 
-def _loads(planned: PlannedModel, args: argparse.Namespace) -> list[DecodeLoad]:
+def _loads(planned: PlannedModel, args: argparse.Namespace) -> list[ColocatedLoad]:
     """The steps over full caches: of each KV format, and of the first format with two R-nodes. None without shm."""
     if args.transport and "shm" not in args.transport:
         return []
     formats, kv_bytes = args.kv_dtype or ["fp16", "int8", "int4"], args.kv_bytes / _COLOCATION_DIVISOR
-    loads = [DecodeLoad.from_bytes(planned, kv_dtype, kv_bytes, _COLOCATION_ROWS) for kv_dtype in formats]
+    loads = [ColocatedLoad.from_bytes(planned, kv_dtype, kv_bytes, _COLOCATION_ROWS) for kv_dtype in formats]
     cpus = len(usable_cpus())
     return loads + [dataclasses.replace(loads[0], r_nodes=2)] * (min(args.r_threads or cpus, cpus) >= 2)
 
@@ -118,7 +118,7 @@ async def measure(
     seconds: float,
     s_threads: int | None = None,
     r_threads: int | None = None,
-    colocated_loads: Sequence[DecodeLoad] = (),
+    colocated_loads: Sequence[ColocatedLoad] = (),
     least: bool = False,
 ) -> Profile:
     """Measure for about `seconds` in all. The S-Part's times are those over the first transport.

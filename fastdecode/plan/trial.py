@@ -30,7 +30,7 @@ from fastdecode.daemon.machine import usable_cpus
 from fastdecode.demo import model_dir
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
-from fastdecode.plan.colocation_measure import DecodeLoad
+from fastdecode.plan.colocation_measure import ColocatedLoad
 from fastdecode.plan.equations import System
 from fastdecode.plan.measure import load, measure, print_profile
 from fastdecode.plan.model import PlannedModel, read_model
@@ -183,7 +183,7 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
         r_threads=args.r_nodes * args.r_threads,
         # Half a mini-batch and a whole one, each sequence in the middle of its output.
         colocated_loads=[
-            DecodeLoad(rows, length, args.kv_dtype, n)
+            ColocatedLoad(rows, length, args.kv_dtype, n)
             for rows in sorted({-(-most // 2), most})
             for n in {1, args.r_nodes}
         ],

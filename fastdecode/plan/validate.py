@@ -28,7 +28,7 @@ from fastdecode.bench.options import keep, print_result
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.plan.children import r_node
-from fastdecode.plan.colocation_measure import DecodeLoad
+from fastdecode.plan.colocation_measure import ColocatedLoad
 from fastdecode.plan.equations import System, Work, round_seconds, stage_times
 from fastdecode.plan.measure import decode_rounds, load, measure
 from fastdecode.plan.model import PlannedModel, read_model
@@ -177,14 +177,14 @@ async def _profile(directory: Path, planned: PlannedModel, points: tuple[Point, 
     )
 
 
-def _loads(planned: PlannedModel, points: tuple[Point, ...]) -> list[DecodeLoad]:
+def _loads(planned: PlannedModel, points: tuple[Point, ...]) -> list[ColocatedLoad]:
     """The loads that measure colocation: for each KV format the least and the most bytes of the points, and for each
     other number of R-nodes the most bytes of the first format. No load has the sequences of a point."""
-    loads: list[DecodeLoad] = []
+    loads: list[ColocatedLoad] = []
     for kv_dtype in dict.fromkeys(point.kv_dtype for point in points):
         sizes = sorted(kv_bytes(planned, point) for point in points if point.kv_dtype == kv_dtype)
         chosen = sizes[:1] if sizes[-1] < _ONE_SIZE * sizes[0] else [sizes[0], sizes[-1]]
-        loads += [DecodeLoad.from_bytes(planned, kv_dtype, size, _LOAD_ROWS) for size in chosen]
+        loads += [ColocatedLoad.from_bytes(planned, kv_dtype, size, _LOAD_ROWS) for size in chosen]
     most = max((load for load in loads if load.kv_dtype == loads[0].kv_dtype), key=lambda load: load.context)
     numbers = sorted({point.r_nodes for point in points} - {1})
     return loads + [dataclasses.replace(most, r_nodes=n) for n in numbers]
