@@ -17,17 +17,11 @@ from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.region.region import Region
 from fastdecode.spart.int4.balance import hadamard_by_s_node
 from fastdecode.transports._native import Port
+from fastdecode.transports.base import DataPath
 
 _FILL_PAGES = 64  # appended by one call
-_TIMEOUT = 60.0  # seconds for a call
+TIMEOUT = 60.0  # seconds for a call
 _TAG = 1
-
-
-def wait(port: Port) -> None:
-    """Wait for the verdict on a step in slot 0, or for a layer of it. Raises RuntimeError if the step is refused."""
-    refusal = port.wait(0, _TIMEOUT)
-    if refusal is not None:
-        raise RuntimeError(f"the R-engine refused a step: {refusal[1]}")
 
 
 class RPart:
@@ -75,6 +69,7 @@ class RPart:
             rotated=hadamard_by_s_node(kv_dtype),
         )
         self._port = Port(self._region.view, numbers, 0, wake_fd=self._link.eventfd)
+        self._path = DataPath("the R-engine", self._region, self._port)
         self._table = np.zeros(self.sequences, ROW_DTYPE)
         self._table["seq_index"] = np.arange(self.sequences)
         self._table["tag"], self._table["pos"] = _TAG, shape.context - 1
@@ -143,16 +138,15 @@ class RPart:
         self._rows(y.q, self.sequences, y.q_row_bytes)[:] = data.q.reshape(-1)
 
     def _step(self, table: np.ndarray) -> int:
-        """Run a step of one layer; returns how many bytes of KV the engine read. Raises RuntimeError if it is
-        refused."""
-        self._port.arm(0, table.view(np.uint8))
-        wait(self._port)
-        self._port.ring(0, 0)
-        wait(self._port)
-        totals = self._port.disarm(0)
-        if totals is None:
+        """Run a step of one layer; returns how many bytes of KV the engine read. Raises CallRefused."""
+        self._path.arm(0, table)
+        self._path.wait(0, TIMEOUT)
+        self._path.ring(0, 0)
+        self._path.wait(0, TIMEOUT)
+        cost = self._path.disarm(0)
+        if cost is None:
             raise RuntimeError("the R-engine has not finished a step")
-        return totals[1]
+        return cost.kv_bytes
 
     def layer(self) -> tuple[float, int]:
         """Run one layer as a step of its own; returns the seconds from arming to the reply and the bytes of KV read."""

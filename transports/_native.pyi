@@ -17,15 +17,15 @@ _Verbs = tuple[int, int, int, int, int, int, int]
 
 @final
 class Port:
-    """The S side of a link's data path.
+    """The S side of a link's data path; a StepGroup drives the steps in its slots.
 
-    All methods are thread-safe; one thread may use a slot at a time. A waiter spins for `spin_us` microseconds before
+    All methods are thread-safe. A waiter spins for `spin_us` microseconds before
     it sleeps. The Port keeps the region mapped until `close`.
 
     The caller gives exactly one of these, which selects the way that messages leave:
 
     - `wake_fd` (shared memory): the R-engine's eventfd, which stays open until `close` returns. With `stand_in`, the
-      capsule of an R-engine of this process, a thread in `wait` also does the work of the R-engine's thread 0;
+      capsule of an R-engine of this process, a thread that waits also does the work of the R-engine's thread 0;
     - `data_fd` (any connected stream socket): the Port owns the socket, even if this raises OSError;
     - `verbs` (RDMA): a queue pair, which stays connected until `close` returns;
     - `loopback`: there is no R-node; every message is answered at once, and the O rows stay as they are.
@@ -51,22 +51,6 @@ class Port:
     @property
     def reason(self) -> str | None:
         """Why the port is down; None while it is not."""
-    def arm(self, slot: int, rows: Buffer, /) -> None:
-        """Copy `rows`, an array of fd_row_t, to the slot's row table and publish the step. Returns at once.
-
-        Raises ConnectionError once the port is down, ValueError if the table does not fit or the slot has a message in
-        flight.
-        """
-    def ring(self, slot: int, layer: int, /) -> None:
-        """Ask for the step's next layer, whose rows are in the slot. Returns at once. Raises like `arm`."""
-    def wait(self, slot: int, timeout: float, /) -> tuple[int, str] | None:
-        """Wait for the answer to the slot's last `arm` or `ring`. Returns None, or a refusal: (fd_status_t, message).
-
-        If no answer arrives within `timeout` seconds, the port goes down. Raises ConnectionError once the port is down,
-        ValueError if the slot has nothing in flight.
-        """
-    def disarm(self, slot: int, /) -> tuple[int, int] | None:
-        """End the step. Returns its (busy_ns, kv_bytes) if all of its layers were answered."""
     def poison(self) -> None:
         """If the port is down, write FD_POISON into all slots again: a late reply may have overwritten it."""
     def reap(self) -> None:
@@ -109,8 +93,8 @@ class StepGroup:
     def arm(self) -> _Failures:
         """Publish the step to every link. Returns at once. Raises ValueError if a slot has a message in flight."""
     def ring(self, layer: int, /) -> _Failures:
-        """Copy every member's rows into its slot and ask for the layer. Returns at once. Raises ValueError like
-        Port.ring."""
+        """Copy every member's rows into its slot and ask for the layer, the step's next one. Returns at once. Raises
+        ValueError if it is another one or a slot has a message in flight."""
     def wait(self, timeout: float, rows: bool = True) -> _Failures:
         """Wait until every link has answered, and gather the O rows if `rows` is true. The O rows of a member that
         fails become zero.

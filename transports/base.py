@@ -10,10 +10,10 @@ A link also has a control connection, which carries length-prefixed JSON frames 
 connection. asyncio drives the control connection. The data path is C and memory, and never enters the event loop.
 
 A waiter spins for `--spin-us`, yielding its core to other threads between two looks at the word, and then sleeps until
-the other side wakes it. A thread of the S-Part waits in `Link.wait`, or for several links at once in a StepGroup; the
-R-engine's threads wait for all links at once. A transport starts no thread that spins. If bytes must be received before
-a word can change (TCP), the waiter receives them, through the carrier's `poll`. An idle node uses less than 1 % of a
-core.
+the other side wakes it. A thread of the S-Part waits in `DataPath.wait`, or for several links at once in a StepGroup;
+the R-engine's threads wait for all links at once. A transport starts no thread that spins. If bytes must be received
+before a word can change (TCP), the waiter receives them, through the carrier's `poll`. An idle node uses less than 1 %
+of a core.
 
 A transport is one module with three coroutines, registered by URL scheme in `registry.py`:
 
@@ -31,18 +31,19 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from fastdecode.region.geometry import Geometry, RegionLayout
+from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE, Status
+from fastdecode.region.geometry import Geometry
+from fastdecode.region.region import Region
 
-if TYPE_CHECKING:
-    from ._native import Port, StepGroup
+from ._native import Port, StepGroup
 
 #: What a step waits for while it does not compute: the answers of its links, a descriptor that becomes readable once
 #: its device has computed it, or nothing (None). `_native.wait_any` waits for several.
-Pending: TypeAlias = "StepGroup | int | None"
+Pending: TypeAlias = StepGroup | int | None
 
 
 class TransportError(Exception):
@@ -59,7 +60,7 @@ class LinkDown(TransportError):
     `link` is that link if the error comes from the data path; None on the control path or if no link was opened.
     """
 
-    def __init__(self, message: str, link: Link | None = None):
+    def __init__(self, message: str, link: DataPath | None = None):
         super().__init__(message)
         self.link = link
 
@@ -71,7 +72,7 @@ class CallRefused(TransportError):
     None for a control request.
     """
 
-    def __init__(self, status: int, message: str, link: Link | None = None):
+    def __init__(self, status: int, message: str, link: DataPath | None = None):
         super().__init__(message)
         self.status = status
         self.link = link
@@ -135,10 +136,31 @@ class Lease:
     reach: int = 0  # tokens that a token sees in those layers, at most
 
 
-class Link(ABC):
-    """The S side of a link.
+class Member(NamedTuple):
+    """The data path to one R-node, and its part of each row of a step."""
 
-    The data path may be used from any thread, one thread per slot at a time; `wait` releases the GIL. A step goes:
+    link: DataPath
+    #: None: whole rows. Else uint32 [n_layers, 4, 2]: byte ranges [from, to) of Q, K, V and O within a row.
+    columns: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The cost of one step, as the R-node reports it."""
+
+    busy_ns: int  # time that the R-engine worked on the step's layers
+    kv_bytes: int  # KV-cache bytes that it read
+
+    @classmethod
+    def of_members(cls, costs: Sequence[StepCost]) -> StepCost:
+        """The cost of a step that several R-nodes work on at the same time."""
+        return cls(max(cost.busy_ns for cost in costs), sum(cost.kv_bytes for cost in costs))
+
+
+class DataPath:
+    """The data path of a link at the S side: a region, and a port for each R-node that steps in the region go to.
+
+    It may be used from any thread, one thread per slot at a time; `wait` releases the GIL. A step goes:
 
         1. `arm` its row table, then `wait` for the R-node's verdict;
         2. for each layer in order, write the Q and KV rows into `region` at the offsets of `layout`, `ring` the layer,
@@ -148,22 +170,23 @@ class Link(ABC):
     The rows of a slot must not change between `ring` and the return of `wait`. A step may be abandoned after any layer:
     the next `arm` replaces it. A StepGroup does the same in one call for the ports of several links; `members` are the
     ports' links.
-
-    The control path consists of coroutines on the event loop that opened the link. The R-node acknowledges FREE: until
-    `free` returns, the sequence's pages count as used and the S-node must not use its sequence index again.
     """
 
-    url: str
-    peer_url: str | None = None  # at which other R-nodes reach this one, if that is not `url`
-    geometry: Geometry
-    lease: Lease
-    layout: RegionLayout
-    region: memoryview  # the whole region as writable bytes
     port: Port  # the data path in C; the members of a team have one each, the team has none
+
+    def __init__(self, url: str, region: Region, port: Port | None = None):
+        """`url` is for errors; `port` is None for a team. The caller closes `region` and `port`."""
+        self.url = url
+        if port is not None:
+            self.port = port
+        self.geometry, self.layout = region.geometry, region.layout
+        self.region = region.view  # the whole region as writable bytes
+        self._steps: dict[int, StepGroup] = {}  # by slot
+        self._in_flight: set[int] = set()  # slots whose last message has not been waited for
 
     @property
     def members(self) -> Sequence[Member]:
-        """The links to single R-nodes that this link consists of, and the columns of a step's rows that each takes."""
+        """The data paths to single R-nodes, and the columns of a step's rows that each takes."""
         return (Member(self, None),)
 
     @property
@@ -171,40 +194,94 @@ class Link(ABC):
         """The size of the activation region that the R-node, or all members of a team, have for this link."""
         return self.layout.region_bytes
 
-    @abstractmethod
     def arm(self, slot: int, entries: np.ndarray) -> None:
         """Publish a step: `entries` [n_entries] of ROW_DTYPE, entries with ROW_ATTEND first. Returns at once.
 
         Raises ValueError (wrong dtype, more entries or rows than the slot has room for, a message of this slot in
         flight), LinkDown, which names this link.
         """
+        if entries.dtype != ROW_DTYPE:
+            raise ValueError(f"a row table has dtype ROW_DTYPE, not {entries.dtype}")
+        n_rows = int(entries["n_rows"].sum())
+        n_attend = int(entries["n_rows"][entries["flags"] & ROW_ATTEND != 0].sum())
+        table = np.ascontiguousarray(entries).view(np.uint8)
+        members = [(m.link.port, table, 0, n_attend, n_attend, n_rows, m.columns) for m in self.members]
+        step = StepGroup(slot, members, *self._rows(slot, n_attend, n_rows))
+        self._check(slot, step.arm())
+        self._steps[slot] = step
+        self._in_flight.add(slot)
 
-    @abstractmethod
+    def _rows(self, slot: int, n_attend: int, n_rows: int) -> Sequence[np.ndarray]:
+        """The buffers of a step's Q, KV and O rows, from and to which members' slots are copied; none if the rows are
+        written and read in a member's slot."""
+        return ()
+
     def ring(self, slot: int, layer: int) -> None:
         """Ask for a layer of the step. The layers of a step come in order. Returns at once.
 
         Raises ValueError (a layer out of order, no step, a message of this slot in flight), LinkDown, which names this
         link.
         """
+        self._check(slot, self._step(slot).ring(layer))
+        self._in_flight.add(slot)
 
-    @abstractmethod
     def wait(self, slot: int, timeout: float) -> None:
         """Block until the answer to the slot's last `arm` or `ring` has arrived.
 
         Raises CallRefused, LinkDown (also if no answer arrives within `timeout` seconds), ValueError (nothing is in
         flight). CallRefused and LinkDown name this link. After CallRefused the slot has no step.
         """
+        self._check(slot, self._step(slot).wait(timeout))
+        if slot not in self._in_flight:
+            raise ValueError("nothing in the slot is to be waited for")
+        self._in_flight.discard(slot)
 
-    @abstractmethod
-    def disarm(self, slot: int) -> StepTimes | None:
+    def disarm(self, slot: int) -> StepCost | None:
         """End the step. Returns its cost if all of its layers were answered, else None."""
+        costs = [StepCost(busy_ns, kv_bytes) for _, busy_ns, kv_bytes in self._step(slot).disarm()]
+        if slot not in self._in_flight:
+            self._steps.pop(slot, None)
+        return StepCost.of_members(costs) if len(costs) == len(self.members) else None
 
-    @abstractmethod
+    def _step(self, slot: int) -> StepGroup:
+        """The slot's step; one without rows if it has none, which tells misuse and a link that is down."""
+        return self._steps.get(slot) or StepGroup(slot, [(m.link.port, b"", 0, 0, 0, 0) for m in self.members])
+
+    def _check(self, slot: int, failures: list[tuple[int, int, str]] | None) -> None:
+        if failures:
+            self._steps.pop(slot, None)
+            self._in_flight.discard(slot)
+            i, status, message = min(failures, key=lambda failure: failure[1])  # a link that is down comes first
+            error = self.members[i].link.failure(status, message)
+            error.link = self
+            raise error
+
     def failure(self, status: int, message: str) -> CallRefused | LinkDown:
         """The error that a StepGroup's failure on this link stands for: CallRefused or LinkDown, which names this link.
 
         `status` is -1 for a link that is down. A link that the R-node has closed goes down.
         """
+        if status == Status.LINK_CLOSED:
+            self.port.kill(message)
+        if status in (-1, Status.LINK_CLOSED):
+            return LinkDown(f"link {self.url} is down: {message}", self)
+        return CallRefused(status, message, self)
+
+
+class Link(DataPath, ABC):
+    """The S side of a link: the data path, and the control path.
+
+    The control path consists of coroutines on the event loop that opened the link. The R-node acknowledges FREE: until
+    `free` returns, the sequence's pages count as used and the S-node must not use its sequence index again.
+    """
+
+    peer_url: str | None = None  # at which other R-nodes reach this one, if that is not `url`
+    lease: Lease
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """The links to single R-nodes that this link consists of."""
+        return (self,)
 
     @abstractmethod
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
@@ -272,27 +349,6 @@ class Link(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End the link, wait until the R-node has freed the lease, and free this end's resources. Idempotent."""
-
-
-class Member(NamedTuple):
-    """A link to one R-node, and its part of each row of a step."""
-
-    link: Link
-    #: None: whole rows. Else uint32 [n_layers, 4, 2]: byte ranges [from, to) of Q, K, V and O within a row.
-    columns: np.ndarray | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """The cost of one step, as the R-node reports it."""
-
-    busy_ns: int  # time that the R-engine worked on the step's layers
-    kv_bytes: int  # KV-cache bytes that it read
-
-    @classmethod
-    def of_members(cls, times: Sequence[StepTimes]) -> StepTimes:
-        """The cost of a step that several R-nodes work on at the same time."""
-        return cls(max(t.busy_ns for t in times), sum(t.kv_bytes for t in times))
 
 
 class PageSink(Protocol):

@@ -10,13 +10,10 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-import numpy as np
-
-from fastdecode.region.contract import ROW_DTYPE, Status
 from fastdecode.region.region import Region
 
 from ._native import Port
-from .base import CallRefused, Lease, Link, LinkDown, StepTimes
+from .base import CallRefused, Lease, Link, LinkDown
 from .frames import FrameSocket
 from .messages import (
     LEAVING,
@@ -66,14 +63,10 @@ class RegionLink(Link):
 
         `release` is awaited once `port` is closed, and frees what `port` has borrowed from the transport.
         """
-        self.url = url
-        self.geometry = region.geometry
+        super().__init__(url, region, port)
         self.lease = lease
         self._n_pages = lease.n_pages  # what the R-node has granted last
-        self.layout = region.layout
-        self.region = region.view
         self._region_map = region
-        self.port = port
         self._conn = conn
         self._release = release
         self._loop = asyncio.get_running_loop()
@@ -88,44 +81,6 @@ class RegionLink(Link):
         self._loop.add_reader(port.down_fd, self._on_port_down)
         self._task = self._loop.create_task(self._run(), name=f"link {url}")
 
-    # ---- data path ----
-
-    def arm(self, slot: int, entries: np.ndarray) -> None:
-        if entries.dtype != ROW_DTYPE:
-            raise ValueError(f"a row table has dtype ROW_DTYPE, not {entries.dtype}")
-        try:
-            self.port.arm(slot, np.ascontiguousarray(entries).view(np.uint8))
-        except ConnectionError as error:
-            raise self._link_down(error, self) from None
-
-    def ring(self, slot: int, layer: int) -> None:
-        try:
-            self.port.ring(slot, layer)
-        except ConnectionError as error:
-            raise self._link_down(error, self) from None
-
-    def wait(self, slot: int, timeout: float) -> None:
-        try:
-            refusal = self.port.wait(slot, timeout)
-        except ConnectionError as error:
-            raise self._link_down(error, self) from None
-        if refusal is not None:
-            raise self.failure(*refusal)
-
-    def disarm(self, slot: int) -> StepTimes | None:
-        totals = self.port.disarm(slot)
-        return None if totals is None else StepTimes(*totals)
-
-    def failure(self, status: int, message: str) -> CallRefused | LinkDown:
-        if status == Status.LINK_CLOSED:
-            self.port.kill(message)
-        if status in (-1, Status.LINK_CLOSED):
-            return self._link_down(message, self)
-        return CallRefused(status, message, self)
-
-    def _link_down(self, error: object, link: RegionLink | None = None) -> LinkDown:
-        return LinkDown(f"link {self.url} is down: {error}", link)
-
     def _ended_error(self) -> LinkDown:
         """The exception to raise once the link has ended.
 
@@ -133,6 +88,9 @@ class RegionLink(Link):
         would keep the region mapped until the garbage collector runs.
         """
         return LinkDown(str(self._error)) if self._error else self._link_down("it was closed")
+
+    def _link_down(self, reason: object) -> LinkDown:
+        return LinkDown(f"link {self.url} is down: {reason}")
 
     # ---- control path ----
 

@@ -123,12 +123,6 @@ fd_port_result_t fd_port_ask(fd_port_t *port, uint32_t index, uint32_t layer, co
     return FD_PORT_OK;
 }
 
-fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t index, uint32_t layer, const char **misuse) {
-    const fd_port_result_t result = fd_port_ask(port, index, layer, misuse);
-    if (result == FD_PORT_OK) fd_port_send(port, index);
-    return result;
-}
-
 /* ---- looking ---- */
 
 static void violated(fd_awaited_t *a, const char *reason) {

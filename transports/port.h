@@ -3,7 +3,7 @@
  * Any thread may use a port, but only one thread at a time may use a slot. Any thread may call fd_port_kill, which
  * ends every wait. A slot goes through these phases:
  *
- *   IDLE -- fd_port_arm --> ARMING -- fd_port_await --> ARMED -- fd_port_ring --> ASKED -- fd_port_await --> ARMED ...
+ *   IDLE -- fd_port_arm --> ARMING -- fd_port_await --> ARMED -- fd_port_ask --> ASKED -- fd_port_await --> ARMED ...
  *
  * A refusal, and fd_port_disarm, lead back to IDLE. fd_port_arm in phase ARMED abandons the step.
  */
@@ -53,10 +53,8 @@ int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint3
 fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t slot, const fd_row_t *rows, size_t n_entries,
                              const char **misuse);
 
-/* Asks for the step's next layer, which must be `layer`. Its rows must be in the slot. Returns at once. */
-fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t slot, uint32_t layer, const char **misuse);
-
-/* The two halves of fd_port_ring: writes the word that asks for the layer, and makes the R-engine see it. */
+/* Asks for the step's next layer, which must be `layer` and whose rows must be in the slot; fd_port_send makes the
+ * R-engine see it. Neither waits. */
 fd_port_result_t fd_port_ask(fd_port_t *port, uint32_t slot, uint32_t layer, const char **misuse);
 static inline void fd_port_send(const fd_port_t *port, uint32_t slot) {
     port->carrier.ops->send(port->carrier.self, slot, FD_LAYER);

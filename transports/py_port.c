@@ -126,85 +126,6 @@ int fd_py_timeout(PyObject *object, void *out) {
     return 1;
 }
 
-/* None, or the exception that a result stands for. */
-static PyObject *outcome(PortObject *self, fd_port_result_t result, const char *misuse) {
-    if (result == FD_PORT_DOWN) return fd_py_down_error(&self->port.down);
-    if (result == FD_PORT_MISUSE) return PyErr_Format(PyExc_ValueError, "%s", misuse);
-    Py_RETURN_NONE;
-}
-
-static PyObject *port_arm(PortObject *self, PyObject *args) {
-    unsigned int slot;
-    Py_buffer rows;
-    if (!PyArg_ParseTuple(args, "Iy*:arm", &slot, &rows)) return NULL;
-    const char *misuse = "a row table consists of 24-byte entries";
-    fd_port_result_t result = FD_PORT_MISUSE;
-    if (!fd_py_port_enter(self)) {
-        result = FD_PORT_DOWN;
-    } else {
-        if ((size_t)rows.len % sizeof(fd_row_t) == 0) {
-            Py_BEGIN_ALLOW_THREADS
-            result = fd_port_arm(&self->port, slot, rows.buf, (size_t)rows.len / sizeof(fd_row_t), &misuse);
-            Py_END_ALLOW_THREADS
-        }
-        fd_py_port_leave(self);
-    }
-    PyBuffer_Release(&rows);
-    return outcome(self, result, misuse);
-}
-
-static PyObject *port_ring(PortObject *self, PyObject *args) {
-    unsigned int slot, layer;
-    if (!PyArg_ParseTuple(args, "II:ring", &slot, &layer)) return NULL;
-    const char *misuse;
-    fd_port_result_t result;
-    if (!fd_py_port_enter(self)) return fd_py_down_error(&self->port.down);
-    if (fd_py_port_is_local(self)) {
-        result = fd_port_ring(&self->port, slot, layer, &misuse);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        result = fd_port_ring(&self->port, slot, layer, &misuse);
-        Py_END_ALLOW_THREADS
-    }
-    fd_py_port_leave(self);
-    return outcome(self, result, misuse);
-}
-
-static PyObject *port_wait(PortObject *self, PyObject *args) {
-    unsigned int slot;
-    uint64_t timeout_ns;
-    if (!PyArg_ParseTuple(args, "IO&:wait", &slot, fd_py_timeout, &timeout_ns)) return NULL;
-    const fd_port_slot_t *state = &self->port.slots[slot < FD_MAX_SLOTS ? slot : 0];
-    if (slot >= self->port.geometry.n_slots) return PyErr_Format(PyExc_ValueError, "the slot is beyond the region");
-    if (!fd_py_port_enter(self)) return fd_py_down_error(&self->port.down);
-    fd_awaited_t awaited = {.port = &self->port, .slot = slot, .result = FD_PORT_PENDING};
-    if (state->phase != FD_SLOT_ARMING && state->phase != FD_SLOT_ASKED) {
-        awaited.result = fd_is_down(&self->port.down) ? FD_PORT_DOWN : FD_PORT_MISUSE;
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        fd_port_await(&awaited, 1, timeout_ns);
-        Py_END_ALLOW_THREADS
-    }
-    fd_py_port_leave(self);
-    if (awaited.result != FD_PORT_REFUSED)
-        return outcome(self, awaited.result, "nothing in the slot is to be waited for");
-    const fd_report_t *report = &self->port.reports[slot];
-    PyObject *message = fd_py_text(report->message);
-    return message ? Py_BuildValue("IN", report->status, message) : NULL;
-}
-
-static PyObject *port_disarm(PortObject *self, PyObject *args) {
-    unsigned int slot;
-    fd_report_t report;
-    if (!PyArg_ParseTuple(args, "I:disarm", &slot)) return NULL;
-    if (slot >= self->port.geometry.n_slots) return PyErr_Format(PyExc_ValueError, "the slot is beyond the region");
-    if (!fd_py_port_enter(self)) Py_RETURN_NONE;
-    const bool whole = fd_port_disarm(&self->port, slot, &report);
-    fd_py_port_leave(self);
-    if (!whole) Py_RETURN_NONE;
-    return Py_BuildValue("KK", (unsigned long long)report.busy_ns, (unsigned long long)report.kv_bytes);
-}
-
 static PyObject *port_poison(PortObject *self, PyObject *unused) {
     if (!fd_py_port_enter(self)) Py_RETURN_NONE;
     fd_port_poison(&self->port);
@@ -237,8 +158,6 @@ static PyObject *port_close(PortObject *self, PyObject *unused) {
 static PyObject *port_get_reason(PortObject *self, void *closure) { return fd_py_down_reason(&self->port.down); }
 
 static PyMethodDef port_methods[] = {
-    {"arm", (PyCFunction)port_arm, METH_VARARGS, NULL},      {"ring", (PyCFunction)port_ring, METH_VARARGS, NULL},
-    {"wait", (PyCFunction)port_wait, METH_VARARGS, NULL},    {"disarm", (PyCFunction)port_disarm, METH_VARARGS, NULL},
     {"poison", (PyCFunction)port_poison, METH_NOARGS, NULL}, {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
     {"probe", (PyCFunction)port_probe, METH_NOARGS, NULL},   {"kill", (PyCFunction)port_kill, METH_O, NULL},
     {"close", (PyCFunction)port_close, METH_NOARGS, NULL},   {0},

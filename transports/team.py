@@ -19,12 +19,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE, Status
+from fastdecode.region.contract import Status
 from fastdecode.region.geometry import Geometry, region_layout
 from fastdecode.region.region import Region
 
-from ._native import StepGroup
-from .base import CallRefused, Hello, LayerOptions, Lease, Link, LinkDown, Member, StepTimes, TransportError
+from .base import CallRefused, Hello, LayerOptions, Lease, Link, LinkDown, Member, TransportError
 
 _T = TypeVar("_T")
 #: Counters of Link.stats that are sums over the members.
@@ -101,17 +100,18 @@ class Team(Link):
         """Member i of n is `links[i]`, which was opened with part_of(hello, i, n). Owns the links, and starts on the
         running event loop. Raises RegionError."""
         n = len(links)
-        self.url = " + ".join(link.url for link in links)
-        self.geometry = hello.geometry
+        self._region = Region.create(hello.geometry)
+        super().__init__(" + ".join(link.url for link in links), self._region)
+        self._links = tuple(links)
         self.lease = self._common_lease([link.lease for link in links])
         self._members = tuple(Member(link, self._columns(hello, i, n)) for i, link in enumerate(links))
-        self._region = Region.create(hello.geometry)
-        self.layout, self.region = self._region.layout, self._region.view
-        self._steps: dict[int, StepGroup] = {}
-        self._in_flight: set[int] = set()
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[LinkDown | None] = loop.create_future()
         self._task = loop.create_task(self._run(), name=f"team {self.url}")
+
+    @property
+    def links(self) -> Sequence[Link]:
+        return self._links
 
     @property
     def members(self) -> Sequence[Member]:
@@ -119,61 +119,21 @@ class Team(Link):
 
     @property
     def region_bytes(self) -> int:
-        return sum(member.link.region_bytes for member in self._members)
+        return sum(link.region_bytes for link in self.links)
 
     def _columns(self, hello: Hello, i: int, n: int) -> np.ndarray:
         return columns_of(hello, i, n)
 
     # ---- data path ----
 
-    def arm(self, slot: int, entries: np.ndarray) -> None:
-        if entries.dtype != ROW_DTYPE:
-            raise ValueError(f"a row table has dtype ROW_DTYPE, not {entries.dtype}")
-        n_rows = int(entries["n_rows"].sum())
-        n_attend = int(entries["n_rows"][entries["flags"] & ROW_ATTEND != 0].sum())
-        table, y = np.ascontiguousarray(entries).view(np.uint8), self.layout
-        members = [(m.link.port, table, 0, n_attend, n_attend, n_rows, m.columns) for m in self._members]
+    def _rows(self, slot: int, n_attend: int, n_rows: int) -> Sequence[np.ndarray]:
+        y = self.layout
         sizes = (y.q, n_attend, y.q_row_bytes), (y.kv, n_rows, y.kv_row_bytes), (y.o, n_attend, y.o_row_bytes)
         start = y.slot(slot)
-        q, kv, o = (
+        return [
             np.frombuffer(self.region, np.uint8, n * row_bytes, start + at).reshape(n, row_bytes)
             for at, n, row_bytes in sizes
-        )
-        step = StepGroup(slot, members, q, kv, self._o_rows(slot, o))
-        self._check(step.arm())
-        self._steps[slot] = step
-        self._in_flight.add(slot)
-
-    def _o_rows(self, slot: int, o: np.ndarray) -> np.ndarray:
-        """The rows that the members' answers are copied to; `o` are the O rows of the region."""
-        return o
-
-    def ring(self, slot: int, layer: int) -> None:
-        if slot not in self._steps:
-            raise ValueError("no step is armed in the slot")
-        self._check(self._steps[slot].ring(layer))
-        self._in_flight.add(slot)
-
-    def wait(self, slot: int, timeout: float) -> None:
-        if slot not in self._in_flight:
-            raise ValueError("nothing in the slot is to be waited for")
-        self._in_flight.discard(slot)
-        self._check(self._steps[slot].wait(timeout))
-
-    def disarm(self, slot: int) -> StepTimes | None:
-        step = self._steps.pop(slot, None)
-        times = [StepTimes(busy_ns, kv_bytes) for _, busy_ns, kv_bytes in step.disarm()] if step else []
-        return StepTimes.of_members(times) if len(times) == len(self._members) else None
-
-    def _check(self, failures: list[tuple[int, int, str]] | None) -> None:
-        if failures:
-            i, status, message = min(failures, key=lambda failure: failure[1])  # a link that is down comes first
-            raise self.failure(status, message, i)
-
-    def failure(self, status: int, message: str, i: int = 0) -> CallRefused | LinkDown:
-        error = self._members[i].link.failure(status, message)
-        error.link = self
-        return error
+        ]
 
     # ---- control path ----
 
@@ -205,7 +165,7 @@ class Team(Link):
 
     async def _each(self, request: Callable[[Link], Awaitable[_T]]) -> list[_T]:
         """Send a request to all members at once, and wait for all answers. Raises as _all does."""
-        return await self._all(request(member.link) for member in self._members)
+        return await self._all(request(link) for link in self.links)
 
     async def _all(self, requests: Iterable[Awaitable[_T]]) -> list[_T]:
         """Wait for all answers. Raises a LinkDown, else a CallRefused."""
@@ -223,14 +183,14 @@ class Team(Link):
 
     async def _run(self) -> None:
         """Wait for the end of a member's link, and end the others."""
-        ends = [asyncio.ensure_future(member.link.closed()) for member in self._members]
+        ends = [asyncio.ensure_future(link.closed()) for link in self.links]
         error: LinkDown | None = None
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if lost := [down for end in done if (down := end.result())]:
                 error = LinkDown(f"a member of the team was lost: {lost[0]}")
         finally:
-            freeing = asyncio.gather(*(member.link.close() for member in self._members))
+            freeing = asyncio.gather(*(link.close() for link in self.links))
             await asyncio.gather(*ends)
             self._steps.clear()
             self._ended.set_result(error)
@@ -238,7 +198,7 @@ class Team(Link):
             self._region.close()
 
     async def leaving(self) -> None:
-        waiting = [asyncio.ensure_future(member.link.leaving()) for member in self._members]
+        waiting = [asyncio.ensure_future(link.leaving()) for link in self.links]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -249,10 +209,10 @@ class Team(Link):
         return await asyncio.shield(self._ended)
 
     async def close(self) -> None:
-        await asyncio.gather(*(member.link.close() for member in self._members))
+        await asyncio.gather(*(link.close() for link in self.links))
         await asyncio.shield(self._task)
 
-    # ---- what the members have together ----
+    # ---- lease and counters ----
 
     @staticmethod
     def _common_lease(leases: Sequence[Lease]) -> Lease:

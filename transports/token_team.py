@@ -76,7 +76,7 @@ class TokenTeam(Team):
     @property
     def o_row_bytes(self) -> int:
         """Bytes of the O rows of all members, one after another."""
-        return len(self._members) * self._part_o_bytes
+        return len(self.links) * self._part_o_bytes
 
     def _columns(self, hello: Hello, i: int, n: int) -> np.ndarray:
         element = region_layout(hello.geometry).q_row_bytes // (hello.geometry.n_q_heads * hello.geometry.head_size)
@@ -91,7 +91,7 @@ class TokenTeam(Team):
         """Merge the members' O rows of a layer: `parts`, uint8 [rows, o_row_bytes], into `o`, uint8 [rows, bytes of an
         O row]. The formula is that of this module."""
         n_q, _, _, v_size = self._heads[layer]
-        rows, n, kind = len(parts), len(self._members), self.geometry.act_dtype
+        rows, n, kind = len(parts), len(self.links), self.geometry.act_dtype
         o_bytes = n_q * v_size * (4 if kind == "fp32" else 2)
         parts = parts.reshape(rows, n, self._part_o_bytes)
         sums = parts[:, :, o_bytes : o_bytes + 4 * n_q].view("<f4")
@@ -109,9 +109,10 @@ class TokenTeam(Team):
 
     # ---- data path ----
 
-    def _o_rows(self, slot: int, o: np.ndarray) -> np.ndarray:
-        self._parts[slot] = np.empty((len(o), self.o_row_bytes), np.uint8)
-        return self._parts[slot]
+    def _rows(self, slot: int, n_attend: int, n_rows: int) -> Sequence[np.ndarray]:
+        q, kv, _ = super()._rows(slot, n_attend, n_rows)
+        self._parts[slot] = np.empty((n_attend, self.o_row_bytes), np.uint8)
+        return q, kv, self._parts[slot]
 
     def ring(self, slot: int, layer: int) -> None:
         super().ring(slot, layer)
@@ -128,25 +129,25 @@ class TokenTeam(Team):
     # ---- control path ----
 
     async def trim(self, seq_index: int, tag: int, length: int) -> None:
-        n = len(self._members)
-        await self._all(m.link.trim(seq_index, tag, part_length(length, i, n)) for i, m in enumerate(self._members))
+        n = len(self.links)
+        await self._all(link.trim(seq_index, tag, part_length(length, i, n)) for i, link in enumerate(self.links))
 
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
-        n = len(self._members)
+        n = len(self.links)
         lengths = [part_length(length, i, n) for i in range(n)]
         try:
-            await self._all(m.link.fork(src, dst, k) for m, k in zip(self._members, lengths, strict=True) if k)
+            await self._all(link.fork(src, dst, k) for link, k in zip(self.links, lengths, strict=True) if k)
         except CallRefused:
             with contextlib.suppress(CallRefused):  # of the members that have refused the fork
                 await self.free([dst])
             raise
 
     async def resize(self, n_pages: int) -> dict[str, int]:
-        n, seqs = len(self._members), self.lease.max_seqs
+        n, seqs = len(self.links), self.lease.max_seqs
         wanted = min(n_pages, -(-(n_pages + seqs * (n - 1)) // n))
         return self._common_stats(await self._each(lambda link: link.resize(wanted)))
 
-    # ---- what the members have together ----
+    # ---- lease and counters ----
 
     @staticmethod
     def _common_lease(leases: Sequence[Lease]) -> Lease:

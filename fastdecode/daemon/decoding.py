@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastdecode.daemon.data_path import DataPath
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.engine.pages import blocks_for
 from fastdecode.engine.request import SamplingParams
@@ -28,7 +27,7 @@ from fastdecode.spart import Model, SPart
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports._native import Port
-from fastdecode.transports.base import Hello, Link
+from fastdecode.transports.base import DataPath, Hello, Link
 from fastdecode.transports.registry import connect
 
 if TYPE_CHECKING:
@@ -94,14 +93,18 @@ class Round(NamedTuple):
     busy: float  # the longest work of an R-node, by its own clock
 
 
-class _NoRPart(DataPath):
+class _Loopback(DataPath):
     """Replaces a link while the S-Part is timed alone: its region has the same layout, and every message is answered at
     once."""
 
     def __init__(self, link: Link):
-        region = Region.create(link.geometry)
-        port = Port(region.view, geometry_tuple(link.geometry), 0, loopback=True)
-        super().__init__(link.url, link.lease, region, port)
+        self._own_region = Region.create(link.geometry)
+        port = Port(self._own_region.view, geometry_tuple(link.geometry), 0, loopback=True)
+        super().__init__(link.url, self._own_region, port)
+
+    def close(self) -> None:
+        self.port.close()
+        self._own_region.close()
 
 
 class Decoding:
@@ -112,12 +115,13 @@ class Decoding:
         model: Model | HFModel,
         links: list[Link],
         shape: DecodeShape,
-        make_spart: Callable[[Any, list[Link]], SPart] = SPart,
+        make_spart: Callable[[Any, Sequence[DataPath]], SPart] = SPart,
     ):
         self.model, self.links, self.shape = model, links, shape
         self._make_spart = make_spart
         self.spart = make_spart(model, links)
         self._runner: Runner | None = None
+        self._loopbacks: list[_Loopback] = []
         # (link, seq_index) of every sequence: neighbours are on different links; each mini-batch is sorted by link.
         everyone = [(i % len(links), i // len(links)) for i in range(shape.batch)]
         self.mini_batches = [sorted(everyone[i :: shape.mini_batches]) for i in range(shape.mini_batches)]
@@ -128,7 +132,7 @@ class Decoding:
         model: Model | HFModel,
         urls: Sequence[str],
         shape: DecodeShape,
-        make_spart: Callable[[Any, list[Link]], SPart] = SPart,
+        make_spart: Callable[[Any, Sequence[DataPath]], SPart] = SPart,
     ) -> Decoding:
         """Connect to the R-nodes at `urls` and lease as much as the shape needs. Raises TransportError, and ValueError
         if one has too few KV pages."""
@@ -143,7 +147,8 @@ class Decoding:
 
     @cached_property
     def _s_alone(self) -> SPart:
-        return self._make_spart(self.model, [_NoRPart(link) for link in self.links])
+        self._loopbacks += map(_Loopback, self.links)
+        return self._make_spart(self.model, self._loopbacks)
 
     @property
     def runner(self) -> Runner:
@@ -159,9 +164,10 @@ class Decoding:
 
     async def close(self) -> None:
         self.end_runner()
-        alone: Sequence[Link] = self._s_alone.links if "_s_alone" in self.__dict__ else ()
-        for link in (*self.links, *alone):
+        for link in self.links:
             await link.close()
+        for path in self._loopbacks:
+            path.close()
         self.spart.forget_expert_load()
 
     async def fill(self, go_on: Callable[[], bool] = lambda: True, *, progress: bool = True) -> bool:

@@ -163,7 +163,7 @@ class RNodeLinks:
         link.peer_url = peer_url or None
         if self._embedded:
             self._embedded.remove_socket()
-        for member, _ in link.members:
+        for member in link.links:
             lease = member.lease
             block = lease.full_sections + lease.limited_sections
             log.info(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.pages import PageGroup, PageTable
     from fastdecode.engine.prefixes import Handle
     from fastdecode.engine.sequence import Sequence
-    from fastdecode.transports.base import Link, StepTimes
+    from fastdecode.transports.base import Link, StepCost
 
 
 class Cluster:
@@ -108,7 +108,7 @@ class Cluster:
             seconds = max(seconds, n * node.token_bytes / (speed or 1.0))
         return seconds
 
-    def observe(self, link_costs: Mapping[Link, StepTimes]) -> None:
+    def observe(self, link_costs: Mapping[Link, StepCost]) -> None:
         """Record how long the R-nodes behind these links worked on a step, and how much they read."""
         for node in self.nodes:
             if (times := link_costs.get(node.link)) is not None:

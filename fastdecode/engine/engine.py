@@ -48,7 +48,7 @@ from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
     from fastdecode.spart import SPart
-    from fastdecode.transports.base import Link
+    from fastdecode.transports.base import DataPath, Link
 
 log = logging.getLogger(__name__)
 
@@ -395,7 +395,7 @@ class Engine:
         self.r_nodes.mark_lost(lost, error)
         self.scheduler.recompute(plan)
 
-    def _fail_step(self, plan: Plan, reason: str, link: Link | None = None) -> None:
+    def _fail_step(self, plan: Plan, reason: str, link: DataPath | None = None) -> None:
         """Fail a step's sequences, those on `link` or, if it is None, all; the others are recomputed."""
         for seq in self.scheduler.fail(plan, link):
             self._fail(seq, reason)

@@ -232,7 +232,7 @@ class RNodeControl:
 
     def stats(self, node: RNodeLedger) -> list[NodeStats]:
         """The R-node, or each R-node of a team."""
-        links = [member.link for member in node.link.members]
+        links = node.link.links
         parts = [f"{i + 1}/{len(links)}" if len(links) > 1 else "" for i in range(len(links))]
         return [self._member_stats(node, link, part) for link, part in zip(links, parts, strict=True)]
 
@@ -269,7 +269,7 @@ class RNodeControl:
         try:
             async with asyncio.timeout(_REFRESH_SECONDS):
                 asked = time.perf_counter()
-                members = [member.link for member in node.link.members]
+                members = node.link.links
                 answers = await asyncio.gather(*(link.stats() for link in members))
                 node.answer_seconds = time.perf_counter() - asked
                 self.counters.update(zip(members, answers, strict=True))

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.scheduling.placement import Placement
     from fastdecode.engine.sequence import Sequence
     from fastdecode.spart.step.batch import Sampled
-    from fastdecode.transports.base import Link
+    from fastdecode.transports.base import DataPath
 
 
 #: Sequences that start with a FORK in one step. They cost no rows, so a crowd with one prompt would start at once and
@@ -323,7 +323,7 @@ class Scheduler:
         for chunk in plan.chunks:
             self._recompute(chunk.seq)
 
-    def fail(self, plan: Plan, link: Link | None = None) -> list[Sequence]:
+    def fail(self, plan: Plan, link: DataPath | None = None) -> list[Sequence]:
         """Remove the sequences of a step that cannot be repeated: those on the R-node behind `link`, or all if it is
         None. The others are recomputed. Returns the removed ones that were not cancelled."""
         self._end_step(plan)

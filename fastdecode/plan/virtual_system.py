@@ -17,7 +17,7 @@ from fastdecode.plan.equations import StageTimes, System, Work, shared_seconds, 
 from fastdecode.plan.model import PlannedModel
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
-from fastdecode.transports.base import Lease, StepTimes
+from fastdecode.transports.base import Lease, StepCost
 
 WORD, END = 0, 1
 _NEXT, _LAST = Sampled(WORD), Sampled(END)
@@ -114,7 +114,7 @@ class VirtualSPart:
         token_bytes = model.token_bytes(self._system.kv_dtype)
         speed = self._system.reading(total * token_bytes).bytes_per_second
         costs: Any = {
-            link: StepTimes(round(1e9 * tokens * token_bytes / speed), round(tokens * token_bytes))
+            link: StepCost(round(1e9 * tokens * token_bytes / speed), round(tokens * token_bytes))
             for link, tokens in zip(self._links, read, strict=True)
             if tokens
         }

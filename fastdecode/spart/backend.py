@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastdecode.spart.hf.config import HFConfig
     from fastdecode.spart.hf.model import HFModel
     from fastdecode.spart.lora.files import Adapter
-    from fastdecode.transports.base import Link
+    from fastdecode.transports.base import DataPath
 
 BACKENDS = ("auto", "native", "transformers")
 
@@ -64,7 +64,7 @@ class Backend:
 
         return hf_linears(self.source.path)
 
-    def make_spart(self, model: Model | HFModel, links: list[Link], exchange: Choice | None = None) -> SPart:
+    def make_spart(self, model: Model | HFModel, links: Sequence[DataPath], exchange: Choice | None = None) -> SPart:
         """The S-Part of a model that `load` returned; see SPart."""
         if self.name == "native":
             from fastdecode.spart.decoder.decoder import SPart

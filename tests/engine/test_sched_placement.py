@@ -16,7 +16,7 @@ from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.scheduling.rtime import Bandwidth, Loads, assign, layer_groups
 from fastdecode.engine.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
-from fastdecode.transports.base import Lease, StepTimes
+from fastdecode.transports.base import Lease, StepCost
 
 pytestmark = pytest.mark.quick
 
@@ -60,7 +60,7 @@ def cluster_of(speeds, windows=(0, 0), n_pages=100_000, page_bytes=PAGE_TOKENS *
     cluster = Cluster(links, windows=windows)
     for link, speed in zip(links, speeds, strict=True):
         for kv_bytes in 5 * (5 * [10**6] + 5 * [10**7] + 5 * [10**8]):
-            cluster.observe({link: StepTimes(round((1e-4 + kv_bytes / speed) * 1e9), kv_bytes)})
+            cluster.observe({link: StepCost(round((1e-4 + kv_bytes / speed) * 1e9), kv_bytes)})
     return cluster
 
 
@@ -146,7 +146,7 @@ def test_equal_r_nodes_count_as_equal_while_other_processes_delay_their_steps():
         for node in cluster.nodes:
             kv_bytes = rng.randint(10**6, 2 * 10**6)
             delay = rng.uniform(1, 1.5) * (10 if rng.random() < 0.125 else 1)
-            times[node.link] = StepTimes(round((1e-4 + kv_bytes / 8e9) * delay * 1e9), kv_bytes)
+            times[node.link] = StepCost(round((1e-4 + kv_bytes / 8e9) * delay * 1e9), kv_bytes)
         cluster.observe(times)
         assert i < 75 or len(set(cluster.costs)) == 1
 

@@ -16,7 +16,6 @@ from wire.wire_peers import (
     MAGIC,
     Q_BYTES,
     REPLY,
-    ROW,
     VERDICT,
     Caller,
     FakeRNode,
@@ -36,7 +35,7 @@ from fastdecode.region.contract import POISON, ROW_DTYPE
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.region.region import Region
 from fastdecode.transports._native import Port
-from fastdecode.transports.base import CallRefused, LinkDown
+from fastdecode.transports.base import CallRefused, DataPath, LinkDown
 from fastdecode.transports.registry import connect
 
 # ---- data frames over TCP ----
@@ -324,12 +323,12 @@ async def test_a_refusals_message_need_not_be_text(when):
 
 
 @pytest.fixture
-def port():
-    """A port over memory that no R-engine serves, its region, and the offset of slot 0."""
+def path():
+    """A data path over memory that no R-engine serves, its region, and the offset of slot 0."""
     region = Region.create(SMALL)
     wake = os.eventfd(0)
     port = Port(region.view, geometry_tuple(SMALL), 0, wake_fd=wake)
-    yield port, region.view, region.layout.slot(0)
+    yield DataPath("shm://r-node", region, port), region.view, region.layout.slot(0)
     port.close()
     os.close(wake)
     region.close()
@@ -346,15 +345,15 @@ ARMED_BELL, LAYER_REPLY, REPORT = 192, 256, 320  # offsets in a slot's head
         (report(), 2, "the armed bell shows a step that was not armed"),
     ],
 )
-def test_wrong_verdicts_in_shared_memory(port, answer, bell, error_text):
-    port, memory, slot = port
-    port.arm(0, ROW)
+def test_wrong_verdicts_in_shared_memory(path, answer, bell, error_text):
+    path, memory, slot = path
+    path.arm(0, ONE_ROW)
     memory[slot + REPORT : slot + REPORT + 256] = answer
     memory[slot + ARMED_BELL : slot + ARMED_BELL + 8] = struct.pack("<Q", bell)
-    with pytest.raises(ConnectionError, match=error_text):
-        port.wait(0, HANG_S)
-    with pytest.raises(ConnectionError, match=error_text):
-        port.arm(1, ROW)
+    with pytest.raises(LinkDown, match=error_text):
+        path.wait(0, HANG_S)
+    with pytest.raises(LinkDown, match=error_text):
+        path.arm(1, ONE_ROW)
 
 
 @pytest.mark.parametrize(
@@ -366,35 +365,35 @@ def test_wrong_verdicts_in_shared_memory(port, answer, bell, error_text):
         (POISON, report(number=7, status=1), "does not carry its step's number"),
     ],
 )
-def test_wrong_replies_in_shared_memory(port, word, answer, error_text):
-    port, memory, slot = port
-    port.arm(0, ROW)
+def test_wrong_replies_in_shared_memory(path, word, answer, error_text):
+    path, memory, slot = path
+    path.arm(0, ONE_ROW)
     memory[slot + REPORT : slot + REPORT + 256] = report()
     memory[slot + ARMED_BELL : slot + ARMED_BELL + 8] = struct.pack("<Q", 1)
-    assert port.wait(0, HANG_S) is None
-    port.ring(0, 0)
+    path.wait(0, HANG_S)
+    path.ring(0, 0)
     memory[slot + REPORT : slot + REPORT + 256] = answer
     memory[slot + LAYER_REPLY : slot + LAYER_REPLY + 4] = struct.pack("<I", word)
-    with pytest.raises(ConnectionError, match=error_text):
-        port.wait(0, HANG_S)
+    with pytest.raises(LinkDown, match=error_text):
+        path.wait(0, HANG_S)
 
 
-def test_a_late_reply_does_not_undo_the_poison_for_a_waiter(port):
+def test_a_late_reply_does_not_undo_the_poison_for_a_waiter(path):
     """A device's gate may close again, which its watchdog mends by `poison`; a thread looks at the port as well."""
-    port, memory, slot = port
-    port.arm(0, ROW)
+    path, memory, slot = path
+    path.arm(0, ONE_ROW)
     memory[slot + REPORT : slot + REPORT + 256] = report()
     memory[slot + ARMED_BELL : slot + ARMED_BELL + 8] = struct.pack("<Q", 1)
-    assert port.wait(0, HANG_S) is None
-    port.ring(0, 0)
-    port.kill("it died")
+    path.wait(0, HANG_S)
+    path.ring(0, 0)
+    path.port.kill("it died")
 
     def reply_word() -> int:
         return int.from_bytes(memory[slot + LAYER_REPLY : slot + LAYER_REPLY + 4], "little")
 
     assert reply_word() == POISON
     memory[slot + LAYER_REPLY : slot + LAYER_REPLY + 4] = bytes(4)
-    with pytest.raises(ConnectionError, match="it died"):
-        port.wait(0, HANG_S)
-    port.poison()
+    with pytest.raises(LinkDown, match="it died"):
+        path.wait(0, HANG_S)
+    path.port.poison()
     assert reply_word() == POISON

@@ -17,7 +17,7 @@ from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.region.region import Region
 from fastdecode.transports._native import Port
-from fastdecode.transports.base import LinkDown
+from fastdecode.transports.base import DataPath, LinkDown
 from fastdecode.transports.registry import connect
 
 
@@ -147,9 +147,10 @@ async def test_a_stand_in_outlives_its_r_engine_and_does_nothing(tmp_path: Path)
     region = Region.create(wanted.geometry)
     port = Port(region.view, geometry_tuple(wanted.geometry), 0, wake_fd=0, stand_in=node.stand_in)
     await node.close()
-    port.arm(0, np.array([(0, 1, 0, 1, ROW_ATTEND, 0)], ROW_DTYPE))
-    with pytest.raises(ConnectionError, match="has not come within"):
-        port.wait(0, 0.05)
+    path = DataPath("shm://r-node", region, port)
+    path.arm(0, np.array([(0, 1, 0, 1, ROW_ATTEND, 0)], ROW_DTYPE))
+    with pytest.raises(LinkDown, match="has not come within"):
+        path.wait(0, 0.05)
     port.close()
     region.close()
 

@@ -35,7 +35,7 @@ from fastdecode.spart.sampler.prompt_logprobs import Scorer
 from fastdecode.spart.sampler.sampling import make_sampler
 from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
 from fastdecode.spart.step.step_table import StepTable
-from fastdecode.transports.base import Link, Pending
+from fastdecode.transports.base import DataPath, Pending
 
 
 class SPart:
@@ -44,7 +44,7 @@ class SPart:
     Steps of different slots may be interleaved; they must not run at the same time in several threads.
     """
 
-    def __init__(self, model: Model, links: list[Link], exchange: Choice | None = None):
+    def __init__(self, model: Model, links: Sequence[DataPath], exchange: Choice | None = None):
         """`links` is used as it is, not copied: the caller may append or replace a link between steps. `exchange` None
         means the exchange that always works on the model's device."""
         self.model, self.links = model, links

@@ -23,14 +23,14 @@ from fastdecode.region.contract import ROW_ATTEND, ROW_CUT, ROW_DTYPE, ROW_SLIDE
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.step.batch import Chunk
 from fastdecode.transports._native import StepGroup
-from fastdecode.transports.base import Link, LinkDown, Pending, StepTimes, TransportError
+from fastdecode.transports.base import DataPath, LinkDown, Pending, StepCost, TransportError
 from fastdecode.transports.token_team import TokenTeam
 
 
 class SlotViews:
     """torch views of one slot of a link's region: `q`, `kv` and `o`, each [max_rows, elements of a row]."""
 
-    def __init__(self, link: Link, slot: int):
+    def __init__(self, link: DataPath, slot: int):
         """Raises ValueError if the link has no such slot."""
         g, y = link.geometry, link.layout
         if not 0 <= slot < g.n_slots:
@@ -118,7 +118,7 @@ class StepLinks:
         a layer copies each link's rows to its slot and back. Without `host` the decoder or the device writes and reads
         the rows in the slots."""
         self._link_rows = link_rows
-        self.failures: dict[Link, TransportError] = {}
+        self.failures: dict[DataPath, TransportError] = {}
         members = [(rows, member) for rows in link_rows for member in rows.views.link.members]
         self._members = [(rows.views.link, member.link) for rows, member in members]
         parts = [
@@ -156,14 +156,14 @@ class StepLinks:
         """Wait up to `timeout` seconds for the R-nodes' verdicts on the step."""
         self._check(self._group.wait(timeout, rows=False))
 
-    def disarm(self) -> dict[Link, StepTimes]:
+    def disarm(self) -> dict[DataPath, StepCost]:
         """End the step. Returns its cost on each link that has not failed."""
-        costs: dict[Link, list[StepTimes]] = {}
+        costs: dict[DataPath, list[StepCost]] = {}
         for i, *times in self._group.disarm():
             link, _ = self._members[i]
             if link not in self.failures:
-                costs.setdefault(link, []).append(StepTimes(*times))
-        return {link: StepTimes.of_members(times) for link, times in costs.items()}
+                costs.setdefault(link, []).append(StepCost(*times))
+        return {link: StepCost.of_members(times) for link, times in costs.items()}
 
     def settle(self, timeout: float) -> None:
         """After a failure, wait for the calls that are still in progress, so that the slots can be used again."""

@@ -36,7 +36,7 @@ from fastdecode.spart.sampler.sampling import Sampler
 from fastdecode.spart.sampler.sampling_kinds import Kind, kind_of
 from fastdecode.spart.step.batch import StepBatch, StepOutput
 from fastdecode.transports._native import Proxy
-from fastdecode.transports.base import Link, Pending
+from fastdecode.transports.base import DataPath, Pending
 
 if TYPE_CHECKING:
     from fastdecode.spart.exchange.base import RowExchange
@@ -64,7 +64,7 @@ class Captured(Protocol):
     @property
     def model(self) -> Any: ...
     @property
-    def links(self) -> list[Link]: ...
+    def links(self) -> Sequence[DataPath]: ...
     def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor: ...
 
 
@@ -74,7 +74,7 @@ class _Lane:
     def __init__(self, stream: Stream, spart: Captured, most_rows: int):
         self.stream = stream
         self.largest: _Graph | None = None
-        self.graphs: OrderedDict[tuple[tuple[Link, ...], int, Kind | None], _Graph] = OrderedDict()
+        self.graphs: OrderedDict[tuple[tuple[DataPath, ...], int, Kind | None], _Graph] = OrderedDict()
         model, vocab_size = spart.model, spart.model.config.vocab_size
         with stream.current():
             self.rows = [
@@ -94,7 +94,7 @@ class _DrivenLinks(StepLinks):
         self._slot, self._proxy = slot, proxy
         self._driven: list[int] = []
 
-    def begin(self, timeout: float) -> tuple[Link, ...]:
+    def begin(self, timeout: float) -> tuple[DataPath, ...]:
         """Hand the words over to the device, after the verdicts. Returns the links that take part."""
         failed = []
         for i, rows in enumerate(self._link_rows):
@@ -135,7 +135,7 @@ class Bypass:
         page = np.frombuffer(self._proxy, np.uint8)
         self._completions = self._driver.register(page.ctypes.data, page.nbytes)
         self._lanes: dict[int, _Lane] = {}
-        self._regions: dict[Link, MappedRegion] = {}
+        self._regions: dict[DataPath, MappedRegion] = {}
         self.fault = ""  # the reason why no step is taken any more
         self._behind: set[str] = set()  # what has been drawn behind a graph
 
@@ -246,12 +246,12 @@ class Bypass:
             self._lanes[slot] = lane
         return self._lanes[slot]
 
-    def _region(self, link: Link) -> MappedRegion:
+    def _region(self, link: DataPath) -> MappedRegion:
         if link not in self._regions:
             self._regions[link] = MappedRegion(self._driver, link)
         return self._regions[link]
 
-    def _forget_links(self, links: Sequence[Link]) -> None:
+    def _forget_links(self, links: Sequence[DataPath]) -> None:
         """Let go of the graphs and regions of links that were replaced. A step that still runs holds its graph."""
         if self._regions.keys() <= set(links):
             return
@@ -261,7 +261,7 @@ class Bypass:
                 del lane.graphs[key]
 
     def _graph(
-        self, spart: Captured, lane: _Lane, slot: int, links: tuple[Link, ...], size: int, kind: Kind | None
+        self, spart: Captured, lane: _Lane, slot: int, links: tuple[DataPath, ...], size: int, kind: Kind | None
     ) -> _Graph:
         """The graph of a mini-batch for these links; it is captured now if there is none."""
         graph = lane.graphs.get((links, size, kind))

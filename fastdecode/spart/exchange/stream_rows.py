@@ -19,7 +19,7 @@ from fastdecode.region.contract import REPLY_OFFSET, REQUEST_OFFSET
 from fastdecode.spart.exchange.base import LinkRows
 from fastdecode.spart.exchange.driver import Driver
 from fastdecode.spart.exchange_kernels import CHUNK_BYTES, ROW_THREADS, RowAddresses, SlotRows, row_addresses
-from fastdecode.transports.base import Link
+from fastdecode.transports.base import DataPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Gate:
 class MappedRegion:
     """A link's region, registered with the driver until this object goes away. It keeps the region mapped."""
 
-    def __init__(self, driver: Driver, link: Link):
+    def __init__(self, driver: Driver, link: DataPath):
         """Raises DriverError."""
         memory = np.frombuffer(link.region, np.uint8)
         self.layout = link.layout

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,13 @@ from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.prefill.prompt import PromptCache
 from fastdecode.spart.step.batch import StepBatch, StepOutput
-from fastdecode.transports.base import Link, Pending
+from fastdecode.transports.base import DataPath, Pending
 
 
 class HFSPart(SPart):
     """A transformers model and the links to the R-nodes that hold its KV-cache; see SPart."""
 
-    def __init__(self, model: HFModel, links: list[Link], exchange: Choice | None = None):
+    def __init__(self, model: HFModel, links: Sequence[DataPath], exchange: Choice | None = None):
         """`links` and `exchange` are those of SPart. If the model's own code makes the host wait for its device, the
         capture of its first step fails, and all steps are staged."""
         self.model: Any = model

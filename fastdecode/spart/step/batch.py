@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from fastdecode.spart.step.masks import TokenMask
     from fastdecode.spart.step.penalties import LogitRules
-    from fastdecode.transports.base import Link, StepTimes, TransportError
+    from fastdecode.transports.base import DataPath, StepCost, TransportError
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class StepOutput:
     s_seconds: float  # the S-Part computed
     r_wait_seconds: float  # the S-Part waited for R-nodes
     kv_bytes: int  # KV-cache bytes that the R-nodes read
-    link_costs: dict[Link, StepTimes] = field(default_factory=dict)  # of every R-node that took part
-    failures: dict[Link, TransportError] = field(default_factory=dict)  # links whose chunks have no results
+    link_costs: dict[DataPath, StepCost] = field(default_factory=dict)  # of every R-node that took part
+    failures: dict[DataPath, TransportError] = field(default_factory=dict)  # links whose chunks have no results
     scores: dict[int, list[TokenScore]] = field(default_factory=dict)  # of chunks with a `score`, by their index
     logits: torch.Tensor | None = None  # [sampled chunks, vocab_size] fp32; only if asked for (tests, perplexity)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from fastdecode.engine.pages import blocks_for
 from fastdecode.region.contract import PAGE_TOKENS, Status
 from fastdecode.spart.step.batch import Sampled, StepOutput
-from fastdecode.transports.base import CallRefused, LinkDown, StepTimes
+from fastdecode.transports.base import CallRefused, LinkDown, StepCost
 
 VOCAB = 1000
 TOKENS: dict[str, tuple[ToyLink, tuple[int, int]]] = {}  # of RECEIVEs: where the sequence goes
@@ -57,6 +57,7 @@ class ToyLink:
         self.resizing = asyncio.Event()  # RESIZEs; cleared, they wait
         self.resizing.set()
         self.members = (SimpleNamespace(link=self),)
+        self.links = (self,)
         self.region_bytes = 8192
         self.geometry = SimpleNamespace(n_slots=n_slots, max_rows=max_rows)
         self.lease = SimpleNamespace(
@@ -241,7 +242,7 @@ class ToySPart:
                 tokens[self.links[chunk.link]] += chunk.pos + len(chunk.tokens)
             for link, n in tokens.items():
                 token_bytes = link.lease.page_bytes // PAGE_TOKENS
-                output.link_costs[link] = StepTimes(round(1e9 * n * self.seconds_per_token), n * token_bytes)
+                output.link_costs[link] = StepCost(round(1e9 * n * self.seconds_per_token), n * token_bytes)
         return output
 
     def sample(self, chunk) -> Sampled | None:

@@ -19,7 +19,7 @@ from fastdecode.region.geometry import Geometry
 from fastdecode.spart.exchange.stream_rows import Kernels, MappedRegion, StreamRows
 from fastdecode.spart.exchange_kernels import row_addresses
 from fastdecode.transports._native import Proxy
-from fastdecode.transports.base import Link, StepTimes
+from fastdecode.transports.base import Link, StepCost
 from gpu.cuda_driver import Cuda
 
 MINI_BATCHES = 8
@@ -211,7 +211,7 @@ class CapturedStep:
     def finish(self) -> bool:
         return self.cuda.finish(self.stream, HANG_S)
 
-    def end(self, proxy: Proxy) -> list[StepTimes | None]:
+    def end(self, proxy: Proxy) -> list[StepCost | None]:
         """End the step on every link. Raises ConnectionError for a link that is down."""
         outcomes = [proxy.end(link.port, self.slot) for link in self.links]
         assert all(outcome is True for outcome in outcomes), outcomes
