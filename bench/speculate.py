@@ -22,14 +22,14 @@ import torch
 import uvloop
 from tqdm import tqdm
 
-from fastdecode import engine as room
 from fastdecode.bench.options import print_result
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
 from fastdecode.daemon.option_values import guesses
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.state import sequence
+from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import choose_device, choose_dtype
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.threads import pool_threads, set_threads
@@ -81,7 +81,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     greedy = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
     tokenizer = Tokenizer.from_dir(path)
     prose = args.prose.read_text() if args.prose else str(metadata("fastdecode").json["description"])
-    code = (args.code or Path(room.__path__[0]) / "sequence.py").read_text()
+    code = (args.code or Path(sequence.__file__)).read_text()
     rng = random.Random(0)
     tasks = {
         "quote": (_quote(tokenizer, prose), greedy),

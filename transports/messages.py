@@ -197,7 +197,7 @@ class Entrust(_Proved, frozen=True):
 
 class PromptMessage(_Message, frozen=True):
     """A prompt to compute: the ids of its tokens (uint32, little-endian), and the R-node at `url` that takes the pages
-    for `token`. The other fields are those of engine.handover.Order."""
+    for `token`. The other fields are those of engine.migration.prefill_client.Order."""
 
     tokens: Base64
     adapter: Name | None

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from fastdecode.api.errors import ApiError
 from fastdecode.api.generation import Choice, Piece, TokenLogprob
-from fastdecode.engine.request import TokenScore
+from fastdecode.engine.state.request import TokenScore
 from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser, PlainParser
 from fastdecode.text.tokenizer import Tokenizer
 

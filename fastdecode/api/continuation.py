@@ -30,7 +30,7 @@ import orjson
 
 from fastdecode.api.errors import ApiError
 from fastdecode.api.fields import invalid
-from fastdecode.engine.request import TokenEvent
+from fastdecode.engine.state.request import TokenEvent
 
 if TYPE_CHECKING:
     from fastdecode.api.answers import Answer

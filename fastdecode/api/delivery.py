@@ -13,7 +13,7 @@ from collections.abc import Callable
 import orjson
 
 from fastdecode.api.sse import EventStream
-from fastdecode.engine.request import EngineError, TokenEvent
+from fastdecode.engine.state.request import EngineError, TokenEvent
 from fastdecode.text.detokenizer import ByteDetokenizer
 
 #: Takes a token of a choice, whose index in its request comes first, or the error that ends it.
@@ -56,7 +56,7 @@ class Lane:
 
 
 class TokenDelivery:
-    """The outlet of a process's requests (engine/request.py)."""
+    """The outlet of a process's requests (engine/state/request.py)."""
 
     def __init__(self) -> None:
         self._next = 0  # number of the next choice

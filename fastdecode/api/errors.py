@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from fastdecode.engine.request import (
+from fastdecode.engine.state.request import (
     EngineError,
     GenerationFailed,
     InvalidParameter,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from fastdecode.api.delivery import Lane, TokenDelivery
-from fastdecode.engine.request import EngineError, TokenEvent, TokenScore
+from fastdecode.engine.state.request import EngineError, TokenEvent, TokenScore
 from fastdecode.service.client import Cancel, EngineClient, Request
 from fastdecode.text.detokenizer import ByteDetokenizer, Detokenizer
 from fastdecode.text.stop_strings import StopStrings

@@ -18,7 +18,7 @@ from aiohttp.typedefs import Middleware
 from fastdecode.api.continuation import Resume
 from fastdecode.api.errors import ApiError, from_engine
 from fastdecode.api.page import is_page
-from fastdecode.engine.request import EngineError
+from fastdecode.engine.state.request import EngineError
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("fastdecode.api.access")

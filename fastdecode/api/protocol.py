@@ -15,7 +15,7 @@ from fastdecode.api.generation import TextOptions
 from fastdecode.api.messages import read_messages
 from fastdecode.api.structured import GrammarField, read_grammar
 from fastdecode.api.tools import ToolUse, read_tools
-from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.state.request import SamplingParams
 from fastdecode.text.chat_template import RESERVED_VARIABLES
 
 MAX_N = 128  # choices of a prompt

@@ -20,7 +20,7 @@ from fastdecode.api.preparation import shutting_down_error
 from fastdecode.api.protocol import Generation
 from fastdecode.api.sse import EventStream
 from fastdecode.api.structured import grammar_error
-from fastdecode.engine.request import EngineError, InvalidGrammar
+from fastdecode.engine.state.request import EngineError, InvalidGrammar
 from fastdecode.service.client import EngineClient, Request
 from fastdecode.text.detokenizer import ByteDetokenizer, Detokenizer
 

@@ -20,7 +20,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.process import freeze, set_up_logging
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.demo import model_dir
-from fastdecode.engine.request import NotReady
+from fastdecode.engine.state.request import NotReady
 from fastdecode.gguf.source import ModelSource
 from fastdecode.service.remote import RemoteEngine
 

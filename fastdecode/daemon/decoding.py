@@ -17,9 +17,9 @@ import torch
 from tqdm import tqdm
 
 from fastdecode.daemon.kv_pages import KVPages
-from fastdecode.engine.pages import blocks_for
-from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.runner import Runner, StepGenerator
+from fastdecode.engine.state.pages import blocks_for
+from fastdecode.engine.state.request import SamplingParams
 from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import geometry_tuple, region_layout
 from fastdecode.region.region import Region

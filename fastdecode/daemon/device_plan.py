@@ -11,7 +11,7 @@ import torch
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
-from fastdecode.engine.pages import PageGroups
+from fastdecode.engine.state.pages import PageGroups
 from fastdecode.spart.exchange.choice import BypassImpossible, Choice, choose_exchange
 from fastdecode.spart.exchange.graph_table import size_class
 from fastdecode.spart.memory import graph_bytes, step_bytes

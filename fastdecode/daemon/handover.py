@@ -1,4 +1,4 @@
-"""Connections between S-nodes: one that decodes asks a prefill S-node to compute a prompt (engine/handover.py).
+"""Connections between S-nodes: one that decodes asks a prefill S-node to compute a prompt (engine/migration).
 
 A connection serves one prompt. Its end withdraws the prompt. It uses the hand-shake and the frames of an R-node's
 control connection: both ends prove that they know the shared secret, and each frame carries a MAC.
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.daemon.discovery import DiscoveryError, NodeSet
-from fastdecode.engine.giver import Giver
-from fastdecode.engine.handover import Order
-from fastdecode.engine.request import EngineError, InvalidParameter, InvalidPrompt
+from fastdecode.engine.migration.prefill_client import Order
+from fastdecode.engine.migration.prefill_worker import Giver
+from fastdecode.engine.state.request import EngineError, InvalidParameter, InvalidPrompt
 from fastdecode.region.contract import Status
 from fastdecode.transports import handshake, tcp
 from fastdecode.transports.base import CallRefused, Hello, LinkDown, LinkRefused, TransportError
@@ -67,7 +67,7 @@ def model_digest(path: Path, hello: Hello, balance: str = "") -> str:
 
 
 class RemotePrefill:
-    """The prefill S-nodes of this S-node (an engine.handover.PrefillNodes)."""
+    """The prefill S-nodes of this S-node (an engine.migration.prefill_client.PrefillNodes)."""
 
     def __init__(self, urls: Sequence[str], model: str, secret: bytes | None, take_from: Sequence[str] = ()):
         """`model`: see model_digest. `take_from`: S-nodes that compute no prompts for this one, but have the K and V of

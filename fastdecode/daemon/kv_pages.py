@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdecode.engine.pages import PageGroups
+from fastdecode.engine.state.pages import PageGroups
 from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.region.geometry import Geometry, geometry_tuple

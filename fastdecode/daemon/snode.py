@@ -30,7 +30,7 @@ from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.tuning import choose_split
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.giver import Giver
+from fastdecode.engine.migration.prefill_worker import Giver
 from fastdecode.engine.runner import Runner
 from fastdecode.engine.stats import EngineStats
 from fastdecode.region.contract import MAX_SEQS

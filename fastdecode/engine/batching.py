@@ -9,9 +9,9 @@ from fastdecode.spart.step.batch import Chunk, SampleSpec, ScoreSpec, StepBatch
 from fastdecode.spart.step.penalties import LogitRules
 
 if TYPE_CHECKING:
-    from fastdecode.engine.request import SamplingParams
     from fastdecode.engine.scheduling.plan import Plan
-    from fastdecode.engine.sequence import PlannedChunk, Sequence
+    from fastdecode.engine.state.request import SamplingParams
+    from fastdecode.engine.state.sequence import PlannedChunk, Sequence
 
 
 def step_batch(plan: Plan, n_layers: int) -> StepBatch:

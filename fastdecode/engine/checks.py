@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.request import InvalidParameter, InvalidPrompt, PromptTooLong, SamplingParams, check_length
+from fastdecode.engine.state.request import InvalidParameter, InvalidPrompt, PromptTooLong, SamplingParams, check_length
 
 if TYPE_CHECKING:
     from fastdecode.transports.base import Link

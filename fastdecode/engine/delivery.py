@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fastdecode.engine.request import Outlet, TokenEvent
 from fastdecode.engine.scheduling.plan import Outcome
-from fastdecode.engine.sequence import Sequence
+from fastdecode.engine.state.request import Outlet, TokenEvent
+from fastdecode.engine.state.sequence import Sequence
 from fastdecode.engine.stats import EngineObserver
 
 

@@ -19,12 +19,19 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.batching import logit_rules, step_batch
 from fastdecode.engine.checks import adapter_index, check_generated, check_link, check_prompt, check_tokens
-from fastdecode.engine.cluster import Cluster
-from fastdecode.engine.constraints import constraints
 from fastdecode.engine.delivery import deliver
-from fastdecode.engine.handover import PrefillNodes
-from fastdecode.engine.prefixes import page_hashes
-from fastdecode.engine.request import (
+from fastdecode.engine.migration.prefill_client import PrefillNodes
+from fastdecode.engine.rnode_control import RNodeControl
+from fastdecode.engine.runner import Runner, StepRunner
+from fastdecode.engine.scheduling.admission import SCHEDULES
+from fastdecode.engine.scheduling.cluster import Cluster
+from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits
+from fastdecode.engine.scheduling.queue import StartRate
+from fastdecode.engine.scheduling.scheduler import Scheduler
+from fastdecode.engine.scheduling.speculation import Speculation
+from fastdecode.engine.state.constraints import constraints
+from fastdecode.engine.state.prefixes import page_hashes
+from fastdecode.engine.state.request import (
     EngineError,
     GenerationFailed,
     NotReady,
@@ -34,14 +41,7 @@ from fastdecode.engine.request import (
     SamplingParams,
     TokenEvent,
 )
-from fastdecode.engine.rnode_control import RNodeControl
-from fastdecode.engine.runner import Runner, StepRunner
-from fastdecode.engine.scheduler import Scheduler
-from fastdecode.engine.scheduling.admission import SCHEDULES
-from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits
-from fastdecode.engine.scheduling.queue import StartRate
-from fastdecode.engine.scheduling.speculation import Speculation
-from fastdecode.engine.sequence import Sequence
+from fastdecode.engine.state.sequence import Sequence
 from fastdecode.engine.stats import EngineObserver, EngineStats, NullObserver, StepPart, Totals
 from fastdecode.engine.stream import RequestStream
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
@@ -463,6 +463,10 @@ class Engine:
             totals=self.totals,
             expert_load=self.spart.expert_load,
         )
+
+    async def change(self, seconds: float) -> None:
+        """Wait for the next change of the scheduler's state, at most `seconds`."""
+        await self.r_nodes.moves.change(seconds)
 
     # -- tasks ----------------------------------------------------------------------------------------------------
 

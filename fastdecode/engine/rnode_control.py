@@ -9,16 +9,16 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from fastdecode.engine.handover import PrefillNodes, Taker
-from fastdecode.engine.ledger import RNodeLedger
-from fastdecode.engine.moves import Mover
+from fastdecode.engine.migration.migrator import Mover
+from fastdecode.engine.migration.prefill_client import PrefillNodes, Taker
+from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.stats import NodeStats
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
-    from fastdecode.engine.prefixes import CachedSequence
-    from fastdecode.engine.scheduler import Scheduler
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.scheduling.scheduler import Scheduler
+    from fastdecode.engine.state.prefixes import CachedSequence
+    from fastdecode.engine.state.sequence import Sequence
     from fastdecode.spart import SPart
     from fastdecode.transports.base import Link
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.request import EngineError, TokenEvent
+from fastdecode.engine.state.request import EngineError, TokenEvent
 
 if TYPE_CHECKING:
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.sequence import Sequence
 
 
 class RequestStream:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
+from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.virtual_system import WORD, VirtualLink
 from fastdecode.region.contract import PAGE_TOKENS

@@ -11,8 +11,8 @@ from typing import Any, cast
 from fastdecode.bench.serving.client import LoadRun, TimedAnswer
 from fastdecode.bench.serving.workload import LoadRequest, Prompts
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.engine.scheduling.plan import SchedulerLimits
+from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.plan import virtual_time
 from fastdecode.plan.equations import System
 from fastdecode.plan.virtual_system import WORD, StepRecord, VirtualLink, VirtualRunner, VirtualSPart

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fastdecode.engine.request import Outlet, SamplingParams
+from fastdecode.engine.state.request import Outlet, SamplingParams
 from fastdecode.engine.stats import EngineStats, StepPart
 from fastdecode.text.grammar import GrammarSpec
 

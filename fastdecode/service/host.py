@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from fastdecode.engine.request import EngineError, GenerationFailed, TokenEvent
+from fastdecode.engine.state.request import EngineError, GenerationFailed, TokenEvent
 from fastdecode.service.client import Cancel, EngineClient, Request
 from fastdecode.service.messages import (
     FROM_API,

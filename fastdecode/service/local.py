@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.request import InvalidGrammar, Outlet, Output, Place
+from fastdecode.engine.state.request import InvalidGrammar, Outlet, Output, Place
 from fastdecode.service.client import Cancel, EngineStatus, Report, Request
 from fastdecode.service.metrics import Metrics
 from fastdecode.text.grammar import GrammarCompiler, GrammarError, GrammarsUnavailable
@@ -16,7 +16,7 @@ from fastdecode.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fastdecode.engine.engine import Engine
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.sequence import Sequence
 
 
 class LocalEngine:

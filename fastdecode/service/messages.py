@@ -15,8 +15,8 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 from msgspec.msgpack import Decoder, Encoder
 
-from fastdecode.engine import request as engine_errors
-from fastdecode.engine.request import EngineError, Outlet, TokenEvent
+from fastdecode.engine.state import request as engine_errors
+from fastdecode.engine.state.request import EngineError, Outlet, TokenEvent
 from fastdecode.service.client import Request
 
 _BUFFER = 1 << 20  # bytes that a reader takes ahead

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fastdecode.engine.request import EngineError, GenerationFailed, NotReady, Outlet, check_length
+from fastdecode.engine.state.request import EngineError, GenerationFailed, NotReady, Outlet, check_length
 from fastdecode.service.client import Cancel, EngineStatus, Report, Request
 from fastdecode.service.messages import (
     FROM_ENGINE,

@@ -13,7 +13,14 @@ from engines.api_client import MODEL, served
 from engines.scripted_engine import ScriptedEngine
 from models import tokenizers_made
 
-from fastdecode.engine.request import GenerationFailed, InvalidPrompt, NotReady, Overloaded, PromptTooLong, TokenEvent
+from fastdecode.engine.state.request import (
+    GenerationFailed,
+    InvalidPrompt,
+    NotReady,
+    Overloaded,
+    PromptTooLong,
+    TokenEvent,
+)
 from fastdecode.text.tokenizer import Tokenizer
 
 ASK = {"model": MODEL, "prompt": "x"}

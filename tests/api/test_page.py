@@ -16,7 +16,7 @@ from engines.scripted_engine import ScriptedEngine
 from models import tokenizers_made
 from models.checkpoints import make_checkpoint
 
-from fastdecode.engine.request import Overloaded
+from fastdecode.engine.state.request import Overloaded
 from fastdecode.text.tokenizer import Tokenizer
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")

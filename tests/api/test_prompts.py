@@ -15,7 +15,7 @@ from models import tokenizers_made
 from models.checkpoints import VOCAB_SIZE
 
 from fastdecode.api.defaults import SamplingDefaults
-from fastdecode.engine.request import TokenEvent
+from fastdecode.engine.state.request import TokenEvent
 from fastdecode.text.tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and the dog does not mind."

@@ -12,7 +12,7 @@ from engines.scripted_engine import ScriptedEngine
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, write_tokenizer
 
 from fastdecode import __version__
-from fastdecode.engine.request import GenerationFailed, TokenEvent
+from fastdecode.engine.state.request import GenerationFailed, TokenEvent
 from fastdecode.text.tokenizer import Tokenizer
 
 TEMPLATE = (

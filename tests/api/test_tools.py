@@ -70,7 +70,7 @@ def spell(tokenizer):
 
 def ended(tokens):
     """The script of a text that ends by itself."""
-    from fastdecode.engine.request import TokenEvent
+    from fastdecode.engine.state.request import TokenEvent
 
     return [*tokens, TokenEvent(1, finish_reason="stop")]
 

@@ -17,9 +17,9 @@ from nodes.rnode_process import RNodeProcess
 from fastdecode.daemon.discovery import FileSet
 from fastdecode.daemon.handover import PrefillServer, RemotePrefill, model_digest
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.giver import Giver
-from fastdecode.engine.handover import Order
-from fastdecode.engine.request import Overloaded, PromptTooLong, SamplingParams
+from fastdecode.engine.migration.prefill_client import Order
+from fastdecode.engine.migration.prefill_worker import Giver
+from fastdecode.engine.state.request import Overloaded, PromptTooLong, SamplingParams
 from fastdecode.region.geometry import Geometry
 from fastdecode.spart import SPart, load_model
 from fastdecode.transports import tcp

@@ -13,7 +13,7 @@ from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from nodes.rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import SPart, load_model
 from fastdecode.transports.registry import connect
 

@@ -10,7 +10,8 @@ from engines.toy import POISON, VOCAB, ToyLink, ToySPart, continuation, tokens_o
 from engines.toy_engine import running
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.request import (
+from fastdecode.engine.scheduling.queue import StartRate
+from fastdecode.engine.state.request import (
     GenerationFailed,
     InvalidPrompt,
     NotReady,
@@ -18,7 +19,6 @@ from fastdecode.engine.request import (
     PromptTooLong,
     SamplingParams,
 )
-from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.transports.base import CallRefused
 
 pytestmark = pytest.mark.quick

@@ -11,8 +11,8 @@ from engines.toy import ToyLink, ToySPart, continuation, tokens_of, until
 from engines.toy_engine import started
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.giver import Giver
-from fastdecode.engine.request import EngineError, InvalidPrompt, SamplingParams
+from fastdecode.engine.migration.prefill_worker import Giver
+from fastdecode.engine.state.request import EngineError, InvalidPrompt, SamplingParams
 from fastdecode.transports.base import LinkDown
 from fastdecode.transports.server import MAX_PUSHES
 

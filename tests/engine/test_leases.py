@@ -12,7 +12,7 @@ from engines.toy import ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine import rnode_control
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.request import PromptTooLong, SamplingParams
+from fastdecode.engine.state.request import PromptTooLong, SamplingParams
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ import pytest
 from engines.toy import ToyLink, tokens_of, until
 from engines.toy_engine import generate, started
 
-from fastdecode.engine.request import GenerationFailed, SamplingParams
+from fastdecode.engine.state.request import GenerationFailed, SamplingParams
 
 pytestmark = pytest.mark.quick
 

@@ -9,9 +9,9 @@ import pytest
 from engines.toy import ToyLink, continuation, tokens_of, until
 from engines.toy_engine import generate, started
 
-from fastdecode.engine import moves
-from fastdecode.engine.rebalance import choose_move
-from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.migration import migrator
+from fastdecode.engine.migration.rebalance import choose_move
+from fastdecode.engine.state.request import SamplingParams
 
 pytestmark = pytest.mark.quick
 
@@ -135,7 +135,7 @@ async def test_a_prefix_that_has_moved_is_found_at_its_new_place():
 
 
 async def test_a_sequence_that_fits_nowhere_goes_on_where_it_is(monkeypatch):
-    monkeypatch.setattr(moves, "_FAILED_SECONDS", 0.05)
+    monkeypatch.setattr(migrator, "_FAILED_SECONDS", 0.05)
     small, large = ToyLink("tcp://small", n_pages=3), ToyLink("tcp://large")
     async with started(small, large) as engine:
         work = asyncio.create_task(generate(engine, 20, 200))
@@ -166,7 +166,7 @@ async def test_an_r_node_that_dies_in_the_middle_costs_no_tokens(victim, rest):
 
 
 async def test_a_refused_move_leaves_the_sequence_in_place_and_is_tried_again(monkeypatch):
-    monkeypatch.setattr(moves, "_FAILED_SECONDS", 0.05)
+    monkeypatch.setattr(migrator, "_FAILED_SECONDS", 0.05)
     first, second = pair()
     async with started(first, second) as engine:
         work = await loaded(engine, second)
@@ -212,7 +212,7 @@ async def beside_an_empty_r_node(engine, seconds_per_token):
 
 
 async def test_running_sequences_move_to_an_r_node_that_joins(monkeypatch):
-    monkeypatch.setattr(moves, "_REBALANCE_SECONDS", 0.01)
+    monkeypatch.setattr(migrator, "_REBALANCE_SECONDS", 0.01)
     first, second = pair()
     async with started(first, second) as engine:
         work = await beside_an_empty_r_node(engine, seconds_per_token=1e-4)
@@ -223,7 +223,7 @@ async def test_running_sequences_move_to_an_r_node_that_joins(monkeypatch):
 
 
 async def test_nothing_moves_where_the_s_part_covers_the_r_part(monkeypatch):
-    monkeypatch.setattr(moves, "_REBALANCE_SECONDS", 0.01)
+    monkeypatch.setattr(migrator, "_REBALANCE_SECONDS", 0.01)
     first, second = pair()
     async with started(first, second) as engine:
         work = await beside_an_empty_r_node(engine, seconds_per_token=1e-7)

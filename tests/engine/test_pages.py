@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fastdecode.engine.pages import PageBook
+from fastdecode.engine.state.pages import PageBook
 
 pytestmark = pytest.mark.quick
 

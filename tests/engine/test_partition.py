@@ -20,7 +20,7 @@ from models.hf_models import save_model
 from nodes.rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams
+from fastdecode.engine.state.request import GenerationFailed, NotReady, SamplingParams
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.backend import choose_backend
 from fastdecode.transports.teams import connect_team

@@ -13,8 +13,8 @@ import pytest
 from engines.toy import POISON, ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex, page_hashes
-from fastdecode.engine.request import GenerationFailed, SamplingParams
+from fastdecode.engine.state.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex, page_hashes
+from fastdecode.engine.state.request import GenerationFailed, SamplingParams
 from fastdecode.region.contract import PAGE_TOKENS
 
 # -- the index --------------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from engines.virtual import MODEL, serve, toy_system
 
 from fastdecode.bench.serving import report
 from fastdecode.bench.serving.workload import read_trace
-from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduling.admission import Greedy, Stable
 from fastdecode.engine.scheduling.lengths import OutputLengths
-from fastdecode.engine.sequence import Sequence
+from fastdecode.engine.state.request import SamplingParams
+from fastdecode.engine.state.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
 
 TRACE = Path(__file__).parent / "traces" / "azure-conv-1024.csv"

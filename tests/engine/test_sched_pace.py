@@ -11,9 +11,9 @@ from engines.virtual import serve, toy_system
 
 from fastdecode.bench.serving.report import gaps
 from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, LoadRequest
-from fastdecode.engine.request import SamplingParams, TokenEvent
 from fastdecode.engine.scheduling import queue
 from fastdecode.engine.scheduling.spread import Spread
+from fastdecode.engine.state.request import SamplingParams, TokenEvent
 
 #: Two mini-batches' S-Parts take 20 ms, a cached token takes the R-node 2 us: 4096 tokens take 8 ms.
 SYSTEM = toy_system(((1, 0.010), (516, 0.011)), 2e-6)

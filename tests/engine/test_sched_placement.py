@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastdecode.engine.cluster import Cluster
-from fastdecode.engine.request import SamplingParams
-from fastdecode.engine.scheduler import Scheduler
+from fastdecode.engine.scheduling.cluster import Cluster
 from fastdecode.engine.scheduling.plan import SchedulerLimits
-from fastdecode.engine.scheduling.rtime import Bandwidth, Loads, assign, layer_groups
-from fastdecode.engine.sequence import Sequence
+from fastdecode.engine.scheduling.rtime import Loads, assign, layer_groups
+from fastdecode.engine.scheduling.scheduler import Scheduler
+from fastdecode.engine.state.bandwidth import Bandwidth
+from fastdecode.engine.state.request import SamplingParams
+from fastdecode.engine.state.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import Lease, StepCost
 

@@ -7,11 +7,11 @@ import random
 import pytest
 from engines.scheduler_world import END, World
 
-from fastdecode.engine.pages import blocks_for
 from fastdecode.engine.scheduling import queue
 from fastdecode.engine.scheduling.budgets import StepBudget
 from fastdecode.engine.scheduling.fairness import FairShares
 from fastdecode.engine.scheduling.plan import SchedulerLimits
+from fastdecode.engine.state.pages import blocks_for
 from fastdecode.region.contract import PAGE_TOKENS
 
 pytestmark = pytest.mark.quick

@@ -21,8 +21,8 @@ from quick import quick
 from wire.cut_proxy import CutProxy
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams
 from fastdecode.engine.scheduling import deadline
+from fastdecode.engine.state.request import GenerationFailed, NotReady, SamplingParams
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import region_layout
 from fastdecode.spart import SPart, load_model

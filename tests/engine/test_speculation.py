@@ -10,9 +10,9 @@ from engines.real_engine import real_engine
 from engines.scheduler_world import WORD, World
 from models.checkpoints import VOCAB_SIZE, make_checkpoint
 
-from fastdecode.engine.request import SamplingParams
-from fastdecode.engine.scheduling.guesser import Guesser
 from fastdecode.engine.scheduling.speculation import Speculation
+from fastdecode.engine.state.guesser import Guesser
+from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart.step.batch import Sampled
 
 

@@ -12,8 +12,8 @@ from engines.real_engine import real_engine
 from engines.toy import tokens_of, until
 from models.hf_models import VOCAB_SIZE, save_model
 
-from fastdecode.engine.pages import PageBook, PageGroups, PageTable
-from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.state.pages import PageBook, PageGroups, PageTable
+from fastdecode.engine.state.request import SamplingParams
 from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple, region_layout

@@ -159,7 +159,7 @@ async def test_a_completion_is_the_same_as_over_shared_memory(tmp_path):
     from engines.real_engine import real_engine  # imports torch, which no other test of this module needs
 
     from fastdecode.demo import model_dir
-    from fastdecode.engine.request import SamplingParams
+    from fastdecode.engine.state.request import SamplingParams
 
     async def complete(url: str | None) -> list[list[int]]:
         async with real_engine(model_dir(), tmp_path, url=url) as engine:

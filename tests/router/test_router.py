@@ -24,8 +24,8 @@ from fastdecode.api.continuation import FIELD, HEADER, mark
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon.discovery import FileSet, FixedSet
 from fastdecode.daemon.handover import PrefillServer, RemotePrefill
-from fastdecode.engine.giver import Giver
-from fastdecode.engine.request import GenerationFailed, Overloaded
+from fastdecode.engine.migration.prefill_worker import Giver
+from fastdecode.engine.state.request import GenerationFailed, Overloaded
 from fastdecode.router.forwarder import Forwarder
 from fastdecode.router.main import make_app
 from fastdecode.router.metrics import RouterMetrics

@@ -1,11 +1,11 @@
-"""Dependencies point one way, and in no circle: among the package's modules, and among the C files."""
+"""Dependencies point one way, and in no circle: among the package's modules and folders, and among the C files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from sources.dependencies import Rooms, circle, forbidden, include_graph, python_graph
+from sources.dependencies import Graph, Rooms, circle, folders, forbidden, include_graph, python_graph
 from sources.folders import ROOT
 
 pytestmark = pytest.mark.quick
@@ -40,6 +40,8 @@ PYTHON = {
     ],
     "plan": ["region", "kernels", "transports", "demo", "spart", "engine", "daemon", "bench"],
 }
+#: Folders whose own modules import from folders that import from them.
+CIRCULAR = ("fastdecode.bench", "fastdecode.spart")
 C = {
     "region": [],
     "kernels/cpu": ["region"],
@@ -69,7 +71,11 @@ def faults_of_python(root: Path) -> list[str]:
         imported.discard("fastdecode")  # the version
     faults = [f"fastdecode imports {name}" for name in sorted(graph.pop("fastdecode"))]
     rooms = {f"fastdecode.{room}": [f"fastdecode.{other}" for other in others] for room, others in PYTHON.items()}
-    return faults + forbidden(graph, rooms) + circle(graph)
+    return faults + forbidden(graph, rooms) + circle(graph) + circle_of_folders(root, graph)
+
+
+def circle_of_folders(root: Path, graph: Graph) -> list[str]:
+    return circle({name: imported for name, imported in folders(graph, root).items() if name not in CIRCULAR})
 
 
 def faults_of_c(root: Path) -> list[str]:
@@ -98,8 +104,10 @@ def test_c_includes_point_one_way() -> None:
 TREE = {
     "fastdecode/__init__.py": "__version__ = '1'",
     "fastdecode/engine/__init__.py": "",
-    "fastdecode/engine/engine.py": "import fastdecode.transports.base\nfrom fastdecode import __version__",
+    "fastdecode/engine/engine.py": "import fastdecode.transports.base\nfrom .state import sequence",
     "fastdecode/engine/request.py": "from . import stats\nfrom ..transports.base import Link",
+    "fastdecode/engine/state/__init__.py": "",
+    "fastdecode/engine/state/sequence.py": "from fastdecode import __version__",
     "fastdecode/engine/stats.py": "",
     "fastdecode/api/__init__.py": "from .server import serve",
     "fastdecode/api/server.py": "from fastdecode.engine import engine",
@@ -141,6 +149,11 @@ PYTHON_FAULTS = {
         "fastdecode/engine/stats.py",
         "from .request import Request",
         "fastdecode.engine.stats",
+    ),
+    "circle of folders": (
+        "fastdecode/engine/state/sequence.py",
+        "from fastdecode.engine.stats import Stats",
+        "fastdecode.engine.state",
     ),
     "no room": ("fastdecode/loose.py", "", "fastdecode.loose is in no room"),
     "the package's own __init__": (

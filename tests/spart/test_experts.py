@@ -11,7 +11,7 @@ from engines.api_client import served
 from engines.real_engine import real_engine
 from models.checkpoints import make_checkpoint
 
-from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import load_model
 from fastdecode.spart.decoder.layers import make_activation
 from fastdecode.spart.linears import products

@@ -23,7 +23,7 @@ from fastdecode.daemon import check_model
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.serving import ApiSettings
-from fastdecode.engine.request import InvalidParameter, SamplingParams
+from fastdecode.engine.state.request import InvalidParameter, SamplingParams
 from fastdecode.gguf.source import ModelSource
 from fastdecode.spart import CheckpointError, load_model
 from fastdecode.spart.backend import choose_backend

@@ -11,7 +11,7 @@ from engines.real_engine import real_engine
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from transformers import AutoConfig, LlamaForCausalLM, Phi3ForCausalLM
 
-from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import CheckpointError
 from fastdecode.spart.checkpoints.families import make_config
 from fastdecode.spart.decoder.rope import RotaryEmbedding, apply_rope

@@ -15,8 +15,8 @@ from wire.wire_peers import FakeRNode, attach, open_link
 
 from fastdecode.daemon import rnode
 from fastdecode.daemon.rnode import RNode
-from fastdecode.engine.ledger import RNodeLedger
-from fastdecode.engine.prefixes import CachedSequence
+from fastdecode.engine.state.ledger import RNodeLedger
+from fastdecode.engine.state.prefixes import CachedSequence
 from fastdecode.region.contract import PAGE_TOKENS, ROW_DTYPE
 from fastdecode.region.geometry import Geometry, region_layout
 from fastdecode.transports.base import LinkDown, LinkRefused

@@ -1,5 +1,7 @@
-"""The parts that the scheduler (engine/scheduler.py) puts together. Bookkeeping and arithmetic: no IO, no clocks.
+"""What goes into the next step, and on which R-node a sequence is cached. Bookkeeping and arithmetic: no IO, no clocks.
 
+scheduler   Scheduler: puts the other modules together
+cluster     all R-nodes: the sequences on them, their pages, the prefix cache
 plan        a step as the scheduler plans it, and the bounds on it
 queue       WaitingQueue: sequences that may start next, and how often one may be passed over
 admission   greedy, and the load-stabilising schedule
@@ -13,7 +15,6 @@ running     the running sequences, and their ways in and out
 pauses      which running sequences pause for others, and whose pages they get
 pace        who may start to decode, and which choices pause, so that steps keep the target time
 speculation how many tokens to guess for each sequence of a step
-guesser     the guesses of one sequence's next tokens
 deadline    how long an R-node may take for a layer
 line        a straight line fitted to observations
 budgets     bounds on a step's prompts: rows, attention work, staged keys and values

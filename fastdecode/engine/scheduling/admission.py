@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode.engine.pages import PageGroup, PageGroups
 from fastdecode.engine.scheduling.lengths import Floats, OutputLengths
+from fastdecode.engine.state.pages import PageGroup, PageGroups
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.sequence import Sequence
 
 #: Points of the forecast, besides the ends of sequences that are known.
 _POINTS = 64

@@ -11,7 +11,7 @@ from fastdecode.engine.scheduling.rtime import Loads
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.sequence import Sequence
 
 #: Part of a step that a move must save.
 _LEAST_GAIN = 0.02

@@ -7,7 +7,7 @@ from math import inf, sqrt
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.sequence import Sequence
 
 
 #: Reading the keys before a chunk takes as long as the attention of so many rows to them, however few the chunk has.

@@ -22,8 +22,8 @@ from fastdecode.engine.scheduling.spread import Spread
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastdecode.engine.cluster import Cluster
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.scheduling.cluster import Cluster
+    from fastdecode.engine.state.sequence import Sequence
 
 #: Steps may take so many times the part of a step that does not depend on its rows, whatever the target: the first
 #: number if that part is within the target, the second if it is longer.

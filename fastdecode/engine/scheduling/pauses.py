@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.scheduling.queue import BY_RANK
 
 if TYPE_CHECKING:
-    from fastdecode.engine.cluster import Cluster
-    from fastdecode.engine.ledger import RNodeLedger
+    from fastdecode.engine.scheduling.cluster import Cluster
     from fastdecode.engine.scheduling.pace import Pace
     from fastdecode.engine.scheduling.queue import WaitingQueue
     from fastdecode.engine.scheduling.running import Running
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.ledger import RNodeLedger
+    from fastdecode.engine.state.sequence import Sequence
 
 
 class Pauses:

@@ -13,15 +13,16 @@ from itertools import islice
 from math import ceil
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.ledger import RNodeLedger
-from fastdecode.engine.scheduling.rtime import Loads, alike, assign
+from fastdecode.engine.scheduling.rtime import Loads, assign
+from fastdecode.engine.state.bandwidth import alike
+from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastdecode.engine.prefixes import PrefixEntry
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.prefixes import PrefixEntry
+    from fastdecode.engine.state.sequence import Sequence
 
 
 #: Waiting sequences that are distributed together.
@@ -52,7 +53,7 @@ def mean_length(seq: Sequence) -> float:
 
 def costs(nodes: list[RNodeLedger], n_layers: int) -> list[float]:
     """Seconds for a token and layer on each R-node; relative numbers until the first has been measured. R-nodes count
-    as equally fast as long as their measurements do not tell them apart; see rtime.alike."""
+    as equally fast as long as their measurements do not tell them apart; see bandwidth.alike."""
     speeds = alike([node.bandwidth for node in nodes])
     return [node.token_bytes / n_layers / (speed or 1.0) for node, speed in zip(nodes, speeds, strict=True)]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork
 
 if TYPE_CHECKING:
-    from fastdecode.engine.sequence import PlannedChunk, Sequence
+    from fastdecode.engine.state.sequence import PlannedChunk, Sequence
     from fastdecode.spart.step.batch import Sampled
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.scheduling.fairness import FairShares
 
 if TYPE_CHECKING:
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.sequence import Sequence
 
 #: Waiting sequences that one search for the next sequence to start looks at.
 LOOK_AHEAD = 32

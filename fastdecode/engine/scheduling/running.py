@@ -12,11 +12,11 @@ from fastdecode.engine.scheduling.queue import BY_RANK
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastdecode.engine.cluster import Cluster
-    from fastdecode.engine.ledger import RNodeLedger
     from fastdecode.engine.scheduling.budgets import StagingBudget
+    from fastdecode.engine.scheduling.cluster import Cluster
     from fastdecode.engine.scheduling.queue import WaitingQueue
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.ledger import RNodeLedger
+    from fastdecode.engine.state.sequence import Sequence
 
 #: Mini-batches are evened out after so many steps, and at once if one has more than twice the sequences of another. Not
 #: in every step: a sequence that is moved waits for a step of its new mini-batch that is in flight.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.scheduling.line import Line
 
 if TYPE_CHECKING:
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.sequence import Sequence
     from fastdecode.spart.step.batch import Sampled
 
 #: A sequence whose guesses do not pay gets one guess after so many tokens, because its text may have changed.

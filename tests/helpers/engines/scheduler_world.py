@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from fastdecode.engine.cluster import Cluster
-from fastdecode.engine.pages import blocks_for
-from fastdecode.engine.request import SamplingParams
-from fastdecode.engine.scheduler import Scheduler
+from fastdecode.engine.scheduling.cluster import Cluster
 from fastdecode.engine.scheduling.plan import Plan, SchedulerLimits
-from fastdecode.engine.sequence import Sequence
+from fastdecode.engine.scheduling.scheduler import Scheduler
+from fastdecode.engine.state.pages import blocks_for
+from fastdecode.engine.state.request import SamplingParams
+from fastdecode.engine.state.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import Lease
 

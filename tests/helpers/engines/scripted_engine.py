@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from fastdecode.engine.request import EngineError, Outlet, Place, SamplingParams, TokenEvent
+from fastdecode.engine.state.request import EngineError, Outlet, Place, SamplingParams, TokenEvent
 from fastdecode.engine.stats import EngineStats, NodeStats
 from fastdecode.service.client import Cancel, EngineStatus, Report, Request
 from fastdecode.service.metrics import Metrics

@@ -8,7 +8,7 @@ import random
 
 from engines.toy import ToySPart, continuation, tokens_of, until
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.state.request import SamplingParams
 
 
 @contextlib.asynccontextmanager

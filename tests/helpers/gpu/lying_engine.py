@@ -27,9 +27,9 @@ import torch
 from nodes.rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.runner import Runner
 from fastdecode.engine.scheduling import deadline
+from fastdecode.engine.state.request import SamplingParams
 from fastdecode.region.contract import REQUEST_OFFSET
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange.bypass import Bypass

@@ -79,6 +79,19 @@ def circle(graph: Graph) -> list[str]:
     return []
 
 
+def folders(graph: Graph, root: Path) -> Graph:
+    """The folders of a graph of modules, a package's `__init__` in its own folder, and the other folders that the
+    modules of each import from."""
+
+    def folder(module: str) -> str:
+        return module if (root / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
+
+    found: Graph = {folder(module): set() for module in graph}
+    for module, imported in graph.items():
+        found[folder(module)] |= {folder(name) for name in imported} - {folder(module)}
+    return found
+
+
 def forbidden(graph: Graph, rooms: Rooms) -> list[str]:
     """A sentence for each dependency that `rooms` does not allow, and for each file that is in no room."""
     sentences = []

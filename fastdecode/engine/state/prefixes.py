@@ -17,13 +17,13 @@ from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastdecode.engine.pages import PageTable
+from fastdecode.engine.state.pages import PageTable
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastdecode.engine.pages import Page
+    from fastdecode.engine.state.pages import Page
 
 #: At most this many entries that go on with the same token are compared token by token, the newest ones.
 _MAX_CANDIDATES = 16

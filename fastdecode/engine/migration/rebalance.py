@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastdecode.engine.scheduler import Scheduler
-    from fastdecode.engine.sequence import Sequence as RunningSequence
+    from fastdecode.engine.scheduling.scheduler import Scheduler
+    from fastdecode.engine.state.sequence import Sequence as RunningSequence
 
 #: The slowest R-node must take longer than even loads would by this part, for a first move and for further ones.
 _FIRST, _FURTHER = 0.25, 0.1

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from fastdecode.engine.request import SamplingParams
+    from fastdecode.engine.state.request import SamplingParams
 
 
 class TokenConstraints:

@@ -104,7 +104,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), each token at most once
     stop_token_ids: frozenset[int] = frozenset()  # besides the model's own end tokens
     ignore_eos: bool = False  # the model's own end tokens do not end the request, unless it has a grammar
-    # These four forbid tokens (engine/constraints.py).
+    # These four forbid tokens (engine/state/constraints.py).
     grammar: Grammar | None = None
     min_tokens: int = 0  # no end token comes before this many tokens
     allowed_token_ids: frozenset[int] = frozenset()  # empty: all

@@ -22,10 +22,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.cluster import Cluster
-from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.scheduling.admission import Greedy, Room
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget, pairs
+from fastdecode.engine.scheduling.cluster import Cluster
 from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
 from fastdecode.engine.scheduling.pace import Pace
 from fastdecode.engine.scheduling.pauses import Pauses
@@ -35,15 +34,16 @@ from fastdecode.engine.scheduling.queue import WaitingQueue
 from fastdecode.engine.scheduling.running import Running
 from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes
-from fastdecode.engine.sequence import PlannedChunk
+from fastdecode.engine.state.ledger import RNodeLedger
+from fastdecode.engine.state.sequence import PlannedChunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from fastdecode.engine.pages import PageTable
-    from fastdecode.engine.prefixes import Handle
     from fastdecode.engine.scheduling.placement import Placement
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.pages import PageTable
+    from fastdecode.engine.state.prefixes import Handle
+    from fastdecode.engine.state.sequence import Sequence
     from fastdecode.spart.step.batch import Sampled
     from fastdecode.transports.base import DataPath
 

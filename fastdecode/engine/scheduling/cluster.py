@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.ledger import RNodeLedger
-from fastdecode.engine.prefixes import CachedSequence, PrefixEntry, page_hashes
 from fastdecode.engine.scheduling.placement import Placement, Placer, Wait, costs, mean_length
 from fastdecode.engine.scheduling.rtime import Loads, layer_groups
+from fastdecode.engine.state.ledger import RNodeLedger
+from fastdecode.engine.state.prefixes import CachedSequence, PrefixEntry, page_hashes
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from fastdecode.engine.pages import PageGroup, PageTable
-    from fastdecode.engine.prefixes import Handle
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.state.pages import PageGroup, PageTable
+    from fastdecode.engine.state.prefixes import Handle
+    from fastdecode.engine.state.sequence import Sequence
     from fastdecode.transports.base import Link, StepCost
 
 

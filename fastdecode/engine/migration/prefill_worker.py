@@ -1,22 +1,24 @@
-"""Giver: computes prompts for S-nodes that decode, and lets their R-nodes have the pages (handover.py)."""
+"""Giver: computes prompts for S-nodes that decode, and lets their R-nodes have the pages (prefill_client.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from fastdecode.engine.pages import blocks_for
-from fastdecode.engine.request import EngineError, GenerationFailed, SamplingParams, TokenEvent
+from fastdecode.engine.state.pages import blocks_for
+from fastdecode.engine.state.request import EngineError, GenerationFailed, SamplingParams, TokenEvent
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from fastdecode.engine.engine import Engine
-    from fastdecode.engine.handover import Order
-    from fastdecode.engine.ledger import RNodeLedger
-    from fastdecode.engine.prefixes import Handle
-    from fastdecode.engine.sequence import Sequence
+    from collections.abc import Mapping
+
+    from fastdecode.engine.migration.prefill_client import Order
+    from fastdecode.engine.state.ledger import RNodeLedger
+    from fastdecode.engine.state.prefixes import Handle
+    from fastdecode.engine.state.request import Output
+    from fastdecode.engine.state.sequence import Sequence
 
 #: PUSHes at the same time. An R-node takes 16 of a link (transports/server.py), and moves need one.
 _TOGETHER = 8
@@ -24,10 +26,20 @@ _TOGETHER = 8
 _LOOK_SECONDS = 1.0
 
 
+class PromptEngine(Protocol):
+    """The Engine, as far as prompts for other S-nodes use it. Its module imports this folder."""
+
+    def submit_choices(
+        self, prompt_ids: list[int], params: SamplingParams, outputs: Mapping[str, Output]
+    ) -> list[Sequence]: ...
+    def cancel(self, seq: Sequence) -> None: ...
+    async def change(self, seconds: float) -> None: ...
+
+
 class Giver:
     """Computes the K and V of prompts and gives them away. Belongs to the engine's event loop."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: PromptEngine):
         self.given = 0  # prompts
         self._engine = engine
         self._pushing = asyncio.Semaphore(_TOGETHER)
@@ -86,7 +98,7 @@ class Giver:
 
     async def _progress(self, computed: asyncio.Future[None]) -> None:
         """Wait until steps have been computed."""
-        change = asyncio.ensure_future(self._engine.r_nodes.moves.change(_LOOK_SECONDS))
+        change = asyncio.ensure_future(self._engine.change(_LOOK_SECONDS))
         try:
             await asyncio.wait({change, computed}, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastdecode.engine.pages import PageTable
-from fastdecode.engine.prefixes import Handle
-from fastdecode.engine.request import Output, Place, SamplingParams
-from fastdecode.engine.scheduling.guesser import Guesser
+from fastdecode.engine.state.guesser import Guesser
+from fastdecode.engine.state.pages import PageTable
+from fastdecode.engine.state.prefixes import Handle
+from fastdecode.engine.state.request import Output, Place, SamplingParams
 
 if TYPE_CHECKING:
-    from fastdecode.engine.constraints import TokenConstraints
-    from fastdecode.engine.ledger import RNodeLedger
-    from fastdecode.engine.pages import Page
-    from fastdecode.engine.prefixes import PrefixEntry
+    from fastdecode.engine.state.constraints import TokenConstraints
+    from fastdecode.engine.state.ledger import RNodeLedger
+    from fastdecode.engine.state.pages import Page
+    from fastdecode.engine.state.prefixes import PrefixEntry
     from fastdecode.spart.step.batch import Chunk, Sampled, SampleSpec, TokenScore
     from fastdecode.spart.step.penalties import LogitRules
 

@@ -19,17 +19,17 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.ledger import RNodeLedger
-from fastdecode.engine.pages import blocks_for
-from fastdecode.engine.rebalance import Rebalancer
+from fastdecode.engine.migration.rebalance import Rebalancer
+from fastdecode.engine.state.ledger import RNodeLedger
+from fastdecode.engine.state.pages import blocks_for
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import CallRefused, LinkDown
 
 if TYPE_CHECKING:
-    from fastdecode.engine.pages import PageTable
-    from fastdecode.engine.prefixes import Handle
-    from fastdecode.engine.scheduler import Scheduler
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.scheduling.scheduler import Scheduler
+    from fastdecode.engine.state.pages import PageTable
+    from fastdecode.engine.state.prefixes import Handle
+    from fastdecode.engine.state.sequence import Sequence
 
 log = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, Protocol
 
-from fastdecode.engine.pages import PageBook, PageGroups, PageTable
-from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex
-from fastdecode.engine.scheduling.rtime import Bandwidth
+from fastdecode.engine.state.bandwidth import Bandwidth
+from fastdecode.engine.state.pages import PageBook, PageGroups, PageTable
+from fastdecode.engine.state.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastdecode.engine.pages import Page
+    from fastdecode.engine.state.pages import Page
     from fastdecode.transports.base import Link
 
 _TAG_MASK = 0xFFFFFFFF  # a tag has 32 bits on the wire

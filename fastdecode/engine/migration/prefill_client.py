@@ -2,9 +2,9 @@
 
 A sequence is admitted, gets its pages, and then waits as it does for a FORK. Its R-node is told by RECEIVE to hold the
 tokens for whoever presents a token that was drawn for this purpose. The prefill S-node gets the prompt and that token,
-computes all of the prompt but its last token, and lets its own R-node push the pages (giver.py), or copy them if both
-S-nodes use one R-node. Then the sequence computes the last token here, as after a shared prefix. So the prefill S-node
-needs no sampling parameters, and no token passes through it.
+computes all of the prompt but its last token, and lets its own R-node push the pages (prefill_worker.py), or copy them
+if both S-nodes use one R-node. Then the sequence computes the last token here, as after a shared prefix. So the prefill
+S-node needs no sampling parameters, and no token passes through it.
 
 The token admits one delivery into one empty sequence, and pages are only pushed by the S-node that leases them. So no
 S-node can take pages that were not given to it, nor write where it was not asked to.
@@ -21,14 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from fastdecode.engine.pages import blocks_for
+from fastdecode.engine.state.pages import blocks_for
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
-    from fastdecode.engine.ledger import RNodeLedger
-    from fastdecode.engine.scheduler import Scheduler
     from fastdecode.engine.scheduling.placement import Placement
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.scheduling.scheduler import Scheduler
+    from fastdecode.engine.state.ledger import RNodeLedger
+    from fastdecode.engine.state.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
