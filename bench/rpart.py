@@ -66,7 +66,7 @@ class RPart:
             self.sequences + scattered * n_pages,
             shape.head_size**-0.5,
             (0,),
-            rotated=hadamard_by_s_node(kv_dtype),
+            hadamard=hadamard_by_s_node(kv_dtype),
         )
         self._port = Port(self._region.view, numbers, 0, wake_fd=self._link.eventfd)
         self._path = DataPath("the R-engine", self._region, self._port)

@@ -26,7 +26,7 @@ def chunk_bytes(kv_dtype: str, head_size: int, v_size: int = ..., /) -> int:
     """Bytes of a chunk: K and V of one page and KV head in one layer. `v_size` is that of V, by default `head_size`."""
 
 def kv_append(
-    isa: str, kv_dtype: str, chunks: Buffer, first_token_slot: int, k: Buffer, v: Buffer, rotated: int = 0, /
+    isa: str, kv_dtype: str, chunks: Buffer, first_token_slot: int, k: Buffer, v: Buffer, hadamard: int = 0, /
 ) -> None:
     """Append `k` [n, head_size] and `v` [n, v_size] to the consecutive `chunks` (bytes, 64-byte aligned).
 
@@ -51,7 +51,7 @@ def kv_attend(
     softcap: float = 0.0,
     slopes: Buffer | None = None,
     sinks: Buffer | None = None,
-    rotated: int = 0,
+    hadamard: int = 0,
 ) -> None:
     """Attend q [heads, q_len, group, head_size] to pages of `heads` chunks each (fd_attend_t of attention.h).
 
@@ -61,7 +61,7 @@ def kv_attend(
 
     Writes the partial result: acc [heads, q_len, group, v_size], and m and l [heads, q_len, group]. With `o`, shaped as
     acc, it writes acc / l to `o`, and the contents of acc are undefined. `segment`, `softcap`, `slopes` and `sinks`,
-    the latter two [heads, group], and `rotated` are those of fd_attend_t.
+    the latter two [heads, group], and `hadamard` are those of fd_attend_t.
     """
 
 def attend_merge(isa: str, m: Buffer, l: Buffer, acc: Buffer, m2: Buffer, l2: Buffer, acc2: Buffer, /) -> None:
@@ -91,12 +91,12 @@ def read_variants() -> list[str]:
 class QuantisedLinear:
     """A matrix [outs, ins] in `bits` (4 or 8) a number, in the layout of fd_linear_t; `group` is a multiple of 32.
 
-    `passes` 1 rounds activations to 8 bits, or with AVX2 to 7 if a matrix of 8 bits is rotated; 2 rounds them to 15.
-    `rotated` is for one pass; with 8 bits it needs the zero 128 and no mins, with 4 bits no table. The buffers,
-    C-contiguous, are kept: weights; scales and mins (or None), fp16; units and bias (or None), fp32; table (or None),
-    the 16 numbers, uint8 up to 32, that 4-bit codes stand for; negated_sums, int16, if the matrix has 8 bits, is
-    rotated and `wants_signed()`, else None. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError for
-    sizes that do not fit.
+    `passes` 1 rounds activations to 8 bits, or with AVX2 to 7 if a matrix of 8 bits is transformed; 2 rounds them to
+    15. `hadamard`: the matrix is transformed; that is for one pass, with 8 bits for the zero 128 and no mins, with 4
+    bits for no table. The buffers, C-contiguous, are kept: weights; scales and mins (or None), fp16; units and bias (or
+    None), fp32; table (or None), the 16 numbers, uint8 up to 32, that 4-bit codes stand for; negated_sums, int16, if
+    the matrix has 8 bits, is transformed and `wants_signed()`, else None. The ISA is the one in FASTDECODE_ISA, else
+    the best. Raises ValueError for sizes that do not fit.
     """
 
     def __new__(
@@ -107,7 +107,7 @@ class QuantisedLinear:
         group: int,
         zero: int,
         passes: int,
-        rotated: bool,
+        hadamard: bool,
         weights: Buffer,
         scales: Buffer,
         units: Buffer,
@@ -118,8 +118,8 @@ class QuantisedLinear:
     ) -> QuantisedLinear: ...
     @staticmethod
     def wants_signed() -> bool:
-        """Whether the kernels of the ISA that a new one would use take rotated matrices of 8 bits as signed numbers,
-        q - 128, with the negated sums of their blocks."""
+        """Whether the ISA's kernels take transformed matrices of 8 bits as signed numbers, q - 128, with the negated
+        sums of their blocks."""
     @property
     def isa(self) -> str:
         """The ISA of the kernels."""
@@ -418,7 +418,7 @@ class REngine:
         slopes: Buffer | None = None,
         heads: Sequence[Sequence[int]] | None = None,
         part: tuple[int, int] = (0, 1),
-        rotated: int = 0,
+        hadamard: int = 0,
     ) -> REngineLink:
         """Grant a lease of `n_pages` pages and `max_seqs` sequence indexes, and serve the calls in `region`.
 
@@ -429,9 +429,9 @@ class REngine:
         `softcaps`, each [n_layers], `sinks` (fp32, [n_layers, n_q_heads]), `slopes` (fp32, [n_q_heads]) and `heads`
         ([n_layers] tuples of an fd_heads_t's four numbers; None: those of the geometry) are those of fd_layer_t
         (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`. `part`: the link
-        keeps this part, (index, n), of every sequence's tokens (kernels/engine/parts.h). `rotated`: what the caller
-        rotates in place of the kernels (fd_attend_t). Raises ValueError for a bad argument, MemoryError if the
-        KV-cache has no room for `n_pages`.
+        keeps this part, (index, n), of every sequence's tokens (kernels/engine/parts.h). `hadamard`: the transforms
+        that the caller applies in place of the kernels (fd_attend_t). Raises ValueError for a bad argument, MemoryError
+        if the KV-cache has no room for `n_pages`.
         """
     def pages_within(
         self,

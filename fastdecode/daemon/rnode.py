@@ -170,7 +170,7 @@ class RNode:
                 slopes=layers.slopes or None,
                 heads=layers.heads or None,
                 part=layers.part,
-                rotated=layers.rotated,
+                hadamard=layers.rotated,
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None

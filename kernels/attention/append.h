@@ -92,18 +92,18 @@ FD_INLINE void store_v(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t v_s
 }
 
 FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint32_t head_size, const uint32_t v_size,
-                          uint32_t t, const float *k, const float *v, uint32_t rotated) {
+                          uint32_t t, const float *k, const float *v, uint32_t hadamard) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
     converted_row_t k_row, v_row;
-    float rotated_k[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
-    float rotated_v[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
-    if (fd_rotates_qk(dtype, rotated)) {
-        fd_rotate(rotated_k, k, head_size);
-        k = rotated_k;
+    float transformed_k[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
+    float transformed_v[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
+    if (fd_transforms_qk(dtype, hadamard)) {
+        fd_hadamard(transformed_k, k, head_size);
+        k = transformed_k;
     }
-    if (fd_rotates_vo(dtype, rotated)) {
-        fd_rotate(rotated_v, v, v_size);
-        v = rotated_v;
+    if (fd_transforms_vo(dtype, hadamard)) {
+        fd_hadamard(transformed_v, v, v_size);
+        v = transformed_v;
     }
     uint32_t affine[2];
     if (dtype == FD_KV_INT4 && head_size == v_size) {
@@ -121,9 +121,9 @@ FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint3
 
 /* Appends with the usual head size, 128, as a constant, so that the loops unroll. */
 FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t,
-                      const float *k, const float *v, uint32_t rotated) {
-    if (head_size == 128 && v_size == 128) append_row(dtype, chunk, 128, 128, t, k, v, rotated);
-    else append_row(dtype, chunk, head_size, v_size, t, k, v, rotated);
+                      const float *k, const float *v, uint32_t hadamard) {
+    if (head_size == 128 && v_size == 128) append_row(dtype, chunk, 128, 128, t, k, v, hadamard);
+    else append_row(dtype, chunk, head_size, v_size, t, k, v, hadamard);
 }
 
 #endif

@@ -19,14 +19,14 @@
  * Tiles read a chunk from its first byte to its last (chunk.h). For each line that they read, they prefetch the line
  * prefetch_ahead() bytes further on.
  *
- * Integer formats multiply in integers. A query row is rotated as K was (cpu/hadamard.h) and rounded to 16-bit integers
- * once, and the weights of a row once for each chunk; each row is scaled by its largest magnitude (q_scale,
+ * Integer formats multiply in integers. A query row is transformed as K was (cpu/hadamard.h) and rounded to 16-bit
+ * integers once, and the weights of a row once for each chunk; each row is scaled by its largest magnitude (q_scale,
  * weight_scale). The products of a chunk are summed exactly in 32 bits, because 255 * 32767 * 256 < 2^31; a longer
  * query row of int8 is rounded to 15 bits. An ISA may round to 8 bits instead (kv_bits, kv_size), and may round the
  * multipliers of bf16 to bf16 (kv_store_query, kv_store_float_weights). With V = scale * stored + offset, the scales
  * are multiplied into the weights before the weights are rounded. The offsets contribute the same amount to every
- * dimension, which is summed in row_state_t.bias and added to O at the end. If V was rotated, the kernel then rotates O
- * back, unless the caller does.
+ * dimension, which is summed in row_state_t.bias and added to O at the end. If V was transformed, the kernel then
+ * transforms O back, unless the caller does.
  *
  * A panel calls before_last_chunk for each head, so an fd_attend_t with before_last_chunk must fit into one panel:
  * heads * q_len * group <= FD_PANEL_ROWS.
@@ -138,7 +138,7 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
          * short. */
         for (uint32_t r = 0; r < n; r++) {
             load_act(q[r], a->q + fd_q_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
-            if (fd_rotates_qk(dtype, a->rotated)) fd_rotate(q[r], q[r], head_size);
+            if (fd_transforms_qk(dtype, a->hadamard)) fd_hadamard(q[r], q[r], head_size);
             prefetch_on(ahead, LINES_PER_ROW);
         }
         for (uint32_t r = 0; r < n; r++)
@@ -152,10 +152,10 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
 /* Writes the results of a head's rows: m, l, and O rows if the caller wants them, else acc. */
 FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t v_size, const panel_t *p,
                            uint32_t head, const uint8_t **ahead) {
-    const int rotates = fd_rotates_vo(dtype, a->rotated);
-    for (uint32_t r = 0; rotates && r < p->rows; r++) { /* the rotation is its own inverse */
+    const int transforms = fd_transforms_vo(dtype, a->hadamard);
+    for (uint32_t r = 0; transforms && r < p->rows; r++) { /* the transform is its own inverse */
         float *acc = acc_row(a, head, p->row0 + r);
-        fd_rotate(acc, acc, v_size);
+        fd_hadamard(acc, acc, v_size);
     }
     for (uint32_t r = 0; r < p->rows; r++) {
         prefetch_on(ahead, LINES_PER_ROW);
@@ -166,8 +166,8 @@ FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, cons
         float l = vec_reduce_add(vec_load(state->l));
         const float m = state->m * state->q_scale;
         float bias = fd_kv_is_int(dtype) ? vec_reduce_add(vec_load(state->bias)) : NO_BIAS;
-        if (rotates) {
-            fd_add_rotated(acc, v_size, bias);
+        if (transforms) {
+            fd_add_hadamard(acc, v_size, bias);
             bias = NO_BIAS;
         }
         a->m[i] = m;
@@ -177,7 +177,7 @@ FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, cons
             finish_row(a->o + fd_o_offset(a, head, row), acc, bias, l, v_size, a->act_dtype);
             continue;
         }
-        for (uint32_t d = 0; fd_kv_is_int(dtype) && !rotates && d < v_size; d++) acc[d] += bias;
+        for (uint32_t d = 0; fd_kv_is_int(dtype) && !transforms && d < v_size; d++) acc[d] += bias;
     }
 }
 

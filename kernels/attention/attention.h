@@ -27,10 +27,10 @@ size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_siz
 /* Prefetches the cache lines that append writes for token t. */
 void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t);
 
-/* What the caller rotates in place of the kernels (cpu/hadamard.h). FD_ROTATED_QK: Q and K arrive rotated.
- * FD_ROTATED_VO: V arrives rotated, and the caller rotates O back. The number goes over the wire; formats without
- * rotations ignore it. */
-enum { FD_ROTATED_QK = 1, FD_ROTATED_VO = 2, FD_ROTATED_ALL = 3 };
+/* The Hadamard transforms (cpu/hadamard.h) that the caller applies in place of the kernels. FD_HADAMARD_QK: Q and K
+ * arrive transformed. FD_HADAMARD_VO: V arrives transformed, and the caller transforms O back. The number goes over the
+ * wire, as `rotated`; formats without transforms ignore it. */
+enum { FD_HADAMARD_QK = 1, FD_HADAMARD_VO = 2, FD_HADAMARD_ALL = 3 };
 
 /* The most query rows whose softmax state a kernel holds at once. */
 #define FD_PANEL_ROWS 64u
@@ -64,7 +64,7 @@ typedef struct {
     /* NULL, or [heads][group]: one more score for each row, whose V is 0 (attention sinks of gpt-oss). It only enters O
      * rows; a caller that merges partial results adds it to the merged l (fd_add_sink). */
     const float *sinks;
-    uint32_t rotated;      /* FD_ROTATED_QK, FD_ROTATED_VO */
+    uint32_t hadamard;     /* FD_HADAMARD_QK, FD_HADAMARD_VO */
     uint32_t act_dtype;    /* fd_act_dtype_t of q and o */
     const uint8_t *q;      /* [group][head_size] for each head and query token, at the strides below */
     size_t q_head_stride;  /* bytes from one head's query rows to the next head's */
@@ -88,10 +88,10 @@ typedef struct {
 
 typedef struct {
     const char *isa;
-    /* Rounds or quantises k [head_size] and v [v_size] and writes them to a chunk as token t (0..127). `rotated` is
+    /* Rounds or quantises k [head_size] and v [v_size] and writes them to a chunk as token t (0..127). `hadamard` is
      * that of fd_attend_t. */
     void (*append)(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k, const float *v,
-                   uint32_t rotated);
+                   uint32_t hadamard);
     void (*attend)(const fd_attend_t *a);
 } fd_kv_ops_t;
 

@@ -67,8 +67,8 @@ FD_INLINE vec_t kv_widen_add(vec_t narrow, vec_t sum) {
     FD_BLOCKS(name, dtype)                                                                                             \
     void fd_attend_##name##_avx2(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                            \
     void fd_append_##name##_avx2(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k,      \
-                                 const float *v, uint32_t rotated) {                                                   \
-        append(dtype, chunk, head_size, v_size, t, k, v, rotated);                                                     \
+                                 const float *v, uint32_t hadamard) {                                                  \
+        append(dtype, chunk, head_size, v_size, t, k, v, hadamard);                                                    \
     }
 
 FD_KV_FORMATS(FD_KERNELS)

@@ -72,8 +72,8 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
     };                                                                                                                 \
     static void fd_attend_##name##_neon(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                     \
     static void fd_append_##name##_neon(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t,               \
-                                        const float *k, const float *v, uint32_t rotated) {                            \
-        append(dtype, chunk, head_size, v_size, t, k, v, rotated);                                                     \
+                                        const float *k, const float *v, uint32_t hadamard) {                           \
+        append(dtype, chunk, head_size, v_size, t, k, v, hadamard);                                                    \
     }
 
 FD_KV_FORMATS(FD_KERNELS)

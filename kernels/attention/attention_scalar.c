@@ -105,7 +105,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
     float q[BLOCK_ROWS][FD_MAX_HEAD_SIZE];
     for (uint32_t r = 0; r < rows; r++) {
         load_act(q[r], a->q + fd_q_offset(a, head, row + r), head_size, a->act_dtype, a->softmax_scale);
-        if (fd_rotates_qk(dtype, a->rotated)) fd_rotate(q[r], q[r], head_size);
+        if (fd_transforms_qk(dtype, a->hadamard)) fd_hadamard(q[r], q[r], head_size);
     }
     for (uint32_t d = 0; d < head_size; d++) {
         widen(k_format, widened, chunk, fd_k_depth(k_format, head_size), FD_PAGE_TOKENS, d, first, last);
@@ -170,8 +170,8 @@ FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t he
             attend_block(&a, dtype, head, a.chunks[c] + head * a.head_stride, base, r,
                          rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS);
     }
-    for (uint32_t r = 0; fd_rotates_vo(dtype, a.rotated) && r < rows; r++)
-        fd_rotate(a.acc + (size_t)r * a.v_size, a.acc + (size_t)r * a.v_size, a.v_size);
+    for (uint32_t r = 0; fd_transforms_vo(dtype, a.hadamard) && r < rows; r++)
+        fd_hadamard(a.acc + (size_t)r * a.v_size, a.acc + (size_t)r * a.v_size, a.v_size);
     for (uint32_t r = 0; a.o && r < rows; r++) {
         const float l = a.sinks ? fd_add_sink(a.l[r], a.m[r], a.sinks[head * a.group + r % a.group]) : a.l[r];
         finish_row(a.o + fd_o_offset(&a, head, r), a.acc + (size_t)r * a.v_size, l, a.v_size, a.act_dtype);
@@ -241,8 +241,8 @@ static void row_to_bf16(uint16_t *dst, const float *src, uint32_t n) {
 #define FD_KERNELS(name, dtype, text)                                                                                  \
     static void fd_attend_##name##_scalar(const fd_attend_t *a) { attend(a, dtype); }                                  \
     static void fd_append_##name##_scalar(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t,             \
-                                          const float *k, const float *v, uint32_t rotated) {                          \
-        append(dtype, chunk, head_size, v_size, t, k, v, rotated);                                                     \
+                                          const float *k, const float *v, uint32_t hadamard) {                         \
+        append(dtype, chunk, head_size, v_size, t, k, v, hadamard);                                                    \
     }
 
 FD_KV_FORMATS(FD_KERNELS)

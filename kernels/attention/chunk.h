@@ -29,9 +29,9 @@
  * The affine words of K are the last row of each column of K; those of V are 128 words between K and V. So a kernel
  * reads a chunk from its first byte to its last without a gap, which hardware prefetchers can follow.
  *
- * int8-int4 stores K as int8 does and V as int4 does; every other format stores K and V alike. K is rotated before it
- * is rounded to integers, and so is Q; V is rotated before it is rounded to int4, and O is rotated back
- * (cpu/hadamard.h). The caller may have rotated them (FD_ROTATED_QK, FD_ROTATED_VO).
+ * int8-int4 stores K as int8 does and V as int4 does; every other format stores K and V alike. A Hadamard
+ * transform (cpu/hadamard.h) is applied to K before it is rounded to integers, and to Q; to V before it is rounded to
+ * int4, and to O. The caller may have applied it (FD_HADAMARD_QK, FD_HADAMARD_VO).
  *
  * Rounding is to nearest even. fp16 saturates at +-65504, because an infinity in the cache would turn every later
  * output of its sequence into NaN; bf16 has the range of fp32 and need not saturate. fp32, fp16 and bf16 keep
@@ -150,13 +150,13 @@ static inline float fd_affine_centre(fd_kv_dtype_t format, uint32_t word) {
     return format == FD_KV_INT8 ? 0.0f : fd_bits_float(word << 16);
 }
 
-/* Whether a kernel rotates Q and K, and whether it rotates V and O (cpu/hadamard.h). `rotated` says what its caller
- * does. */
-FD_INLINE int fd_rotates_qk(fd_kv_dtype_t dtype, uint32_t rotated) {
-    return fd_kv_is_int(fd_k_format(dtype)) && !(rotated & FD_ROTATED_QK);
+/* Whether a kernel transforms Q and K, and whether it transforms V and O (cpu/hadamard.h). `hadamard` says what its
+ * caller does. */
+FD_INLINE int fd_transforms_qk(fd_kv_dtype_t dtype, uint32_t hadamard) {
+    return fd_kv_is_int(fd_k_format(dtype)) && !(hadamard & FD_HADAMARD_QK);
 }
-FD_INLINE int fd_rotates_vo(fd_kv_dtype_t dtype, uint32_t rotated) {
-    return fd_v_format(dtype) == FD_KV_INT4 && !(rotated & FD_ROTATED_VO);
+FD_INLINE int fd_transforms_vo(fd_kv_dtype_t dtype, uint32_t hadamard) {
+    return fd_v_format(dtype) == FD_KV_INT4 && !(hadamard & FD_HADAMARD_VO);
 }
 
 /* How the values of an int4 token become integers. With `fine` integers in a step,

@@ -19,10 +19,10 @@ extern const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES], fd_kv_ops_avxvnni[FD_KV_D
  * the ISAs above it. */
 #define FD_DECLARE(name, dtype, text)                                                                                  \
     void fd_append_##name##_avx2(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k,      \
-                                 const float *v, uint32_t rotated);                                                    \
+                                 const float *v, uint32_t hadamard);                                                   \
     void fd_attend_##name##_avx2(const fd_attend_t *a);                                                                \
     void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k,    \
-                                   const float *v, uint32_t rotated);                                                  \
+                                   const float *v, uint32_t hadamard);                                                 \
     void fd_attend_##name##_avx512(const fd_attend_t *a);                                                              \
     void fd_attend_##name##_avx512vnni(const fd_attend_t *a);
 FD_KV_FORMATS(FD_DECLARE)

@@ -1,25 +1,25 @@
-/* The rotation of Q and K before they are rounded to integers, and of V before it is rounded to int4. kernels/linears
- * rotates activations in the same way.
+/* The Hadamard transform of Q and K before they are rounded to integers, and of V before it is rounded to int4.
+ * kernels/linears transforms activations in the same way.
  *
  * A query or a key has a few channels that are many times as large as the others, and they set the scale of its
  * integers. A Hadamard transform is orthogonal, so it leaves every score as it was, and it spreads such a channel over
  * all channels of its block (QuaRot, arXiv 2404.00456). O is a sum of rows of V, so the same transform of O, which is
  * its own inverse, undoes that of V.
  */
-#ifndef FD_ROTATE_H
-#define FD_ROTATE_H
+#ifndef FD_HADAMARD_H
+#define FD_HADAMARD_H
 
 #include <math.h>
 #include <stdint.h>
 
 #include "compiler.h"
 
-#define FD_ROTATED_MAX 128u /* elements of the largest block */
+#define FD_HADAMARD_MAX 128u /* elements of the largest block */
 
 typedef float fd_v8_t __attribute__((vector_size(32), aligned(4), may_alias));
 
 /* The first three stages of a Hadamard transform, within eight elements. */
-FD_INLINE void fd_rotate_eight(fd_v8_t *x) {
+FD_INLINE void fd_hadamard_eight(fd_v8_t *x) {
     const fd_v8_t ones = {1, -1, 1, -1, 1, -1, 1, -1}, twos = {1, 1, -1, -1, 1, 1, -1, -1},
                   fours = {1, 1, 1, 1, -1, -1, -1, -1};
     fd_v8_t y = *x;
@@ -28,82 +28,82 @@ FD_INLINE void fd_rotate_eight(fd_v8_t *x) {
     *x = y * fours + __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3);
 }
 
-/* The vectors of a rotation: 16 lanes wide in a file that includes this within the target of AVX-512. */
+/* The vectors of a transform: 16 lanes wide in a file that includes this within the target of AVX-512. */
 #ifdef __AVX512F__
-enum { ROTATE_LANES = 16 };
-typedef float fd_rotate_t __attribute__((vector_size(64), aligned(4), may_alias));
+enum { HADAMARD_LANES = 16 };
+typedef float fd_hadamard_vec_t __attribute__((vector_size(64), aligned(4), may_alias));
 
 /* The first four stages, within sixteen elements. */
-FD_INLINE void fd_rotate_lanes(fd_rotate_t *x) {
-    const fd_rotate_t ones = {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
-                      twos = {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
-                      fours = {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
-                      eights = {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1};
-    fd_rotate_t y = *x;
+FD_INLINE void fd_hadamard_lanes(fd_hadamard_vec_t *x) {
+    const fd_hadamard_vec_t ones = {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+                            twos = {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+                            fours = {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+                            eights = {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1};
+    fd_hadamard_vec_t y = *x;
     y = y * ones + __builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
     y = y * twos + __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
     y = y * fours + __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
     *x = y * eights + __builtin_shufflevector(y, y, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
 }
 #else
-enum { ROTATE_LANES = 8 };
-typedef fd_v8_t fd_rotate_t;
+enum { HADAMARD_LANES = 8 };
+typedef fd_v8_t fd_hadamard_vec_t;
 
-FD_INLINE void fd_rotate_lanes(fd_rotate_t *x) { fd_rotate_eight(x); }
+FD_INLINE void fd_hadamard_lanes(fd_hadamard_vec_t *x) { fd_hadamard_eight(x); }
 #endif
 
-/* Rotates a block of `size` elements, a power of two of at least ROTATE_LANES, from `src` to `x`, which may be the
+/* Transforms a block of `size` elements, a power of two of at least HADAMARD_LANES, from `src` to `x`, which may be the
  * same. If the block does not fit into eight vectors, its last stage goes through memory. */
-FD_INLINE void fd_rotate_block(float *x, const float *src, const uint32_t size) {
-    enum { IN_REGISTERS = 8 * ROTATE_LANES };
+FD_INLINE void fd_hadamard_block(float *x, const float *src, const uint32_t size) {
+    enum { IN_REGISTERS = 8 * HADAMARD_LANES };
     const float scale = 1.0f / sqrtf((float)size);
-    const uint32_t part = size < IN_REGISTERS ? size : IN_REGISTERS, n = part / ROTATE_LANES;
+    const uint32_t part = size < IN_REGISTERS ? size : IN_REGISTERS, n = part / HADAMARD_LANES;
     for (uint32_t at = 0; at < size; at += part) {
-        fd_rotate_t y[8];
+        fd_hadamard_vec_t y[8];
         FD_UNROLL
         for (uint32_t i = 0; i < n; i++) {
-            y[i] = *(const fd_rotate_t *)(src + at + i * ROTATE_LANES);
-            fd_rotate_lanes(&y[i]);
+            y[i] = *(const fd_hadamard_vec_t *)(src + at + i * HADAMARD_LANES);
+            fd_hadamard_lanes(&y[i]);
         }
         FD_UNROLL
         for (uint32_t half = 1; half < n; half *= 2) {
             FD_UNROLL
             for (uint32_t i = 0; i < n; i++) {
                 if (i & half) continue;
-                const fd_rotate_t a = y[i], b = y[i + half];
+                const fd_hadamard_vec_t a = y[i], b = y[i + half];
                 y[i] = a + b, y[i + half] = a - b;
             }
         }
         FD_UNROLL
         for (uint32_t i = 0; i < n; i++)
-            *(fd_rotate_t *)(x + at + i * ROTATE_LANES) = y[i] * (part == size ? scale : 1.0f);
+            *(fd_hadamard_vec_t *)(x + at + i * HADAMARD_LANES) = y[i] * (part == size ? scale : 1.0f);
     }
     if (part == size) return;
-    _Static_assert(FD_ROTATED_MAX <= 2 * IN_REGISTERS, "one stage is left at most");
+    _Static_assert(FD_HADAMARD_MAX <= 2 * IN_REGISTERS, "one stage is left at most");
     FD_UNROLL
-    for (uint32_t i = 0; i < part; i += ROTATE_LANES) {
-        const fd_rotate_t a = *(fd_rotate_t *)(x + i), b = *(fd_rotate_t *)(x + i + part);
-        *(fd_rotate_t *)(x + i) = (a + b) * scale, *(fd_rotate_t *)(x + i + part) = (a - b) * scale;
+    for (uint32_t i = 0; i < part; i += HADAMARD_LANES) {
+        const fd_hadamard_vec_t a = *(fd_hadamard_vec_t *)(x + i), b = *(fd_hadamard_vec_t *)(x + i + part);
+        *(fd_hadamard_vec_t *)(x + i) = (a + b) * scale, *(fd_hadamard_vec_t *)(x + i + part) = (a - b) * scale;
     }
 }
 
-/* Rotates src [n], n a multiple of 8, to x, which may be the same, in blocks of a power of two: of FD_ROTATED_MAX
+/* Transforms src [n], n a multiple of 8, to x, which may be the same, in blocks of a power of two: of FD_HADAMARD_MAX
  * elements while so many are left, then of as many as are left. */
-FD_SHARED void fd_rotate(float *x, const float *src, uint32_t n) {
-    for (; n >= FD_ROTATED_MAX; x += FD_ROTATED_MAX, src += FD_ROTATED_MAX, n -= FD_ROTATED_MAX)
-        fd_rotate_block(x, src, FD_ROTATED_MAX);
-    if (n & 64) fd_rotate_block(x, src, 64), x += 64, src += 64;
-    if (n & 32) fd_rotate_block(x, src, 32), x += 32, src += 32;
-    if (n & 16) fd_rotate_block(x, src, 16), x += 16, src += 16;
+FD_SHARED void fd_hadamard(float *x, const float *src, uint32_t n) {
+    for (; n >= FD_HADAMARD_MAX; x += FD_HADAMARD_MAX, src += FD_HADAMARD_MAX, n -= FD_HADAMARD_MAX)
+        fd_hadamard_block(x, src, FD_HADAMARD_MAX);
+    if (n & 64) fd_hadamard_block(x, src, 64), x += 64, src += 64;
+    if (n & 32) fd_hadamard_block(x, src, 32), x += 32, src += 32;
+    if (n & 16) fd_hadamard_block(x, src, 16), x += 16, src += 16;
     if (!(n & 8)) return;
     fd_v8_t y = *(const fd_v8_t *)src;
-    fd_rotate_eight(&y);
+    fd_hadamard_eight(&y);
     *(fd_v8_t *)x = y * (1.0f / sqrtf(8.0f));
 }
 
-/* Adds the rotation of n elements that all are `value`: only the first element of each block is not 0. */
-FD_INLINE void fd_add_rotated(float *x, uint32_t n, float value) {
-    for (uint32_t size = FD_ROTATED_MAX; size >= 8; size /= 2)
+/* Adds the transform of n elements that all are `value`: only the first element of each block is not 0. */
+FD_INLINE void fd_add_hadamard(float *x, uint32_t n, float value) {
+    for (uint32_t size = FD_HADAMARD_MAX; size >= 8; size /= 2)
         for (; n >= size; x += size, n -= size) *x += value * sqrtf((float)size);
 }
 

@@ -95,7 +95,7 @@ FD_INLINE void gate_rows(const uint32_t dtype, const fd_gate_rows_t *o, size_t r
     }
 }
 
-/* The head x, normalised and rotated, to `to`; x and `to` do not overlap. */
+/* The head x, normalised and with RoPE, to `to`; x and `to` do not overlap. */
 FD_INLINE void place_head(const uint32_t dtype, const fd_place_rows_t *o, const void *x, const void *norm,
                           const float *cos, const float *sin, void *to) {
     const size_t size = o->head_size, pairs = o->pairs;

@@ -18,7 +18,7 @@ typedef struct {
     float softcap;       /* fd_attend_t.softcap */
     const float *slopes; /* fd_attend_t.slopes, [heads.n_q_heads], or NULL */
     const float *sinks;  /* fd_attend_t.sinks, [heads.n_q_heads], or NULL; -INFINITY: no sink */
-    uint32_t rotated;    /* fd_attend_t.rotated */
+    uint32_t hadamard;   /* fd_attend_t.hadamard */
 } fd_layer_t;
 
 /* The tokens that a token of the layer sees at most; 0: no limit. */
@@ -94,7 +94,7 @@ static inline const char *fd_layer_error(const fd_layer_t *layers, uint32_t i, c
     for (uint32_t h = 0; y->slopes && h < n_q_heads; h++)
         if (y->slopes[h] == -INFINITY) return "a slope is not a finite number";
     if (!fd_all_below_infinity(y->sinks, n_q_heads)) return "a sink is not a number below infinity";
-    if (y->rotated > FD_ROTATED_ALL) return "unknown rotations";
+    if (y->hadamard > FD_HADAMARD_ALL) return "unknown Hadamard transforms";
     return NULL;
 }
 

@@ -237,7 +237,7 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t h
             w->vec_ops->load_act(c->scratch->k, k + h * k_bytes(c), k_size, act, 1.0f);
             w->vec_ops->load_act(c->scratch->v, v + h * v_bytes(c), v_size, act, 1.0f);
             w->kv_ops->append(chunk, k_size, v_size, t % FD_PAGE_TOKENS, c->scratch->k, c->scratch->v,
-                              c->layer->rotated);
+                              c->layer->hadamard);
         }
     }
 }
@@ -350,7 +350,7 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
         .softcap = c->layer->softcap,
         .slopes = c->layer->slopes ? c->layer->slopes + q_head : NULL,
         .sinks = c->layer->sinks ? c->layer->sinks + q_head : NULL,
-        .rotated = c->layer->rotated,
+        .hadamard = c->layer->hadamard,
         .act_dtype = w->g.act_dtype,
         .q = q_row(c, e, from, head),
         .q_head_stride = q_head_bytes(c),

@@ -11,15 +11,15 @@
  * With one pass the multiples have 8 bits. With two they have 15, as a high part and a low one of 7 bits, and the
  * products of both parts with the weights are computed.
  *
- * The blocks of a rotated matrix were multiplied by a Hadamard matrix H / FD_LINEAR_BLOCK before they were rounded, and
- * the kernels multiply the blocks of the activations by H. H H is FD_LINEAR_BLOCK times the identity, so the product
- * stays the same; but one large activation is spread over its block and makes the others less coarse. It then takes 7
- * bits to be as exact as 8 without (AVX2). It also spreads a block's large weights, which matters with 4 bits. Rotated
- * matrices have one pass; with 8 bits the zero is 128 and there are no mins.
+ * The blocks of a transformed matrix were multiplied by a Hadamard matrix H / FD_LINEAR_BLOCK before they were rounded,
+ * and the kernels multiply the blocks of the activations by H. H H is FD_LINEAR_BLOCK times the identity, so the
+ * product stays the same; but one large activation is spread over its block and makes the others less coarse. It then
+ * takes 7 bits to be as exact as 8 without (AVX2). It also spreads a block's large weights, which matters with 4 bits.
+ * Transformed matrices have one pass; with 8 bits the zero is 128 and there are no mins.
  *
- * AVX2 multiplies unsigned numbers with signed ones and adds their products in 16 bits. It stores a rotated matrix of
- * 8 bits as signed numbers q - 128, multiplies them with multiples from 0 to 128, 64 more than they are, and takes the
- * matrix's sums, 64 times, off the result. The 16 bits hold the products of 4 inputs, because among the numbers of
+ * AVX2 multiplies unsigned numbers with signed ones and adds their products in 16 bits. It stores a transformed matrix
+ * of 8 bits as signed numbers q - 128, multiplies them with multiples from 0 to 128, 64 more than they are, and takes
+ * the matrix's sums, 64 times, off the result. The 16 bits hold the products of 4 inputs, because among the numbers of
  * inputs 8i, 8i + 1, 8i + 4 and 8i + 5, and of the 4 others of these 8, the positive ones sum to at most
  * FD_LINEAR_MOST_OF_FOUR, and so do the negative ones; quantise() chooses the scales for that.
  *
@@ -45,7 +45,7 @@ typedef struct {
     uint32_t outs, ins; /* the layout pads them to whole tiles and groups; padded numbers are multiplied by zero */
     uint32_t bits;      /* 4 or 8 */
     uint32_t passes;    /* over the activations, 1 or 2 */
-    uint32_t rotated;
+    uint32_t hadamard;
     uint32_t group_blocks, groups;
     int32_t zero;
     const uint8_t *weights;
@@ -84,7 +84,7 @@ static inline int32_t fd_linear_inputs(const int8_t *x) {
 /* One ISA's kernels. */
 typedef struct {
     const char *name;
-    uint32_t wants_signed; /* of rotated matrices of 8 bits, signed numbers */
+    uint32_t wants_signed; /* of transformed matrices of 8 bits, signed numbers */
     /* Rounds the row x [ins] into row `row` of `out`. A block with an infinity or NaN gets the scale NaN. */
     void (*round_row)(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out);
     /* Writes the tile's outputs of all rows to the first outs of y [rows][stride]. */

@@ -1,7 +1,7 @@
 /* AVX2: a vector has 8 of a tile's 16 outputs. vpmaddubsw adds pairs of products in 16 bits, which hold them: with 4
- * bits, 16 products of at most 15 * 127, or 8 of a table's numbers; with 8 bits, 4 products if the matrix is rotated
- * (see linear.h), so that 7 bits of the activations are enough. Otherwise 2 of at most 128 * 127, because the unsigned
- * factor is |q - 128| and its sign moves to the activation, which takes one instruction more. */
+ * bits, 16 products of at most 15 * 127, or 8 of a table's numbers; with 8 bits, 4 products if the matrix is
+ * transformed (see linear.h), so that 7 bits of the activations are enough. Otherwise 2 of at most 128 * 127, because
+ * the unsigned factor is |q - 128| and its sign moves to the activation, which takes one instruction more. */
 #include "cpu/isa.h"
 
 #if FD_X86
@@ -25,7 +25,7 @@ FD_INLINE int32_t dot_offset(const fd_linear_t *l) {
 }
 FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return l->negated_sums ? FD_LINEAR_SIGNED_STEPS : 127; }
 FD_INLINE ivec_t dot_start(const fd_linear_t *l, int32_t start, size_t sums, const kind_t kind) {
-    if (kind != ROTATED) return ivec_set1(start);
+    if (kind != HADAMARD) return ivec_set1(start);
     const ivec_t negated = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(l->negated_sums + sums)));
     return _mm256_slli_epi32(negated, FD_LINEAR_SIGNED_SHIFT);
 }
@@ -33,7 +33,7 @@ FD_INLINE ivec_t dot_start(const fd_linear_t *l, int32_t start, size_t sums, con
 FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
                          const uint32_t n, const kind_t kind) {
     const ivec_t ones = _mm256_set1_epi16(1);
-    if (kind == ROTATED) {
+    if (kind == HADAMARD) {
         FD_UNROLL
         for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
             const ivec_t even = _mm256_loadu_si256((const __m256i *)(w + c * 64));

@@ -24,7 +24,7 @@ FD_INLINE ivec_t dot_start(const fd_linear_t *l, int32_t start, size_t sums, con
 
 FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
                          const uint32_t n, const kind_t kind) {
-    if (kind == BYTES || kind == ROTATED) {
+    if (kind == BYTES || kind == HADAMARD) {
         FD_UNROLL
         for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
             const ivec_t q = _mm256_loadu_si256((const __m256i *)(w + c * 64));

@@ -8,7 +8,7 @@ typedef enum {
     NIBBLES, /* 4 bits, the numbers themselves */
     CODES,   /* 4 bits, with a table */
     BYTES,   /* 8 bits */
-    ROTATED  /* 8 bits, rotated; rotated matrices of 4 bits are NIBBLES or CODES */
+    HADAMARD /* 8 bits, transformed; transformed matrices of 4 bits are NIBBLES or CODES */
 } kind_t;
 
 #endif

@@ -85,7 +85,7 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
                          float *y, ahead_t ahead, const uint32_t n, const bool both, const kind_t kind,
                          const form_t form) {
     const uint32_t blocks = fd_linear_blocks(l), first = tile * FD_LINEAR_LANES + lane;
-    const uint32_t block_bytes = FD_LINEAR_LANES * FD_LINEAR_BLOCK * (kind == BYTES || kind == ROTATED ? 8 : 4) / 8;
+    const uint32_t block_bytes = FD_LINEAR_LANES * FD_LINEAR_BLOCK * (kind == BYTES || kind == HADAMARD ? 8 : 4) / 8;
     const uint32_t passes = form == ANY_PASSES ? l->passes : 1;
     const bool has_mins = form == ONE_PASS_MINS || (form == ANY_PASSES && l->mins);
     const uint8_t *w = l->weights + tile * fd_linear_tile_bytes(l) + lane * 4;
@@ -137,7 +137,7 @@ FD_INLINE void any_form(const fd_linear_t *l, uint32_t tile, const fd_linear_row
 
 #define FD_SOME_ROWS(n)                                                                                                \
     for (; row + n <= rows_n; row += n, ahead.first += ahead.lines) {                                                  \
-        if (l->rotated && l->bits == 8) all_lanes(l, tile, rows, row, y, ahead, n, ROTATED, ONE_PASS);                 \
+        if (l->hadamard && l->bits == 8) all_lanes(l, tile, rows, row, y, ahead, n, HADAMARD, ONE_PASS);               \
         else if (l->bits == 8) any_form(l, tile, rows, row, y, ahead, n, BYTES);                                       \
         else if (l->table) any_form(l, tile, rows, row, y, ahead, n, CODES);                                           \
         else any_form(l, tile, rows, row, y, ahead, n, NIBBLES);                                                       \

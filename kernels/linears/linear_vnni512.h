@@ -36,7 +36,7 @@ FD_INLINE void unpack_chunks(const uint8_t *w, const uint8_t *table, const kind_
 
 FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
                          const uint32_t n, const kind_t kind) {
-    if (kind == BYTES || kind == ROTATED) {
+    if (kind == BYTES || kind == HADAMARD) {
         for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
             const ivec_t q = _mm512_loadu_si512(w + c * 64);
             for (uint32_t r = 0; r < n; r++)

@@ -1,9 +1,11 @@
-/* fd_linear_ops_t.round_row in plain C, for each ISA's compiler flags. The largest magnitude is found among the bits as
- * integers, which vectorises without -ffast-math and keeps NaN, whose bits are the largest. An ISA's file defines
- * first:
+/* fd_linear_ops_t.round_row in plain C, which each ISA's file compiles for its target. The largest magnitude is found
+ * by comparing bits as integers. This vectorises without -ffast-math, and keeps NaN, whose bits are the largest.
  *
- *   dot_offset        what its products lack: a constant that it subtracts from each number, minus the weights' zero
- *   dot_steps         the largest multiple with one pass, at most 127
+ * The including file defines two functions first:
+ *
+ *   dot_offset   for the sum that starts each dot product: the weights' zero is subtracted there, and so is the
+ * constant that the ISA adds to the weights to make them signed or unsigned dot_steps    the largest multiple with one
+ * pass, at most 127
  */
 #ifndef FD_ROUND_ROW_H
 #define FD_ROUND_ROW_H
@@ -14,20 +16,20 @@
 #include "linear.h"
 #include "cpu/hadamard.h"
 
-/* A block is stored in vectors as wide as those that load it next, because a processor waits before it loads what
- * narrower stores have just written. FD_ROUND_64_BYTES: those of AVX-512. */
+/* A block is stored in vectors of the width with which it is loaded next, because a load waits for narrower stores to
+ * the same bytes. FD_ROUND_64_BYTES: AVX-512 loads 64 bytes. */
 #ifdef FD_ROUND_64_BYTES
 typedef float fd_sixteen_floats_t __attribute__((vector_size(64), aligned(4), may_alias));
 #endif
 typedef int32_t fd_float_bits_t __attribute__((may_alias));
 
 /* Multiplies a block by H, whose element (i, j) is -1 to the number of bits that i and j have in common. */
-static inline void rotate_block(const float *from, float *to) {
+static inline void hadamard_block(const float *from, float *to) {
     enum { N = FD_LINEAR_BLOCK / 8 };
     fd_v8_t x[N];
     for (int i = 0; i < N; i++) {
         x[i] = ((const fd_v8_t *)from)[i];
-        fd_rotate_eight(&x[i]);
+        fd_hadamard_eight(&x[i]);
     }
     const fd_v8_t low = x[0] + x[1], low_odd = x[0] - x[1], high = x[2] + x[3], high_odd = x[2] - x[3];
     const fd_v8_t y[N] = {low + high, low_odd + high_odd, low - high, low_odd - high_odd};
@@ -77,7 +79,7 @@ static inline void round_block(const float *x, uint32_t passes, float steps, int
 
 static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out) {
     const size_t blocks = fd_linear_blocks(l), first = row * blocks;
-    const uint32_t passes = l->passes, rotated = l->rotated;
+    const uint32_t passes = l->passes, hadamard = l->hadamard;
     const float steps = passes == 1 ? (float)dot_steps(l) : 127 << FD_LINEAR_LOW_BITS;
     const int32_t offset = dot_offset(l), base = l->negated_sums ? FD_LINEAR_SIGNED_STEPS : 0;
     for (uint32_t b = 0; b < blocks; b++) {
@@ -89,8 +91,8 @@ static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const 
             if (start < l->ins) memcpy(block, from, (l->ins - start) * sizeof *x);
             from = block;
         }
-        if (rotated) {
-            rotate_block(from, block);
+        if (hadamard) {
+            hadamard_block(from, block);
             from = block;
         }
         const size_t at = first + b;

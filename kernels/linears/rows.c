@@ -3,7 +3,7 @@
 #include "linear.h"
 
 /* Multiplies a block by H (see linear.h). */
-static void rotate(float *x) {
+static void hadamard(float *x) {
     for (uint32_t half = 1; half < FD_LINEAR_BLOCK; half *= 2)
         for (uint32_t i = 0; i < FD_LINEAR_BLOCK; i++) {
             if (i & half) continue;
@@ -29,7 +29,7 @@ void fd_linear_row(const fd_linear_t *l, uint32_t out, float *row) {
                                               : w[chunk / 2 * chunk_bytes + i % 4] >> (chunk % 2 * 4) & 15;
             block[i] = (float)((l->table ? l->table[code] : code) - l->zero) * scale + min;
         }
-        if (l->rotated) rotate(block);
+        if (l->hadamard) hadamard(block);
         const uint32_t rest = l->ins - done;
         memcpy(row + done, block, (rest < FD_LINEAR_BLOCK ? rest : FD_LINEAR_BLOCK) * sizeof *row);
     }

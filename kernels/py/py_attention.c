@@ -120,19 +120,21 @@ static PyObject *chunk_bytes(PyObject *self, PyObject *args) {
     return PyLong_FromSize_t(fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, head_size, v_size));
 }
 
-static bool check_rotated(uint32_t rotated) { return check(rotated <= FD_ROTATED_ALL, "unknown rotations"); }
+static bool check_hadamard(uint32_t hadamard) {
+    return check(hadamard <= FD_HADAMARD_ALL, "unknown Hadamard transforms");
+}
 
 static PyObject *kv_append(PyObject *self, PyObject *args) {
     unsigned dtype;
     fd_isa_t isa;
-    uint32_t slot, rotated = 0;
+    uint32_t slot, hadamard = 0;
     PyObject *chunks_o, *k_o, *v_o, *result = NULL;
     buffers_t b = {.n = 0};
     Py_buffer *chunks, *k, *v;
     if (!PyArg_ParseTuple(args, "O&O&OO&OO|I", to_isa, &isa, to_kv_dtype, &dtype, &chunks_o, to_u32, &slot, &k_o, &v_o,
-                          &rotated))
+                          &hadamard))
         return NULL;
-    if (!check_rotated(rotated)) goto out;
+    if (!check_hadamard(hadamard)) goto out;
     if (!(k = get_floats(&b, k_o, "k", 0, 2)) || !(v = get_floats(&b, v_o, "v", 0, 2)) || !check_same_shape(k, v, 1))
         goto out;
     if (!check_head_size(k->shape[1]) || !check_head_size(v->shape[1])) goto out;
@@ -146,7 +148,7 @@ static PyObject *kv_append(PyObject *self, PyObject *args) {
         const size_t t = slot + i;
         uint8_t *chunk = (uint8_t *)chunks->buf + t / FD_PAGE_TOKENS * bytes;
         ops->append(chunk, head_size, v_size, t % FD_PAGE_TOKENS, (const float *)k->buf + i * head_size,
-                    (const float *)v->buf + i * v_size, rotated);
+                    (const float *)v->buf + i * v_size, hadamard);
     }
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
@@ -190,8 +192,8 @@ static bool get_per_head(buffers_t *b, PyObject *o, const char *name, const Py_b
 }
 
 static PyObject *kv_attend(PyObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"isa", "kv_dtype", "chunks", "order",   "first_token", "q",      "q_pos", "window",  "acc",
-                            "m",   "l",        "o",      "segment", "softcap",     "slopes", "sinks", "rotated", NULL};
+    static char *names[] = {"isa", "kv_dtype", "chunks", "order",   "first_token", "q",      "q_pos", "window",   "acc",
+                            "m",   "l",        "o",      "segment", "softcap",     "slopes", "sinks", "hadamard", NULL};
     unsigned dtype;
     fd_isa_t isa;
     fd_attend_t a = {0};
@@ -203,9 +205,9 @@ static PyObject *kv_attend(PyObject *self, PyObject *args, PyObject *kwargs) {
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&OOO&OO&O&OOO|O$O&fOOI", names, to_isa, &isa, to_kv_dtype,
                                      &dtype, &chunks_o, &order, to_u32, &a.first_token, &q_o, to_u32, &a.q_pos, to_u32,
                                      &a.window, &acc_o, &m_o, &l_o, &o_o, to_u32, &a.segment, &a.softcap, &slopes,
-                                     &sinks, &a.rotated))
+                                     &sinks, &a.hadamard))
         return NULL;
-    if (!check_rotated(a.rotated)) goto out;
+    if (!check_hadamard(a.hadamard)) goto out;
     if (!(q = get_floats(&b, q_o, "q", 0, 4)) || !(acc = get_floats(&b, acc_o, "acc", PyBUF_WRITABLE, 4)) ||
         !check_same_shape(q, acc, 3))
         goto out;
@@ -309,7 +311,7 @@ PyMethodDef fd_attention_methods[] = {
     {"chunk_bytes", chunk_bytes, METH_VARARGS,
      "chunk_bytes(kv_dtype, head_size, v_size=head_size) -> int: bytes of one (page, KV head) chunk."},
     {"kv_append", kv_append, METH_VARARGS,
-     "kv_append(isa, kv_dtype, chunks, first_token_slot, k, v, rotated=0): append k and v to consecutive chunks."},
+     "kv_append(isa, kv_dtype, chunks, first_token_slot, k, v, hadamard=0): append k and v to consecutive chunks."},
     {"kv_attend", (PyCFunction)(void (*)(void))kv_attend, METH_VARARGS | METH_KEYWORDS,
      "kv_attend(isa, kv_dtype, chunks, order, first_token, q, q_pos, window, acc, m, l, o=None, *, segment=0, "
      "softcap=0, slopes=None, sinks=None): attend q to chunks."},

@@ -132,7 +132,7 @@ static PyObject *engine_close(engine_object_t *self, PyObject *unused) {
 static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"region",  "geometry", "kv_dtype",  "n_pages",  "max_seqs",  "softmax_scale",
                             "windows", "carrier",  "max_pages", "segments", "kv_layers", "softcaps",
-                            "sinks",   "slopes",   "heads",     "part",     "rotated",   NULL};
+                            "sinks",   "slopes",   "heads",     "part",     "hadamard",  NULL};
     PyObject *region, *carrier = Py_None;
     layer_args_t a = {0};
     fd_geometry_t g;
@@ -140,7 +140,7 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|OI$OOOOOO(II)I", names, &region, fd_py_geometry, &g,
                                      &lease.kv_dtype, &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &a.windows,
                                      &carrier, &lease.max_pages, &a.segments, &a.kv_layers, &a.softcaps, &a.sinks,
-                                     &a.slopes, &a.heads, &lease.part.index, &lease.part.n, &a.rotated))
+                                     &a.slopes, &a.heads, &lease.part.index, &lease.part.n, &a.hadamard))
         return NULL;
     if (!self->engine) return closed_error("the R-engine");
     const fd_carrier_t *target = NULL;
@@ -235,7 +235,7 @@ static PyGetSetDef engine_getset[] = {
 static PyMethodDef engine_methods[] = {
     {"add_link", (PyCFunction)(void (*)(void))engine_add_link, METH_VARARGS | METH_KEYWORDS,
      "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, carrier=None, max_pages=0, *, "
-     "segments=None, kv_layers=None, softcaps=None, sinks=None, slopes=None, heads=None, part=(0, 1), rotated=0)\n"
+     "segments=None, kv_layers=None, softcaps=None, sinks=None, slopes=None, heads=None, part=(0, 1), hadamard=0)\n"
      "-> REngineLink"},
     {"pages_within", (PyCFunction)(void (*)(void))engine_pages_within, METH_VARARGS | METH_KEYWORDS,
      "pages_within(geometry, kv_dtype, bytes, grows, *, windows=None, segments=None, kv_layers=None, heads=None) -> "

@@ -36,7 +36,7 @@ static bool convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long 
 /* The keyword arguments of add_link that say what the layers' attention does. NULL or None: nothing. */
 typedef struct {
     PyObject *windows, *segments, *kv_layers, *softcaps, *sinks, *slopes, *heads;
-    uint32_t rotated;
+    uint32_t hadamard;
     Py_buffer sinks_view, slopes_view;
 } layer_args_t;
 
@@ -103,7 +103,7 @@ static bool get_layers(layer_args_t *a, const fd_geometry_t *g, fd_layer_t *laye
                                  .kv_layer = kv_layers[i],
                                  .slopes = a->slopes_view.buf,
                                  .sinks = sinks ? sinks + (size_t)i * g->n_q_heads : NULL,
-                                 .rotated = a->rotated};
+                                 .hadamard = a->hadamard};
     return get_heads(a->heads, g, layers) && get_softcaps(a->softcaps, n, layers);
 }
 

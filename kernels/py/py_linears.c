@@ -39,7 +39,7 @@ static bool take_buffers(linear_t *self, PyObject *const *o) {
 /* Whether the given buffers are what the kernels take. */
 static bool check_buffers(const linear_t *self) {
     const fd_linear_t *l = &self->linear;
-    const bool is_signed = l->rotated && l->bits == 8 && self->ops->wants_signed;
+    const bool is_signed = l->hadamard && l->bits == 8 && self->ops->wants_signed;
     if (is_signed != (l->negated_sums != NULL))
         return FD_PY_FAIL(PyExc_ValueError, "negated_sums are %s", is_signed ? "missing" : "not wanted");
     bool fits = !l->table || l->bits == 4; /* the kernels sum a table's numbers in few bits */
@@ -49,29 +49,29 @@ static bool check_buffers(const linear_t *self) {
 }
 
 static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"outs",   "ins",   "bits", "group", "zero",  "passes",       "rotated", "weights",
+    static char *keys[] = {"outs",   "ins",   "bits", "group", "zero",  "passes",       "hadamard", "weights",
                            "scales", "units", "mins", "bias",  "table", "negated_sums", NULL};
     unsigned outs, ins, bits, group, passes;
-    int zero, rotated;
+    int zero, hadamard;
     PyObject *o[BUFFERS];
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIiIpOOOOOOO", keys, &outs, &ins, &bits, &group, &zero, &passes,
-                                     &rotated, &o[WEIGHTS], &o[SCALES], &o[UNITS], &o[MINS], &o[BIAS], &o[TABLE],
+                                     &hadamard, &o[WEIGHTS], &o[SCALES], &o[UNITS], &o[MINS], &o[BIAS], &o[TABLE],
                                      &o[NEGATED_SUMS]))
         return NULL;
     const unsigned most = 1u << 24;
     if (!outs || !ins || outs > most || ins > most || !group || group > most || group % FD_LINEAR_BLOCK ||
         (bits != 4 && bits != 8) || zero < 0 || zero > 255 || passes < 1 || passes > 2)
         return PyErr_Format(PyExc_ValueError, "no such linear: %u x %u, %u bits, groups of %u", outs, ins, bits, group);
-    if (rotated && (passes != 1 || (bits == 8 && (zero != 128 || o[MINS] != Py_None))))
+    if (hadamard && (passes != 1 || (bits == 8 && (zero != 128 || o[MINS] != Py_None))))
         return PyErr_Format(PyExc_ValueError,
-                            "a rotated matrix has one pass, and with 8 bits the zero 128 and no mins");
+                            "a Hadamard transform has one pass, and with 8 bits the zero 128 and no mins");
     fd_isa_t isa;
     if (!fd_py_choose_isa(NULL, &isa)) return NULL;
     linear_t *self = (linear_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->ops = fd_linear_ops(isa), self->head.isa = self->ops->name;
     fd_linear_t *l = &self->linear;
-    *l = (fd_linear_t){.outs = outs, .ins = ins, .bits = bits, .passes = passes, .rotated = rotated, .zero = zero};
+    *l = (fd_linear_t){.outs = outs, .ins = ins, .bits = bits, .passes = passes, .hadamard = hadamard, .zero = zero};
     l->group_blocks = group / FD_LINEAR_BLOCK;
     l->groups = (ins + group - 1) / group;
     const bool taken = take_buffers(self, o);
@@ -150,7 +150,7 @@ static PyObject *linear_read_rows(linear_t *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"wants_signed", linear_wants_signed, METH_NOARGS | METH_STATIC,
-     "wants_signed(): whether rotated matrices of 8 bits are stored as signed numbers, with negated sums."},
+     "wants_signed(): whether transformed matrices of 8 bits are stored as signed numbers, with negated sums."},
     {"run", (PyCFunction)linear_run, METH_VARARGS,
      "run(x, y, threads, width=outs, first=0): y [rows, first:first+outs of width] = x [rows, ins] W^T + b."},
     {"read_rows", (PyCFunction)linear_read_rows, METH_VARARGS,

@@ -107,7 +107,7 @@ def test_a_caller_may_rotate_in_place_of_a_kernel(isa: str, kv_dtype: str) -> No
         if Rotated.QK in rotated_by_caller:
             q, k = (rotated(x.reshape(-1, head_size)).reshape(x.shape) for x in (q, k))
         cache = Cache(isa, kv_dtype, k, rotated(v) if rotates_v else v, rotated=rotated_by_caller)
-        got, o = outputs(cache, q, rotated=int(rotated_by_caller))
+        got, o = outputs(cache, q, hadamard=int(rotated_by_caller))
         if rotates_v:
             assert np.abs(o - plain_o).max() > 0.1
             o, acc = (rotated(x.reshape(-1, head_size)).reshape(x.shape) for x in (o, got.acc))

@@ -236,7 +236,9 @@ def test_sizes_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match="no such linear"):
             _native.QuantisedLinear(*bad, False, byte, byte, byte, None, None, None, None)
     for bits, zero, passes, mins in ((8, 128, 2, None), (8, 128, 1, byte), (8, 3, 1, None), (4, 0, 2, byte)):
-        with pytest.raises(ValueError, match="a rotated matrix has one pass, and with 8 bits the zero 128 and no mins"):
+        with pytest.raises(
+            ValueError, match="a Hadamard transform has one pass, and with 8 bits the zero 128 and no mins"
+        ):
             _native.QuantisedLinear(16, 64, bits, 32, zero, passes, True, byte, byte, byte, mins, None, None, None)
     numbers, units = bytes(16 * 64 // 2), bytes(16 * 4)
     for bits, table in ((4, bytes([33] * 16)), (8, bytes(16))):

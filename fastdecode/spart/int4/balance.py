@@ -37,7 +37,7 @@ from fastdecode.transports.base import Rotated
 _SEQUENCES = 4
 #: The positions of the rows that count a second time are below this, and within the model's context.
 _LATEST = 8192
-#: FD_ROTATED_MAX of kernels/cpu/hadamard.h.
+#: FD_HADAMARD_MAX of kernels/cpu/hadamard.h.
 _LARGEST_BLOCK = 128
 #: Added to the second moments, relative to their mean eigenvalue: what the estimate says of small ones is noise.
 _LEAST = 1e-2
