@@ -18,7 +18,7 @@ of a core.
 A transport is one module with three coroutines, registered by URL scheme in `registry.py`:
 
     async def connect(url, hello, secret, *, spin_us) -> Link                # S side
-    async def dial_url(url) -> FrameSocket                                   # R side, for a bulk connection
+    async def dial_url(url) -> FrameSocket                                   # R side, for a migration connection
     async def serve(url, service, secret, *, insecure) -> Server             # R side; `service` is a LinkService
 
 The conformance suite of the transports is tests/transports: test_transports.py, test_link_faults.py, test_waiting.py.
@@ -303,16 +303,17 @@ class Link(DataPath, ABC):
         """
 
     @abstractmethod
-    async def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
-        """Let the empty sequence `seq`, a handle, hold `length` tokens that another R-node brings.
+    async def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None:
+        """Let the empty sequence `seq`, a handle, hold `length` tokens that another R-node sends (RECEIVE).
 
-        `token`, 64 hexadecimal digits drawn by the caller, admits one bulk connection (bulk.py). No step may name the
-        sequence before a `push` has completed it. Raises CallRefused, LinkDown.
+        `token`, 64 hexadecimal digits drawn by the caller, admits one migration connection (migration.py). No step may
+        name the sequence before `migrate` has completed it. Raises CallRefused, LinkDown.
         """
 
     @abstractmethod
-    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
-        """Send `pages` of a sequence to the R-node at `url`, which must have granted `token`; returns once it has them.
+    async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        """Let the R-node send `pages` of a sequence to the R-node at `url`, which must have admitted `token` (PUSH).
+        Returns once that R-node has them.
 
         `length` is 0 if more pages follow. Else it is the number of tokens that complete the sequence there. The pages
         must not change meanwhile; they stay here. Raises CallRefused (also if the other R-node cannot be reached),
@@ -351,8 +352,8 @@ class Link(DataPath, ABC):
         """End the link, wait until the R-node has freed the lease, and free this end's resources. Idempotent."""
 
 
-class PageSink(Protocol):
-    """A sequence that another R-node may bring over a bulk connection (bulk.py)."""
+class MigrationTarget(Protocol):
+    """A sequence that another R-node may send over a migration connection (migration.py)."""
 
     page_bytes: int
 
@@ -363,7 +364,7 @@ class PageSink(Protocol):
         """Wait until the OS has found memory for the bytes from page `first` on, up to byte `end` of these."""
 
     def receive(self, fd: int, first: int, n_pages: int, offset: int) -> int:
-        """Take what the socket `fd` has of these pages from byte `offset` on. Returns the number of bytes. Raises
+        """Receive what the socket `fd` has of these pages from byte `offset` on. Returns the number of bytes. Raises
         CallRefused, OSError."""
         ...
 
@@ -388,15 +389,15 @@ class LinkService(Protocol):
         Raises LinkRefused.
         """
 
-    def incoming(self, token: str, page_bytes: int) -> PageSink:
-        """The sequence that `token` admits a bulk connection for, once. Raises LinkRefused."""
+    def migration_target(self, token: str, page_bytes: int) -> MigrationTarget:
+        """The sequence that `token` admits a migration connection for, once. Raises LinkRefused."""
 
 
 class LinkGrant(Protocol):
     """A link that an R-node has granted: the lease, and the operations on it.
 
-    `free`, `trim`, `fork`, `receive`, `push`, `resize` and `stats` do what the methods of Link with these names do, and
-    raise CallRefused.
+    `free`, `trim`, `fork`, `admit_migration`, `migrate`, `resize` and `stats` do what the methods of Link with these
+    names do, and raise CallRefused.
     """
 
     lease: Lease
@@ -407,10 +408,10 @@ class LinkGrant(Protocol):
     def free(self, handles: Sequence[tuple[int, int]]) -> None: ...
     def trim(self, seq_index: int, tag: int, length: int) -> None: ...
     def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None: ...
-    def receive(self, seq: tuple[int, int], length: int, token: str) -> None: ...
-    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None: ...
+    def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None: ...
+    async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None: ...
     def detach(self) -> None:
-        """End all transfers of pages, because the link is ending. Runs on the event loop; `close` follows."""
+        """End all migrations, because the link is ending. Runs on the event loop; `close` follows."""
 
     def resize(self, n_pages: int) -> None: ...
     def stats(self) -> dict[str, int]: ...

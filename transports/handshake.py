@@ -9,7 +9,7 @@
     S  ATTACH     version, proof, the token
     R  ATTACHED   proof   - or -   REFUSED  a reason in plain text
 
-on a bulk connection, from one R-node to another (bulk.py):
+on a migration connection, from one R-node to another (migration.py):
     R  CHALLENGE  as above
     R  DELIVER    version, nonce, proof, the token of a RECEIVE
     R  ACCEPTED   proof   - or -   REFUSED  a reason in plain text
@@ -62,6 +62,7 @@ DEADLINE_S = 10.0
 
 _Question = TypeVar("_Question", HelloMessage, Attach, Deliver, Entrust)
 _Offer = TypeVar("_Offer", Deliver, Entrust)
+_Stranger = TypeVar("_Stranger", HelloMessage, Deliver, Entrust)  # knows no session yet
 _Answer = TypeVar("_Answer", Welcome, Attached, Accepted)
 _Opening = HelloMessage | Attach | Deliver | Entrust
 
@@ -184,28 +185,27 @@ async def attach(conn: FrameSocket, ticket: Ticket) -> None:
     await _answer(conn, challenge, message, Attached, ticket.session, stranger)
 
 
-async def offer(conn: FrameSocket, token: str, page_bytes: int, secret: bytes | None) -> None:
-    """Make `conn` a bulk connection, from this R-node to the one that has granted `token`.
+async def open_migration(conn: FrameSocket, token: str, page_bytes: int, secret: bytes | None) -> None:
+    """Make `conn` a migration connection, from this R-node to the one that has admitted `token`.
 
     Raises LinkRefused, LinkDown, ProtocolError.
     """
     nonce = secrets.token_hex(32)
-    await _offer(
-        conn, Deliver(version=PROTOCOL_VERSION, nonce=nonce, mac=None, token=token, page_bytes=page_bytes), secret
-    )
+    message = Deliver(version=PROTOCOL_VERSION, nonce=nonce, mac=None, token=token, page_bytes=page_bytes)
+    await _open(conn, message, secret)
 
 
-async def entrust(conn: FrameSocket, model: str, secret: bytes | None) -> None:
+async def open_prefill(conn: FrameSocket, model: str, secret: bytes | None) -> None:
     """Make `conn` a connection to a prefill S-node, which must serve the model with the digest `model`.
 
     Raises LinkRefused, LinkDown, ProtocolError.
     """
-    nonce = secrets.token_hex(32)
-    await _offer(conn, Entrust(version=PROTOCOL_VERSION, nonce=nonce, mac=None, model=model), secret)
+    message = Entrust(version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), mac=None, model=model)
+    await _open(conn, message, secret)
     conn.max_frame = MAX_FRAME_AFTER_AUTH
 
 
-async def _offer(conn: FrameSocket, message: _Offer, secret: bytes | None) -> None:
+async def _open(conn: FrameSocket, message: _Offer, secret: bytes | None) -> None:
     challenge = await _read_challenge(conn)
     if challenge.needs_secret != (secret is not None):
         raise LinkRefused(f"of {challenge.node} and this node, only one has a shared secret")
@@ -227,9 +227,7 @@ class Handshake:
 
     def verify_hello(self, secret: bytes | None) -> Hello:
         """Check the proof and the geometry of HELLO, and return the request. Raises LinkRefused."""
-        message = self.answer
-        assert isinstance(message, HelloMessage)
-        self._verify(message, secret)
+        message = self.verify(HelloMessage, secret)
         geometry = Geometry(**_fields(message, Geometry))
         try:
             region_bytes = region_layout(geometry).region_bytes
@@ -243,8 +241,10 @@ class Handshake:
         layers = LayerOptions(**_fields(message, LayerOptions) | {"rotated": Rotated(message.rotated)})
         return Hello(geometry=geometry, layers=layers, **_fields(message, Hello))
 
-    def _verify(self, message: HelloMessage | Deliver | Entrust, secret: bytes | None) -> None:
-        """Check the proof of the first message of a peer that knows no session yet. Raises LinkRefused."""
+    def verify(self, kind: type[_Stranger], secret: bytes | None) -> _Stranger:
+        """The peer's message, which is of this kind, after a check of its proof. Raises LinkRefused."""
+        message = self.answer
+        assert isinstance(message, kind)
         if secret is not None:
             if message.mac is None:
                 raise LinkRefused(f"this R-node asks for a shared secret, and {message.TYPE} carries no proof of one")
@@ -254,36 +254,15 @@ class Handshake:
             self.session = session
         elif message.mac is not None:
             raise LinkRefused("this R-node has no shared secret, and the peer has one")
-
-    def verify_deliver(self, secret: bytes | None) -> Deliver:
-        """Check the proof of DELIVER. Raises LinkRefused."""
-        message = self.answer
-        assert isinstance(message, Deliver)
-        self._verify(message, secret)
-        return message
-
-    def verify_entrust(self, secret: bytes | None) -> Entrust:
-        """Check the proof of ENTRUST. Raises LinkRefused."""
-        message = self.answer
-        assert isinstance(message, Entrust)
-        self._verify(message, secret)
         return message
 
     async def accept(self) -> None:
         """Send ACCEPTED. Raises LinkDown."""
-        asked = self.answer
-        assert isinstance(asked, Deliver | Entrust)
-        message = Accepted(mac=None)
-        await self.conn.write(self.session.prove(message, self._challenge, asked) if self.session else message)
-        self._seal()
+        await self._confirm(Accepted(mac=None))
 
     async def welcome(self, lease: Lease, token: str) -> None:
         """Send WELCOME with the lease and the token. Raises LinkDown."""
-        hello = self.answer
-        assert isinstance(hello, HelloMessage)
-        message = Welcome(mac=None, token=token, **asdict(lease))
-        await self.conn.write(self.session.prove(message, self._challenge, hello) if self.session else message)
-        self._seal()
+        await self._confirm(Welcome(mac=None, token=token, **asdict(lease)))
         self.conn.max_frame = MAX_FRAME_AFTER_AUTH
 
     def verify_attach(self, session: Session | None) -> None:
@@ -296,16 +275,16 @@ class Handshake:
 
     async def confirm_attach(self) -> None:
         """Send ATTACHED. Raises LinkDown."""
-        attach = self.answer
-        assert isinstance(attach, Attach)
-        message = Attached(mac=None)
-        await self.conn.write(self.session.prove(message, self._challenge, attach) if self.session else message)
-        self._seal()
+        await self._confirm(Attached(mac=None))
 
-    def _seal(self) -> None:
-        if self.session:
-            s_seal, r_seal = self.session.seals(self._challenge)
-            self.conn.seal(r_seal, s_seal)
+    async def _confirm(self, message: _Answer) -> None:
+        """Answer the peer, with a proof if there is a secret; a MAC then follows each later frame. Raises LinkDown."""
+        if self.session is None:
+            await self.conn.write(message)
+            return
+        await self.conn.write(self.session.prove(message, self._challenge, self.answer))
+        s_seal, r_seal = self.session.seals(self._challenge)
+        self.conn.seal(r_seal, s_seal)
 
 
 async def challenge(conn: FrameSocket, node: str, needs_secret: bool) -> Handshake:

@@ -105,10 +105,10 @@ class RegionLink(Link):
         request = Fork(id=next(self._ids), src=src[0], src_tag=src[1], dst=dst[0], dst_tag=dst[1], length=length)
         await self._request(request)
 
-    async def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
+    async def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None:
         await self._request(Receive(id=next(self._ids), seq_index=seq[0], tag=seq[1], length=length, token=token))
 
-    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+    async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
         await self._request(
             Push(
                 id=next(self._ids),

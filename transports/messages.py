@@ -161,9 +161,10 @@ class Welcome(_Proved, frozen=True):
     reach: U32
 
 
-# A bulk connection, over which an R-node sends pages of a sequence to another one (bulk.py). The receiving R-node sends
-# CHALLENGE, the sending one DELIVER, the receiving one ACCEPTED or REFUSED. Each PAGES is followed by the pages' bytes,
-# and answered with OK or ERROR. Behind a whole sequence NEXT may announce another one; it is answered in the same way.
+# A migration connection, over which an R-node sends pages of a sequence to another one (migration.py). The receiving
+# R-node sends CHALLENGE, the sending one DELIVER, the receiving one ACCEPTED or REFUSED. Each PAGES is followed by the
+# pages' bytes, and answered with OK or ERROR. Behind a whole sequence NEXT may announce another one; it is answered in
+# the same way.
 
 
 class Deliver(_Proved, frozen=True):

@@ -48,7 +48,7 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int 
 
 
 async def dial(url: str) -> FrameSocket:
-    """Connect to the R-node at `url`, for a bulk connection. Raises LinkDown, LinkRefused, TransportError."""
+    """Connect to the R-node at `url`, for a migration connection. Raises LinkDown, LinkRefused, TransportError."""
     conn: FrameSocket = await _module(url).dial_url(url)
     return conn
 

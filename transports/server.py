@@ -20,7 +20,7 @@ from fastdecode.region.contract import Status
 from fastdecode.region.geometry import GeometryError
 from fastdecode.region.region import Region
 
-from . import bulk, handshake
+from . import handshake, migration
 from .base import (
     CallRefused,
     Hello,
@@ -28,7 +28,7 @@ from .base import (
     LinkGrant,
     LinkRefused,
     LinkService,
-    PageSink,
+    MigrationTarget,
     Server,
     TransportError,
 )
@@ -125,7 +125,7 @@ class LinkSession:
         self._loop = asyncio.get_running_loop()
         self._ending: asyncio.Future[str] = self._loop.create_future()
         self._peer_gone = False
-        self._pushes: set[asyncio.Task[None]] = set()
+        self._migrations: set[asyncio.Task[None]] = set()
 
     async def attach(self, conn: FrameSocket) -> None:
         """Start the data path on the link's second connection. Raises like Carrier.attach."""
@@ -169,9 +169,9 @@ class LinkSession:
         This runs in a thread, because the R-engine may have to finish a call first.
         """
         self._carrier.detach()
-        for push in self._pushes:
-            push.cancel()
-        await asyncio.gather(*self._pushes, return_exceptions=True)
+        for task in self._migrations:
+            task.cancel()
+        await asyncio.gather(*self._migrations, return_exceptions=True)
         self._grant.detach()
         await asyncio.shield(self._loop.run_in_executor(None, self._release))
 
@@ -185,10 +185,10 @@ class LinkSession:
             request = await self._conn.read()
             if not isinstance(request, Request):
                 raise ProtocolError(f"{request.TYPE} has no place on an open link")
-            if isinstance(request, Push) and len(self._pushes) < MAX_PUSHES:
-                push = self._loop.create_task(self._push(request))
-                self._pushes.add(push)
-                push.add_done_callback(self._pushes.discard)
+            if isinstance(request, Push) and len(self._migrations) < MAX_PUSHES:
+                task = self._loop.create_task(self._migrate(request))
+                self._migrations.add(task)
+                task.add_done_callback(self._migrations.discard)
                 continue
             answer: Ok | ErrorMessage
             try:
@@ -197,12 +197,14 @@ class LinkSession:
                 answer = ErrorMessage(id=request.id, status=error.status, message=str(error))
             await self._conn.write(answer)
 
-    async def _push(self, request: Push) -> None:
+    async def _migrate(self, request: Push) -> None:
         """Send pages to another R-node, and answer the request."""
         answer: Ok | ErrorMessage = Ok(id=request.id, stats=None)
         pages = range(request.first, request.first + request.n_pages)
         try:
-            await self._grant.push((request.seq_index, request.tag), pages, request.length, request.url, request.token)
+            await self._grant.migrate(
+                (request.seq_index, request.tag), pages, request.length, request.url, request.token
+            )
         except TransportError as error:
             status = error.status if isinstance(error, CallRefused) else Status.INTERNAL
             answer = ErrorMessage(id=request.id, status=status, message=str(error))
@@ -225,7 +227,7 @@ class LinkSession:
                 src, dst = (request.src, request.src_tag), (request.dst, request.dst_tag)
                 self._grant.fork(src, dst, request.length)
             case Receive():
-                self._grant.receive((request.seq_index, request.tag), request.length, request.token)
+                self._grant.admit_migration((request.seq_index, request.tag), request.length, request.token)
             case Push():
                 raise CallRefused(Status.BAD_CALL, f"{MAX_PUSHES} PUSHes of this link are under way")
             case Resize():
@@ -320,7 +322,7 @@ class ControlServer(Server):
                 if isinstance(opening.answer, Attach):
                     await self._attach(opening, opening.answer.token)
                     return
-                work = await self._deliver(opening) if isinstance(opening.answer, Deliver) else self._link(opening)
+                work = await self._admit(opening) if isinstance(opening.answer, Deliver) else self._link(opening)
         except (LinkRefused, ProtocolError, TimeoutError) as error:
             reason = str(error) or f"the hand-shake took longer than {handshake.DEADLINE_S:.0f} s"
             log.warning("%s refused %s: %s", self.url, self.peer_name(sock), reason)
@@ -338,35 +340,35 @@ class ControlServer(Server):
         """Open a link; returns what serves it. Raises LinkRefused."""
         return self._serve(opening, self._open(opening.conn, opening.verify_hello(self._secret)))
 
-    async def _deliver(self, opening: handshake.Handshake) -> Coroutine[None, None, None]:
-        """Accept a bulk connection; returns what receives its pages. Raises LinkRefused, LinkDown."""
-        message = opening.verify_deliver(self._secret)
-        sink = self._service.incoming(message.token, message.page_bytes)
+    async def _admit(self, opening: handshake.Handshake) -> Coroutine[None, None, None]:
+        """Accept a migration connection; returns what receives its pages. Raises LinkRefused, LinkDown."""
+        message = opening.verify(Deliver, self._secret)
+        target = self._service.migration_target(message.token, message.page_bytes)
         task = asyncio.current_task()
         assert task is not None
         self._unproved.pop(task, None)
         await opening.accept()
-        return self._receive(opening.conn, sink)
+        return self._receive(opening.conn, target)
 
-    async def _receive(self, conn: FrameSocket, sink: PageSink | None) -> None:
+    async def _receive(self, conn: FrameSocket, target: MigrationTarget | None) -> None:
         try:
-            while sink is not None:
-                await sink.run(conn)
-                sink = await self._next_sequence(conn)
+            while target is not None:
+                await target.run(conn)
+                target = await self._next_sequence(conn)
         except (TransportError, OSError) as error:
-            log.info("%s: %s has not brought a whole sequence: %s", self.url, self.peer_name(conn.sock), error)
+            log.info("%s: %s has not sent a whole sequence: %s", self.url, self.peer_name(conn.sock), error)
 
-    async def _next_sequence(self, conn: FrameSocket) -> PageSink | None:
-        """What takes the next sequence of a bulk connection; None: there is none. Raises TransportError."""
-        if (message := await bulk.next_sequence(conn)) is None:
+    async def _next_sequence(self, conn: FrameSocket) -> MigrationTarget | None:
+        """The target of the next sequence of a migration connection; None if there is none. Raises TransportError."""
+        if (message := await migration.next_sequence(conn)) is None:
             return None
         try:
-            sink = self._service.incoming(message.token, message.page_bytes)
+            target = self._service.migration_target(message.token, message.page_bytes)
         except LinkRefused as error:
             await conn.write(ErrorMessage(id=0, status=Status.BAD_CALL, message=str(error)))
             raise
         await conn.write(Ok(id=0, stats=None))
-        return sink
+        return target
 
     def _open(self, conn: FrameSocket, hello: Hello) -> LinkSession:
         """Create a link's region, carrier and lease. Raises LinkRefused."""

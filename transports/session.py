@@ -62,14 +62,14 @@ def hkdf_expand(prk: bytes, info: bytes, length: int = 32) -> bytes:
 
 
 class Session:
-    """The keys of one link, of one bulk connection, or of one connection between S-nodes.
+    """The keys of one link, of one migration connection, or of one connection between S-nodes.
 
     PRK = HKDF-Extract(salt, secret); the salt is the nonce of HELLO, DELIVER or ENTRUST, and that of the CHALLENGE
     before it, 64 bytes. A key is HKDF-Expand(PRK, "fastdecode " + purpose, 32). The purposes are "S-node HELLO",
     "R-node WELCOME", "S-node ATTACH", "R-node ATTACHED", "R-node DELIVER", "S-node ENTRUST", "R-node ACCEPTED" for
     proofs, and "S-node frames " and "R-node frames ", each followed by the hexadecimal nonce of the connection's
-    CHALLENGE, for the frames after the hand-shake. The node that opens a bulk connection, or one between S-nodes, uses
-    the key of the S-node's frames.
+    CHALLENGE, for the frames after the hand-shake. The node that opens a migration connection, or one between S-nodes,
+    uses the key of the S-node's frames.
 
     A proof is the `mac` field of a message: HMAC-SHA256 over the JSON (`messages.encode`) of the connection's messages
     so far, its own last and with `mac` null, joined by zero bytes.

@@ -151,11 +151,11 @@ class Team(Link):
                 await self.free([dst])
             raise
 
-    async def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
-        raise CallRefused(Status.BAD_CALL, "the sequences of a team do not move")
+    async def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None:
+        raise CallRefused(Status.BAD_CALL, "the sequences of a team do not migrate")
 
-    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
-        raise CallRefused(Status.BAD_CALL, "the sequences of a team do not move")
+    async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        raise CallRefused(Status.BAD_CALL, "the sequences of a team do not migrate")
 
     async def resize(self, n_pages: int) -> dict[str, int]:
         return self._common_stats(await self._each(lambda link: link.resize(n_pages)))

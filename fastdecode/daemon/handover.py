@@ -25,7 +25,7 @@ from fastdecode.region.contract import Status
 from fastdecode.transports import handshake, tcp
 from fastdecode.transports.base import CallRefused, Hello, LinkDown, LinkRefused, TransportError
 from fastdecode.transports.frames import MAX_FRAME_AFTER_AUTH, FrameSocket
-from fastdecode.transports.messages import ErrorMessage, Ok, PromptMessage, ProtocolError, RefusedMessage
+from fastdecode.transports.messages import Entrust, ErrorMessage, Ok, PromptMessage, ProtocolError, RefusedMessage
 from fastdecode.transports.server import send_last
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class RemotePrefill:
         conn = await tcp.dial_url(url)
         try:
             async with asyncio.timeout(handshake.DEADLINE_S):
-                await handshake.entrust(conn, self._model, self._secret)
+                await handshake.open_prefill(conn, self._model, self._secret)
                 try:
                     await conn.write(message)
                 except ValueError as error:
@@ -230,7 +230,7 @@ class PrefillServer:
     async def _order(self, conn: FrameSocket) -> Order:
         """Do the hand-shake and read the prompt. Raises LinkRefused, LinkDown, ProtocolError."""
         opening = await handshake.challenge_s_node(conn, self._name, self._secret is not None)
-        if opening.verify_entrust(self._secret).model != self._model:
+        if opening.verify(Entrust, self._secret).model != self._model:
             raise LinkRefused("the two S-nodes serve different models, or have KV-caches of different formats")
         task = asyncio.current_task()
         assert task is not None

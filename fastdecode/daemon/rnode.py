@@ -222,8 +222,8 @@ class RNode:
             f"them may lease {self._max_lease}, and {PAGE_TOKENS} tokens of this model take {pages.block_bytes}"
         )
 
-    def incoming(self, token: str, page_bytes: int) -> Incoming:
-        """The sequence that `token` admits a bulk connection for. Raises LinkRefused."""
+    def migration_target(self, token: str, page_bytes: int) -> Incoming:
+        """The sequence that `token` admits a migration connection for. Raises LinkRefused."""
         return self._inbox.take(token, page_bytes)
 
     def transfers(self, link: REngineLink, page_bytes: int) -> Transfers:
@@ -314,10 +314,10 @@ class REngineGrant:
         with refusals():
             self._link.fork(*src, *dst, length)
 
-    def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
+    def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None:
         self._transfers.receive(seq, length, token)
 
-    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+    async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
         await self._transfers.push(seq, pages, length, url, token)
 
     def detach(self) -> None:

@@ -1,5 +1,5 @@
-"""Pages of one link's sequences on their way from and to other R-nodes (transports/bulk.py), and other links of this
-one, which are copied in memory."""
+"""Migration of one link's sequences from and to other R-nodes (transports/migration.py), and from and to other links of
+this R-node, whose pages are copied in memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fastdecode.kernels._native import REngineLink
 from fastdecode.region.contract import PAGE_TOKENS, Status
-from fastdecode.transports import bulk
+from fastdecode.transports import migration
 from fastdecode.transports.base import CallRefused, LinkRefused, TransportError
 from fastdecode.transports.frames import FrameSocket
+from fastdecode.transports.migration import MigrationSender
 
 #: The kernel gives the thread a third of the time of a thread that attends. With less, moves starve on a busy machine.
 _NICE = 5
@@ -43,11 +44,11 @@ def refusals() -> Iterator[None]:
 
 
 class Incoming:
-    """A sequence that another R-node may bring (a transports.base.PageSink)."""
+    """A sequence that another R-node may bring (a transports.base.MigrationTarget)."""
 
     def __init__(self, link: REngineLink, seq: tuple[int, int], length: int, page_bytes: int):
         self.page_bytes = page_bytes
-        self.taken = False  # a bulk connection has presented its token
+        self.taken = False  # a migration connection has presented its token
         self._link, self._seq = link, seq
         self._n_pages = -(-length // PAGE_TOKENS)
         self._task: asyncio.Task[None] | None = None
@@ -96,7 +97,7 @@ class Incoming:
     async def run(self, conn: FrameSocket) -> None:
         self._task = asyncio.current_task()
         try:
-            await bulk.receive(conn, self)
+            await migration.receive_sequence(conn, self)
         finally:
             self._task = None
 
@@ -115,7 +116,7 @@ class Inbox:
         self.waiting: dict[str, Incoming] = {}
 
     def take(self, token: str, page_bytes: int) -> Incoming:
-        """What `token` admits a bulk connection for. Raises LinkRefused."""
+        """What `token` admits a migration connection for. Raises LinkRefused."""
         incoming = self.waiting.get(token)
         if incoming is None or incoming.taken:
             raise LinkRefused("no sequence waits for this token")
@@ -131,10 +132,11 @@ class Transfers:
     def __init__(self, link: REngineLink, page_bytes: int, inbox: Inbox, secret: bytes | None):
         self._link, self._page_bytes, self._inbox, self._secret = link, page_bytes, inbox, secret
         self._tokens: dict[int, str] = {}  # of the sequences that may be brought, by sequence index
-        #: Bulk connections that wait for the rest of a sequence, by sequence index, each with its token.
-        self._deliveries: dict[int, tuple[str, bulk.Delivery]] = {}
-        #: Bulk connections that wait for another sequence, by the R-node's URL, each with the timer that closes it.
-        self._kept: dict[str, tuple[asyncio.TimerHandle, bulk.Delivery]] = {}
+        #: Migration connections that wait for the rest of a sequence, by sequence index, each with its token.
+        self._deliveries: dict[int, tuple[str, MigrationSender]] = {}
+        #: Migration connections that wait for another sequence, by the R-node's URL, each with the timer that closes
+        #: it.
+        self._kept: dict[str, tuple[asyncio.TimerHandle, MigrationSender]] = {}
         self._near: dict[int, Incoming] = {}  # where sequences go that another link of this R-node takes, likewise
 
     def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
@@ -184,8 +186,8 @@ class Transfers:
             self._close_delivery(seq[0])
             self._deliveries[seq[0]] = token, delivery
 
-    async def _delivery(self, url: str, token: str) -> bulk.Delivery:
-        """A bulk connection to the R-node at `url`, kept or new, for the sequence that `token` admits. Raises
+    async def _delivery(self, url: str, token: str) -> MigrationSender:
+        """A migration connection to the R-node at `url`, kept or new, for the sequence that `token` admits. Raises
         TransportError."""
         if kept := self._kept.pop(url, None):
             timer, delivery = kept
@@ -199,11 +201,11 @@ class Transfers:
                 raise
             else:
                 return delivery
-        return await bulk.Delivery.open(url, token, self._page_bytes, self._secret)
+        return await MigrationSender.open(url, token, self._page_bytes, self._secret)
 
-    def _keep(self, url: str, delivery: bulk.Delivery) -> None:
+    def _keep(self, url: str, delivery: MigrationSender) -> None:
         self._close_kept(url)
-        self._kept[url] = asyncio.get_running_loop().call_later(bulk.KEPT_S, self._close_kept, url), delivery
+        self._kept[url] = asyncio.get_running_loop().call_later(migration.IDLE_S, self._close_kept, url), delivery
 
     def _close_kept(self, url: str) -> None:
         if kept := self._kept.pop(url, None):
@@ -218,7 +220,7 @@ class Transfers:
         incoming.check(pages.start, len(pages), length)
         offset, total = 0, len(pages) * self._page_bytes
         while offset < total:
-            await incoming.memory(pages.start, offset + bulk.MOST_BYTES)
+            await incoming.memory(pages.start, offset + migration.PIECE_BYTES)
             if self._inbox.waiting.get(token) is not incoming:
                 raise CallRefused(Status.BAD_SEQUENCE, "the sequence does not wait for pages any more")
             offset += incoming.copy(self._link, seq, pages.start, len(pages), offset)

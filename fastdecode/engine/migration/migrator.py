@@ -3,8 +3,8 @@
 K and V are only ever appended, so those of cached tokens do not change. They are copied while the sequence goes on:
 first its whole pages, then the rest up to its newest token, at most a page or two. Between two steps the sequence then
 changes its place, and its next step computes the few tokens again that steps have cached meanwhile at the old place.
-So a move costs a stream no step of its mini-batch. The R-nodes copy among themselves (transports/bulk.py). Until the
-last page has arrived the sequence stays where it is: whatever breaks before, it goes on there.
+So a move costs a stream no step of its mini-batch. The R-nodes copy among themselves (transports/migration.py). Until
+the last page has arrived the sequence stays where it is: whatever breaks before, it goes on there.
 
 A sequence that has given back pages beyond windows is not moved. It ends where it is.
 """
@@ -183,16 +183,16 @@ class Mover:
         Raises _CalledOff, CallRefused.
         """
         token, url = secrets.token_hex(32), target.link.peer_url or target.url
-        await self._ask(target, target.link.receive(handle, pages.covered, token))
+        await self._ask(target, target.link.admit_migration(handle, pages.covered, token))
         sent = 0
         while (whole := min(seq.cached, pages.covered) // PAGE_TOKENS) > sent:
             self._check(seq, source, old)
-            await self._ask(source, source.link.push(old, range(sent, whole), 0, url, token))
+            await self._ask(source, source.link.migrate(old, range(sent, whole), 0, url, token))
             sent = whole
         self._check(seq, source, old)
         if (cached := seq.cached) > pages.covered:
             return False  # it has grown more than was foreseen; it is tried again
-        await self._ask(source, source.link.push(old, range(sent, blocks_for(cached)), cached, url, token))
+        await self._ask(source, source.link.migrate(old, range(sent, blocks_for(cached)), cached, url, token))
         self._check(seq, source, old)
         seq.held = True
         while seq.in_flight or (seq.entry is not None and seq.entry.pins):

@@ -107,7 +107,7 @@ class Taker:
             seq.take_from,
         )
         try:
-            await node.link.receive(seq.handle, n_tokens, token)
+            await node.link.admit_migration(seq.handle, n_tokens, token)
             taken = await self._ordered(seq, order) and node.alive
         except LinkDown as error:
             self._lost(node, error)

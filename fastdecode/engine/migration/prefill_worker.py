@@ -94,7 +94,7 @@ class Giver:
     async def _push(self, place: tuple[RNodeLedger, Handle], pages: range, length: int, order: Order) -> None:
         node, handle = place
         async with self._pushing:
-            await node.link.push(handle, pages, length, order.url, order.token)
+            await node.link.migrate(handle, pages, length, order.url, order.token)
 
     async def _progress(self, computed: asyncio.Future[None]) -> None:
         """Wait until steps have been computed."""

@@ -144,7 +144,7 @@ class ToyLink:
         self.held[dst[0]] = self.held[src[0]][: blocks_for(length)]
         self.forks += 1
 
-    async def receive(self, seq, length, token) -> None:
+    async def admit_migration(self, seq, length, token) -> None:
         await asyncio.sleep(0.001)
         self.check_alive()
         if seq[0] in self.cache:
@@ -154,7 +154,7 @@ class ToyLink:
             raise CallRefused(Status.OUT_OF_PAGES, "no page left")
         TOKENS[token] = self, seq
 
-    async def push(self, seq, pages, length, url, token) -> None:
+    async def migrate(self, seq, pages, length, url, token) -> None:
         self.check_alive()
         self.pushes.append((pages, length))
         self.pushed.set()

@@ -19,7 +19,7 @@ from fastdecode.daemon.rnode import RNode
 from fastdecode.daemon.transfers import Incoming
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, PROTOCOL_VERSION
 from fastdecode.region.geometry import Geometry
-from fastdecode.transports import bulk
+from fastdecode.transports import migration
 from fastdecode.transports.base import CallRefused, LayerOptions, LinkDown
 from fastdecode.transports.registry import connect
 
@@ -55,13 +55,13 @@ async def move(source: Driver, target: Driver, seq: int, to: int, *, rounds=(), 
     length, handle, admitted = len(shadow.k[0]), (seq, shadow.tag), token()
     tag = target.next_tag
     target.next_tag += 1
-    await target.link.receive((to, tag), length + 2 * PAGE_TOKENS, admitted)
+    await target.link.admit_migration((to, tag), length + 2 * PAGE_TOKENS, admitted)
     sent = 0
     for pages in rounds:
-        await source.link.push(handle, range(sent, pages), 0, url or target.link.url, admitted)
+        await source.link.migrate(handle, range(sent, pages), 0, url or target.link.url, admitted)
         sent = pages
     n_pages = -(-length // PAGE_TOKENS)
-    await source.link.push(handle, range(sent, n_pages), length, url or target.link.url, admitted)
+    await source.link.migrate(handle, range(sent, n_pages), length, url or target.link.url, admitted)
     target.shadows[to] = type(shadow)(tag, [k.copy() for k in shadow.k], [v.copy() for v in shadow.v])
 
 
@@ -120,23 +120,23 @@ async def test_what_is_refused_between_two_links_of_an_r_node():
         await in_thread(source.fill, 0, 300)
         await in_thread(source.fill, 1, 300)
         (mine, other), admitted = ((seq, source.shadows[seq].tag) for seq in (0, 1)), token()
-        await target.link.receive((3, 7), 500, admitted)
+        await target.link.admit_migration((3, 7), 500, admitted)
         with pytest.raises(CallRefused, match="room for 4 pages"):
-            await source.link.push(mine, range(0, 5), 0, url, admitted)
+            await source.link.migrate(mine, range(0, 5), 0, url, admitted)
         with pytest.raises(CallRefused, match="has 3 blocks"):
-            await source.link.push(mine, range(2, 4), 0, url, admitted)
-        await source.link.push(mine, range(0, 2), 0, url, admitted)
+            await source.link.migrate(mine, range(2, 4), 0, url, admitted)
+        await source.link.migrate(mine, range(0, 2), 0, url, admitted)
         with pytest.raises(CallRefused, match="no sequence waits for this token"):
-            await source.link.push(other, range(0, 2), 0, url, admitted)
+            await source.link.migrate(other, range(0, 2), 0, url, admitted)
         await target.link.free([(3, 7)])
         with pytest.raises(CallRefused, match="no R-node can be reached"):
-            await source.link.push(mine, range(2, 3), 300, "tcp://127.0.0.1:1", admitted)
+            await source.link.migrate(mine, range(2, 3), 300, "tcp://127.0.0.1:1", admitted)
         await in_thread(source.step, 0, [(0, 2, True), (1, 2, True)])
         small = hello(Geometry(1, 64, 1, 4, 2, 64, act_dtype="fp32"), kv_bytes=4 << 20)
         async with two_links(url, url, small) as (_, third):
-            await third.link.receive((3, 7), 300, admitted)
+            await third.link.admit_migration((3, 7), 300, admitted)
             with pytest.raises(CallRefused, match="bytes there and"):
-                await source.link.push(mine, range(0, 2), 0, url, admitted)
+                await source.link.migrate(mine, range(0, 2), 0, url, admitted)
 
 
 async def test_layers_that_share_planes(tmp_path):
@@ -180,7 +180,7 @@ async def test_with_a_secret_both_ends_prove_that_they_know_it():
         await in_thread(target.step, 0, [(0, 4, True)])
         # Somebody who has overheard a token can do nothing with it.
         admitted = token()
-        await target.link.receive((2, 9), 100, admitted)
+        await target.link.admit_migration((2, 9), 100, admitted)
         for mac in (None, "00" * 32):
             caller = await Caller.dial(b)
             await caller.read_message()
@@ -199,34 +199,34 @@ async def test_wrong_moves_are_refused_and_cost_the_links_nothing():
         handle, admitted = (0, source.shadows[0].tag), token()
         for seq, length, why in (((0, 5), 10, "not empty"), ((99, 5), 10, "outside"), ((1, 5), 1 << 30, "pages")):
             with pytest.raises(CallRefused, match=why):
-                await target.link.receive(seq, length, token())
-        await target.link.receive((1, 5), 100, admitted)
+                await target.link.admit_migration(seq, length, token())
+        await target.link.admit_migration((1, 5), 100, admitted)
         with pytest.raises(CallRefused, match="token is in use"):
-            await target.link.receive((2, 5), 10, admitted)
+            await target.link.admit_migration((2, 5), 10, admitted)
         for pages, length, why in (
             (range(2), 0, "room for 1"),
             (range(1), 200, "room for 1"),
             (range(2, 9), 0, "has 3"),
         ):
             with pytest.raises(CallRefused, match=why):
-                await source.link.push(handle, pages, length, b, admitted)
+                await source.link.migrate(handle, pages, length, b, admitted)
             with pytest.raises(CallRefused, match="no sequence waits for this token"):  # it was valid once
-                await source.link.push(handle, range(1), 0, b, admitted)
+                await source.link.migrate(handle, range(1), 0, b, admitted)
             await target.link.free([(1, 5)])
             admitted = token()
-            await target.link.receive((1, 5), 100, admitted)
+            await target.link.admit_migration((1, 5), 100, admitted)
         for url, why in (
             ("tcp://127.0.0.1:1", "no R-node can be reached"),
             ("shm:///nowhere/r.sock", "no R-node can be reached"),
             ("http://x", "known transport"),
         ):
             with pytest.raises(CallRefused, match=why):
-                await source.link.push(handle, range(1), 0, url, admitted)
+                await source.link.migrate(handle, range(1), 0, url, admitted)
         with pytest.raises(CallRefused, match="has 3 blocks"):
-            await target.link.receive((3, 1), 900, wide := token())
-            await source.link.push(handle, range(2, 7), 0, b, wide)
+            await target.link.admit_migration((3, 1), 900, wide := token())
+            await source.link.migrate(handle, range(2, 7), 0, b, wide)
         with pytest.raises(CallRefused, match="no sequence waits"):
-            await source.link.push(handle, range(1), 0, b, token())
+            await source.link.migrate(handle, range(1), 0, b, token())
         await in_thread(source.step, 0, [(0, 3, True)])
         await in_thread(target.step, 0, [(0, 3, True)])
 
@@ -236,24 +236,24 @@ async def test_pages_of_another_size_are_refused():
     async with r_nodes(*["tcp://127.0.0.1:0"] * 2) as (a, b), two_links(a, b) as (source, _):
         link = await connect(b, hello(other), None)
         await in_thread(source.fill, 0, 30)
-        await link.receive((0, 1), 30, admitted := token())
+        await link.admit_migration((0, 1), 30, admitted := token())
         with pytest.raises(CallRefused, match="bytes there and"):
-            await source.link.push((0, source.shadows[0].tag), range(1), 30, b, admitted)
+            await source.link.migrate((0, source.shadows[0].tag), range(1), 30, b, admitted)
         await link.close()
 
 
 @contextlib.contextmanager
 def counted_connections(monkeypatch) -> Iterator[list[str]]:
-    """The URLs to which bulk connections are opened."""
+    """The URLs to which migration connections are opened."""
     opened: list[str] = []
-    dial = bulk.dial
+    dial = migration.dial
 
     async def counted(url):
         opened.append(url)
         return await dial(url)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bulk, "dial", counted)
+        patch.setattr(migration, "dial", counted)
         yield opened
 
 
@@ -268,7 +268,7 @@ async def test_sequences_take_one_connection_one_after_the_other(monkeypatch, se
             await in_thread(target.step, 0, [(1, 2, True), (2, 1, True), (3, 3, True)])
             assert opened == [urls[1]]
             with pytest.raises(CallRefused, match="no sequence waits"):
-                await source.link.push((0, source.shadows[0].tag), range(1), 0, urls[1], token())
+                await source.link.migrate((0, source.shadows[0].tag), range(1), 0, urls[1], token())
             assert len(opened) == 2  # the R-node's refusal of NEXT ends a connection; a new one says why
             await in_thread(source.fill, 4, 20)
             await move(source, target, 4, 5)
@@ -284,7 +284,7 @@ def open_sockets() -> int:
 
 
 async def test_a_connection_that_waits_too_long_is_closed_at_both_ends(monkeypatch):
-    monkeypatch.setattr(bulk, "KEPT_S", 0.2)
+    monkeypatch.setattr(migration, "IDLE_S", 0.2)
     async with r_nodes(*["tcp://127.0.0.1:0"] * 2) as urls, two_links(*urls) as (source, target):
         with counted_connections(monkeypatch) as opened:
             for seq in range(2):
@@ -324,10 +324,10 @@ BIG = hello(Geometry(1, 32, 2, 8, 8, 128, "fp32"), kv_bytes=96 << 20)
 async def stuck_push(source: Driver, target: Driver, receiver: RNodeProcess) -> asyncio.Task[None]:
     """A PUSH of more bytes than sockets hold, to an R-node that has been stopped."""
     handle, admitted = (0, source.shadows[0].tag), token()
-    await target.link.receive((1, 5), 10 * PAGE_TOKENS, admitted)
-    await source.link.push(handle, range(1), 0, target.link.url, admitted)
+    await target.link.admit_migration((1, 5), 10 * PAGE_TOKENS, admitted)
+    await source.link.migrate(handle, range(1), 0, target.link.url, admitted)
     receiver.stop()
-    return asyncio.create_task(source.link.push(handle, range(1, 10), 0, target.link.url, admitted))
+    return asyncio.create_task(source.link.migrate(handle, range(1, 10), 0, target.link.url, admitted))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -354,8 +354,8 @@ async def test_a_sequence_that_is_freed_takes_no_more_pages():
         await in_thread(source.fill, 0, 10 * PAGE_TOKENS)
         for _ in range(5):
             admitted = token()
-            await target.link.receive((1, 5), 10 * PAGE_TOKENS, admitted)
-            push = asyncio.create_task(source.link.push((0, source.shadows[0].tag), range(10), 0, b, admitted))
+            await target.link.admit_migration((1, 5), 10 * PAGE_TOKENS, admitted)
+            push = asyncio.create_task(source.link.migrate((0, source.shadows[0].tag), range(10), 0, b, admitted))
             await asyncio.sleep(0.002)
             await target.link.free([(1, 5)])
             await in_thread(target.fill, 2, 10 * PAGE_TOKENS)
@@ -402,7 +402,7 @@ async def test_a_link_that_ends_ends_its_transfers(tmp_path, monkeypatch):
 
 
 async def test_a_transfer_that_stalls_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(bulk, "STALLED_S", 0.3)
+    monkeypatch.setattr(migration, "STALLED_S", 0.3)
     receiver = RNodeProcess(f"shm://{tmp_path}/r.sock", 128 << 20)
     try:
         async with r_nodes("tcp://127.0.0.1:0") as [a], two_links(a, receiver.url, BIG) as (source, target):
@@ -415,11 +415,11 @@ async def test_a_transfer_that_stalls_is_given_up(tmp_path, monkeypatch):
         receiver.end()
 
 
-async def test_a_bulk_connection_that_says_something_else_is_closed():
+async def test_a_migration_connection_that_says_something_else_is_closed():
     async with r_nodes(*["tcp://127.0.0.1:0"] * 2) as (a, b), two_links(a, b) as (_, target):
         page_bytes = target.link.lease.page_bytes
         for hostile in ({"type": "PING", "id": 1}, {"type": "PAGES", "first": 0, "n_pages": 2**32 - 1, "length": 1}):
-            await target.link.receive((1, 5), 300, admitted := token())
+            await target.link.admit_migration((1, 5), 300, admitted := token())
             caller = await Caller.dial(b)
             await caller.read_message()
             caller.send_message(
@@ -446,7 +446,7 @@ async def test_what_follows_a_whole_sequence_is_another_one_or_the_end():
             ({"type": "PAGES", "first": 0, "n_pages": 1, "length": 1}, None),
             ({"type": "NEXT", "token": token(), "page_bytes": page_bytes}, "no sequence waits for this token"),
         ):
-            await target.link.receive((1, 5), 100, admitted := token())
+            await target.link.admit_migration((1, 5), 100, admitted := token())
             caller = await Caller.dial(b)
             await caller.read_message()
             caller.send_message(

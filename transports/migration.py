@@ -1,14 +1,15 @@
-"""Bulk connections: an R-node sends pages of a sequence straight to another R-node.
+"""Migration connections: an R-node sends pages of a sequence straight to another R-node.
 
-An S-node moves a sequence by two requests. RECEIVE lets the destination hold the sequence, empty as yet, for whoever
-presents a token; PUSH lets the source open a bulk connection to the destination, show the token (handshake.py) and send
-pages over it. Several PUSHes with one token use one connection: whole pages first, while the sequence goes on, then the
-rest. The connection then waits for the next sequence: a connection and a hand-shake for each would cost more than its
-bytes. The source's pages stay as they are, so whatever breaks meanwhile, the sequence goes on where it is.
+An S-node migrates a sequence by two requests. RECEIVE lets the target R-node hold the sequence, which is empty, for the
+R-node that presents a token. PUSH lets the source open a migration connection to the target, present the token
+(handshake.py) and send pages. Several PUSHes with one token use one connection: whole pages first, while the sequence
+goes on, then the rest. The connection then waits for the next sequence, because a connection and a hand-shake for each
+sequence would cost more than its bytes. The source's pages stay as they are: if a migration breaks, the sequence goes
+on at the source.
 
-C moves the bytes between the socket and the pages (kernels/engine/transfer.c), at most 1 MiB at a time, on the event
-loop. So a sequence that is freed, or a link that ends, stops a transfer at once. Another thread faults in memory that
-was never touched, from the RECEIVE on, because that may take the OS tens of milliseconds for a huge page.
+C copies the bytes between the socket and the pages (kernels/engine/transfer.c), at most 1 MiB at a time, on the event
+loop. So a sequence that is freed, or a link that ends, stops its migration at once. Another thread faults in memory
+that was never touched, from the RECEIVE on, because that may take the OS tens of milliseconds for a huge page.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from . import handshake
-from .base import CallRefused, LinkDown, PageSink, TransportError
+from .base import CallRefused, LinkDown, MigrationTarget, TransportError
 from .frames import FrameSocket
 from .messages import ErrorMessage, Message, Next, Ok, Pages, ProtocolError
 from .registry import dial
 
-#: Seconds in which at least one byte must move.
+#: Seconds in which at least one byte must be copied.
 STALLED_S = 10.0
 
-#: Seconds that a connection waits for the next sequence. The receiving end waits longer, so that the sending end, which
-#: knows that it uses the connection no more, closes it.
-KEPT_S = 5.0
-_ABANDONED_S = 2 * KEPT_S
+#: Seconds that a connection waits for the next sequence. The receiving end waits longer, so that it is the sending end
+#: that closes the connection.
+IDLE_S = 5.0
+_RECEIVER_IDLE_S = 2 * IDLE_S
 
-#: Bytes that C moves at a time.
-MOST_BYTES = 1 << 20
+#: Bytes that C copies at a time.
+PIECE_BYTES = 1 << 20
 
 
-async def receive(conn: FrameSocket, sink: PageSink) -> None:
+async def receive_sequence(conn: FrameSocket, target: MigrationTarget) -> None:
     """Receive pages until the sequence is complete. Raises TransportError, OSError."""
     length = 0
     while not length:
         message = await conn.read()
         if not isinstance(message, Pages):
-            raise ProtocolError(f"{message.TYPE} has no place on a bulk connection")
+            raise ProtocolError(f"{message.TYPE} has no place on a migration connection")
         first, n_pages, length = message.first, message.n_pages, message.length
         try:
-            sink.check(first, n_pages, length)
-            take = partial(sink.receive, conn.sock.fileno(), first, n_pages)
-            await _move(n_pages * sink.page_bytes, take, conn.readable, partial(sink.memory, first))
+            target.check(first, n_pages, length)
+            copy = partial(target.receive, conn.sock.fileno(), first, n_pages)
+            await _copy(n_pages * target.page_bytes, copy, conn.readable, partial(target.memory, first))
             if length:
-                sink.finish(length)
+                target.finish(length)
         except CallRefused as error:
             await conn.write(ErrorMessage(id=0, status=error.status, message=str(error)))
             raise
@@ -56,10 +57,10 @@ async def receive(conn: FrameSocket, sink: PageSink) -> None:
 
 
 async def next_sequence(conn: FrameSocket) -> Next | None:
-    """Wait for the next sequence behind a whole one; None: the sending R-node has closed the connection, or should
-    have. Raises ProtocolError."""
+    """Wait for the next sequence behind a whole one. None if the source has closed the connection, or has not used it
+    for too long. Raises ProtocolError."""
     try:
-        async with asyncio.timeout(_ABANDONED_S):
+        async with asyncio.timeout(_RECEIVER_IDLE_S):
             message = await conn.read()
     except (LinkDown, TimeoutError):
         return None
@@ -68,19 +69,19 @@ async def next_sequence(conn: FrameSocket) -> Next | None:
     return message
 
 
-async def _move(
+async def _copy(
     total: int,
-    move: Callable[[int], int],
+    copy: Callable[[int], int],
     ready: Callable[[], Awaitable[None]],
     memory: Callable[[int], Awaitable[None]] | None = None,
 ) -> None:
-    """Call `move` with the offset of the next byte until `total` bytes have moved. `ready` waits for the socket, and
-    `memory` for memory up to an offset."""
+    """Call `copy` with the offset of the next byte until `total` bytes have been copied. `ready` waits for the socket,
+    and `memory` for memory up to an offset."""
     offset = 0
     while offset < total:
         if memory is not None:
-            await memory(offset + MOST_BYTES)
-        if n := move(offset):
+            await memory(offset + PIECE_BYTES)
+        if n := copy(offset):
             offset += n
             await asyncio.sleep(0)  # PINGs and other requests are answered between two pieces
             continue
@@ -91,20 +92,20 @@ async def _move(
             raise LinkDown(f"the other R-node has moved no byte for {STALLED_S:.0f} s") from None
 
 
-class Delivery:
-    """The sending end of a bulk connection."""
+class MigrationSender:
+    """The sending end of a migration connection."""
 
     def __init__(self, conn: FrameSocket, page_bytes: int):
         self._conn, self._page_bytes = conn, page_bytes
 
     @classmethod
-    async def open(cls, url: str, token: str, page_bytes: int, secret: bytes | None) -> Delivery:
+    async def open(cls, url: str, token: str, page_bytes: int, secret: bytes | None) -> MigrationSender:
         """Connect to the R-node at `url`, which has granted `token`. Raises TransportError."""
         try:
             async with asyncio.timeout(handshake.DEADLINE_S):
                 conn = await dial(url)
                 try:
-                    await handshake.offer(conn, token, page_bytes, secret)
+                    await handshake.open_migration(conn, token, page_bytes, secret)
                 except BaseException:
                     conn.close()
                     raise
@@ -121,20 +122,20 @@ class Delivery:
         except TimeoutError:
             raise LinkDown(f"the other R-node has not answered NEXT within {STALLED_S:.0f} s") from None
 
-    async def send(self, first: int, n_pages: int, length: int, move: Callable[[int, int], int]) -> None:
-        """Send pages, and wait until the other R-node has them. `move(fd, offset)` sends bytes from `offset` on and
+    async def send(self, first: int, n_pages: int, length: int, copy: Callable[[int, int], int]) -> None:
+        """Send pages, and wait until the other R-node has them. `copy(fd, offset)` sends bytes from `offset` on and
         returns how many. Raises TransportError."""
         await self._conn.write(Pages(first=first, n_pages=n_pages, length=length))
         fd, broken = self._conn.sock.fileno(), None
         try:
-            await _move(n_pages * self._page_bytes, partial(move, fd), self._conn.writable)
+            await _copy(n_pages * self._page_bytes, partial(copy, fd), self._conn.writable)
         except OSError as error:
             broken = error  # the other R-node may have said why
         try:
             answer = await self._conn.read()
         except TransportError:
             if broken is not None:
-                raise LinkDown(f"the bulk connection broke: {broken.strerror}") from None
+                raise LinkDown(f"the migration connection broke: {broken.strerror}") from None
             raise
         self._check(answer, Pages.TYPE)
         if broken is not None:
