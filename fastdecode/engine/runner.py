@@ -60,14 +60,14 @@ class RunnerStopped(Exception):
 class Runner:
     """Runs step generators, interleaved, in one thread of its own. Belongs to the event loop it was created in."""
 
-    def __init__(self, name: str = "fastdecode-s-part", cpu: int | None = None):
+    def __init__(self, cpu: int | None = None):
         """`cpu`: the only cpu that the thread may run on; None: any."""
         self._cpu = cpu
         self._loop = asyncio.get_running_loop()
         self._inbox: SimpleQueue[_Job | None] = SimpleQueue()  # None asks the thread to end
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # something was put into the inbox
         # A daemon thread: if it hangs in a dead transport, the process can end all the same.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fastdecode-s-part", daemon=True)
         self._thread.start()
 
     def submit(self, step: StepGenerator) -> asyncio.Future[Any]:

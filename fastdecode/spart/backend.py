@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fastdecode.spart.lora.files import Adapter
     from fastdecode.transports.base import DataPath
 
-BACKENDS = ("auto", "native", "transformers")
-
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -80,8 +78,8 @@ class Backend:
 
 
 def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:
-    """The backend for a model. `name` is one of BACKENDS; "auto" takes the native decoder if it knows the
-    model.
+    """The backend for a model. `name` is "native", "transformers" or "auto", which takes the native
+    decoder if it knows the model.
 
     Raises CheckpointError, with the reasons of both backends if neither takes the checkpoint.
     """
