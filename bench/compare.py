@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--trace", type=Path, metavar="FILE", help="trace, as for fastdecode-bench serve")
     add("--lengths", action="append", metavar="IN/OUT", type=_lengths, help="in place of a trace: a closed loop of "
-        "requests of so many prompt and output tokens (repeatable)")  # fmt: skip
+        "requests of IN prompt and OUT output tokens (repeatable)")  # fmt: skip
     add("--requests", type=int, default=64, metavar="N", help="requests of a closed loop's run")
     add("--model", action="append", metavar="PATH", help=f"as for fastdecode-node (repeatable); {DEMO}: its demo model")
     add("--configuration", action="append", metavar="NAME=OPTIONS", type=_configuration,

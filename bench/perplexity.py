@@ -95,7 +95,7 @@ def _print_table(result: dict[str, Any]) -> None:
 
 
 async def _run(args: argparse.Namespace, cut_off_by: list[int]) -> dict[str, Any]:
-    """The rows of all formats, or of those that are measured until `cut_off_by` has a signal's number."""
+    """The rows of all formats, or of the formats measured until `cut_off_by` has a signal's number."""
     device, path = choose_device("auto"), NodeConfig(model=args.model).model_path() or model_dir()
     dtype = choose_dtype(args.dtype, read_config(path).dtype, device)
     text = args.text.read_text() if args.text else heldout_text()

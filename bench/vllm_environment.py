@@ -20,7 +20,7 @@ def needed_vllm_python() -> str:
 
 
 def vllm_env(kv_gib: int) -> dict[str, str]:
-    """What the environment of a vLLM process on all cores has beside this process's, with so many GiB of KV-cache."""
+    """What the environment of a vLLM process on all cores has beside this process's, with `kv_gib` GiB of KV-cache."""
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, usable_cpus())),
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),

@@ -69,7 +69,7 @@ class Worker:
 
 
 def _with_positions(config: Any, positions: int) -> Any:
-    """The model's configuration with so many positions: a cell may decode more tokens than a model is made for."""
+    """The model's configuration with `positions` positions: a cell may decode more tokens than a model is made for."""
     if getattr(config, "max_position_embeddings", positions) < positions:
         config.max_position_embeddings = positions
     return config

@@ -474,7 +474,7 @@ class REngineLink:
         Raises ValueError for a wrong tag, index or length, MemoryError if the lease cannot count more shared pages.
         """
     def grow(self, n_pages: int, /) -> None:
-        """Let the lease have `n_pages` pages; those that it has stay where they are. Does nothing if it has as many.
+        """Let the lease have `n_pages` pages; its pages stay where they are. Does nothing if it has as many.
 
         Raises MemoryError, and changes nothing, for more than `max_pages`, and for more than the budget or the OS has.
         """

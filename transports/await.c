@@ -102,8 +102,8 @@ static void rest(const fd_waits_t *w, uint64_t waited_ns, uint64_t left_ns, uint
     }
 }
 
-/* Lets the carriers of pending slots take in what has arrived. If there are several, one system call finds those that
- * have something. Returns true if any carrier was polled. */
+/* Lets the carriers of pending slots take in what has arrived. If there are several, one system call finds those with
+ * something to take. Returns true if any carrier was polled. */
 static bool poll_carriers(fd_awaited_t *awaited, size_t n) {
     struct pollfd fds[WAITV_MAX];
     fd_awaited_t *polled[WAITV_MAX];

@@ -49,7 +49,7 @@ _stand_ins: dict[tuple[int, int], object] = {}
 
 
 def _identity(region_fd: int) -> tuple[int, int]:
-    """Which memfd a descriptor is of, among those that exist."""
+    """Which of the existing memfds a descriptor is of."""
     status = os.fstat(region_fd)
     return status.st_dev, status.st_ino
 

@@ -69,7 +69,7 @@ class SoakClient:
         self._session, self._model = session, model
 
     async def learn(self, requests: list[KnownRequest]) -> list[KnownRequest]:
-        """Set the right answers of `requests`, each sent alone. Returns those that have one. Raises RuntimeError."""
+        """Set the right answers of `requests`, each sent alone. Returns the answered requests. Raises RuntimeError."""
         known = []
         for request in requests:
             (choice,) = await self._whole(request, logprobs=2)

@@ -30,11 +30,11 @@ from fastdecode.transports.server import send_last
 
 log = logging.getLogger(__name__)
 
-#: A prefill S-node that has failed is not asked again for so many seconds.
+#: A prefill S-node that has failed is not asked again for these seconds.
 _FAILED_SECONDS = 5.0
 #: The longest time that a prompt may take, its wait included, before it is computed by the S-node that decodes.
 _ORDER_SECONDS = 300.0
-#: An S-node that is about to end waits so long for those that continue its streams to ask for their K and V.
+#: An S-node that is about to end waits so long for the S-nodes that continue its streams to ask for K and V.
 _QUIET_SECONDS = 2.0
 #: Connections that have not proved the secret, and all connections.
 _MOST_UNPROVED = 16
@@ -93,12 +93,12 @@ class RemotePrefill:
             await asyncio.sleep(nodes.interval)
 
     def use(self, urls: Sequence[str]) -> None:
-        """Send prompts from now on to these S-nodes. Those that compute a prompt go on."""
+        """Send prompts from now on to these S-nodes. Prompts under way at others go on."""
         self._prefill = tuple(urls)
         self._waiting |= {url: 0 for url in urls if url not in self._waiting}
 
     def _usable(self, at: str | None) -> list[str]:
-        """The S-node at `at` if it is known, else those that prefill, without those that have failed lately."""
+        """The S-node at `at` if it is known, else the prefill S-nodes, without any that has failed lately."""
         now, wanted = time.monotonic(), [at] if at in self._waiting else self._prefill
         return [url for url in wanted if url and now - self._failed.get(url, -_FAILED_SECONDS) >= _FAILED_SECONDS]
 

@@ -198,7 +198,7 @@ class Engine:
         """Queue the choices of a prompt, all or none. `outputs` maps the id of each choice to the function that
         takes its tokens; `params` are those of the first choice (SamplingParams.of_choice). `generated` are the tokens
         that each choice has already, from another S-node, None for a choice that has ended there and is not queued; its
-        output gets those that follow. `take_from`: the URL at which that S-node still has their K and V.
+        output gets the tokens that follow. `take_from`: the URL at which that S-node still has their K and V.
 
         Raises NotReady, Overloaded, PromptTooLong, InvalidPrompt, InvalidParameter.
         """

@@ -63,6 +63,6 @@ def _logit_bytes(model: ServedModel, rows: int) -> int:
 
 
 def sampling_bytes(model: ServedModel, sampled: int) -> int:
-    """An upper bound of the memory that drawing so many tokens takes beside their logits, in bytes."""
+    """An upper bound of the memory that drawing `sampled` tokens takes beside their logits, in bytes."""
     vocab = model.shape.vocab_size
     return _LOGIT_COPIES * min(sampled, rows_of_block(vocab)) * vocab * torch.float32.itemsize

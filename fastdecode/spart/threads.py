@@ -19,7 +19,7 @@ _pool: int | None = None
 
 def set_threads(threads: int, model: ServedModel | None = None) -> None:
     """Let `threads` threads compute; `model` is the one that they compute. Valid for kernels/ in all threads that call
-    it, and for torch in the calling one and in those that begin later."""
+    it, and for torch in the calling thread and in threads that begin later."""
     global _pool
     _pool = threads
     torch.set_num_threads(1 if model is not None and model.pooled else threads)

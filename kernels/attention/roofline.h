@@ -13,7 +13,7 @@
 double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32_t n_threads, uint32_t passes,
                        uint32_t variant);
 
-/* Says how a variant reads; NULL if there are not so many variants. */
+/* Says how a variant reads; NULL if there is no such variant. */
 const char *fd_read_variant(uint32_t variant);
 
 #endif

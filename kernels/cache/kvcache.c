@@ -322,7 +322,7 @@ static bool frees(const fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t block
     return page != FD_NO_PAGE && kv->refs[page] == 1 && !kv->pins[page];
 }
 
-/* The pages that an entry takes, less those that become free when its sequence is first cut to `pos` and slides. */
+/* The pages that an entry takes, less the pages that become free when its sequence is first cut to `pos` and slides. */
 static int64_t pages_taken(const fd_kvcache_t *kv, const fd_sequence_t *s, const fd_row_t *r) {
     const uint32_t keep = fd_pages_for(r->pos), n_sections = kv->planes.n_sections, reach = kv->planes.reach;
     int64_t taken = (int64_t)(fd_pages_for((uint64_t)r->pos + r->n_rows) - keep) * n_sections;

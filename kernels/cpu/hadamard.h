@@ -88,7 +88,7 @@ FD_INLINE void fd_hadamard_block(float *x, const float *src, const uint32_t size
 }
 
 /* Transforms src [n], n a multiple of 8, to x, which may be the same, in blocks of a power of two: of FD_HADAMARD_MAX
- * elements while so many are left, then of as many as are left. */
+ * elements while as many are left, then of the number that is left. */
 FD_SHARED void fd_hadamard(float *x, const float *src, uint32_t n) {
     for (; n >= FD_HADAMARD_MAX; x += FD_HADAMARD_MAX, src += FD_HADAMARD_MAX, n -= FD_HADAMARD_MAX)
         fd_hadamard_block(x, src, FD_HADAMARD_MAX);

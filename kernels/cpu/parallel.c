@@ -14,7 +14,7 @@ typedef struct {
     void (*body)(void *data, size_t first, size_t n);
     void *data;
     size_t parts, next;   /* those from `next` on are left */
-    size_t shares, least; /* a thread takes 1 / `shares` of those that are left, but at least `least` */
+    size_t shares, least; /* a thread takes 1 / `shares` of what is left, but at least `least` */
 } loop_t;
 
 /* The pool's state is one word, so that a worker joins a loop only while its caller is there:

@@ -217,7 +217,7 @@ FD_INLINE size_t first_seen(const fd_prompt_t *o, size_t position) {
     return windowed > segment ? windowed : segment;
 }
 
-/* The lines of `words` words from `first` on, without those that `steps` steps of sums have asked for. */
+/* The lines of `words` words from `first` on, without the lines that `steps` steps of sums have asked for. */
 FD_INLINE ahead_t ahead_of(const word_t *first, size_t words, size_t steps) {
     const size_t done = steps * AHEAD * LINE;
     return done < words * sizeof *first ? (ahead_t){(const uint8_t *)first + done, AHEAD * LINE}

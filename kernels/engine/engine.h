@@ -81,7 +81,7 @@ uint64_t fd_engine_pages_within(const fd_engine_t *engine, fd_planes_t planes, u
  * until fd_engine_remove_link returns. */
 fd_link_t *fd_engine_add_link(fd_engine_t *engine, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
                               const fd_carrier_t *carrier, char *err, size_t err_len);
-/* Stops the work on the link's calls, answers those that are not yet served with FD_LINK_CLOSED (without sending) and
+/* Stops the work on the link's calls, answers the unserved ones with FD_LINK_CLOSED (without sending) and
  * unmaps the arena. */
 void fd_engine_remove_link(fd_engine_t *engine, fd_link_t *link);
 

@@ -124,7 +124,7 @@ typedef struct {
     uint32_t asleep __attribute__((aligned(64))); /* atomic and futex */
 } fd_sleeper_t;
 
-enum { FD_PLACES = 8 }; /* so many words make up a cache line */
+enum { FD_PLACES = 8 }; /* as many words make up a cache line */
 
 struct fd_engine {
     uint32_t n_threads;

@@ -19,7 +19,7 @@ static uint32_t n_lanes(const fd_engine_t *e, uint32_t n_items) {
     return n_items < e->n_threads ? n_items : e->n_threads;
 }
 
-/* A thread's number among those that take part; jobs in different places begin with different threads. */
+/* A thread's number among the threads that take part; jobs in different places begin with different threads. */
 static uint32_t rank_of(const fd_engine_t *e, const fd_place_t *place, uint32_t thread) {
     return (thread + e->n_threads - place->first_thread) % e->n_threads;
 }
@@ -249,7 +249,7 @@ void fd_job_withdraw(fd_engine_t *e, fd_place_t *place) {
     place->withdrawn = true;
 }
 
-/* Takes the items that threads have parked. Returns true if these and those that no thread has claimed are all that is
+/* Takes the items that threads have parked. Returns true if these and the unclaimed items are all that is
  * left of a withdrawn job; they become the job's items then. */
 static bool collect(fd_engine_t *e, fd_place_t *place, uint64_t n_done) {
     for (uint32_t t = 0; t < e->n_threads; t++) {

@@ -16,7 +16,7 @@ enum {
     MAX_WEIGHT = 1024 /* keeps sums of costs within 64 bits; the work itself has no such limit */
 };
 
-/* A unit reads at most so many bytes of the cache and does at most so many multiply-adds of QK^T: about half a
+/* The most bytes of the cache that a unit reads, and its most multiply-adds of QK^T: about half a
  * millisecond of one core. */
 #ifndef UNIT_BYTES /* a test makes units smaller */
 #define UNIT_BYTES ((size_t)4 << 20)

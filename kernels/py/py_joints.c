@@ -111,7 +111,7 @@ typedef struct {
     unsigned threads;
 } step_t;
 
-/* Reads x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads, and makes room for so many rows. */
+/* Reads x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads, and makes room for the rows. */
 static bool read_step(joints_t *self, PyObject *tuple, step_t *step) {
     unsigned long long x, o, q, kv, cos, sin;
     Py_ssize_t q_stride, kv_stride, pairs, rows;

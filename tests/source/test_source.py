@@ -1,4 +1,4 @@
-"""The text of the source: linted, and no line wider than 120 columns."""
+"""The text of the source: linted, no line wider than 120 columns, things named instead of pointed at."""
 
 from __future__ import annotations
 
@@ -41,6 +41,37 @@ def test_a_line_that_is_too_wide_is_found(tmp_path):
     (tmp_path / "a.py").write_text("#" * 120 + "\n" + "#" * 121 + "\n")
     (tmp_path / "b.h").write_text("/* " + "é" * 118 + "\n")
     assert too_wide(tmp_path, ["."]) == ["a.py:2", "b.h:1"]
+
+
+#: Words in place of the name of a thing or of a number. A comment's line may end between two of them.
+VAGUE = re.compile(r"\b(?:those[\s*#/]+that|so[\s*#/]+many)\b", re.IGNORECASE)
+
+
+def vague(root: Path, folders: Iterable[str]) -> list[str]:
+    """Where code and pages say VAGUE, as FILE:LINE."""
+    paths = source_files(root, folders, "py", "pyi", "c", "h", "cu", "js", "md")
+    texts = {path.relative_to(root): path.read_text() for path in [*root.glob("*.md"), *paths]}
+    return [
+        f"{path}:{text.count(chr(10), 0, found.start()) + 1}"
+        for path, text in texts.items()
+        for found in VAGUE.finditer(text)
+    ]
+
+
+def test_few_sentences_point_at_things_that_they_could_name():
+    assert len(vague(ROOT, FOLDERS)) < 10, vague(ROOT, FOLDERS)
+
+
+def test_a_sentence_that_points_is_found(tmp_path):
+    (tmp_path / "a.md").write_text("Pages, and\nthose\nthat are free.")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/b.h").write_text("int x;\n/* So\n * many rows, and so many\n * pages. Those are that. */")
+    assert vague(tmp_path, ["docs"]) == ["a.md:2", "docs/b.h:2", "docs/b.h:3"]
+
+
+def test_the_top_of_the_s_part_has_at_most_eight_files():
+    """A reader finds the way by its folders."""
+    assert len(list((ROOT / "fastdecode/spart").glob("*.py"))) <= 8
 
 
 def test_every_environment_variable_is_documented():

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 #: Sequences that are moved off an R-node at the same time. One after the other, streams pause least: on two cores
 #: pauses were longer with four at once.
 _TOGETHER = 1
-#: With at most so many sequences to move, none begins to move until the last one has had a step at its new place: its
+#: With at most this many sequences to move, none begins to move until the last one has had a step at its new place: its
 #: copy would make that step longer. With more, the R-node would take too long to empty.
 _APART = 128
 #: Blocks that a sequence may fill while its whole blocks are copied. One that fills more is copied again.
@@ -44,7 +44,7 @@ _SPARE_BLOCKS = 2
 #: The next step of a mini-batch waits for sequences that are about to change their place, at most this part of the time
 #: of a step. Only FORKs that read their pages take noticeable time.
 _WAIT = 0.25
-#: A target that has failed to take a sequence is not tried again for so many seconds.
+#: A target that has failed to take a sequence is not tried again for these seconds.
 _FAILED_SECONDS = 5.0
 #: Seconds between two searches for a move that evens out the loads.
 _REBALANCE_SECONDS = 0.5
@@ -225,5 +225,5 @@ class Mover:
 
 
 def _blocks_wanted(seq: Sequence) -> int:
-    """Blocks to ask of a target: those that the sequence has, and some for what it generates meanwhile."""
+    """Blocks to ask of a target: the sequence's own, and some for what it generates meanwhile."""
     return min(blocks_for(seq.cached + 1) + _SPARE_BLOCKS, blocks_for(max(seq.final_length - 1, seq.cached + 1)))

@@ -40,7 +40,7 @@ _LOW = 0.75
 #: Part of the pages that the forecast load and this many of its standard deviations may take.
 _FULL, _DEVIATIONS = 0.97, 1.0
 
-#: Starts are spaced if the batch is less than half full and so many batches wait, because filling it slowly costs time.
+#: Starts are spaced if the batch is less than half full and this many batches wait: filling it slowly costs time.
 _LEAST_BACKLOG = 4
 
 #: Waiting sequences whose lengths stand for those of all.
@@ -57,7 +57,7 @@ class Room:
     #: Seconds of the S-Part, of all mini-batches, that do not depend on how many sequences run, divided by that number;
     #: 0 if the R-Part takes as long, or if streams should not be paused.
     shared_seconds: float = 0.0
-    recompute_seconds: Callable[[float], float] = float  # of so many tokens
+    recompute_seconds: Callable[[float], float] = float  # of a number of tokens
     covered_tokens: float = 0.0  # whose R-Part takes no longer than the S-Part; 0: not known
 
     def held(self, tokens: Floats) -> Floats:

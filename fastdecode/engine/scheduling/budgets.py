@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.sequence import Sequence
 
 
-#: Reading the keys before a chunk takes as long as the attention of so many rows to them, however few the chunk has.
+#: Reading the keys before a chunk takes as long as the attention of this many rows to them, however few the chunk has.
 _KEY_ROWS = 8
 
 
@@ -85,7 +85,7 @@ class StagingBudget:
         return self.max_tokens is None or not self.strict or n_tokens <= self.max_tokens
 
     def has_room(self, n_tokens: int) -> bool:
-        """True if a prompt of `n_tokens` tokens may start beside those that are staged."""
+        """True if a prompt of `n_tokens` tokens may start beside the staged ones."""
         if self.max_tokens is None or not self._staged or not self.holds(n_tokens):
             return True
         return self.tokens + n_tokens <= self.max_tokens

@@ -167,7 +167,7 @@ class Cluster:
         """Count pages for the step of `seq` that is being planned and ends with `tokens` cached tokens. False if its
         R-node has too few.
 
-        If pages are short, the step gives back those that no later row sees, unless a FORK is under way from them.
+        If pages are short, the step gives back pages that no later row sees, unless a FORK is under way from them.
         """
         node, table = seq.placed_on, seq.pages
         lacking = table.lacking(tokens)

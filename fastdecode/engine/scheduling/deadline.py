@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: Seconds that an R-node has beyond its work: its cores may be busy with other processes.
 SLACK_S = 10.0
 
-#: An R-node may take so many times its predicted time: it serves other S-nodes too, in turns.
+#: An R-node may take this many times its predicted time: it serves other S-nodes too, in turns.
 _MARGIN = 20
 
 #: Bytes a second of an R-node that has not been measured yet: a slow one's.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-#: A generated token counts as much as so many tokens of a prompt.
+#: A generated token counts as much as this many tokens of a prompt.
 OUTPUT_WEIGHT = 2.0
 
 

@@ -70,7 +70,7 @@ class OutputLengths:
 
     def spread(self, length_class: Hashable, bound: int, *, bounded: bool) -> tuple[Floats, Floats]:
         """How the steps of an output of at most `bound` tokens spread over the number of tokens that it has: numbers of
-        tokens, and the mean number of steps that end with about so many, both [bins]."""
+        tokens, and the mean number of steps that end with about as many, both [bins]."""
         edges = np.append(EDGES[bound > EDGES], float(bound))
         alive = self.survival(length_class, edges, bounded=bounded)
         return (edges[1:] + edges[:-1] + 1) / 2, np.diff(edges) * (alive[1:] + alive[:-1]) / 2

@@ -7,7 +7,7 @@ share the S-node and the R-nodes, so a step takes
 
 where `scale` is learned from the steps that ran. Real steps spread around that time: the target is divided by their
 spread, so that slow steps keep the target too. Beyond the balance of S-Part and R-Part (FastDecode, arXiv 2403.11421,
-equation 10) more sequences make every step longer and bring no more tokens a second, so those that wait lose little.
+equation 10) more sequences make every step longer and bring no more tokens a second, so waiting sequences lose little.
 Without a target nothing is bounded. The caller measures the seconds.
 """
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fastdecode.engine.scheduling.cluster import Cluster
     from fastdecode.engine.state.sequence import Sequence
 
-#: Steps may take so many times the part of a step that does not depend on its rows, whatever the target: the first
-#: number if that part is within the target, the second if it is longer.
+#: Steps may take a step's fixed cost times one of these, whatever the target: the first if the fixed cost is within the
+#: target, the second if it is longer.
 _ROOM, _STRETCH = 1.1, 1.5
 
 #: Running choices pause when steps would take this many times the limit for newcomers. The gap keeps a choice from

@@ -101,7 +101,7 @@ class Placer:
         return Wait.FREE if self._make_room(n_tokens) else Wait.ROOM
 
     def _fastest(self, seq: Sequence, with_room: list[RNodeLedger], waiting: Iterable[Sequence]) -> RNodeLedger:
-        """The R-node that keeps the R-Part shortest, for this sequence and those that wait with it."""
+        """The R-node that keeps the R-Part shortest, for this sequence and the ones waiting with it."""
         if len(with_room) == 1:
             return with_room[0]
         if (position := self._chosen.pop(seq, -1)) >= 0 and self._nodes[position] in with_room:
@@ -120,7 +120,7 @@ class Placer:
 
     def target(self, seq: Sequence, n_pages: int, nodes: list[RNodeLedger]) -> RNodeLedger | None:
         """The R-node of `nodes` with `n_pages` free pages that keeps the R-Part shortest if `seq` moves there. None:
-        none has so many; prefix entries are evicted or a lease is to grow, so that a later call may succeed.
+        none has as many; prefix entries are evicted or a lease is to grow, so that a later call may succeed.
 
         An R-node that could not hold the sequence up to its end is left out.
         """

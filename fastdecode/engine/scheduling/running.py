@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.sequence import Sequence
 
-#: Mini-batches are evened out after so many steps, and at once if one has more than twice the sequences of another. Not
-#: in every step: a sequence that is moved waits for a step of its new mini-batch that is in flight.
+#: Mini-batches are evened out after this many steps, and at once if one has more than twice the sequences of another.
+#: Not in every step: a sequence that is moved waits for a step of its new mini-batch that is in flight.
 _BALANCE_EVERY = 17  # a prime above the number of mini-batches, so that each has its turn
 
 

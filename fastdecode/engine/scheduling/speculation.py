@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.sequence import Sequence
     from fastdecode.spart.step.batch import Sampled
 
-#: A sequence whose guesses do not pay gets one guess after so many tokens, because its text may have changed.
+#: A sequence whose guesses do not pay gets one guess after this many tokens, because its text may have changed.
 _RETRY_AFTER = 32
 
 #: The cost of a row, as a share of a token's time, until steps of different sizes have been seen.

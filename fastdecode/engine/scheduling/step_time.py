@@ -23,8 +23,8 @@ _COST_MEMORY = 0.9
 _BASE_MEMORY = 0.8
 _BASE_MEMORY_BESIDE_PROMPTS = 0.95
 
-#: The base time follows the median of so many steps, because other work on the machine holds up two or three steps at a
-#: time.
+#: The base time follows the median of this many steps, because other work on the machine holds up two or three steps
+#: at a time.
 _MEDIAN_OF = 5
 
 #: Rows of a prompt that a step takes however slow the step is, so that every prompt goes on; and rows that it takes if

@@ -183,7 +183,7 @@ class RNodeLedger:
 
     @property
     def unused_pages(self) -> int:
-        """Pages that no sequence uses, those being freed and those that only prefix entries hold included."""
+        """Pages that no sequence uses, with pages being freed and pages that only prefix entries hold."""
         return self.free_pages + self.pages_freeing + self.pages_evictable
 
     def need(self, pages: int) -> None:

@@ -44,7 +44,7 @@ class PageGroups:
     """The groups of a model on an R-node, and how many pages they take."""
 
     def __init__(self, full: int = 1, limited: int = 0, reach: int = 0, step_rows: int = PAGE_TOKENS):
-        """A block takes `full` pages for the layers that see all tokens, and `limited` pages for those that see `reach`
+        """A block takes `full` pages for layers that see all tokens, and `limited` pages for layers that see `reach`
         tokens. `step_rows`: most rows of a step. A sequence gives pages back before it takes pages for a step."""
         most = blocks_for(reach + step_rows) + 1
         groups = PageGroup(full, 0, _ENDLESS), PageGroup(limited, reach, most)
@@ -173,7 +173,7 @@ class PageBook:
         return [Page(size) for _ in range(n)]
 
     def extend(self, table: PageTable, blocks: Iterable[int]) -> None:
-        """Take free pages for so many more blocks of each group. Raises ValueError if fewer are free."""
+        """Take free pages for `blocks` more blocks of each group. Raises ValueError if fewer are free."""
         for group, held, n in zip(table.groups, table.held, blocks, strict=True):
             held.extend(self.take(n, group.size))
         table.count()
@@ -181,7 +181,7 @@ class PageBook:
     def slide(self, table: PageTable, pos: int, tokens: int) -> list[Page]:
         """Take the pages that no row from `pos` on sees out of `table`, that of a running sequence.
 
-        As many of those that the sequence alone holds as it is missing for `tokens` tokens become its next pages.
+        Of the pages that the sequence alone holds, as many as it lacks for `tokens` tokens become its next pages.
         Returns the others: `freed` is due once the R-node has done the step that gives them back.
         """
         given: list[Page] = []

@@ -1,6 +1,6 @@
 """Quantised safetensors: compressed-tensors, GPTQ, AWQ and FP8 checkpoints as matrices in 4 or 8 bits.
 
-A module's weight is stored as several tensors, whose layouts are those that the tools publish:
+A module's weight is stored as several tensors, in the layouts that the tools publish:
 
     compressed-tensors  weight_packed int32 [out, in * bits / 32], or weight int8 or fp8 [out, in]; weight_scale
                         [out, groups], [out, 1] or [1]; weight_zero_point; weight_g_idx [in]

@@ -165,8 +165,8 @@ class SPart:
         return self.model.adapters
 
     def is_long(self, final_length: int) -> bool:
-        """True if a sequence that may grow to so many tokens is computed with LongRoPE's long factors, from its first
-        token on. Its K and V are then not those of other sequences."""
+        """True if a sequence that may grow to `final_length` tokens is computed with LongRoPE's long factors, from its
+        first token on. Its K and V are then not those of other sequences."""
         rope = self._config.rope
         return rope is not None and bool(rope.long_factors) and final_length > rope.original_max_positions
 

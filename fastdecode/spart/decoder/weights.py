@@ -125,7 +125,7 @@ class Model(ServedModel):
 
 #: The index of V among Q, K and V. The matrix of V is small and loses most in 4 bits.
 _V = 2
-#: One of so many blocks at each end of a model has a down projection that loses much in 4 bits.
+#: One of this many blocks at each end of a model has a down projection that loses much in 4 bits.
 _BLOCKS_OF_AN_END = 12
 
 

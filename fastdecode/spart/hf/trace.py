@@ -32,7 +32,7 @@ class AttentionLayer:
     v_size: int  # of a V and of an O head
     scale: float  # of the scores
     window: int  # a token attends to itself and window - 1 tokens before it; 0: to all tokens before it
-    chunk: int  # a token attends within its own chunk of so many positions (Llama 4); 0: no chunks
+    chunk: int  # a token attends within its own chunk of this many positions (Llama 4); 0: no chunks
     softcap: float  # scores become softcap * tanh(scores / softcap) (Gemma 2); 0: no soft-capping
     sinks: str  # the name of the parameter [n_q_heads] with each head's one more score (gpt-oss); empty: none
     kv_layer: int  # the layer whose K and V this layer attends to: itself, or an earlier one (Gemma 3n)

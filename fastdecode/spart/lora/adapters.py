@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Ranks are padded with zeros to a multiple of this, which torch's grouped product needs.
 _RANK_UNIT = 8
-#: Rows are filled up to so many times their number for a batched product.
+#: Rows are filled up to this many times their number for a batched product.
 _MOST_FILLING = 2
 
 

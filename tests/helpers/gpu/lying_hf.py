@@ -19,7 +19,7 @@ from gpu.lying_steps import make_bypass, with_links
 
 
 def put_on_device(module: torch.nn.Module) -> None:
-    """Move a model's tensors, also those that are no parameters and no buffers."""
+    """Move a model's tensors, also tensors that are neither parameters nor buffers."""
     moved: dict[int, torch.Tensor] = {}
 
     def there(x: torch.Tensor) -> torch.Tensor:
