@@ -4,7 +4,7 @@
  * transport. Shared memory, TCP and RDMA implement it; docs/adding-a-transport.md shows a new one.
  *
  * The owner of a word stores it in its own region and then calls `send`, which makes the bytes that belong to it, and
- * then the word itself, appear at the other end and wakes whoever sleeps there:
+ * then the word itself, appear at the other end and wakes the threads that sleep there:
  *
  *   FD_ARM       S to R   `arm`, the first n_entries of the row table; arm_bell
  *   FD_LAYER     S to R   n_attend_rows Q rows, n_rows KV rows; layer_request

@@ -34,7 +34,7 @@ MAX_CALL_WORK = _native.MAX_CALL_WORK
 
 #: The first four bytes of a region, a little-endian uint32.
 REGION_MAGIC = _native.REGION_MAGIC
-#: Bytes of a region's header page; the parts of a slot are aligned to as many.
+#: Bytes of a region's header page; the parts of a slot are aligned to this size.
 REGION_PAGE = _native.REGION_PAGE
 #: Bytes of a step's header (fd_arm_t), a row table entry (fd_row_t), a report (fd_report_t) and a slot's head
 #: (fd_slot_t).

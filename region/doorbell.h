@@ -103,12 +103,12 @@ static inline void fd_wake_waiters(fd_slot_t *slot) {
     fd_futex_wake(&slot->layer_reply, true);
 }
 
-/* Stores a word of the S side or of the R side: what was written before is visible to whoever reads the word. */
+/* Stores a word of the S side or of the R side. A thread that reads the word sees all earlier writes. */
 static inline void fd_bell_store(uint64_t *bell, uint64_t number) { __atomic_store_n(bell, number, __ATOMIC_RELEASE); }
 static inline void fd_word_store(uint32_t *word, uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-/* Opens every gate of a region whose link has died, and wakes all waiters. The one way to stop everybody who waits; the
- * caller has marked the link as down. */
+/* Opens every gate of a region whose link has died, and wakes all waiters. The one way to end all waits; the caller
+ * has marked the link as down. */
 static inline void fd_poison_all(void *region, const fd_geometry_t *g) {
     const fd_layout_t y = fd_region_layout(g);
     for (uint32_t i = 0; i < g->n_slots; i++) {

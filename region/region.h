@@ -72,7 +72,7 @@
 #define FD_MAX_SEQS (1u << 20)
 #define FD_MAX_SECTIONS 16u /* into which the layers of a link are divided, see kernels/cache/planes.h */
 
-/* Limit on the attention of a call. Calls of several links take turns in slices, so a long one holds up nobody else;
+/* Limit on the attention of a call. Calls of several links take turns in slices, so a long one holds up no other link;
  * the limit bounds how long it holds up its own link, and what is lost when the link ends. The unit is query heads x
  * head size x (attending row, cached token) pairs; each is one multiply-add of QK^T and one of PV. The limit is about
  * 10 s of one AVX-512 core, or five decode steps over 1 TiB of an 8B model's cache. */

@@ -78,7 +78,7 @@ class StepGroup:
     """One step of a mini-batch over all links that have rows in it. Each method is one C call, however many links.
 
     `q` [attending rows, bytes of a row], `kv` [rows, bytes] and `o` [attending rows, bytes] are the step's row buffers
-    on the CPU; without them the rows are written and read in the members' slots by somebody else. One thread at a time
+    on the CPU; without them the caller writes and reads the rows in the members' slots. One thread at a time
     may use a group. Raises ValueError if a member's rows or columns do not fit its slot or the buffers.
     """
 
@@ -101,14 +101,14 @@ class StepGroup:
 
         A link that does not answer within `timeout` seconds goes down. Members with nothing in flight are passed over.
         """
-    def run_layers(self, between: object, from_layer: int, to_layer: int, timeout: float, /) -> tuple[_Failures, bytes]:
-        """`ring` and `wait` for each layer from `from_layer` to before `to_layer`, between them what the S-Part
-        computes meanwhile, and after each layer what it computes before the next. Other Python threads run meanwhile.
+    def run_layers(self, layers: object, from_layer: int, to_layer: int, timeout: float, /) -> tuple[_Failures, bytes]:
+        """`ring` and `wait` for each layer from `from_layer` to before `to_layer`, and the S-Part's share of each.
+        Other Python threads run meanwhile.
 
-        `between` is a PyCapsule "fastdecode.between" (between.h). After a layer in which a link fails, nothing more is
-        computed or asked for. Returns the failures, and of each layer two float64 in seconds of CLOCK_MONOTONIC: when
-        the wait for it began, and when all links had answered. Raises ValueError like `ring`, MemoryError if there is
-        none for the computation.
+        `layers` is a PyCapsule "fastdecode.spart_layers" (spart_layers.h). After a layer in which a link fails, nothing
+        more is computed or asked for. Returns the failures, and of each layer two float64 in seconds of
+        CLOCK_MONOTONIC: when the wait for it began, and when all links had answered. Raises ValueError like `ring`,
+        MemoryError if there is none for the computation.
         """
     def disarm(self) -> list[tuple[int, int, int]]:
         """End the step on every link. Returns (member, busy_ns, kv_bytes) of each member that answered all layers."""

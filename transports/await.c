@@ -68,31 +68,35 @@ static void sleep_on_descriptors(const fd_waits_t *w, uint64_t ns) {
         if (!awaited[i].polling || awaited[i].result != FD_PORT_PENDING) continue;
         const fd_carrier_t *carrier = &awaited[i].port->carrier;
         fds[n_fds++] = (struct pollfd){.fd = carrier->ops->poll_fd(carrier->self), .events = POLLIN};
-        fds[n_fds++] = (struct pollfd){.fd = awaited[i].port->down.fd, .events = POLLIN};
+        fds[n_fds++] = (struct pollfd){.fd = awaited[i].port->link.fd, .events = POLLIN};
     }
     const struct timespec t = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
     ppoll(fds, (nfds_t)n_fds, &t, NULL);
 }
 
-/* Sleeps until something may have changed for a pending slot. `waited_ns`: how long the slots have been waited for. */
-static void rest(const fd_waits_t *w, uint64_t waited_ns, uint64_t left_ns, uint64_t *probed_ns) {
+/* Sleeps until the answer to a pending slot may have come. The thread has waited for `waited_ns`, and probed the
+ * carriers harder after `*probed_ns`. */
+static void sleep_for_answers(const fd_waits_t *w, uint64_t waited_ns, uint64_t left_ns, uint64_t *probed_ns) {
     fd_awaited_t *awaited = w->awaited;
     const size_t n = w->n;
-    size_t ringing = 0, sockets = w->n_fds, silent = 0;
+    /* Pending slots by what ends the sleep: a futex, a descriptor, or nothing, because their carrier wakes no thread.
+     */
+    size_t n_futexes = 0, n_fds = w->n_fds, n_silent = 0;
     for (size_t i = 0; i < n; i++) {
         if (awaited[i].result != FD_PORT_PENDING) continue;
-        if (awaited[i].polling) sockets++;
-        else if (awaited[i].port->carrier.ops->wakes) ringing++;
-        else silent++;
+        if (awaited[i].polling) n_fds++;
+        else if (awaited[i].port->carrier.ops->wakes) n_futexes++;
+        else n_silent++;
     }
     uint64_t ns = left_ns < SLEEP_MAX_NS ? left_ns : SLEEP_MAX_NS;
-    if (silent || (ringing && sockets) || ringing + sockets > WAITV_MAX) { /* no system call sleeps on all of them */
+    const bool one_call = !n_silent && !(n_futexes && n_fds) && n_futexes + n_fds <= WAITV_MAX;
+    if (!one_call) { /* no system call sleeps on all of them */
         const uint64_t nap_ns = fd_nap_ns(waited_ns, NAP_MAX_NS);
         if (nap_ns < ns) ns = nap_ns;
     }
-    if (ringing && !sockets && !silent) sleep_on_words(awaited, n, ns);
+    if (n_futexes && !n_fds && !n_silent) sleep_on_words(awaited, n, ns);
     else sleep_on_descriptors(w, ns);
-    if (!silent) return;
+    if (!n_silent) return;
     const bool harder = waited_ns - *probed_ns >= PROBE_HARDER_NS;
     if (harder) *probed_ns = waited_ns;
     for (size_t i = 0; i < n; i++) {
@@ -102,8 +106,8 @@ static void rest(const fd_waits_t *w, uint64_t waited_ns, uint64_t left_ns, uint
     }
 }
 
-/* Lets the carriers of pending slots take in what has arrived. If there are several, one system call finds those with
- * something to take. Returns true if any carrier was polled. */
+/* Polls the carriers of pending slots. If there are several, one system call finds the carriers with bytes to receive.
+ * Returns true if any carrier was polled. */
 static bool poll_carriers(fd_awaited_t *awaited, size_t n) {
     struct pollfd fds[WAITV_MAX];
     fd_awaited_t *polled[WAITV_MAX];
@@ -123,7 +127,7 @@ static bool poll_carriers(fd_awaited_t *awaited, size_t n) {
     return n_polled > 0;
 }
 
-/* Does some of the work that the other ends of slots leave to this thread. Returns whether there was any. */
+/* Does a round of the work that the other ends of the slots leave to this thread. True if there was any work. */
 static bool serve(const fd_awaited_t *awaited, size_t n, bool go_on) {
     bool any = false;
     for (size_t i = 0; i < n; i++) {
@@ -160,7 +164,7 @@ static long first_readable(const fd_waits_t *w) {
 long fd_port_await_any(const fd_waits_t *w, uint64_t timeout_ns) {
     uint64_t start = 0, served_at = 0, spin_ns = 0, probed_ns = 0;
     long over;
-    bool serves = false; /* seldom: no other wait should look at all carriers again and again */
+    bool serves = false; /* a carrier has `serve`; otherwise no look at the carriers is needed */
     for (size_t i = 0; i < w->n; i++) {
         const fd_port_t *port = w->awaited[i].port;
         if (port->spin_ns > spin_ns) spin_ns = port->spin_ns;
@@ -178,7 +182,8 @@ long fd_port_await_any(const fd_waits_t *w, uint64_t timeout_ns) {
         if (served) served_at = now;
         const uint64_t waited = now - start, idle = served_at ? now - served_at : waited;
         if (waited >= timeout_ns) break;
-        if (idle >= spin_ns && !served && first_over(w) < 0) rest(w, waited, timeout_ns - waited, &probed_ns);
+        if (idle >= spin_ns && !served && first_over(w) < 0)
+            sleep_for_answers(w, waited, timeout_ns - waited, &probed_ns);
         else if (idle >= FD_YIELD_AFTER_NS) sched_yield();
     }
     if (serves) serve(w->awaited, w->n, false);

@@ -333,7 +333,7 @@ class Link(DataPath, ABC):
         """The R-node's counters for this link by name. Raises LinkDown.
 
         They are the fields of fd_link_stats_t and: pages_max, the pages that the lease could have now; region_bytes,
-        the size of the link's activation region; kv_free, the bytes of the R-node's KV-cache memory that nobody has;
+        the size of the link's activation region; kv_free, the free bytes of the R-node's KV-cache memory;
         roofline, the bytes a second at which the R-node can read memory, 0 if it has not measured that.
         """
 

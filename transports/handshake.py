@@ -24,11 +24,11 @@ passes descriptors, RDMA exchanges addresses.
 
 Each proof is a MAC over the connection's messages so far, its own last, with a key of its own (`session.Session`). It
 covers a nonce that the other end has just drawn. So each end proves that it knows the secret at this moment, that it
-plays this role, and that nobody has changed these messages. From then on every control frame of the connection carries
+plays this role, and that these messages are unchanged. From then on every control frame of the connection carries
 a MAC, too (`session.Seal`). ATTACH proves more than knowledge of the secret: its key is that of the one link that the
 token belongs to. Nothing is encrypted.
 
-Without a secret there are no proofs and no MACs, and anybody who can reach the R-node can use it.
+Without a secret there are no proofs and no MACs, and every process that can reach the R-node can use it.
 """
 
 from __future__ import annotations

@@ -48,11 +48,11 @@ int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint3
     port->geometry = *g;
     port->layout = fd_region_layout(g);
     port->spin_ns = spin_us * 1000ull;
-    return fd_down_init(&port->down);
+    return fd_link_state_init(&port->link);
 }
 
 void fd_port_kill(fd_port_t *port, const char *reason) {
-    fd_down_stop_link(&port->down, FD_SIDE_S, port->region, &port->geometry, reason);
+    fd_link_stop(&port->link, FD_SIDE_S, port->region, &port->geometry, reason);
 }
 
 void fd_port_give_up(fd_port_t *port, uint32_t slot, uint64_t timeout_ns) {
@@ -65,7 +65,7 @@ void fd_port_give_up(fd_port_t *port, uint32_t slot, uint64_t timeout_ns) {
 }
 
 void fd_port_poison(fd_port_t *port) {
-    if (fd_is_down(&port->down)) fd_poison_all(port->region, &port->geometry);
+    if (fd_link_is_down(&port->link)) fd_poison_all(port->region, &port->geometry);
 }
 
 /* ---- arming and asking ---- */
@@ -74,7 +74,7 @@ fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *ro
                              const char **misuse) {
     *misuse = NULL;
     /* The first check, because the end of a link may leave a slot waiting for ever. */
-    if (fd_is_down(&port->down)) return FD_PORT_DOWN;
+    if (fd_link_is_down(&port->link)) return FD_PORT_DOWN;
     fd_port_slot_t *state = &port->slots[index < FD_MAX_SLOTS ? index : 0];
     if (index >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
     else if (n_entries > port->geometry.max_rows) *misuse = "the row table is longer than the slot allows";
@@ -105,7 +105,7 @@ fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *ro
 
 fd_port_result_t fd_port_ask(fd_port_t *port, uint32_t index, uint32_t layer, const char **misuse) {
     *misuse = NULL;
-    if (fd_is_down(&port->down)) return FD_PORT_DOWN;
+    if (fd_link_is_down(&port->link)) return FD_PORT_DOWN;
     if (index >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
     else if (port->slots[index].phase == FD_SLOT_ASKED || port->slots[index].phase == FD_SLOT_ARMING)
         *misuse = "the slot's last message has not been waited for";
@@ -155,7 +155,7 @@ static void look_for_verdict(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *
     fd_port_t *port = a->port;
     const uint64_t bell = fd_bell_read(&slot->armed_bell);
     if (bell != state->arm.number) {
-        if (fd_is_down(&port->down)) a->result = FD_PORT_DOWN;
+        if (fd_link_is_down(&port->link)) a->result = FD_PORT_DOWN;
         else if (bell != state->arm.number - 1) meaningless(a, state, "the armed bell shows a step that was not armed");
         return;
     }
@@ -169,7 +169,7 @@ static void look_for_verdict(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *
         __atomic_store_n(&slot->layer_reply, 0, __ATOMIC_SEQ_CST);
         state->phase = FD_SLOT_ARMED;
         a->result = FD_PORT_OK;
-        if (fd_is_down(&port->down)) { /* the store above may have undone the poison */
+        if (fd_link_is_down(&port->link)) { /* the store above may have undone the poison */
             fd_port_poison(port);
             a->result = FD_PORT_DOWN;
         }
@@ -181,7 +181,7 @@ static void look_for_reply(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *sl
     if (word == state->asked) {
         state->phase = FD_SLOT_ARMED;
         a->result = FD_PORT_OK;
-    } else if (fd_is_down(&a->port->down)) {
+    } else if (fd_link_is_down(&a->port->link)) {
         a->result = FD_PORT_DOWN;
     } else if (word == FD_POISON) {
         const char *wrong = read_report(a->port, a->slot, false, &a->port->reports[a->slot]);
@@ -194,7 +194,7 @@ static void look_for_reply(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *sl
 
 /* True if there is something for a look to take: an answer, a word with no meaning, or the link's end. */
 static bool answered(const fd_port_t *port, const fd_port_slot_t *state, const fd_slot_t *slot) {
-    if (fd_is_down(&port->down)) return true;
+    if (fd_link_is_down(&port->link)) return true;
     if (state->phase == FD_SLOT_ARMING) return fd_bell_read(&slot->armed_bell) != state->arm.number - 1;
     return state->phase != FD_SLOT_ASKED || fd_word_read(&slot->layer_reply) != state->asked - 1;
 }
@@ -212,7 +212,8 @@ void fd_port_look(fd_awaited_t *a) {
 bool fd_port_disarm(fd_port_t *port, uint32_t index, fd_report_t *report) {
     fd_port_slot_t *state = &port->slots[index];
     const bool whole = state->phase == FD_SLOT_ARMED && state->asked == port->geometry.n_layers;
-    if (!fd_is_down(&port->down) && (state->phase == FD_SLOT_ARMING || state->phase == FD_SLOT_ASKED)) return false;
+    if (!fd_link_is_down(&port->link) && (state->phase == FD_SLOT_ARMING || state->phase == FD_SLOT_ASKED))
+        return false;
     state->phase = FD_SLOT_IDLE;
     if (!whole) return false;
     const char *wrong = read_report(port, index, true, report);

@@ -13,7 +13,7 @@
 #include <poll.h>
 
 #include "region/carrier.h"
-#include "down.h"
+#include "link_state.h"
 #include "region/stand_in.h"
 
 typedef enum { FD_SLOT_IDLE, FD_SLOT_ARMING, FD_SLOT_ARMED, FD_SLOT_ASKED } fd_slot_phase_t;
@@ -32,7 +32,7 @@ typedef struct {
     fd_layout_t layout;
     fd_geometry_t geometry;
     uint64_t spin_ns; /* how long a waiter spins before it sleeps */
-    fd_down_t down;
+    fd_link_state_t link;
     fd_port_slot_t slots[FD_MAX_SLOTS];
     fd_report_t reports[FD_MAX_SLOTS]; /* the last report read from each slot */
 } fd_port_t;
@@ -42,7 +42,7 @@ typedef enum {
     FD_PORT_PENDING,
     FD_PORT_MISUSE,  /* the caller made a mistake; nothing has been sent */
     FD_PORT_REFUSED, /* the report says why; the link stays usable */
-    FD_PORT_DOWN,    /* the reason is in `down` */
+    FD_PORT_DOWN,    /* the reason is in `link` */
 } fd_port_result_t;
 
 /* The caller sets `carrier` afterwards. Returns 0, or -1 with errno if no descriptor is free. */

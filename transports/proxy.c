@@ -7,7 +7,7 @@
 
 enum { LOOKS_PER_CLOCK = 16 };     /* the thread reads the clock once in this many rounds */
 #define NAP_MAX_NS 200000u         /* longest nap (fd_nap_ns) while slots are driven and no word changes */
-#define PROBE_NS 1000000u          /* a carrier that cannot wake anybody is probed this often */
+#define PROBE_NS 1000000u          /* a carrier that wakes no thread is probed this often */
 #define PROBE_HARDER_NS 250000000u /* and harder this often */
 
 typedef struct {
@@ -40,7 +40,7 @@ static bool carry(driven_t *d) {
     fd_port_t *port = d->port;
     const fd_carrier_t *carrier = &port->carrier;
     const fd_slot_t *slot = fd_port_slot(port, d->slot);
-    if (fd_is_down(&port->down)) {
+    if (fd_link_is_down(&port->link)) {
         fd_port_poison(port);
         return false;
     }
@@ -58,7 +58,7 @@ static bool carry(driven_t *d) {
 static void look_after(driven_t *d, uint64_t now) {
     fd_port_t *port = d->port;
     const uint32_t asked = port->slots[d->slot].asked;
-    if (fd_is_down(&port->down) || fd_word_read(&fd_port_slot(port, d->slot)->layer_reply) >= asked) return;
+    if (fd_link_is_down(&port->link) || fd_word_read(&fd_port_slot(port, d->slot)->layer_reply) >= asked) return;
     if (now - d->asked_ns >= d->timeout_ns) {
         fd_port_give_up(port, d->slot, d->timeout_ns);
         return;
@@ -71,8 +71,8 @@ static void look_after(driven_t *d, uint64_t now) {
     carrier->ops->probe(carrier->self, d->slot, harder);
 }
 
-/* Tells those who wait for a mini-batch whose device has written its completion word. */
-static bool announce(fd_proxy_t *p) {
+/* Signals the eventfds of the mini-batches whose device has written the completion word. */
+static bool signal_completions(fd_proxy_t *p) {
     const uint32_t expected = p->expected;
     for (uint32_t i = 0; expected && i < FD_MAX_SLOTS; i++) {
         if (!(expected >> i & 1) || !fd_word_read(completion(p, i))) continue;
@@ -105,7 +105,7 @@ static void *proxy_main(void *arg) {
         for (; !p->stop && !p->n && !p->expected; any = true) pthread_cond_wait(&p->begun, &p->lock);
         const bool stop = p->stop;
         for (uint32_t k = 0; k < p->n; k++) any |= carry(&p->slots[k]);
-        any |= announce(p);
+        any |= signal_completions(p);
         if (p->n && i % LOOKS_PER_CLOCK == 0) {
             const uint64_t now = fd_now_ns();
             for (uint32_t k = 0; k < p->n; k++) look_after(&p->slots[k], now);
@@ -200,14 +200,14 @@ void fd_proxy_expect(fd_proxy_t *p, uint32_t i) {
 fd_port_result_t fd_proxy_begin(fd_proxy_t *p, fd_port_t *port, uint32_t slot, uint64_t timeout_ns,
                                 const char **misuse) {
     *misuse = NULL;
-    if (fd_is_down(&port->down)) return FD_PORT_DOWN;
+    if (fd_link_is_down(&port->link)) return FD_PORT_DOWN;
     if (slot >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
     else if (port->slots[slot].phase != FD_SLOT_ARMED || port->slots[slot].asked)
         *misuse = "no step is armed in the slot, or a layer has been asked for";
     if (*misuse) return FD_PORT_MISUSE;
     pthread_mutex_lock(&p->lock);
     if (p->n == FD_PROXY_SLOTS) {
-        *misuse = "the proxy drives as many slots as it can";
+        *misuse = "the proxy drives no further slot: it has the most that it can drive";
     } else {
         fd_word_store(&fd_port_slot(port, slot)->layer_request, 0);
         port->slots[slot].phase = FD_SLOT_ASKED;

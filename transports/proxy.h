@@ -1,7 +1,7 @@
 /* Carries the layer words of slots that a device drives.
  *
  * A device, such as a CUDA stream, writes Q and KV rows and then layer_request, and waits for layer_reply, without a
- * thread of the host. Only memory that both ends share needs nobody in between, and even there a sleeping R-engine must
+ * thread of the host. Only memory that both ends share needs no carrier, and even there a sleeping R-engine must
  * be woken. So a thread of the host, the proxy, reads the words of all such slots, lets their carriers send what a word
  * announces, and takes in the replies. The proxy takes down the link of an R-node that is late. When a link dies, the
  * proxy writes FD_POISON again and again, because a late reply may overwrite it while the device still waits.

@@ -6,7 +6,7 @@
 /* The functions in which the two types differ. */
 typedef struct {
     const char *arguments; /* format of the constructor's arguments; it names the type */
-    void *(*make)(uint8_t *region, const fd_geometry_t *g, fd_down_t *down); /* NULL if out of memory */
+    void *(*make)(uint8_t *region, const fd_geometry_t *g, fd_link_state_t *link); /* NULL if out of memory */
     void (*stop)(void *carrier);
     void (*free)(void *carrier);
     const fd_carrier_ops_t *carrier;
@@ -16,7 +16,7 @@ typedef struct {
     PyObject_HEAD
     const carrier_ops_t *ops;
     Py_buffer region;
-    fd_down_t down;
+    fd_link_state_t link;
     void *carrier;         /* fd_pump_t or fd_poster_t */
     fd_carrier_t contract; /* what the capsule points to */
     bool open;             /* the object holds the region; changes under the GIL */
@@ -33,15 +33,15 @@ static PyObject *carrier_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!self) return NULL;
     self->ops = ops;
     if (fd_py_region(region, &g, &self->region)) goto fail;
-    if (fd_down_init(&self->down)) {
+    if (fd_link_state_init(&self->link)) {
         PyErr_SetFromErrno(PyExc_OSError);
         PyBuffer_Release(&self->region);
         goto fail;
     }
-    self->carrier = ops->make(self->region.buf, &g, &self->down);
+    self->carrier = ops->make(self->region.buf, &g, &self->link);
     if (!self->carrier) {
         PyErr_NoMemory();
-        fd_down_close_fd(&self->down);
+        fd_link_state_close_fd(&self->link);
         PyBuffer_Release(&self->region);
         goto fail;
     }
@@ -54,13 +54,13 @@ fail:
 }
 
 static void carrier_stop(CarrierObject *self) {
-    fd_down_set(&self->down, "the link was closed");
+    fd_link_mark_down(&self->link, "the link was closed");
     Py_BEGIN_ALLOW_THREADS
     self->ops->stop(self->carrier);
     Py_END_ALLOW_THREADS
     if (!self->open) return; /* another thread has closed the object meanwhile */
     self->open = false;
-    fd_down_close_fd(&self->down);
+    fd_link_state_close_fd(&self->link);
     PyBuffer_Release(&self->region);
 }
 
@@ -77,7 +77,7 @@ static PyObject *carrier_close(CarrierObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-static PyObject *carrier_get_reason(CarrierObject *self, void *closure) { return fd_py_down_reason(&self->down); }
+static PyObject *carrier_get_reason(CarrierObject *self, void *closure) { return fd_py_down_reason(&self->link); }
 
 static void capsule_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
 
@@ -91,7 +91,7 @@ static PyObject *carrier_get_capsule(CarrierObject *self, void *closure) {
 }
 
 static PyMemberDef carrier_members[] = {
-    {"down_fd", T_INT, offsetof(CarrierObject, down.fd), READONLY, NULL},
+    {"down_fd", T_INT, offsetof(CarrierObject, link.fd), READONLY, NULL},
     {0},
 };
 
@@ -114,8 +114,8 @@ static PyGetSetDef carrier_getset[] = {
 
 /* ---- Pump: TCP ---- */
 
-static void *make_pump(uint8_t *region, const fd_geometry_t *g, fd_down_t *down) {
-    return fd_pump_new(FD_SIDE_R, region, g, down);
+static void *make_pump(uint8_t *region, const fd_geometry_t *g, fd_link_state_t *link) {
+    return fd_pump_new(FD_SIDE_R, region, g, link);
 }
 
 static void stop_pump(void *pump) { fd_pump_stop(pump); }
@@ -151,8 +151,8 @@ PyType_Spec fd_py_pump_spec = {
 
 /* ---- Poster: RDMA ---- */
 
-static void *make_poster(uint8_t *region, const fd_geometry_t *g, fd_down_t *down) {
-    return fd_poster_new(FD_SIDE_R, region, g, down);
+static void *make_poster(uint8_t *region, const fd_geometry_t *g, fd_link_state_t *link) {
+    return fd_poster_new(FD_SIDE_R, region, g, link);
 }
 
 static void stop_poster(void *poster) { fd_poster_stop(poster); }
@@ -178,7 +178,7 @@ static PyObject *poster_reap(CarrierObject *self, PyObject *unused) {
 static PyObject *poster_kill(CarrierObject *self, PyObject *arg) {
     const char *reason = PyUnicode_AsUTF8(arg);
     if (!reason) return NULL;
-    if (self->open) fd_down_set(&self->down, reason);
+    if (self->open) fd_link_mark_down(&self->link, reason);
     Py_RETURN_NONE;
 }
 

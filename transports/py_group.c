@@ -20,7 +20,7 @@ static void group_dealloc(GroupObject *self) {
     PyBuffer_Release(&self->o);
     PyMem_Free(self->members);
     PyMem_Free(self->awaited);
-    PyMem_Free(self->who);
+    PyMem_Free(self->member_of);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -139,8 +139,8 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->local = true;
     self->members = PyMem_Calloc(n ? n : 1, sizeof *self->members);
     self->awaited = PyMem_Calloc(n ? n : 1, sizeof *self->awaited);
-    self->who = PyMem_Calloc(n ? n : 1, sizeof *self->who);
-    if (!self->members || !self->awaited || !self->who) {
+    self->member_of = PyMem_Calloc(n ? n : 1, sizeof *self->member_of);
+    if (!self->members || !self->awaited || !self->member_of) {
         PyErr_NoMemory();
         goto fail;
     }
@@ -162,7 +162,7 @@ fail:
 static int add_failure(GroupObject *self, PyObject **failures, size_t i, long status, PyObject *message) {
     const member_t *m = &self->members[i];
     self->members[i].failed = true;
-    if (self->o.buf) /* nobody may take what was there for its result */
+    if (self->o.buf) /* the rows of an earlier step must not pass for its result */
         memset((uint8_t *)self->o.buf + m->attend_from * self->o_row_bytes, 0, n_attend(m) * self->o_row_bytes);
     if (!*failures) *failures = PyList_New(0);
     PyObject *failure = *failures && message ? Py_BuildValue("nlO", (Py_ssize_t)i, status, message) : NULL;
@@ -178,7 +178,7 @@ static int add_result(GroupObject *self, PyObject **failures, size_t i, const fd
         return add_failure(self, failures, i, (long)report->status, fd_py_text(report->message));
     if (a->result != FD_PORT_DOWN) return 0;
     char reason[256];
-    fd_down_reason(&a->port->down, reason);
+    fd_link_down_reason(&a->port->link, reason);
     return add_failure(self, failures, i, -1, fd_py_text(reason));
 }
 
@@ -194,7 +194,7 @@ bool fd_py_group_begin(GroupObject *self, size_t *n) {
     for (size_t i = 0; i < self->n; i++) {
         const member_t *m = &self->members[i];
         if (m->failed) continue;
-        self->who[*n] = i;
+        self->member_of[*n] = i;
         self->awaited[(*n)++] = (fd_awaited_t){
             .port = &m->port->port, .slot = self->slot, .result = m->port->open ? FD_PORT_PENDING : FD_PORT_DOWN};
     }
@@ -202,13 +202,13 @@ bool fd_py_group_begin(GroupObject *self, size_t *n) {
 }
 
 PyThreadState *fd_py_group_leave_python(GroupObject *self, size_t n) {
-    for (size_t k = 0; k < n; k++) self->awaited[k].open = fd_py_port_enter(self->members[self->who[k]].port);
+    for (size_t k = 0; k < n; k++) self->awaited[k].open = fd_py_port_enter(self->members[self->member_of[k]].port);
     return PyEval_SaveThread();
 }
 
 void fd_py_group_return_to_python(GroupObject *self, size_t n, PyThreadState *state) {
     for (size_t k = 0; k < n; k++)
-        if (self->awaited[k].open) fd_py_port_leave(self->members[self->who[k]].port);
+        if (self->awaited[k].open) fd_py_port_leave(self->members[self->member_of[k]].port);
     PyEval_RestoreThread(state);
 }
 
@@ -217,7 +217,7 @@ PyObject *fd_py_group_end(GroupObject *self, size_t n, const char *misuse) {
     int rc = 0;
     for (size_t k = 0; k < n && !rc; k++)
         if (self->awaited[k].result > FD_PORT_PENDING)
-            rc = add_result(self, &failures, self->who[k], &self->awaited[k]);
+            rc = add_result(self, &failures, self->member_of[k], &self->awaited[k]);
     self->busy = false;
     if (misuse) PyErr_Format(PyExc_ValueError, "%s", misuse);
     if (misuse || rc) Py_CLEAR(failures);
@@ -231,7 +231,7 @@ static PyObject *group_arm(GroupObject *self, PyObject *unused) {
     if (!fd_py_group_begin(self, &n)) return NULL;
     PyThreadState *state = fd_py_group_leave_python(self, n);
     for (size_t k = 0; k < n && !wrong; k++) {
-        const Py_buffer *table = &self->members[self->who[k]].table;
+        const Py_buffer *table = &self->members[self->member_of[k]].table;
         fd_awaited_t *a = &self->awaited[k];
         if (a->result != FD_PORT_PENDING) continue;
         a->result = fd_port_arm(a->port, a->slot, table->buf, (size_t)table->len / sizeof(fd_row_t), &misuse);
@@ -275,7 +275,7 @@ static void scatter(const GroupObject *self, const member_t *m, uint32_t layer) 
 
 void fd_py_group_gather(const GroupObject *self, size_t n) {
     for (size_t k = 0; k < n; k++) {
-        const member_t *m = &self->members[self->who[k]];
+        const member_t *m = &self->members[self->member_of[k]];
         const fd_port_t *port = &m->port->port;
         const uint32_t asked = port->slots[self->slot].asked;
         if (self->awaited[k].result != FD_PORT_OK || !asked) continue;
@@ -298,7 +298,7 @@ const char *fd_py_group_ring(GroupObject *self, size_t n, uint32_t layer) {
         fd_awaited_t *a = &self->awaited[k];
         if (a->result != FD_PORT_PENDING) continue;
         if (self->q.buf && a->port->slots[a->slot].phase == FD_SLOT_ARMED && layer < a->port->geometry.n_layers)
-            scatter(self, &self->members[self->who[k]], layer);
+            scatter(self, &self->members[self->member_of[k]], layer);
         a->result = fd_port_ask(a->port, a->slot, layer, &misuse);
         if (!self->local && a->result == FD_PORT_OK) fd_port_send(a->port, a->slot);
     }
@@ -340,7 +340,7 @@ static PyObject *group_wait(GroupObject *self, PyObject *args, PyObject *kwargs)
     for (size_t k = 0; k < n; k++) {
         fd_awaited_t *a = &self->awaited[k];
         if (a->result != FD_PORT_PENDING) continue;
-        if (!awaits(a)) a->result = fd_is_down(&a->port->down) ? FD_PORT_DOWN : FD_PORT_OK;
+        if (!awaits(a)) a->result = fd_link_is_down(&a->port->link) ? FD_PORT_DOWN : FD_PORT_OK;
         else fd_port_look(a);
         pending += a->result == FD_PORT_PENDING;
     }
@@ -364,7 +364,7 @@ static PyObject *group_disarm(GroupObject *self, PyObject *unused) {
         fd_report_t report;
         fd_awaited_t *a = &self->awaited[k];
         if (a->result != FD_PORT_PENDING || !fd_port_disarm(a->port, a->slot, &report)) continue;
-        PyObject *total = Py_BuildValue("nKK", (Py_ssize_t)self->who[k], (unsigned long long)report.busy_ns,
+        PyObject *total = Py_BuildValue("nKK", (Py_ssize_t)self->member_of[k], (unsigned long long)report.busy_ns,
                                         (unsigned long long)report.kv_bytes);
         if (!total || PyList_Append(totals, total)) Py_CLEAR(totals);
         Py_XDECREF(total);

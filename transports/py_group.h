@@ -24,7 +24,7 @@ typedef struct {
     size_t n;
     member_t *members;
     fd_awaited_t *awaited;                         /* [n] */
-    size_t *who;                                   /* [n] the member of each awaited slot */
+    size_t *member_of;                             /* [n] the member of each awaited slot */
     Py_buffer q, kv, o;                            /* without bytes: the rows are in the slots */
     size_t q_row_bytes, kv_row_bytes, o_row_bytes; /* of a row of these buffers */
     size_t bytes_per_layer;
@@ -46,7 +46,7 @@ PyObject *fd_py_group_end(GroupObject *self, size_t n, const char *misuse);
  * NULL. */
 const char *fd_py_group_ring(GroupObject *self, size_t n, uint32_t layer);
 
-/* Copies the O rows of those of the first `n` awaited that have answered a layer to the step's buffer. */
+/* Copies O rows to the step's buffer, from each of the first `n` awaited slots that has answered a layer. */
 void fd_py_group_gather(const GroupObject *self, size_t n);
 
 /* The method run_layers of _native.pyi. */

@@ -1,5 +1,5 @@
 /* StepGroup.run_layers: the layers of a step one after another, without Python in between. */
-#include "region/between.h"
+#include "region/spart_layers.h"
 #include "py_group.h"
 
 /* When the S-Part began to wait for a layer's replies, and when all of them had come, in seconds of CLOCK_MONOTONIC. */
@@ -12,9 +12,9 @@ static double seconds_now(void) { return (double)fd_now_ns() * 1e-9; }
 /* Asks the first `n` awaited for a layer and waits for them. Returns the caller's mistake or NULL. `error` is that of
  * what is computed meanwhile. */
 static const char *exchange(GroupObject *self, size_t n, uint32_t layer, uint64_t timeout_ns,
-                            const fd_between_t *between, times_t *times, int *error) {
+                            const fd_spart_layers_t *layers, times_t *times, int *error) {
     const char *misuse = fd_py_group_ring(self, n, layer);
-    if (!misuse && between->while_asked) *error = between->while_asked(between->self, layer);
+    if (!misuse && layers->compute_meanwhile) *error = layers->compute_meanwhile(layers->self, layer);
     times->asked = seconds_now();
     if (misuse) return misuse;
     for (size_t k = 0; k < n; k++)
@@ -40,8 +40,8 @@ PyObject *fd_py_group_run_layers(GroupObject *self, PyObject *args) {
     unsigned from, to;
     uint64_t timeout_ns;
     if (!PyArg_ParseTuple(args, "OIIO&:run_layers", &capsule, &from, &to, fd_py_timeout, &timeout_ns)) return NULL;
-    const fd_between_t *between = PyCapsule_GetPointer(capsule, FD_BETWEEN_CAPSULE);
-    if (!between) return NULL;
+    const fd_spart_layers_t *layers = PyCapsule_GetPointer(capsule, FD_SPART_LAYERS_CAPSULE);
+    if (!layers) return NULL;
     if (from >= to || to > FD_MAX_LAYERS) return PyErr_Format(PyExc_ValueError, "no layers from %u to %u", from, to);
     PyObject *times = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)((to - from) * sizeof(times_t)));
     size_t n;
@@ -57,10 +57,10 @@ PyObject *fd_py_group_run_layers(GroupObject *self, PyObject *args) {
     PyThreadState *state = fd_py_group_leave_python(self, n);
     while (layer < to && !failed && !error) {
         if (layer > from) make_pending(self, n);
-        misuse = exchange(self, n, layer, timeout_ns, between, time++, &error);
+        misuse = exchange(self, n, layer, timeout_ns, layers, time++, &error);
         failed = misuse || any_failed(self, n);
         layer++;
-        if (!failed && !error) error = between->run(between->self, layer);
+        if (!failed && !error) error = layers->compute_rows(layers->self, layer);
     }
     fd_py_group_return_to_python(self, n, state);
     PyObject *failures = fd_py_group_end(self, n, misuse);

@@ -5,17 +5,17 @@
 
 PyObject *fd_py_text(const char *text) { return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace"); }
 
-PyObject *fd_py_down_error(fd_down_t *down) {
+PyObject *fd_py_down_error(fd_link_state_t *link) {
     char reason[256];
-    fd_down_reason(down, reason);
+    fd_link_down_reason(link, reason);
     PyErr_SetString(PyExc_ConnectionError, reason);
     return NULL;
 }
 
-PyObject *fd_py_down_reason(fd_down_t *down) {
+PyObject *fd_py_down_reason(fd_link_state_t *link) {
     char reason[256];
-    if (!fd_is_down(down)) Py_RETURN_NONE;
-    fd_down_reason(down, reason);
+    if (!fd_link_is_down(link)) Py_RETURN_NONE;
+    fd_link_down_reason(link, reason);
     return fd_py_text(reason);
 }
 
@@ -56,7 +56,7 @@ static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (loopback) self->port.carrier = (fd_carrier_t){&fd_loopback_ops, &self->port};
     else self->port.carrier = (fd_carrier_t){engine ? &fd_shm_s_ops_standing_in : &fd_shm_s_ops, &self->shm};
     if (data_fd >= 0) {
-        self->pump = fd_pump_new(FD_SIDE_S, self->region.buf, &g, &self->port.down);
+        self->pump = fd_pump_new(FD_SIDE_S, self->region.buf, &g, &self->port.link);
         if (!self->pump) {
             PyErr_NoMemory();
             goto fail;
@@ -68,7 +68,7 @@ static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         }
     }
     if (verbs.qp) {
-        self->poster = fd_poster_new(FD_SIDE_S, self->region.buf, &g, &self->port.down);
+        self->poster = fd_poster_new(FD_SIDE_S, self->region.buf, &g, &self->port.link);
         self->port.carrier = (fd_carrier_t){&fd_poster_ops, self->poster};
         if (!self->poster || fd_poster_start(self->poster, &verbs)) {
             PyErr_SetFromErrno(PyExc_OSError);
@@ -91,7 +91,7 @@ static void port_stop(PortObject *self) {
     Py_END_ALLOW_THREADS
     if (!self->open) return; /* another thread has closed the port meanwhile */
     self->open = false;
-    fd_down_close_fd(&self->port.down);
+    fd_link_state_close_fd(&self->port.link);
     PyBuffer_Release(&self->region);
 }
 
@@ -155,7 +155,7 @@ static PyObject *port_close(PortObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-static PyObject *port_get_reason(PortObject *self, void *closure) { return fd_py_down_reason(&self->port.down); }
+static PyObject *port_get_reason(PortObject *self, void *closure) { return fd_py_down_reason(&self->port.link); }
 
 static PyMethodDef port_methods[] = {
     {"poison", (PyCFunction)port_poison, METH_NOARGS, NULL}, {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
@@ -164,7 +164,7 @@ static PyMethodDef port_methods[] = {
 };
 
 static PyMemberDef port_members[] = {
-    {"down_fd", T_INT, offsetof(PortObject, port.down.fd), READONLY, NULL},
+    {"down_fd", T_INT, offsetof(PortObject, port.link.fd), READONLY, NULL},
     {0},
 };
 

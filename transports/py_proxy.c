@@ -49,7 +49,7 @@ static PyObject *proxy_begin(ProxyObject *self, PyObject *args) {
         if (result == FD_PORT_OK) Py_RETURN_NONE;
         fd_py_port_leave(port);
     }
-    if (result == FD_PORT_DOWN) return fd_py_down_error(&port->port.down);
+    if (result == FD_PORT_DOWN) return fd_py_down_error(&port->port.link);
     return PyErr_Format(PyExc_ValueError, "%s", misuse);
 }
 
@@ -66,7 +66,7 @@ static PyObject *proxy_end(ProxyObject *self, PyObject *args) {
     Py_END_ALLOW_THREADS
     if (result == FD_PORT_MISUSE) return PyErr_Format(PyExc_ValueError, "no device drives this slot");
     fd_py_port_leave(port);
-    if (result == FD_PORT_DOWN) return fd_py_down_error(&port->port.down);
+    if (result == FD_PORT_DOWN) return fd_py_down_error(&port->port.link);
     if (result != FD_PORT_REFUSED) return PyBool_FromLong(result == FD_PORT_OK);
     PyObject *message = fd_py_text(report.message);
     return message ? Py_BuildValue("IN", report.status, message) : NULL;

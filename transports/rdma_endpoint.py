@@ -301,5 +301,5 @@ class Endpoint:
         """
         try:
             self._closing.close()
-        except self._verbs.Error as error:  # nobody can do more about it than the kernel, once this process ends
+        except self._verbs.Error as error:  # the kernel frees the rest when this process ends
             log.warning("%s does not free everything of a link: %s", self._port_gid.port, error)

@@ -33,7 +33,7 @@ struct fd_poster {
     fd_geometry_t geometry;
     fd_layout_t layout;
     uint8_t *region;
-    fd_down_t *down;
+    fd_link_state_t *link;
 
     pthread_mutex_t lock; /* guards everything below */
     bool started, stopped;
@@ -152,7 +152,7 @@ static bool build_chain(fd_poster_t *p, uint32_t slot, const fd_shape_t *shape, 
 
 static void fail(fd_poster_t *p, const char *reason) {
     p->queued = 0;
-    fd_down_stop_link(p->down, p->side, p->region, &p->geometry, reason);
+    fd_link_stop(p->link, p->side, p->region, &p->geometry, reason);
 }
 
 /* Sets how many bytes of each part of a message are used, and its inline copies. Returns NULL, or why it cannot be
@@ -273,7 +273,7 @@ static bool post(fd_poster_t *p, fd_ibv_send_wr_t *first, fd_ibv_send_wr_t *word
 /* Posts the queued chains that fit in the send queue; completions make room for the others later. They will come,
  * because a request that asks for a completion covers more than half of the requests in a full send queue. */
 static void flush(fd_poster_t *p) {
-    while (p->queued && !fd_is_down(p->down)) {
+    while (p->queued && !fd_link_is_down(p->link)) {
         const uint32_t slot = p->queue[0].slot;
         const fd_message_t message = p->queue[0].message;
         size_t used[PARTS];
@@ -285,7 +285,7 @@ static void flush(fd_poster_t *p) {
         fd_ibv_send_wr_t *first;
         uint32_t n = link_chain(p, &p->shapes[kind_of(message)], &p->chains[slot][kind_of(message)], used, &first);
         if (p->posted - p->retired + n > p->verbs.depth) reap(p);
-        if (fd_is_down(p->down) || p->posted - p->retired + n > p->verbs.depth) return;
+        if (fd_link_is_down(p->link) || p->posted - p->retired + n > p->verbs.depth) return;
         if (!post(p, first, word_of(p, slot, message), n, p->posted + n - p->signalled >= p->verbs.depth / 4)) return;
         p->last[slot] = message;
         memmove(p->queue, p->queue + 1, --p->queued * sizeof p->queue[0]);
@@ -318,7 +318,7 @@ void fd_poster_reap(fd_poster_t *p) {
 static void ring_again(fd_poster_t *p, uint32_t index) {
     pthread_mutex_lock(&p->lock);
     if (p->started && !p->stopped && index < p->geometry.n_slots) reap(p);
-    if (p->started && !p->stopped && index < p->geometry.n_slots && !p->queued && !fd_is_down(p->down) &&
+    if (p->started && !p->stopped && index < p->geometry.n_slots && !p->queued && !fd_link_is_down(p->link) &&
         p->posted - p->retired < p->verbs.depth) {
         fd_ibv_send_wr_t *word = word_of(p, index, p->last[index]);
         post(p, word, word, 1, true);
@@ -338,14 +338,14 @@ const fd_carrier_ops_t fd_poster_ops = {.send = poster_send, .probe = poster_pro
 
 /* ---- life ---- */
 
-fd_poster_t *fd_poster_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, fd_down_t *down) {
+fd_poster_t *fd_poster_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, fd_link_state_t *link) {
     fd_poster_t *p = calloc(1, sizeof *p);
     if (!p) return NULL;
     p->side = side;
     p->geometry = *g;
     p->layout = fd_region_layout(g);
     p->region = region;
-    p->down = down;
+    p->link = link;
     pthread_mutex_init(&p->lock, NULL);
     for (uint32_t slot = 0; slot < FD_MAX_SLOTS; slot++) p->last[slot] = side == FD_SIDE_S ? FD_ARM : FD_VERDICT;
     return p;

@@ -18,7 +18,7 @@
 #define FD_RDMA_POSTER_H
 
 #include "region/carrier.h"
-#include "down.h"
+#include "link_state.h"
 #include "verbs_abi.h"
 
 #define FD_INLINE_BYTES 64u /* the queue pair must take this much inline: a step's header */
@@ -42,17 +42,17 @@ typedef struct fd_poster fd_poster_t;
 /* `self` is an fd_poster_t. `send` does nothing before fd_poster_start and after fd_poster_stop. */
 extern const fd_carrier_ops_t fd_poster_ops;
 
-/* `region` and `down` must outlive the poster. It sets `down` if the connection fails. NULL if out of memory. */
-fd_poster_t *fd_poster_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, fd_down_t *down);
+/* `region` and `link` must outlive the poster. It sets `link` if the connection fails. NULL if out of memory. */
+fd_poster_t *fd_poster_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, fd_link_state_t *link);
 
 /* Gives the poster its queue pair. Returns 0, or -1 with errno: EALREADY if called twice or after fd_poster_stop,
  * ENOMEM, or EMSGSIZE if a message needs more work requests than half the send queue. */
 int fd_poster_start(fd_poster_t *poster, const fd_verbs_t *verbs);
 
-/* Takes the completions that have arrived. A completion with an error sets `down`. */
+/* Takes the completions that have arrived. A completion with an error sets `link`. */
 void fd_poster_reap(fd_poster_t *poster);
 
-/* Lets the peer's device acknowledge a write that changes nothing; without an acknowledgement `down` is set within a
+/* Lets the peer's device acknowledge a write that changes nothing; without an acknowledgement `link` is set within a
  * second, once completions are taken. */
 void fd_poster_probe(fd_poster_t *poster);
 

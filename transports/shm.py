@@ -49,7 +49,7 @@ _stand_ins: dict[tuple[int, int], object] = {}
 
 
 def _identity(region_fd: int) -> tuple[int, int]:
-    """Which of the existing memfds a descriptor is of."""
+    """The device and inode number of a memfd: unique among the files that exist."""
     status = os.fstat(region_fd)
     return status.st_dev, status.st_ino
 

@@ -171,7 +171,7 @@ const fd_carrier_ops_t fd_pump_ops = {.send = pump_send, .poll = fd_pump_poll, .
 
 /* ---- life ---- */
 
-fd_pump_t *fd_pump_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, fd_down_t *down) {
+fd_pump_t *fd_pump_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, fd_link_state_t *link) {
     fd_pump_t *p = calloc(1, sizeof *p);
     if (!p) return NULL;
     p->side = side;
@@ -179,7 +179,7 @@ fd_pump_t *fd_pump_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, 
     p->layout = fd_region_layout(g);
     p->region = region;
     p->wake_fd = -1;
-    p->down = down;
+    p->link = link;
     p->sock = -1;
     p->epoll = -1;
     pthread_mutex_init(&p->receive_ownership, NULL);

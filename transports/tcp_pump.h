@@ -22,7 +22,7 @@
 #define FD_TCP_PUMP_H
 
 #include "region/carrier.h"
-#include "down.h"
+#include "link_state.h"
 
 #define FD_FRAME_MAGIC 0x4d524644u /* "DFRM" */
 
@@ -42,8 +42,8 @@ typedef struct fd_pump fd_pump_t;
 /* `self` is an fd_pump_t. `send` does nothing after fd_pump_stop. */
 extern const fd_carrier_ops_t fd_pump_ops;
 
-/* `region` and `down` must outlive the pump. The pump sets `down` when the connection ends. NULL if out of memory. */
-fd_pump_t *fd_pump_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, fd_down_t *down);
+/* `region` and `link` must outlive the pump. The pump sets `link` when the connection ends. NULL if out of memory. */
+fd_pump_t *fd_pump_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, fd_link_state_t *link);
 
 /* Starts the two threads on the connected socket `sock`. The pump owns the socket from now on, even if this call fails.
  * On the R side `wake_fd` is the R-engine's eventfd, on the S side -1. Call this once. Returns 0, or -1 with errno. */

@@ -36,7 +36,7 @@ struct fd_pump {
     fd_layout_t layout;
     uint8_t *region;
     int wake_fd;
-    fd_down_t *down;
+    fd_link_state_t *link;
 
     int sock; /* -1 before start and after stop; changes only under both mutexes */
     bool started;

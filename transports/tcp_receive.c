@@ -167,7 +167,7 @@ static bool receive(fd_pump_t *p) {
     advance(p);
     if (!p->rx.error) return true;
     shutdown(p->sock, SHUT_RDWR); /* so that the other direction ends too */
-    fd_down_stop_link(p->down, p->side, p->region, &p->geometry, p->rx.error);
+    fd_link_stop(p->link, p->side, p->region, &p->geometry, p->rx.error);
     return false;
 }
 

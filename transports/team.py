@@ -216,7 +216,7 @@ class Team(Link):
 
     @staticmethod
     def _common_lease(leases: Sequence[Lease]) -> Lease:
-        """The lease of a team: as many pages and sequences as every member has, and pages of all heads."""
+        """The lease of a team: the pages and sequences that each member has at least, and pages of all heads."""
         return Lease(
             n_pages=min(lease.n_pages for lease in leases),
             max_pages=min(lease.max_pages for lease in leases),

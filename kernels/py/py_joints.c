@@ -4,7 +4,7 @@
 #include <Python.h>
 #include <stdbool.h>
 
-#include "region/between.h"
+#include "region/spart_layers.h"
 #include "decoder/joint.h"
 #include "py_object.h"
 #include "py_products.h"
@@ -163,7 +163,7 @@ static PyObject *joints_run(joints_t *self, PyObject *args) {
 
 /* The joints of one step, and its prompts. */
 typedef struct {
-    fd_between_t contract; /* what the capsule points to */
+    fd_spart_layers_t contract; /* what the capsule points to */
     joints_t *joints;
     step_t step;
     fd_prompt_chunks_t *prompts; /* or NULL */
@@ -194,14 +194,14 @@ static PyObject *joints_between(joints_t *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &step, &prompts)) return NULL;
     between_t *between = PyMem_Calloc(1, sizeof *between);
     if (!between) return PyErr_NoMemory();
-    between->contract = (fd_between_t){between_run, NULL, between};
+    between->contract = (fd_spart_layers_t){between_run, NULL, between};
     bool good = read_step(self, step, &between->step);
     if (good && prompts != Py_None) {
         between->prompts = fd_py_prompt_chunks(prompts, self->act, &self->joints, between->step.rows.rows);
-        between->contract.while_asked = between_attend;
+        between->contract.compute_meanwhile = between_attend;
         good = between->prompts != NULL;
     }
-    if (good) capsule = PyCapsule_New(&between->contract, FD_BETWEEN_CAPSULE, between_free);
+    if (good) capsule = PyCapsule_New(&between->contract, FD_SPART_LAYERS_CAPSULE, between_free);
     if (!capsule) {
         PyMem_Free(between->prompts);
         PyMem_Free(between);
@@ -216,7 +216,7 @@ static PyMethodDef methods[] = {
     {"run", (PyCFunction)joints_run, METH_VARARGS,
      "run(layer, (x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads)): see fd_joint_run."},
     {"between", (PyCFunction)joints_between, METH_VARARGS,
-     "between(step, prompts): the capsule of between.h for the rows of a step."},
+     "between(step, prompts): the capsule of spart_layers.h for the rows of a step."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {

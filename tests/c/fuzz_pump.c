@@ -25,7 +25,7 @@ typedef struct {
     fd_layout_t y;
     int sock; /* the peer's end */
     uint8_t *region;
-    fd_port_t port; /* the R side uses only `down` */
+    fd_port_t port; /* the R side uses only `link` */
     fd_pump_t *pump;
     fd_carrier_t carrier;
     fd_link_t *link;
@@ -53,7 +53,7 @@ static void open_end(end_t *e, fd_side_t side) {
     e->sock = pair[0];
     e->region = new_region(&geometry);
     REQUIRE(fd_port_init(&e->port, e->region, &geometry, 20) == 0);
-    e->pump = fd_pump_new(side, e->region, &geometry, &e->port.down);
+    e->pump = fd_pump_new(side, e->region, &geometry, &e->port.link);
     REQUIRE(e->pump);
     if (side == FD_SIDE_R) {
         const fd_heads_t heads = fd_geometry_heads(&geometry);
@@ -74,8 +74,8 @@ static void close_end(end_t *e) {
     if (e->link) fd_engine_remove_link(engine, e->link);
     fd_pump_stop(e->pump);
     fd_pump_free(e->pump);
-    fd_down_close_fd(&e->port.down);
-    pthread_mutex_destroy(&e->port.down.lock);
+    fd_link_state_close_fd(&e->port.link);
+    pthread_mutex_destroy(&e->port.link.lock);
     free(e->region);
 }
 
@@ -143,8 +143,8 @@ static void expect_the_end(end_t *e) {
     shutdown(e->sock, SHUT_WR);
     while (receive_message(e, &m)) {
     } /* answers to the valid calls before */
-    await(e->port.down.fd);
-    REQUIRE(fd_is_down(&e->port.down) && e->port.down.reason[0]);
+    await(e->port.link.fd);
+    REQUIRE(fd_link_is_down(&e->port.link) && e->port.link.reason[0]);
     n_cut_off++;
 }
 
@@ -275,7 +275,7 @@ static void hostile_replies(input_t *in) {
         fd_port_await(&a, 1, PATIENCE_NS);
         if (what <= 2) {
             REQUIRE(a.result == FD_PORT_DOWN || what == 0);
-            REQUIRE(a.result != FD_PORT_DOWN || !strstr(e.port.down.reason, "has not come"));
+            REQUIRE(a.result != FD_PORT_DOWN || !strstr(e.port.link.reason, "has not come"));
             n_bad_replies += a.result == FD_PORT_DOWN;
             break;
         }

@@ -91,7 +91,7 @@ static int poll_cq(fd_ibv_cq_t *cq, int n, fd_ibv_wc_t *wc) {
 
 typedef struct {
     uint8_t *region;
-    fd_down_t down;
+    fd_link_state_t link;
     fd_poster_t *poster;
     device_t device;
 } end_t;
@@ -119,8 +119,8 @@ static void open_end(pair_t *p, end_t *e, end_t *other, fd_side_t side, uint32_t
     d->rkey = 0x22;
     d->max_message = max_message;
     d->depth = depth;
-    REQUIRE(fd_down_init(&e->down) == 0);
-    e->poster = fd_poster_new(side, e->region, &p->g, &e->down);
+    REQUIRE(fd_link_state_init(&e->link) == 0);
+    e->poster = fd_poster_new(side, e->region, &p->g, &e->link);
     REQUIRE(e->poster);
     fd_poster_ops.send(e->poster, 0, FD_ARM); /* does nothing before the start */
     fd_verbs_t verbs = {&d->qp, d->lkey, d->rkey, (uintptr_t)other->region, max_message, depth};
@@ -154,7 +154,7 @@ static void close_end(end_t *e) {
     fd_poster_reap(e->poster);
     REQUIRE(e->device.posts == posts);
     fd_poster_free(e->poster);
-    fd_down_close_fd(&e->down);
+    fd_link_state_close_fd(&e->link);
     free(e->region);
 }
 
@@ -245,7 +245,7 @@ static void steps_arrive_whole(uint32_t max_message, uint32_t depth, int steps) 
     pair_t p;
     open_pair(&p, max_message, depth);
     for (int i = 0; i < steps; i++) step(&p, (uint32_t)i % p.g.n_slots, 1 + (uint64_t)i / p.g.n_slots);
-    REQUIRE(!fd_is_down(&p.s.down) && !fd_is_down(&p.r.down));
+    REQUIRE(!fd_link_is_down(&p.s.link) && !fd_link_is_down(&p.r.link));
     REQUIRE(p.s.device.signalled > 0 && p.s.device.signalled <= p.s.device.requests * 4 / depth);
     close_pair(&p);
 }
@@ -277,12 +277,12 @@ static void error_is_named(int status, int refuse, const char *name) {
     send_arm(&p, 1, 1);
     fd_poster_reap(p.s.poster);
     char reason[256];
-    fd_down_reason(&p.s.down, reason);
-    REQUIRE(fd_is_down(&p.s.down));
+    fd_link_down_reason(&p.s.link, reason);
+    REQUIRE(fd_link_is_down(&p.s.link));
     if (!strstr(reason, name)) fprintf(stderr, "%s\n", reason), exit(1);
     uint64_t posts = p.s.device.posts;
     fd_poster_ops.send(p.s.poster, 0, FD_LAYER);
-    REQUIRE(p.s.device.posts == posts && !fd_is_down(&p.r.down));
+    REQUIRE(p.s.device.posts == posts && !fd_link_is_down(&p.r.link));
     close_pair(&p);
 }
 
@@ -297,11 +297,11 @@ static void ringing_again_finds_the_dead(void) {
         fd_poster_ops.probe(p.s.poster, 0, true);
         REQUIRE(!memcmp(before, slot_of(&p, &p.r, 0), sizeof before) && slot_of(&p, &p.r, 0)->arm_bell == number);
     }
-    REQUIRE(!fd_is_down(&p.s.down) && p.s.device.signalled >= 200);
+    REQUIRE(!fd_link_is_down(&p.s.link) && p.s.device.signalled >= 200);
     p.s.device.next_status = FD_IBV_WC_RETRY_EXC_ERR;
     fd_poster_ops.probe(p.s.poster, 0, true);
     fd_poster_reap(p.s.poster);
-    REQUIRE(fd_is_down(&p.s.down));
+    REQUIRE(fd_link_is_down(&p.s.link));
     close_pair(&p);
 }
 
@@ -315,7 +315,7 @@ static void meddling_is_noticed(void) {
     fd_poster_ops.send(p.r.poster, 0, FD_VERDICT); /* a refusal, which goes out */
     r->layer_reply = 1;
     fd_poster_ops.send(p.r.poster, 0, FD_REPLY);
-    REQUIRE(!fd_is_down(&p.r.down) && slot_of(&p, &p.s, 0)->layer_reply == 1);
+    REQUIRE(!fd_link_is_down(&p.r.link) && slot_of(&p, &p.s, 0)->layer_reply == 1);
     const uint64_t requests = p.r.device.requests;
     r->arm.n_attend_rows = 1; /* too late: the counts of the verdict hold */
     fd_poster_ops.send(p.r.poster, 0, FD_REPLY);
@@ -323,14 +323,14 @@ static void meddling_is_noticed(void) {
     put_step(&p, 0, 1);
     slot_of(&p, &p.s, 0)->arm.n_rows = 0xffffffff;
     fd_poster_ops.send(p.s.poster, 0, FD_ARM);
-    REQUIRE(fd_is_down(&p.s.down) && p.s.device.posts == 0);
+    REQUIRE(fd_link_is_down(&p.s.link) && p.s.device.posts == 0);
     close_pair(&p);
 }
 
 static void queue_too_short_for_a_message(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);
-    fd_poster_t *poster = fd_poster_new(FD_SIDE_S, p.s.region, &p.g, &p.s.down);
+    fd_poster_t *poster = fd_poster_new(FD_SIDE_S, p.s.region, &p.g, &p.s.link);
     fd_verbs_t verbs = {&p.s.device.qp, 0x11, 0x22, (uintptr_t)p.r.region, 4096, 16};
     REQUIRE(poster && fd_poster_start(poster, &verbs) == -1 && errno == EMSGSIZE);
     fd_poster_stop(poster);
