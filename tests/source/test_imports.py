@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,15 @@ def test_a_room_names_only_rooms_above_it(rooms: Rooms) -> None:
     for room, others in rooms.items():
         assert set(others) <= above
         above.add(room)
+
+
+def test_the_map_of_the_rooms_names_these_imports() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(?:fastdecode/)?(\w+)/` \|.*\| ([\w, ]*)\|$", page, re.MULTILINE)
+    table = {room: [other.strip() for other in imports.split(",") if other.strip()] for room, imports in rows}
+    assert {room: sorted(imports) for room, imports in table.items()} == {
+        room: sorted(imports) for room, imports in PYTHON.items()
+    }
 
 
 def test_python_imports_point_one_way() -> None:
