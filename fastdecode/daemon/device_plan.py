@@ -12,7 +12,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
 from fastdecode.engine.state.pages import PageGroups
-from fastdecode.spart.exchange.choice import BypassImpossible, Choice, choose_exchange
+from fastdecode.spart.exchange.choice import BypassImpossible, ChosenExchange, choose_exchange
 from fastdecode.spart.exchange.graph_table import size_class
 from fastdecode.spart.memory import graph_bytes, step_bytes
 from fastdecode.spart.prefill.prompt import staged_token_bytes
@@ -32,7 +32,7 @@ KERNEL_BYTES = 512 << 20
 _PROXY_SPIN_US = 2000
 
 
-def node_exchange(config: NodeConfig, device: torch.device, mini_batches: int) -> Choice:
+def node_exchange(config: NodeConfig, device: torch.device, mini_batches: int) -> ChosenExchange:
     """The exchange for --exchange. Raises ConfigError if that one cannot be used."""
     spin_us = _PROXY_SPIN_US if config.spin_us is None else config.spin_us
     try:

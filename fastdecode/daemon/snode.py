@@ -38,7 +38,7 @@ from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, SPart, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.checkpoints.config_file import open_source
-from fastdecode.spart.exchange.choice import Choice
+from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.int4.balance import balance_digest, balance_for
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.own_thread import in_own_thread
@@ -134,7 +134,7 @@ async def _serve(
     settings: ApiSettings,
     backend: Backend,
     model: Model | HFModel,
-    exchange: Choice,
+    exchange: ChosenExchange,
     api: ApiProcesses | list[socket.socket],
     split: Split,
     secret: bytes | None,

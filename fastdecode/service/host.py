@@ -15,8 +15,8 @@ from fastdecode.engine.state.request import EngineError, GenerationFailed, Token
 from fastdecode.service.client import Cancel, EngineClient, Request
 from fastdecode.service.messages import (
     FROM_API,
-    Answer,
     Ask,
+    AskResult,
     Close,
     Connection,
     Drain,
@@ -215,7 +215,7 @@ class EngineHost:
 
     async def _answer(self, ask: Ask) -> None:
         result = await getattr(self._engine, ask.method)(*ask.arguments)
-        self._connection.send(Answer(ask.question, msgspec.Raw(msgspec.msgpack.encode(result))))
+        self._connection.send(AskResult(ask.question, msgspec.Raw(msgspec.msgpack.encode(result))))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -75,7 +75,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Call a method of the EngineClient. The Answer has the same number."""
+    """Call a method of the EngineClient. The AskResult has the same number."""
 
     question: int
     method: Method
@@ -161,7 +161,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
             outlet.event(number, failure.error)
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class AskResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The answer to an Ask."""
 
     question: int
@@ -179,10 +179,10 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answer with a HeartbeatAnswer. An API process whose event loop hangs does not."""
+    """AskResult with a HeartbeatAnswer. An API process whose event loop hangs does not."""
 
 
-FromEngine = EngineLimits | Queued | NotQueued | Step | Answer | Drain | Close | Heartbeat
+FromEngine = EngineLimits | Queued | NotQueued | Step | AskResult | Drain | Close | Heartbeat
 FROM_ENGINE: Decoder[FromEngine] = Decoder(FromEngine)
 
 

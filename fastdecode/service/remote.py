@@ -14,8 +14,8 @@ from fastdecode.engine.state.request import EngineError, GenerationFailed, NotRe
 from fastdecode.service.client import Cancel, EngineStatus, Report, Request
 from fastdecode.service.messages import (
     FROM_ENGINE,
-    Answer,
     Ask,
+    AskResult,
     Close,
     Connection,
     Drain,
@@ -167,7 +167,7 @@ class RemoteEngine:
                 _resolve(self._queueing.get(first))
             case NotQueued(first, failure):
                 _fail(self._queueing.get(first), failure.error)
-            case Answer(question, result):
+            case AskResult(question, result):
                 _resolve(self._questions.get(question), result)
             case EngineLimits():
                 self._hello.set_result(message)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fastdecode.spart.decoder.decoder import SPart
     from fastdecode.spart.decoder.weights import Model
-    from fastdecode.spart.exchange.choice import Choice
+    from fastdecode.spart.exchange.choice import ChosenExchange
     from fastdecode.spart.hf.config import HFConfig
     from fastdecode.spart.hf.model import HFModel
     from fastdecode.spart.lora.files import Adapter
@@ -62,7 +62,7 @@ class Backend:
 
         return hf_linears(self.source.path)
 
-    def make_spart(self, model: Model | HFModel, links: Sequence[DataPath], exchange: Choice | None = None) -> SPart:
+    def make_spart(self, model: Model | HFModel, links: Sequence[DataPath], exchange: ChosenExchange | None = None) -> SPart:
         """The S-Part of a model that `load` returned; see SPart."""
         if self.name == "native":
             from fastdecode.spart.decoder.decoder import SPart

@@ -27,7 +27,7 @@ from fastdecode.spart.decoder.row_ops import RowHeads, make_row_ops
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.decoder.weights import MLP, Layer, Model
 from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_rows, make_exchange
-from fastdecode.spart.exchange.choice import Choice
+from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.exchange.heads import multiply_heads
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prefill.prompt import PromptCache, PromptChunk
@@ -44,11 +44,11 @@ class SPart:
     Steps of different slots may be interleaved; they must not run at the same time in several threads.
     """
 
-    def __init__(self, model: Model, links: Sequence[DataPath], exchange: Choice | None = None):
+    def __init__(self, model: Model, links: Sequence[DataPath], exchange: ChosenExchange | None = None):
         """`links` is used as it is, not copied: the caller may append or replace a link between steps. `exchange` None
         means the exchange that always works on the model's device."""
         self.model, self.links = model, links
-        self.exchange = exchange or Choice.plain(model.device)
+        self.exchange = exchange or ChosenExchange.plain(model.device)
         self._config, self._weights = model.config, model.weights
         self.timeline = Timeline()
         self._views: dict[tuple[int, int], SlotViews] = {}

@@ -34,7 +34,7 @@ class BypassImpossible(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenExchange:
     """The exchange of an S-Part."""
 
     name: str  # "direct", "staged" or "bypass"
@@ -47,7 +47,7 @@ class Choice:
         return f"{self.name} ({self.why})" if self.why else self.name
 
     @classmethod
-    def plain(cls, device: torch.device) -> Choice:
+    def plain(cls, device: torch.device) -> ChosenExchange:
         """The exchange that always works on a device."""
         return cls("direct" if device.type == "cpu" else "staged")
 
@@ -60,7 +60,7 @@ def choose_exchange(
     spin_us: int,
     *,
     whole_rows: bool = True,
-) -> Choice:
+) -> ChosenExchange:
     """The exchange for `wanted`: "auto", "staged" or "bypass". `whole_rows`: each row of a step goes to one R-node, not
     in parts to the members of a team.
 
@@ -70,19 +70,19 @@ def choose_exchange(
     if device.type == "cpu":
         if wanted != "auto":
             raise BypassImpossible(f"the exchange {wanted!r} is for GPUs, and the S-Part runs on the CPU")
-        return Choice.plain(device)
+        return ChosenExchange.plain(device)
     if wanted == "staged":
-        return Choice.plain(device)
+        return ChosenExchange.plain(device)
     try:
         if not whole_rows:
             raise BypassImpossible("its kernels do not cut rows for R-nodes that share sequences (--partition)")
         if device.type != "cuda":
             raise BypassImpossible(f"the bypass needs CUDA, and the S-Part runs on {device.type}")
-        return Choice("bypass", bypass=open_bypass(device, mini_batches, most_rows, spin_us))
+        return ChosenExchange("bypass", bypass=open_bypass(device, mini_batches, most_rows, spin_us))
     except (BypassImpossible, DriverError, CompileError) as error:
         if wanted == "bypass":
             raise BypassImpossible(f"the exchange 'bypass' cannot be used: {error}") from None
-        return Choice("staged", str(error))
+        return ChosenExchange("staged", str(error))
 
 
 def open_bypass(device: torch.device, mini_batches: int, most_rows: int, spin_us: int) -> Bypass:

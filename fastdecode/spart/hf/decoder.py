@@ -21,7 +21,7 @@ import torch
 from fastdecode.spart.decoder.decoder import SPart, StepRows
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.exchange import RowExchange, SlotViews, make_exchange
-from fastdecode.spart.exchange.choice import Choice
+from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.exchange.heads import heads_in
 from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.model import HFModel
@@ -33,12 +33,12 @@ from fastdecode.transports.base import DataPath, Pending
 class HFSPart(SPart):
     """A transformers model and the links to the R-nodes that hold its KV-cache; see SPart."""
 
-    def __init__(self, model: HFModel, links: Sequence[DataPath], exchange: Choice | None = None):
+    def __init__(self, model: HFModel, links: Sequence[DataPath], exchange: ChosenExchange | None = None):
         """`links` and `exchange` are those of SPart. If the model's own code makes the host wait for its device, the
         capture of its first step fails, and all steps are staged."""
         self.model: Any = model
         self.links = links
-        self.exchange = exchange or Choice.plain(model.device)
+        self.exchange = exchange or ChosenExchange.plain(model.device)
         self._config: Any = model.config
         self.timeline = Timeline()
         self._views: dict[tuple[int, int], SlotViews] = {}

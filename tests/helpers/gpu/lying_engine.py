@@ -33,7 +33,7 @@ from fastdecode.engine.state.request import SamplingParams
 from fastdecode.region.contract import REQUEST_OFFSET
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange.bypass import Bypass
-from fastdecode.spart.exchange.choice import Choice
+from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.exchange.stream_rows import Kernels
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
@@ -150,7 +150,7 @@ async def with_loss(directory: Path, nodes: Sequence[RNodeProcess], how: str) ->
             region.device + region.layout.slot(slot) + REQUEST_OFFSET for region in regions for slot in (0, 1)
         )
         with torch.inference_mode():  # torch makes no view of another tensor of the device in that mode
-            spart = SPart(model, links, Choice("bypass", bypass=bypass))
+            spart = SPart(model, links, ChosenExchange("bypass", bypass=bypass))
     of_lost = {regions[LOST].gate(slot).request for slot in (0, 1)}
     report: dict[str, Any] = {}
     armed, once = threading.Event(), threading.Lock()

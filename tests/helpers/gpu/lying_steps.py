@@ -142,12 +142,12 @@ async def with_links(
     from models.spart_steps import linked
 
     from fastdecode.spart import SPart
-    from fastdecode.spart.exchange.choice import Choice
+    from fastdecode.spart.exchange.choice import ChosenExchange
 
     with tempfile.TemporaryDirectory() as folder:
         async with linked(model, Path(folder), n_links, max_rows=128) as links:
             with torch.inference_mode():  # torch makes no view of another tensor of the device in that mode
-                choice = Choice("bypass", bypass=bypass) if bypass else None
+                choice = ChosenExchange("bypass", bypass=bypass) if bypass else None
                 spart = (make_spart or SPart)(model, links, choice)
             if left_out in ABANDONED:
                 abandon(spart, wait=left_out != "end")
