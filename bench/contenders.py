@@ -10,10 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from fastdecode.bench.decoding_in_parts import DecodingInParts
 from fastdecode.bench.load import Cell
 from fastdecode.bench.peer_process import CutOffError, PeerError, PeerProcess
 from fastdecode.bench.peers import ELEMENT_BYTES, Peer
-from fastdecode.daemon.decoding import DecodeShape, Decoding, kv_bytes
+from fastdecode.daemon.decoding import DecodeShape, kv_bytes
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 from fastdecode.transports.base import TransportError
@@ -47,7 +48,7 @@ class SplitSystem:
     def __init__(self, model: Model, urls: Sequence[str], kv_dtype: str, steps: int, mini_batches: int):
         self.name, self.kv_format = "fastdecode", kv_dtype
         self._model, self._urls, self._steps, self._mini_batches = model, urls, steps, mini_batches
-        self._decoding: Decoding | None = None
+        self._decoding: DecodingInParts | None = None
         self.r_threads, self.isa = 0, ""  # of the R-nodes, from the first cell on
 
     def shape(self, cell: Cell) -> DecodeShape:
@@ -65,7 +66,7 @@ class SplitSystem:
     async def start(self, cell: Cell, seconds: float, stop: asyncio.Event) -> None:
         end = time.perf_counter() + seconds
         try:
-            self._decoding = await Decoding.open(self._model, self._urls, self.shape(cell))
+            self._decoding = await DecodingInParts.open(self._model, self._urls, self.shape(cell))
         except (TransportError, ValueError) as error:
             raise PeerError(str(error)) from None
         links = self._decoding.links

@@ -32,7 +32,6 @@ from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_mod
 from fastdecode.spart.int4.balance import balance_for
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.text.calibration import calibration_tokens
-from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
@@ -146,6 +145,21 @@ async def _run(args: argparse.Namespace, cut_off_by: list[int]) -> dict[str, Any
         "tokens": ids.size - len(ids),
         "rows": rows,
     }
+
+
+def cut(tokenizer: Tokenizer, text: str, sequences: int, length: int) -> np.ndarray:
+    """The text's first tokens as ids [sequences, length], int. Each row begins with the tokenizer's begin token if it
+    has one.
+
+    Raises ValueError if the text is too short.
+    """
+    opening = tokenizer.encode("")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    body = length - len(opening)
+    if len(ids) < sequences * body:
+        raise ValueError(f"the text has {len(ids)} tokens; {sequences} sequences of {length} need {sequences * body}")
+    rows = np.array(ids[: sequences * body]).reshape(sequences, body)
+    return np.hstack([np.tile(np.array(opening, dtype=rows.dtype), (sequences, 1)), rows])
 
 
 def nats_per_token(model: Model, link: Link, ids: np.ndarray) -> float:

@@ -9,24 +9,21 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from fastdecode.daemon.kv_pages import KVPages
-from fastdecode.engine.runner import Runner, StepGenerator
+from fastdecode.engine.runner import Runner
 from fastdecode.engine.state.pages import blocks_for
 from fastdecode.engine.state.request import SamplingParams
-from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
-from fastdecode.region.geometry import geometry_tuple, region_layout
-from fastdecode.region.region import Region
+from fastdecode.region.contract import ROW_DTYPE
+from fastdecode.region.geometry import region_layout
 from fastdecode.spart import Model, SPart
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
-from fastdecode.transports._native import Port
 from fastdecode.transports.base import DataPath, Hello, Link
 from fastdecode.transports.registry import connect
 
@@ -93,20 +90,6 @@ class Round(NamedTuple):
     busy: float  # the longest work of an R-node, by its own clock
 
 
-class _Loopback(DataPath):
-    """Replaces a link while the S-Part is timed alone: its region has the same layout, and every message is answered at
-    once."""
-
-    def __init__(self, link: Link):
-        self._own_region = Region.create(link.geometry)
-        port = Port(self._own_region.view, geometry_tuple(link.geometry), 0, loopback=True)
-        super().__init__(link.url, self._own_region, port)
-
-    def close(self) -> None:
-        self.port.close()
-        self._own_region.close()
-
-
 class Decoding:
     """Sequences that decode in mini-batches, spread evenly over links to R-nodes."""
 
@@ -118,10 +101,9 @@ class Decoding:
         make_spart: Callable[[Any, Sequence[DataPath]], SPart] = SPart,
     ):
         self.model, self.links, self.shape = model, links, shape
-        self._make_spart = make_spart
+        self.make_spart = make_spart
         self.spart = make_spart(model, links)
         self._runner: Runner | None = None
-        self._loopbacks: list[_Loopback] = []
         # (link, seq_index) of every sequence: neighbours are on different links; each mini-batch is sorted by link.
         everyone = [(i % len(links), i // len(links)) for i in range(shape.batch)]
         self.mini_batches = [sorted(everyone[i :: shape.mini_batches]) for i in range(shape.mini_batches)]
@@ -133,7 +115,7 @@ class Decoding:
         urls: Sequence[str],
         shape: DecodeShape,
         make_spart: Callable[[Any, Sequence[DataPath]], SPart] = SPart,
-    ) -> Decoding:
+    ) -> Self:
         """Connect to the R-nodes at `urls` and lease as much as the shape needs. Raises TransportError, and ValueError
         if one has too few KV pages."""
         hello = shape.hello(model, len(urls))
@@ -144,11 +126,6 @@ class Decoding:
             if lease.n_pages < needed:
                 raise ValueError(f"{link.url} grants {lease.n_pages} KV pages, this batch and context need {needed}")
         return cls(model, links, shape, make_spart)
-
-    @cached_property
-    def _s_alone(self) -> SPart:
-        self._loopbacks += map(_Loopback, self.links)
-        return self._make_spart(self.model, self._loopbacks)
 
     @property
     def runner(self) -> Runner:
@@ -166,8 +143,6 @@ class Decoding:
         self.end_runner()
         for link in self.links:
             await link.close()
-        for path in self._loopbacks:
-            path.close()
         self.spart.forget_expert_load()
 
     async def fill(self, go_on: Callable[[], bool] = lambda: True, *, progress: bool = True) -> bool:
@@ -204,7 +179,8 @@ class Decoding:
         for index, seq_index in (s for batch in self.mini_batches for s in batch):
             await self.links[index].trim(seq_index, 1, self.shape.context)
 
-    def _batch(self, slot: int, step: int) -> StepBatch:
+    def batch(self, slot: int, step: int) -> StepBatch:
+        """A step of a mini-batch, which draws a token of each of its sequences."""
         vocab, at = self.model.shape.vocab_size, self.shape.context + step
         specs = [SampleSpec(self.shape.temperature, seed=i, index=step) for i in range(len(self.mini_batches[slot]))]
         return StepBatch(
@@ -222,7 +198,7 @@ class Decoding:
         async def drive(slot: int) -> None:
             nonlocal waited, busy
             for step in range(steps or self.shape.steps):
-                output = await self.runner.submit(self.spart.step(self._batch(slot, step)))
+                output = await self.runner.submit(self.spart.step(self.batch(slot, step)))
                 waited += output.r_wait_seconds
                 busy += 1e-9 * max(times.busy_ns for times in output.link_costs.values())
 
@@ -231,44 +207,3 @@ class Decoding:
         elapsed = time.perf_counter() - start
         await self.trim()
         return Round(elapsed, waited, busy)
-
-    async def s_round(self) -> float:
-        """Seconds of a round of the S-Part alone, one mini-batch after the other and in the thread of the split
-        system."""
-        start = time.perf_counter()
-        await self.runner.submit(self._s_steps())
-        return time.perf_counter() - start
-
-    def _s_steps(self) -> StepGenerator:
-        for step in range(self.shape.steps):
-            for slot in range(self.shape.mini_batches):
-                yield from self._s_alone.step(self._batch(slot, step))
-
-    async def r_round(self) -> float:
-        """Seconds of a round of the R-Part alone, with a call in progress in every slot."""
-        elapsed = await asyncio.to_thread(self._r_steps)
-        await self.trim()
-        return elapsed
-
-    def _r_steps(self) -> float:
-        layers = self.links[0].geometry.n_layers
-        start = time.perf_counter()
-        for step in range(self.shape.steps):
-            busy = []
-            for slot, batch in enumerate(self.mini_batches):
-                for index, link in enumerate(self.links):
-                    rows = [
-                        (seq_index, 1, self.shape.context + step, 1, ROW_ATTEND, 0)
-                        for i, seq_index in batch
-                        if i == index
-                    ]
-                    if rows:
-                        link.arm(slot, np.array(rows, ROW_DTYPE))
-                        busy.append((slot, link))
-            for layer in range(layers):
-                for slot, link in busy:
-                    link.wait(slot, _TIMEOUT)  # for the verdict or for the layer before
-                    link.ring(slot, layer)
-            for slot, link in busy:
-                link.wait(slot, _TIMEOUT)
-        return time.perf_counter() - start

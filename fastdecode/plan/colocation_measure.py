@@ -7,7 +7,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
+from fastdecode.bench.decoding_in_parts import DecodingInParts
+from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Round
 from fastdecode.plan.children import r_node
 from fastdecode.plan.colocation import Colocation
 from fastdecode.plan.model import PlannedModel
@@ -90,7 +91,7 @@ async def _rounds(
         each = max(1, threads // load.r_nodes), int(_HEADROOM * memory) + _MORE_MEMORY
         urls = [stack.enter_context(r_node("shm", *each)) for _ in range(load.r_nodes)]
         shape = DecodeShape(sequences, load.context, _STEPS, mini_batches, load.kv_dtype, USUAL_TEMPERATURE)
-        decoding = await Decoding.open(model, urls, shape)
+        decoding = await DecodingInParts.open(model, urls, shape)
         try:
             await decoding.fill()
             await decoding.split_round()

@@ -62,7 +62,9 @@ class Backend:
 
         return hf_linears(self.source.path)
 
-    def make_spart(self, model: Model | HFModel, links: Sequence[DataPath], exchange: ChosenExchange | None = None) -> SPart:
+    def make_spart(
+        self, model: Model | HFModel, links: Sequence[DataPath], exchange: ChosenExchange | None = None
+    ) -> SPart:
         """The S-Part of a model that `load` returned; see SPart."""
         if self.name == "native":
             from fastdecode.spart.decoder.decoder import SPart

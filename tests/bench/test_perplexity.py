@@ -13,10 +13,9 @@ import pytest
 import torch
 from nodes.rnode_process import RNodeProcess
 
-from fastdecode.bench.perplexity import nats_per_token
+from fastdecode.bench.perplexity import cut, nats_per_token
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model
-from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.registry import connect
 

@@ -16,11 +16,11 @@ from attention import kv_accuracy as accuracy
 from attention.kernel_budget import BF16, FLOATS, INT7, INT8, INT16, budget
 from nodes.rnode_process import RNodeProcess
 
+from fastdecode.bench.perplexity import cut
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import load_model
-from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.registry import connect
 

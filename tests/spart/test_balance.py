@@ -12,7 +12,7 @@ import torch
 from attention.kv_accuracy import rotated
 from nodes.rnode_process import RNodeProcess
 
-from fastdecode.bench.perplexity import nats_per_token
+from fastdecode.bench.perplexity import cut, nats_per_token
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model
 from fastdecode.spart.int4.balance import (
@@ -24,7 +24,6 @@ from fastdecode.spart.int4.balance import (
     hadamard_matrix,
 )
 from fastdecode.text.calibration import calibration_tokens
-from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.base import Rotated
 from fastdecode.transports.registry import connect
