@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from aiohttp import web
 
@@ -187,46 +188,19 @@ class Runs:
         generation, answer = prepared.generation, prepared.answer
         headers = {"X-Request-Id": request_id(request) or answer.id, **notes().headers}
         events = EventStream(request, headers, named=answer.named_events)
-        chunks = Chunks(answer, generation, run.choices)
-        without_lane: dict[int, ByteDetokenizer] = {}
-        if not run.names_tokens:  # else each event is followed by its token
-            without_lane = {choice.index: direct for choice in run.choices if (direct := choice.direct) is not None}
-
-        def write(index: int, piece: Piece) -> bool:
-            if events.full:
-                return False
-            events.write(marked(index, piece))
-            if index in without_lane and (around := chunks.around_text(index)) is not None:
-                detokenizer = without_lane.pop(index)
-                run.open_lane(index, Lane(events, around, detokenizer, self._texts, lambda: run.is_read))
-            return True
-
-        def marked(index: int, piece: Piece) -> bytes:
-            chunk = chunks.events(index, piece)
-            return chunk + token_mark(index, piece.tokens) if piece.tokens else chunk
-
-        def leave() -> None:
-            events.write(mark(f"{LEAVING} {self.hand_over_url}" if self.hand_over_url else LEAVING))
-
+        stream = _ChoiceStream(events, Chunks(answer, generation, run.choices), run, self._texts)
         await events.open()
         if run.names_tokens:
             events.write(mark({"id": answer.id, "created": answer.created, "seed": generation.sampling.seed}))
-            run.leave = leave
+            run.leave = partial(events.write, mark(f"{LEAVING} {self.hand_over_url or ''}".rstrip()))
             if self.closing:
-                leave()
+                run.leave()
         try:
             if not (resume is not None and resume.begun):
                 events.send(answer.begin())
             if run.names_tokens:
                 events.write(mark([]))
-            run.offer_to(write)
-            while (ready := await run.pieces(self.keep_alive_seconds - events.quiet_seconds)) is not None:
-                for index, pieces in ready.items():
-                    for piece in pieces:
-                        events.write(marked(index, piece))
-                if events.quiet_seconds >= self.keep_alive_seconds:
-                    events.keep_alive()
-                await events.drain()
+            await stream.write_all(self.keep_alive_seconds)
         except (EngineError, ApiError) as error:
             await events.fail(answer.failure(error if isinstance(error, ApiError) else from_engine(error)))
             return events.response
@@ -240,6 +214,44 @@ class Runs:
         events.send(answer.end(usage(run.choices, generation.n), wanted=generation.include_usage))
         await events.done()
         return events.response
+
+
+class _ChoiceStream:
+    """Writes the pieces of a run's choices to a stream, and opens a lane to each choice that can take one."""
+
+    def __init__(self, events: EventStream, chunks: Chunks, run: Run, texts: dict[int, bytes]):
+        """`texts`: see Lane."""
+        self._events, self._chunks, self._run, self._texts = events, chunks, run, texts
+        self._without_lane: dict[int, ByteDetokenizer] = {}
+        if not run.names_tokens:  # else each event is followed by its token
+            self._without_lane = {choice.index: direct for choice in run.choices if (direct := choice.direct)}
+
+    async def write_all(self, keep_alive_seconds: float) -> None:
+        """Write all pieces to come, and a comment after each `keep_alive_seconds` without one."""
+        events, run = self._events, self._run
+        run.offer_to(self._offer)
+        while (ready := await run.pieces(keep_alive_seconds - events.quiet_seconds)) is not None:
+            for index, pieces in ready.items():
+                for piece in pieces:
+                    self._write(index, piece)
+            if events.quiet_seconds >= keep_alive_seconds:
+                events.keep_alive()
+            await events.drain()
+
+    def _offer(self, index: int, piece: Piece) -> bool:
+        """Write a piece at once, unless the client leaves too much unread: then this returns False."""
+        if self._events.full:
+            return False
+        self._write(index, piece)
+        if index in self._without_lane and (around := self._chunks.around_text(index)) is not None:
+            detokenizer = self._without_lane.pop(index)
+            lane = Lane(self._events, around, detokenizer, self._texts, lambda: self._run.is_read)
+            self._run.open_lane(index, lane)
+        return True
+
+    def _write(self, index: int, piece: Piece) -> None:
+        events = self._chunks.events(index, piece)
+        self._events.write(events + token_mark(index, piece.tokens) if piece.tokens else events)
 
 
 def _best(choices: Sequence[Choice], candidates: int, n: int) -> list[Choice]:
