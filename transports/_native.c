@@ -10,8 +10,7 @@ static PyMethodDef functions[] = {
 };
 
 static int module_exec(PyObject *module) {
-    PyType_Spec *const specs[] = {&fd_py_port_spec, &fd_py_group_spec, &fd_py_proxy_spec, &fd_py_pump_spec,
-                                  &fd_py_poster_spec};
+    PyType_Spec *const specs[] = {&fd_py_port_spec, &fd_py_r_port_spec, &fd_py_group_spec, &fd_py_proxy_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromSpec(specs[i]);
         if (!type || PyModule_AddType(module, (PyTypeObject *)type)) {

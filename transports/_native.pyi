@@ -157,50 +157,30 @@ class Proxy:
         """
 
 @final
-class Pump:
-    """The R side of a link's data path over a stream socket. Keeps the region mapped until `close`."""
+class RPort:
+    """The R side of a link's data path over a stream socket, or with `rdma` through a queue pair. Keeps the region
+    mapped until `close`."""
 
-    def __init__(self, region: Buffer, geometry: _Geometry) -> None: ...
+    def __init__(self, region: Buffer, geometry: _Geometry, *, rdma: bool = False) -> None: ...
     @property
     def carrier(self) -> object:
-        """The PyCapsule "fastdecode.carrier" for LinkService.open_link. The capsule keeps the pump alive."""
+        """The PyCapsule "fastdecode.carrier" for LinkService.open_link. The capsule keeps the port alive."""
     @property
     def down_fd(self) -> int:
-        """An eventfd, readable once the data connection has ended."""
+        """An eventfd, readable once the connection has ended or failed."""
     @property
     def reason(self) -> str | None:
-        """Why the data connection ended; None while it has not."""
-    def start(self, data_fd: int, wake_fd: int, /) -> None:
-        """Start to move messages over a connected stream socket.
+        """Why the connection has ended; None while it has not."""
+    def start(self, *, data_fd: int = -1, wake_fd: int = -1, verbs: _Verbs = ...) -> None:
+        """Start to move messages.
 
-        The Pump owns `data_fd`, even if this raises OSError. `wake_fd`, the R-engine's eventfd, stays open until
-        `close` returns.
-        """
-    def close(self) -> None:
-        """Shut the connection down and join the threads. Idempotent."""
-
-@final
-class Poster:
-    """The R side of an RDMA link's data path. Keeps the region mapped until `close`."""
-
-    def __init__(self, region: Buffer, geometry: _Geometry) -> None: ...
-    @property
-    def carrier(self) -> object:
-        """The PyCapsule "fastdecode.carrier" for LinkService.open_link. The capsule keeps the poster alive."""
-    @property
-    def down_fd(self) -> int:
-        """An eventfd, readable once the connection has failed."""
-    @property
-    def reason(self) -> str | None:
-        """Why the connection failed; None while it has not."""
-    def start(self, verbs: _Verbs, /) -> None:
-        """Start to send replies through a queue pair, which stays connected until `close` returns.
-
-        Raises ValueError, OSError.
+        TCP: over `data_fd`, a connected stream socket that the port owns, even if this raises OSError. `wake_fd`, the
+        R-engine's eventfd, stays open until `close` returns. RDMA: through a queue pair, which stays connected until
+        `close` returns. Raises TypeError (not what the port was made for), ValueError, OSError.
         """
     def reap(self) -> None:
-        """Take all completions from the queue. A completion with an error ends the connection."""
+        """RDMA: take all completions from the queue. A completion with an error ends the connection."""
     def kill(self, reason: str, /) -> None:
         """Mark the connection as failed. The first reason stays."""
     def close(self) -> None:
-        """Stop all access to the region and the queue pair. Idempotent."""
+        """End the connection, join the threads and let go of the region and the queue pair. Idempotent."""

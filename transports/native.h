@@ -29,6 +29,6 @@ int fd_py_verbs(PyObject *object, void *out);
 /* The function verbs_fds of _native.pyi. */
 PyObject *fd_py_verbs_fds(PyObject *module, PyObject *args);
 
-extern PyType_Spec fd_py_port_spec, fd_py_group_spec, fd_py_proxy_spec, fd_py_pump_spec, fd_py_poster_spec;
+extern PyType_Spec fd_py_port_spec, fd_py_r_port_spec, fd_py_group_spec, fd_py_proxy_spec;
 
 #endif

@@ -1,4 +1,5 @@
-/* The type Port of fastdecode.transports._native: the S side's data path. */
+/* The types Port and RPort of fastdecode.transports._native: the data path at the S side and at the R side of a link.
+ */
 #include "py_port.h"
 
 #include <structmember.h>
@@ -19,6 +20,44 @@ PyObject *fd_py_down_reason(fd_link_state_t *link) {
     return fd_py_text(reason);
 }
 
+/* ---- life ---- */
+
+/* An open port without a carrier. NULL with an exception. */
+static PortObject *make(PyTypeObject *type, PyObject *region, const fd_geometry_t *g, fd_side_t side,
+                        uint32_t spin_us) {
+    PortObject *self = (PortObject *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->side = side;
+    if (fd_py_region(region, g, &self->region)) goto fail;
+    if (fd_port_init(&self->port, self->region.buf, g, spin_us)) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        PyBuffer_Release(&self->region);
+        goto fail;
+    }
+    self->open = true;
+    return self;
+fail:
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* Gives the port a pump or a poster, which `start` starts. False with MemoryError. */
+static bool make_carrier(PortObject *self, bool rdma) {
+    fd_port_t *port = &self->port;
+    if (rdma) self->poster = fd_poster_new(self->side, port->region, &port->geometry, &port->link);
+    else self->pump = fd_pump_new(self->side, port->region, &port->geometry, &port->link);
+    port->carrier = rdma ? (fd_carrier_t){&fd_poster_ops, self->poster} : (fd_carrier_t){&fd_pump_ops, self->pump};
+    if (!port->carrier.self) PyErr_NoMemory();
+    return port->carrier.self != NULL;
+}
+
+/* False with OSError. */
+static bool start(PortObject *self, int data_fd, int wake_fd, const fd_verbs_t *verbs) {
+    const int failed = self->pump ? fd_pump_start(self->pump, data_fd, wake_fd) : fd_poster_start(self->poster, verbs);
+    if (failed) PyErr_SetFromErrno(PyExc_OSError);
+    return !failed;
+}
+
 static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"region", "geometry", "spin_us",  "wake_fd", "data_fd",
                             "verbs",  "loopback", "stand_in", NULL};
@@ -30,60 +69,56 @@ static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&I|$iiO&pO:Port", names, &region, fd_py_geometry, &g, &spin_us,
                                      &wake_fd, &data_fd, fd_py_verbs, &verbs, &loopback, &stand_in))
         return NULL;
-    if ((wake_fd >= 0) + (data_fd >= 0) + (verbs.qp != NULL) + loopback != 1) {
-        PyErr_SetString(
+    if ((wake_fd >= 0) + (data_fd >= 0) + (verbs.qp != NULL) + loopback != 1)
+        return PyErr_Format(
             PyExc_TypeError,
             "a port needs exactly one of wake_fd (shared memory), data_fd (TCP), verbs (RDMA) and loopback");
-        return NULL;
-    }
     const fd_stand_in_t *engine = NULL;
     if (stand_in != Py_None && !(engine = PyCapsule_GetPointer(stand_in, FD_STAND_IN_CAPSULE))) return NULL;
-    if (engine && wake_fd < 0) {
-        PyErr_SetString(PyExc_TypeError, "stand_in is for shared memory: it needs wake_fd");
-        return NULL;
-    }
-    PortObject *self = (PortObject *)type->tp_alloc(type, 0);
+    if (engine && wake_fd < 0) return PyErr_Format(PyExc_TypeError, "stand_in is for shared memory: it needs wake_fd");
+    PortObject *self = make(type, region, &g, FD_SIDE_S, spin_us);
     if (!self) return NULL;
-    if (fd_py_region(region, &g, &self->region)) goto fail;
-    if (fd_port_init(&self->port, self->region.buf, &g, spin_us)) {
-        PyErr_SetFromErrno(PyExc_OSError);
-        PyBuffer_Release(&self->region);
-        goto fail;
-    }
-    self->open = true;
     self->shm = (fd_shm_s_t){self->region.buf, wake_fd, engine};
     self->stand_in = engine ? Py_NewRef(stand_in) : NULL;
     if (loopback) self->port.carrier = (fd_carrier_t){&fd_loopback_ops, &self->port};
     else self->port.carrier = (fd_carrier_t){engine ? &fd_shm_s_ops_standing_in : &fd_shm_s_ops, &self->shm};
-    if (data_fd >= 0) {
-        self->pump = fd_pump_new(FD_SIDE_S, self->region.buf, &g, &self->port.link);
-        if (!self->pump) {
-            PyErr_NoMemory();
-            goto fail;
-        }
-        self->port.carrier = (fd_carrier_t){&fd_pump_ops, self->pump};
-        if (fd_pump_start(self->pump, data_fd, -1)) {
-            PyErr_SetFromErrno(PyExc_OSError);
-            goto fail;
-        }
-    }
-    if (verbs.qp) {
-        self->poster = fd_poster_new(FD_SIDE_S, self->region.buf, &g, &self->port.link);
-        self->port.carrier = (fd_carrier_t){&fd_poster_ops, self->poster};
-        if (!self->poster || fd_poster_start(self->poster, &verbs)) {
-            PyErr_SetFromErrno(PyExc_OSError);
-            goto fail;
-        }
-    }
-    return (PyObject *)self;
-fail:
+    const bool wire = data_fd >= 0 || verbs.qp;
+    if (!wire || (make_carrier(self, verbs.qp != NULL) && start(self, data_fd, -1, &verbs))) return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
 }
 
+static PyObject *r_port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"region", "geometry", "rdma", NULL};
+    PyObject *region;
+    fd_geometry_t g;
+    int rdma = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&|$p:RPort", names, &region, fd_py_geometry, &g, &rdma))
+        return NULL;
+    PortObject *self = make(type, region, &g, FD_SIDE_R, 0);
+    if (self && !make_carrier(self, rdma)) Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static PyObject *r_port_start(PortObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"data_fd", "wake_fd", "verbs", NULL};
+    int data_fd = -1, wake_fd = -1;
+    fd_verbs_t verbs = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iiO&:start", names, &data_fd, &wake_fd, fd_py_verbs, &verbs))
+        return NULL;
+    if ((data_fd >= 0) != (self->pump != NULL) || (verbs.qp != NULL) != (self->poster != NULL))
+        return PyErr_Format(PyExc_TypeError, "a port starts with data_fd and wake_fd (TCP) or with verbs (RDMA)");
+    if (!start(self, data_fd, wake_fd, &verbs)) return NULL;
+    Py_RETURN_NONE;
+}
+
+static void kill_port(PortObject *self, const char *reason) {
+    fd_link_stop(&self->port.link, self->side, self->port.region, &self->port.geometry, reason);
+}
+
 /* Takes the port down, joins its threads, waits until no thread is inside a method and releases the region. */
 static void port_stop(PortObject *self) {
-    fd_port_kill(&self->port, "the link was closed");
+    kill_port(self, "the link was closed");
     Py_BEGIN_ALLOW_THREADS
     if (self->pump) fd_pump_stop(self->pump);
     if (self->poster) fd_poster_stop(self->poster);
@@ -104,6 +139,8 @@ static void port_dealloc(PortObject *self) {
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
 }
+
+/* ---- methods ---- */
 
 bool fd_py_port_enter(PortObject *self) {
     if (!self->open) return false;
@@ -146,7 +183,7 @@ static PyObject *port_probe(PortObject *self, PyObject *unused) {
 static PyObject *port_kill(PortObject *self, PyObject *arg) {
     const char *reason = PyUnicode_AsUTF8(arg);
     if (!reason) return NULL;
-    if (self->open) fd_port_kill(&self->port, reason);
+    if (self->open) kill_port(self, reason);
     Py_RETURN_NONE;
 }
 
@@ -157,10 +194,27 @@ static PyObject *port_close(PortObject *self, PyObject *unused) {
 
 static PyObject *port_get_reason(PortObject *self, void *closure) { return fd_py_down_reason(&self->port.link); }
 
+static void capsule_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
+
+/* The capsule keeps the object alive: an R-engine thread may use the carrier until its link is closed. */
+static PyObject *port_get_carrier(PortObject *self, void *closure) {
+    PyObject *capsule = PyCapsule_New(&self->port.carrier, FD_CARRIER_CAPSULE, capsule_free);
+    if (capsule) PyCapsule_SetContext(capsule, Py_NewRef(self));
+    return capsule;
+}
+
 static PyMethodDef port_methods[] = {
     {"poison", (PyCFunction)port_poison, METH_NOARGS, NULL}, {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
     {"probe", (PyCFunction)port_probe, METH_NOARGS, NULL},   {"kill", (PyCFunction)port_kill, METH_O, NULL},
     {"close", (PyCFunction)port_close, METH_NOARGS, NULL},   {0},
+};
+
+static PyMethodDef r_port_methods[] = {
+    {"start", (PyCFunction)(void (*)(void))r_port_start, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
+    {"kill", (PyCFunction)port_kill, METH_O, NULL},
+    {"close", (PyCFunction)port_close, METH_NOARGS, NULL},
+    {0},
 };
 
 static PyMemberDef port_members[] = {
@@ -170,22 +224,28 @@ static PyMemberDef port_members[] = {
 
 static PyGetSetDef port_getset[] = {
     {"reason", (getter)port_get_reason, NULL, NULL, NULL},
+    {"carrier", (getter)port_get_carrier, NULL, NULL, NULL},
     {0},
 };
 
-static PyType_Slot port_slots[] = {
-    {Py_tp_doc, "The S side of a link's data path; see _native.pyi."},
-    {Py_tp_new, port_new},
-    {Py_tp_dealloc, port_dealloc},
-    {Py_tp_methods, port_methods},
-    {Py_tp_members, port_members},
-    {Py_tp_getset, port_getset},
-    {0, NULL},
-};
+#define PORT_SPEC(type, doc, new, methods)                                                                             \
+    {                                                                                                                  \
+        .name = "fastdecode.transports._native." type,                                                                 \
+        .basicsize = sizeof(PortObject),                                                                               \
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,                                                        \
+        .slots =                                                                                                       \
+            (PyType_Slot[]){                                                                                           \
+                {Py_tp_doc, doc},                                                                                      \
+                {Py_tp_new, new},                                                                                      \
+                {Py_tp_dealloc, port_dealloc},                                                                         \
+                {Py_tp_methods, methods},                                                                              \
+                {Py_tp_members, port_members},                                                                         \
+                {Py_tp_getset, port_getset},                                                                           \
+                {0, NULL},                                                                                             \
+            },                                                                                                         \
+    }
 
-PyType_Spec fd_py_port_spec = {
-    .name = "fastdecode.transports._native.Port",
-    .basicsize = sizeof(PortObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = port_slots,
-};
+PyType_Spec fd_py_port_spec =
+    PORT_SPEC("Port", "The S side of a link's data path; see _native.pyi.", port_new, port_methods);
+PyType_Spec fd_py_r_port_spec =
+    PORT_SPEC("RPort", "The R side of a TCP or RDMA link's data path; see _native.pyi.", r_port_new, r_port_methods);

@@ -1,4 +1,4 @@
-/* The Port object, which py_port.c and py_group.c share. */
+/* The object of both ends of a link, which py_port.c and py_group.c share. */
 #ifndef FD_PY_PORT_H
 #define FD_PY_PORT_H
 
@@ -6,13 +6,14 @@
 
 typedef struct {
     PyObject_HEAD
+    fd_side_t side;
     bool open;           /* the object holds the region; changes under the GIL */
     uint32_t inside;     /* number of threads in a method that uses the region without the GIL */
     fd_pump_t *pump;     /* TCP; else NULL */
     fd_poster_t *poster; /* RDMA; else NULL */
     fd_shm_s_t shm;
     PyObject *stand_in; /* the capsule of shm.stand_in; else NULL */
-    fd_port_t port;
+    fd_port_t port;     /* at the R side only its region, link and carrier */
     Py_buffer region;
 } PortObject;
 

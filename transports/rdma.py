@@ -30,7 +30,7 @@ from fastdecode.region.geometry import geometry_tuple
 from fastdecode.region.region import Region
 
 from . import handshake, tcp
-from ._native import Port, Poster
+from ._native import Port, RPort
 from .base import Hello, Link, LinkDown, LinkGrant, LinkRefused, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .link import RegionLink
@@ -137,11 +137,11 @@ class _RdmaCarrier(Carrier):
     def __init__(self, region: Region, *, address: Address):
         self._region = region
         self._address = address
-        self._poster = Poster(region.view, geometry_tuple(region.geometry))
+        self._port = RPort(region.view, geometry_tuple(region.geometry), rdma=True)
         self._endpoint: Endpoint | None = None
         self._detached = False
-        self.carrier = self._poster.carrier
-        self.down_fd = self._poster.down_fd
+        self.carrier = self._port.carrier
+        self.down_fd = self._port.down_fd
 
     async def attach(self, conn: FrameSocket, grant: LinkGrant) -> None:
         peer = await conn.read()
@@ -149,8 +149,8 @@ class _RdmaCarrier(Carrier):
             raise ProtocolError(f"expected ENDPOINT, got {peer.TYPE}")
         endpoint = self._open_endpoint(conn)
         with _refuse_on_error():
-            self._poster.start(endpoint.connect(peer))
-        endpoint.watch(self._poster.reap, self._poster.kill)
+            self._port.start(verbs=endpoint.connect(peer))
+        endpoint.watch(self._port.reap, self._port.kill)
         await conn.write(endpoint.description)
 
     def _open_endpoint(self, conn: FrameSocket) -> Endpoint:
@@ -164,7 +164,7 @@ class _RdmaCarrier(Carrier):
             raise LinkDown("the link has ended")
 
     def reason(self) -> str:
-        return self._poster.reason or "the RDMA connection ended"
+        return self._port.reason or "the RDMA connection ended"
 
     def detach(self) -> None:
         self._detached = True
@@ -172,7 +172,7 @@ class _RdmaCarrier(Carrier):
             self._endpoint.unwatch()
 
     def close(self) -> None:
-        self._poster.close()
+        self._port.close()
         if self._endpoint:
             self._endpoint.close()
 

@@ -204,7 +204,7 @@ class Endpoint:
         )
 
     def connect(self, peer: EndpointMessage) -> tuple[int, int, int, int, int, int, int]:
-        """Connect to the peer's queue pair. Returns the argument for Port and Poster.start (see _native.pyi).
+        """Connect to the peer's queue pair. Returns `verbs` of Port and of RPort.start (see _native.pyi).
 
         Raises TransportError.
         """

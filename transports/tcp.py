@@ -19,7 +19,7 @@ from fastdecode.region.geometry import geometry_tuple
 from fastdecode.region.region import Region
 
 from . import handshake
-from ._native import Port, Pump
+from ._native import Port, RPort
 from .base import Hello, Link, LinkDown, LinkGrant, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .link import RegionLink
@@ -112,18 +112,18 @@ class PumpCarrier(Carrier):
     """A region and a C pump, which moves calls and replies over the data connection, a connected stream socket."""
 
     def __init__(self, region: Region):
-        self._pump = Pump(region.view, geometry_tuple(region.geometry))
-        self.carrier = self._pump.carrier
-        self.down_fd = self._pump.down_fd
+        self._port = RPort(region.view, geometry_tuple(region.geometry))
+        self.carrier = self._port.carrier
+        self.down_fd = self._port.down_fd
 
     async def attach(self, conn: FrameSocket, grant: LinkGrant) -> None:
-        self._pump.start(conn.sock.detach(), grant.wake_fd)
+        self._port.start(data_fd=conn.sock.detach(), wake_fd=grant.wake_fd)
 
     def reason(self) -> str:
-        return self._pump.reason or "the data connection ended"
+        return self._port.reason or "the data connection ended"
 
     def close(self) -> None:
-        self._pump.close()
+        self._port.close()
 
 
 class TcpControlServer(ControlServer):
