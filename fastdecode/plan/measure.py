@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import uvloop
@@ -76,21 +75,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure, print and save a profile. Raises ValueError, OSError, RuntimeError, TransportError."""
     directory = NodeConfig(model=args.model).model_path() or model_dir()
-    profile = uvloop.run(
-        measure(
-            directory,
-            rows=sorted(set(args.rows)),
-            kv_dtypes=args.kv_dtype or ["fp16", "int8", "int4"],
-            groups=args.group,
-            kv_bytes=args.kv_bytes,
-            transports=args.transport or ["shm", "tcp"],
-            r_nodes=args.r_node,
-            seconds=args.seconds,
-            s_threads=args.s_threads,
-            r_threads=args.r_threads,
-            colocated_loads=_loads(read_model(directory), args),
-        )
+    settings = ProfileSettings(
+        rows=sorted(set(args.rows)),
+        kv_dtypes=args.kv_dtype or ["fp16", "int8", "int4"],
+        kv_bytes=args.kv_bytes,
+        seconds=args.seconds,
+        groups=args.group,
+        transports=args.transport or ["shm", "tcp"],
+        r_nodes=args.r_node,
+        s_threads=args.s_threads,
+        r_threads=args.r_threads,
+        colocated_loads=_loads(read_model(directory), args),
     )
+    profile = uvloop.run(measure(directory, settings))
     profile.write(args.out)
     print_profile(profile)
     print(f"saved as {args.out}")
@@ -103,84 +100,123 @@ def _loads(planned: PlannedModel, args: argparse.Namespace) -> list[ColocatedLoa
     formats, kv_bytes = args.kv_dtype or ["fp16", "int8", "int4"], args.kv_bytes / _COLOCATION_DIVISOR
     loads = [ColocatedLoad.from_bytes(planned, kv_dtype, kv_bytes, _COLOCATION_ROWS) for kv_dtype in formats]
     cpus = len(usable_cpus())
-    return loads + [dataclasses.replace(loads[0], r_nodes=2)] * (min(args.r_threads or cpus, cpus) >= 2)
+    if min(args.r_threads or cpus, cpus) >= 2:
+        loads.append(dataclasses.replace(loads[0], r_nodes=2))
+    return loads
 
 
-async def measure(
-    directory: Path,
-    *,
-    rows: Sequence[int],
-    kv_dtypes: Sequence[str],
-    groups: Sequence[int],
-    kv_bytes: int,
-    transports: Sequence[str],
-    r_nodes: Sequence[str],
-    seconds: float,
-    s_threads: int | None = None,
-    r_threads: int | None = None,
-    colocated_loads: Sequence[ColocatedLoad] = (),
-    least: bool = False,
-) -> Profile:
-    """Measure for about `seconds` in all. The S-Part's times are those over the first transport.
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """What a profile is measured with, and for about how long."""
 
-    `colocated_loads`: steps over full caches, with R-nodes on this machine, for the section `colocations`.
-    `least`: the fastest round of each measurement counts instead of the median.
-    """
-    planned, model = read_model(directory), load(directory, s_threads)
-    cpus = usable_cpus()
-    r_cpus = cpus[-r_threads:] if r_threads else cpus
-    on_cpu = model.device.type == "cpu"
-    in_turns = on_cpu and pool_threads() + len(r_cpus) > len(cpus)
-    shapes = [Shape(_ATTENTION_CONTEXT, g, planned.head_size, planned.n_kv_heads) for g in {planned.group, *groups}]
-    cells = list(itertools.product(kv_dtypes, shapes))
-    n_links = len(transports) + len(r_nodes)
-    each = seconds / (len(cells) + n_links * len(rows) + 1 + len(colocated_loads))
-    measured: list[Colocation] = []
-    kv_gbps: dict[str, dict[str, float]] = {name: {} for name in kv_dtypes}
-    links: dict[str, LinkTimes] = {}
-    s_part: SPartTimes | None = None
-    overlap = of_rows = 1.0
-    with tqdm(total=len(cells) + n_links + len(colocated_loads), desc="measuring", unit="measurement") as bar:
-        for kv_dtype, shape in cells:
-            bar.set_postfix_str(f"attention, {kv_dtype}, G = {shape.group}")
-            kv_gbps[kv_dtype][str(shape.group)] = attention_gbps(shape, kv_dtype, kv_bytes, each, r_cpus, least)
-            bar.update()
-        for transport in (*transports, *r_nodes):
-            bar.set_postfix_str(f"S-Part and link, {transport}")
-            with r_node(transport, len(r_cpus)) as url:
-                steps = [await decode_step(model, url, n, each, least) for n in rows]
+    rows: Sequence[int]  # batches of the S-Part's steps
+    kv_dtypes: Sequence[str]
+    kv_bytes: int  # KV-cache to attend to
+    seconds: float  # in all
+    groups: Sequence[int] = ()  # GQA groups besides the model's own
+    transports: Sequence[str] = ("shm",)  # to R-nodes that are started here
+    r_nodes: Sequence[str] = ()  # URLs of R-nodes that run already
+    s_threads: int | None = None  # default: as many as fastdecode-node takes
+    r_threads: int | None = None  # default: one on each CPU
+    colocated_loads: Sequence[ColocatedLoad] = ()  # steps over full caches, for the section `colocations`
+    least: bool = False  # the fastest round of each measurement counts instead of the median
+
+
+async def measure(directory: Path, settings: ProfileSettings) -> Profile:
+    """Measure a profile of this machine with the checkpoint in `directory`. The S-Part's times are taken over the first
+    transport. Raises OSError, RuntimeError, ValueError, TransportError."""
+    return await _Measurement(directory, settings).profile()
+
+
+class _Measurement:
+    """One measurement of a profile; each part of it takes an equal share of the seconds."""
+
+    def __init__(self, directory: Path, settings: ProfileSettings):
+        self._settings = settings
+        self._planned, self._model = read_model(directory), load(directory, settings.s_threads)
+        self._cpus = usable_cpus()
+        self._r_cpus = self._cpus[-settings.r_threads :] if settings.r_threads else self._cpus
+        self._on_cpu = self._model.device.type == "cpu"
+        self._in_turns = self._on_cpu and pool_threads() + len(self._r_cpus) > len(self._cpus)
+        shapes = [
+            Shape(_ATTENTION_CONTEXT, group, self._planned.head_size, self._planned.n_kv_heads)
+            for group in {self._planned.group, *settings.groups}
+        ]
+        self._cells = list(itertools.product(settings.kv_dtypes, shapes))
+        n_links = len(settings.transports) + len(settings.r_nodes)
+        n_loads = len(settings.colocated_loads)
+        self._each = settings.seconds / (len(self._cells) + n_links * len(settings.rows) + 1 + n_loads)
+        self._bar = tqdm(total=len(self._cells) + n_links + n_loads, desc="measuring", unit="measurement")
+
+    async def profile(self) -> Profile:
+        kv_gbps = self._attention()
+        links: dict[str, LinkTimes] = {}
+        s_part: SPartTimes | None = None
+        for where in (*self._settings.transports, *self._settings.r_nodes):
+            self._bar.set_postfix_str(f"S-Part and link, {where}")
+            with r_node(where, len(self._r_cpus)) as url:
+                steps = await self._steps(url)
                 if s_part is None:
-                    of_rows = row_gbps(planned, steps)
-                    s_part = await s_part_times(planned, model, url, steps, each)
-                    overlap = 1.0 if in_turns else await overlap_of_two(model, url, steps[len(steps) // 2], each)
-            links[url.partition(":")[0]] = link_times(planned, steps)
-            bar.update()
-        for colocated in colocated_loads:
-            bar.set_postfix_str(f"both parts, {colocated.kv_dtype}, {colocated.r_nodes} R-node(s)")
-            arguments: Any = planned, model, colocated, len(r_cpus), each, in_turns, least
-            measured.append(await measure_colocation(*arguments))
-            bar.update()
-    device = cpu_model() if on_cpu else torch.cuda.get_device_name(model.device)
-    assert s_part is not None
-    cost = await engine_cost(planned)
-    return Profile(
-        name=f"{device}, {len(cpus)} CPUs",
-        source="measured",
-        notes=f"weights in {str(model.dtype).removeprefix('torch.')}",
-        in_turns=in_turns,
-        s_node=SNodeProfile(
-            device=device, s_part=(s_part,), engine_step=cost.step, engine_row=cost.row, overlap=overlap
-        ),
-        r_node=RNodeProfile(
-            device=cpu_model(), kv_gbps=kv_gbps, row_gbps=of_rows, memory=float(available_memory() // 2)
-        ),
-        links=links,
-        colocations=tuple(measured),
-    )
+                    s_part, overlap = await self._s_part(url, steps)
+                    of_rows = row_gbps(self._planned, steps)
+            links[url.partition(":")[0]] = link_times(self._planned, steps)
+            self._bar.update()
+        assert s_part is not None
+        colocations = [await self._both_parts(colocated) for colocated in self._settings.colocated_loads]
+        device = cpu_model() if self._on_cpu else torch.cuda.get_device_name(self._model.device)
+        self._bar.close()
+        cost = await engine_cost(self._planned)
+        return Profile(
+            name=f"{device}, {len(self._cpus)} CPUs",
+            source="measured",
+            notes=f"weights in {str(self._model.dtype).removeprefix('torch.')}",
+            in_turns=self._in_turns,
+            s_node=SNodeProfile(
+                device=device, s_part=(s_part,), engine_step=cost.step, engine_row=cost.row, overlap=overlap
+            ),
+            r_node=RNodeProfile(
+                device=cpu_model(), kv_gbps=kv_gbps, row_gbps=of_rows, memory=float(available_memory() // 2)
+            ),
+            links=links,
+            colocations=tuple(colocations),
+        )
+
+    def _attention(self) -> dict[str, dict[str, float]]:
+        """GB/s by KV format and GQA group."""
+        settings = self._settings
+        found: dict[str, dict[str, float]] = {kv_dtype: {} for kv_dtype in settings.kv_dtypes}
+        for kv_dtype, shape in self._cells:
+            self._bar.set_postfix_str(f"attention, {kv_dtype}, G = {shape.group}")
+            found[kv_dtype][str(shape.group)] = attention_gbps(
+                shape, kv_dtype, settings.kv_bytes, self._each, self._r_cpus, settings.least
+            )
+            self._bar.update()
+        return found
+
+    async def _steps(self, url: str) -> list[StepTime]:
+        """Steps of each number of rows over the R-node at a URL."""
+        least = self._settings.least
+        return [await decode_step(self._model, url, n, self._each, least) for n in self._settings.rows]
+
+    async def _s_part(self, url: str, steps: list[StepTime]) -> tuple[SPartTimes, float]:
+        """The S-Part's times, and how much slower it is while another mini-batch is at the R-node."""
+        times = await s_part_times(self._planned, self._model, url, steps, self._each)
+        if self._in_turns:
+            return times, 1.0
+        return times, await overlap_of_two(self._model, url, steps[len(steps) // 2], self._each)
+
+    async def _both_parts(self, colocated: ColocatedLoad) -> Colocation:
+        self._bar.set_postfix_str(f"both parts, {colocated.kv_dtype}, {colocated.r_nodes} R-node(s)")
+        threads, least = len(self._r_cpus), self._settings.least
+        measured = await measure_colocation(
+            self._planned, self._model, colocated, threads, self._each, self._in_turns, least
+        )
+        self._bar.update()
+        return measured
 
 
 def load(directory: Path, threads: int | None = None) -> Model:
-    """Load a checkpoint as a node would, and give torch `threads` threads, by default as many as the node would."""
+    """Load a checkpoint as a node would; torch gets `threads` threads, by default as many as the node's S-Part."""
     device = choose_device("auto")
     threads = threads or split_machine(NodeConfig(), s_on_gpu=device.type == "cuda").s_threads
     set_threads(threads)

@@ -32,7 +32,7 @@ from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.colocation_measure import ColocatedLoad
 from fastdecode.plan.equations import System
-from fastdecode.plan.measure import load, measure, print_profile
+from fastdecode.plan.measure import ProfileSettings, load, measure, print_profile
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import Profile, median, merged, read_profile
 from fastdecode.plan.real import RealSystem
@@ -168,16 +168,12 @@ def _seconds(args: argparse.Namespace) -> float | None:
 async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namespace) -> Profile:
     most = args.max_batch_size
     length = args.input_tokens + args.output_tokens // 2
-    return await measure(
-        directory,
+    settings = ProfileSettings(
         # Beside the batch, more rows: chunks of prompts are taken from where the curve rises.
         rows=sorted({1, -(-most // 2), most, max(most, 64)}),
         kv_dtypes=[args.kv_dtype],
-        groups=[],
         # As much as a mini-batch reads of a layer: the last-level cache holds some of it.
         kv_bytes=int(most * length * planned.token_bytes(args.kv_dtype)),
-        transports=["shm"],
-        r_nodes=[],
         seconds=args.seconds / args.passes,
         s_threads=args.s_threads,
         r_threads=args.r_nodes * args.r_threads,
@@ -188,6 +184,7 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
             for n in {1, args.r_nodes}
         ],
     )
+    return await measure(directory, settings)
 
 
 def _figures(served: Served) -> dict[str, float]:

@@ -30,7 +30,7 @@ from fastdecode.daemon.machine import usable_cpus
 from fastdecode.plan.children import r_node
 from fastdecode.plan.colocation_measure import ColocatedLoad
 from fastdecode.plan.equations import System, Work, round_seconds, stage_times
-from fastdecode.plan.measure import decode_rounds, load, measure
+from fastdecode.plan.measure import ProfileSettings, decode_rounds, load, measure
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import Profile, fastest, profile_from_json
 from fastdecode.region.contract import PAGE_TOKENS
@@ -162,19 +162,16 @@ async def _measure(
 
 
 async def _profile(directory: Path, planned: PlannedModel, points: tuple[Point, ...], seconds: float) -> Profile:
-    return await measure(
-        directory,
+    settings = ProfileSettings(
         rows=sorted({1, 4, 128, *(point.batch for point in points)}),
         kv_dtypes=list(dict.fromkeys(point.kv_dtype for point in points)),
-        groups=[],
         # The last-level cache holds some of the KV-cache, so attention is measured over as much as the points have.
         kv_bytes=int(statistics.median(kv_bytes(planned, point) for point in points)),
-        transports=["shm"],
-        r_nodes=[],
         seconds=seconds,
         colocated_loads=_loads(planned, points),
         least=True,
     )
+    return await measure(directory, settings)
 
 
 def _loads(planned: PlannedModel, points: tuple[Point, ...]) -> list[ColocatedLoad]:
