@@ -23,7 +23,7 @@ import uvloop
 from fastdecode.bench.contenders import PeerRun, SplitSystem
 from fastdecode.bench.decode_cell import Limits, measure
 from fastdecode.bench.decode_report import print_one, print_sweep, row_of
-from fastdecode.bench.load import Cell, DecodeLoad
+from fastdecode.bench.load import Cell, PeerLoad
 from fastdecode.bench.options import keep, print_result, read_kept
 from fastdecode.bench.peers import PEERS, Peer
 from fastdecode.daemon.config import NodeConfig
@@ -120,7 +120,7 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     config = NodeConfig.from_args(_node_options(args))
     split = split_machine(config, s_on_gpu=device.type == "cuda")
     batch, context = max(args.batch), max(args.context)
-    load = DecodeLoad(path, args.weights, dtype, device, torch.get_num_threads(), batch, context, args.steps)
+    load = PeerLoad(path, args.weights, dtype, device, torch.get_num_threads(), batch, context, args.steps)
     peers = [PEERS[name](load) for name in dict.fromkeys(args.peer)]
     set_threads(split.s_threads)
     model = in_own_thread(load_model, path, device=device, dtype=dtype, progress=True, weights=args.weights)

@@ -101,7 +101,7 @@ def _groups(
 
 
 async def take_turns(cell: Cell, measured: dict[Contender, Measured], limits: Limits, number: int) -> None:
-    """Measure a group of contenders in turns; the group's number tells its rounds from those of other groups."""
+    """Measure a group of contenders in turns; a round's number includes the group's."""
     left = dict.fromkeys(measured, limits.seconds)
     running: list[Contender] = []
     first = number * GROUP_ROUNDS

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from fastdecode.bench.load import DecodeLoad
+from fastdecode.bench.load import PeerLoad
 from fastdecode.gguf.file import find_gguf
 
 #: KV format -> the nearest type of llama.cpp.
@@ -32,7 +32,7 @@ _NAMES = {
 }
 
 
-def gguf_of(load: DecodeLoad, folder: Path) -> Path:
+def gguf_of(load: PeerLoad, folder: Path) -> Path:
     """The GGUF file that llama.cpp is to load: the model's own, or one in `folder`. Raises ValueError."""
     own = find_gguf(load.model)
     if own is not None and load.weights == "auto":
@@ -84,7 +84,7 @@ def _write(directory: Path, dtype: torch.dtype, path: Path) -> None:
             for name in tqdm(tensors.keys(), desc="writing GGUF", leave=False):
                 values, stored = tensors.get_tensor(name).float(), _stored_name(name)
                 turned = {"attn_q": heads, "attn_k": kv_heads}.get(stored.split(".")[-2])
-                if turned:  # llama.cpp wants a rotated pair's two elements side by side
+                if turned:  # llama.cpp wants the two elements of a pair of RoPE side by side
                     shape = values.shape
                     values = values.view(turned, 2, -1, *shape[1:]).transpose(1, 2).reshape(shape)
                 used = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32

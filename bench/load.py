@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeLoad:
+class PeerLoad:
     """The checkpoint of a run, and the largest of its cells."""
 
     model: Path  # directory or GGUF file

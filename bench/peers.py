@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdecode.bench.llama_cpp_file import KV_TYPES, gguf_of
-from fastdecode.bench.load import DecodeLoad
+from fastdecode.bench.load import PeerLoad
 from fastdecode.bench.vllm_environment import needed_vllm_python, vllm_env
 
 #: Bytes of an element in each format of the peers' KV-caches; blocks of 32 elements have a scale in 16 bits.
@@ -34,7 +34,7 @@ class Peer(ABC):
 
     name: str
 
-    def __init__(self, load: DecodeLoad):
+    def __init__(self, load: PeerLoad):
         self.load = load
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Transformers(Peer):
 
     name = "transformers"
 
-    def __init__(self, load: DecodeLoad):
+    def __init__(self, load: PeerLoad):
         _check_dense_directory(self.name, load)
         super().__init__(load)
 
@@ -77,7 +77,7 @@ class Vllm(Peer):
 
     name = "vllm"
 
-    def __init__(self, load: DecodeLoad):
+    def __init__(self, load: PeerLoad):
         _check_dense_directory(self.name, load)
         self._python = needed_vllm_python()
         super().__init__(load)
@@ -101,7 +101,7 @@ class LlamaCpp(Peer):
 
     name = "llama.cpp"
 
-    def __init__(self, load: DecodeLoad):
+    def __init__(self, load: PeerLoad):
         if find_spec("llama_cpp") is None:
             raise ValueError("the llama.cpp peer needs the package llama-cpp-python")
         super().__init__(load)
@@ -127,11 +127,11 @@ def _worker(name: str) -> Path:
 _QUIET = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def _torch_name(load: DecodeLoad) -> str:
+def _torch_name(load: PeerLoad) -> str:
     return str(load.dtype).removeprefix("torch.")
 
 
-def _check_dense_directory(peer: str, load: DecodeLoad) -> None:
+def _check_dense_directory(peer: str, load: PeerLoad) -> None:
     if load.weights not in ("auto", "dense") or not load.model.is_dir():
         raise ValueError(f"the {peer} peer needs a model directory whose weights stay as they are stored")
 

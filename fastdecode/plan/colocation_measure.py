@@ -104,7 +104,7 @@ async def _rounds(
                     alone.append((await decoding.s_round(), await decoding.r_round()))
         finally:
             await decoding.close()
-    # A step and its waiting are those of one round; the S-Part and the R-nodes alone are two measurements.
+    # A step and its waiting come from one round; the S-Part and the R-nodes alone are two measurements.
     step, waited, _ = min(splits) if least else (statistics.median(s) for s in zip(*splits, strict=True))
     s_alone, r_alone = (best(s) for s in zip(*alone, strict=True)) if alone else (0.0, 0.0)
     return Rounds(step / _STEPS, waited / _STEPS, s_alone / _STEPS, r_alone / _STEPS)

@@ -19,12 +19,12 @@ import torch
 from fastdecode.bench.contenders import PeerRun, SplitSystem
 from fastdecode.bench.decode_cell import Limits, Measured, take_turns
 from fastdecode.bench.decode_report import row_of
-from fastdecode.bench.load import Cell, DecodeLoad
+from fastdecode.bench.load import Cell, PeerLoad
 from fastdecode.bench.peers import Command, Peer
 from fastdecode.demo import model_dir
 
 BENCH = [sys.executable, "-m", "fastdecode.bench.cli", "decode", "--steps", "2", "--rounds", "2"]
-LOAD = DecodeLoad(model_dir(), "auto", torch.float32, torch.device("cpu"), 1, 2, 40, 4)
+LOAD = PeerLoad(model_dir(), "auto", torch.float32, torch.device("cpu"), 1, 2, 40, 4)
 
 
 def decode(*argv: str) -> subprocess.CompletedProcess[str]:

@@ -15,12 +15,12 @@ from models.checkpoints import make_checkpoint, reference
 from models.gguf_made import gguf_name, interleave
 
 from fastdecode.bench.llama_cpp_file import gguf_of
-from fastdecode.bench.load import DecodeLoad
+from fastdecode.bench.load import PeerLoad
 from fastdecode.demo import model_dir
 
 
 def load_of(model, weights="auto", dtype=torch.float32):
-    return DecodeLoad(model, weights, dtype, torch.device("cpu"), 2, 2, 40, 4)
+    return PeerLoad(model, weights, dtype, torch.device("cpu"), 2, 2, 40, 4)
 
 
 def test_the_gguf_file_has_the_weights_of_the_checkpoint(tmp_path):
