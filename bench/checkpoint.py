@@ -1,4 +1,11 @@
-"""Write a checkpoint of a given shape with random weights. Decode speed does not depend on the weights' values."""
+"""Write a checkpoint of a given shape with random weights, or a model again with its channels in random order.
+
+Decode speed does not depend on the values of random weights. A model of --permute, which must be of the Llama
+architecture, computes the same in another order. But a file of 4-bit weights keeps a scale for each group of
+neighbouring inputs; here the groups are mixed, so that the weights lie on no grid of 4 bits, and rounding them to 4
+bits costs what it costs weights that never were. In 16 bits the model is as hubs have it, and serves to measure speed.
+--permute needs the transformers package and, for a GGUF file, gguf.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +19,23 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from fastdecode.daemon.config_files import find_model
 from fastdecode.demo import model_dir
+from fastdecode.gguf.file import find_gguf
+from fastdecode.spart.served import TORCH_DTYPES
+from fastdecode.text.tokenizer import Tokenizer
 
-COMMAND = ("checkpoint", "write a Llama-architecture checkpoint with random weights")
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMMAND = ("checkpoint", "write a Llama-architecture checkpoint: random weights, or a model in another order")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
+    parser.add_argument(
+        "--permute",
+        type=Path,
+        metavar="PATH",
+        help="write this model, as for fastdecode-node, in another order",
+    )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--intermediate", type=int, default=2048)
@@ -29,24 +44,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--max-positions", type=int, default=8192)
-    parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=TORCH_DTYPES, default="bf16")
     parser.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> None:
-    parameters = write(args)
+    parameters = _write_permuted(args) if args.permute else write(args)
     print(f"{args.out}: {parameters / 1e6:.1f} M parameters, {args.dtype}")
 
 
 def write(args: argparse.Namespace) -> int:
-    """Write the checkpoint. Returns its number of parameters."""
-    args.out.mkdir(parents=True, exist_ok=True)
+    """Write a checkpoint with random weights. Returns its number of parameters."""
     tensors = dict(_tensors(args))
-    save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
-    (args.out / "config.json").write_text(json.dumps(_config(args), indent=2) + "\n")
+    _save(args.out, tensors, _config(args))
     for name in ("tokenizer.json", "tokenizer_config.json"):  # a real tokenizer, whose ids are a part of the vocabulary
         shutil.copyfile(model_dir() / name, args.out / name)
     return sum(t.numel() for t in tensors.values())
+
+
+def _save(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,14 +86,14 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 1,
-        "torch_dtype": str(_DTYPES[args.dtype]).removeprefix("torch."),
+        "torch_dtype": str(TORCH_DTYPES[args.dtype]).removeprefix("torch."),
     }
 
 
 def _tensors(args: argparse.Namespace) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors. Weights are normal with standard deviation 1/sqrt(fan-in), so that activations stay near
     one."""
-    dtype = _DTYPES[args.dtype]
+    dtype = TORCH_DTYPES[args.dtype]
     generator = torch.Generator().manual_seed(args.seed)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
@@ -95,3 +114,59 @@ def _tensors(args: argparse.Namespace) -> Iterator[tuple[str, torch.Tensor]]:
         yield layer + "mlp.down_proj.weight", weight(args.hidden, args.intermediate)
     yield "model.norm.weight", torch.ones(args.hidden, dtype=dtype)
     yield "lm_head.weight", weight(args.vocab, args.hidden)
+
+
+def _write_permuted(args: argparse.Namespace) -> int:
+    """Write the model of --permute in another order. Returns its number of parameters."""
+    from transformers import AutoModelForCausalLM
+
+    path = find_model(args.permute)
+    file = find_gguf(path)
+    source: dict[str, Any] = {"gguf_file": file.name} if file else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent if file else path, dtype=torch.float32, **source)
+    torch.manual_seed(args.seed)
+    with torch.no_grad():
+        _permute(model)
+    model.to(TORCH_DTYPES[args.dtype])
+    parameters = dict(model.named_parameters())
+    config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    config |= {"architectures": ["LlamaForCausalLM"], "dtype": str(TORCH_DTYPES[args.dtype]).removeprefix("torch.")}
+    _save(args.out, {name: tensor for name, tensor in model.state_dict().items() if name in parameters}, config)
+    Tokenizer.from_dir(path).save(args.out / "tokenizer.json")
+    (args.out / "tokenizer_config.json").write_text(json.dumps({}) + "\n")
+    return sum(tensor.numel() for tensor in parameters.values())
+
+
+def _permute(model: Any) -> None:
+    """Change the order of the residual stream's channels, of each MLP's and of each V head's."""
+    config, body = model.config, model.model
+    stream = torch.randperm(config.hidden_size)
+    embedded = [body.embed_tokens] if config.tie_word_embeddings else [body.embed_tokens, model.lm_head]
+    for module in embedded:
+        _reorder(module.weight, 1, stream)
+    _reorder(body.norm.weight, 0, stream)
+    size = body.layers[0].self_attn.head_dim
+    group = config.num_attention_heads // config.num_key_value_heads
+    for layer in body.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            _reorder(norm.weight, 0, stream)
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            _reorder(linear.weight, 1, stream)
+        for linear in (attention.o_proj, mlp.down_proj):
+            _reorder(linear.weight, 0, stream)
+        inner = torch.randperm(config.intermediate_size)
+        for linear, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
+            _reorder(linear.weight, dim, inner)
+        heads = torch.stack([torch.randperm(size) for _ in range(config.num_key_value_heads)])
+        _reorder(attention.v_proj.weight, 0, _flat(heads))
+        _reorder(attention.o_proj.weight, 1, _flat(heads.repeat_interleave(group, 0)))
+
+
+def _flat(heads: torch.Tensor) -> torch.Tensor:
+    """The order of the elements of each head, [heads, size], as that of all elements."""
+    return (heads + heads.shape[1] * torch.arange(len(heads))[:, None]).flatten()
+
+
+def _reorder(weight: torch.Tensor, dim: int, order: torch.Tensor) -> None:
+    weight.copy_(weight.index_select(dim, order))

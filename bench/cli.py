@@ -23,7 +23,6 @@ _COMMANDS = (
     "perplexity",
     "soak",
     "checkpoint",
-    "permute",
 )
 _MODULES = {name: f"fastdecode.bench.{name}" for name in _COMMANDS}
 

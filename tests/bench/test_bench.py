@@ -9,9 +9,12 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 from nodes.rnode_process import RNodeProcess
+from transformers import AutoModelForCausalLM
 
 from fastdecode.bench import attention, transport_peers
+from fastdecode.demo import model_dir
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES
 
@@ -48,6 +51,16 @@ def test_decode_on_a_checkpoint_it_made(tmp_path):
     argv = ["--batch", "3", "--context", "1", "--steps", "1", "--rounds", "1", "--kv-dtype", "int8"]
     table = bench("decode", "--model", str(tmp_path / "random"), *argv)
     assert all(name in table for name in ("split", "S alone", "R alone", "of the bound"))
+
+
+def test_a_permuted_model_computes_the_same_with_other_weights(tmp_path):
+    bench("checkpoint", "--permute", str(model_dir()), "--dtype", "fp32", "--out", str(tmp_path))
+    ids = torch.arange(3, 43)[None]
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model_dir(), tmp_path)]
+    with torch.inference_mode():
+        first, second = (model(ids).logits for model in models)
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(*(model.model.layers[0].mlp.up_proj.weight for model in models))
 
 
 @pytest.mark.parametrize(
