@@ -11,21 +11,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fastdecode.bench.peer_process import worker_command, worker_file
 from fastdecode.bench.shape import Shape
 
 
 class ProcessAttention:
     """Attention of a worker process. One worker serves all instances of a class, one after the other.
 
-    A subclass says how its worker starts and how many sequences its format makes of the benchmark's bytes. Workers
-    speak the protocol of vllm_attention_worker.py.
+    A subclass says how its worker starts and how many sequences its format makes of the benchmark's bytes.
     """
 
     needs: str  # what must be installed, for messages
     format: str
     sequences: int
     kv_bytes: int
-    _script: ClassVar[str]  # the worker's file
+    _worker_name: ClassVar[str]  # the worker's name
     _environment: ClassVar[dict[str, str]] = {}  # the worker's variables beside this process's
     _worker: ClassVar[subprocess.Popen[str] | None] = None
 
@@ -49,15 +49,21 @@ class ProcessAttention:
         if cls._worker is None:
             python = cls.python()
             assert python, f"{cls.__name__} needs {cls.needs}"
-            argv, env = [python, "-P", cls._script], os.environ | cls._environment
+            argv, env = worker_command(python, worker_file(cls._worker_name), {}), os.environ | cls._environment
             cls._worker = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        assert cls._worker.stdin and cls._worker.stdout
+            cls._answer()
+        assert cls._worker.stdin
         print(json.dumps({"do": do, **arguments}), file=cls._worker.stdin, flush=True)
+        return cls._answer()
+
+    @classmethod
+    def _answer(cls) -> dict[str, Any]:
+        assert cls._worker and cls._worker.stdout
         if not (line := cls._worker.stdout.readline()):
             raise RuntimeError(f"the worker of {cls.__name__} has ended; see its log above")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
-            raise ValueError(reply["error"].splitlines()[0])
+            raise ValueError(reply["error"])
         return reply
 
     def layer(self) -> float:

@@ -1,4 +1,4 @@
-"""llama.cpp in a child process of the decode benchmark, see decode_worker.py."""
+"""llama.cpp in a child process of the decode benchmark, see worker.py."""
 
 import ctypes
 import os

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from fastdecode.bench import other_version_worker
 from fastdecode.bench.attention_process import ProcessAttention
 from fastdecode.bench.shape import Shape
 
@@ -14,7 +13,7 @@ class OtherVersionAttention(ProcessAttention):
     that of FASTDECODE_ISA."""
 
     needs = "FASTDECODE_OTHER_PYTHON, the python of an environment with another version of fastdecode,"
-    _script = other_version_worker.__file__
+    _worker_name = "other_version"
 
     @staticmethod
     def python() -> str | None:

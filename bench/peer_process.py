@@ -1,4 +1,4 @@
-"""The child process of a decode benchmark's peer, seen from the benchmark: every question has a bounded time."""
+"""The child process of a peer, seen from a benchmark: every question of the decode benchmark has a bounded time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastdecode.bench import decode_worker
+from fastdecode.bench import worker
 from fastdecode.daemon.process import die_with_parent
 
 
@@ -23,18 +22,35 @@ class PeerError(Exception):
     """The peer cannot do what it was asked to do."""
 
 
+def worker_file(name: str) -> Path:
+    """The file of a worker. It is not imported, because it needs packages that this process may lack."""
+    return Path(__file__).with_name(f"{name}_worker.py")
+
+
+def worker_command(python: str, file: Path, arguments: dict[str, Any]) -> list[str]:
+    """The command line of an interpreter that runs worker.py with the `Worker` of a file."""
+    return [python, "-P", worker.__file__, str(file), json.dumps(arguments)]
+
+
 class PeerProcess:
-    """A process that runs decode_worker.py with the `Worker` of a file. It ends with this process, whatever the
+    """A process that runs worker.py with the `Worker` of a file. It ends with this process, whatever the
     cause."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self._process = process
 
     @classmethod
-    async def start(cls, python: str, worker: Path, arguments: dict[str, Any], env: dict[str, str]) -> PeerProcess:
+    async def start(cls, python: str, file: Path, arguments: dict[str, Any], env: dict[str, str]) -> PeerProcess:
         """Start a process of the interpreter `python`, with `env` beside this process's environment."""
-        argv = [python, "-P", decode_worker.__file__, str(worker), json.dumps(arguments)]
-        return cls(await _spawn(argv, env))
+        process = await asyncio.create_subprocess_exec(
+            *worker_command(python, file, arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | env,
+            start_new_session=True,  # so that ^C does not reach it
+            preexec_fn=die_with_parent,
+        )
+        return cls(process)
 
     async def answer(self, seconds: float, stop: asyncio.Event) -> dict[str, Any]:
         """The next answer; the first says that the model is loaded. Raises PeerError, and CutOffError if it has not
@@ -72,14 +88,3 @@ class PeerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
-
-
-async def _spawn(argv: Sequence[str], env: dict[str, str]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=os.environ | env,
-        start_new_session=True,  # so that ^C does not reach it
-        preexec_fn=die_with_parent,
-    )

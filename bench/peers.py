@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fastdecode.bench.llama_cpp_file import KV_TYPES, gguf_of
 from fastdecode.bench.load import PeerLoad
+from fastdecode.bench.peer_process import worker_file
 from fastdecode.bench.vllm_environment import needed_vllm_python, vllm_env
 
 #: Bytes of an element in each format of the peers' KV-caches; blocks of 32 elements have a scale in 16 bits.
@@ -69,7 +70,7 @@ class Transformers(Peer):
     def command(self, kv_format: str, kv_bytes: int) -> Command:
         load = self.load
         arguments = {"model": str(load.model), "dtype": _torch_name(load), "device": str(load.device)}
-        return Command(sys.executable, _worker("transformers"), arguments | {"threads": load.threads}, _QUIET)
+        return Command(sys.executable, worker_file("transformers"), arguments | {"threads": load.threads}, _QUIET)
 
 
 class Vllm(Peer):
@@ -90,7 +91,7 @@ class Vllm(Peer):
         arguments: dict[str, Any] = {"model": str(load.model), "dtype": _torch_name(load), "format": kv_format}
         arguments |= {"batch": load.batch, "context": load.context, "steps": load.steps}
         env = _QUIET | vllm_env(self.reserved(kv_bytes) >> 30) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        return Command(self._python, _worker("vllm"), arguments, env)
+        return Command(self._python, worker_file("vllm"), arguments, env)
 
     def reserved(self, kv_bytes: int) -> int:
         return max(4, -(-kv_bytes * 9 // 8 >> 30)) << 30  # whole GiB; blocks of 128 tokens are not all full
@@ -113,15 +114,10 @@ class LlamaCpp(Peer):
 
     def command(self, kv_format: str, kv_bytes: int) -> Command:
         arguments = {"model": str(self._path), "threads": self.load.threads, "steps": self.load.steps}
-        return Command(sys.executable, _worker("llama_cpp"), arguments, {})
+        return Command(sys.executable, worker_file("llama_cpp"), arguments, {})
 
     def close(self) -> None:
         self._folder.cleanup()
-
-
-def _worker(name: str) -> Path:
-    """The file of a worker, which needs packages that this process may lack."""
-    return Path(__file__).with_name(f"{name}_worker.py")
 
 
 _QUIET = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}

@@ -1,4 +1,4 @@
-"""transformers in a child process of the decode benchmark, see decode_worker.py."""
+"""transformers in a child process of the decode benchmark, see worker.py."""
 
 from time import perf_counter
 from typing import Any

@@ -1,39 +1,28 @@
-"""The attention benchmark's vLLM worker: a child process in vLLM's own environment, which has no fastdecode.
+"""vLLM's paged attention in a child process of the attention benchmark, in an environment of its own; see worker.py."""
 
-It reads one JSON object a line and answers each with one line:
-
-    {"do": "open", "context", "group", "head_size", "kv_heads", "format", "sequences", "threads", "data"}
-        makes a cache of `sequences`, each with the K and V of `data`, an .npz of q [q_heads, head_size] and k, v
-        [context, kv_heads, head_size]; answer: {"kv_bytes"}
-    {"do": "layer"}             runs vLLM's paged attention, one query row for each sequence; answer: {"seconds"}
-    {"do": "output", "to"}      writes the last result as .npy, [sequences, q_heads, head_size] float32; answer: {}
-    {"do": "close"}             frees the cache; answer: {}
-
-If vLLM does not support a request, the answer is {"error"}.
-"""
-
-import json
 import mmap
-import sys
 from time import perf_counter
 from typing import Any
+
+import numpy as np
+import torch
+from vllm import _custom_ops
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
 _BLOCK = 128  # tokens in a block; vLLM's own choice for CPUs
 
 
-class Attention:
-    def __init__(self, a: dict[str, Any]):
-        import numpy as np
-        import torch
-        from vllm import _custom_ops
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+class Worker:
+    """One layer of attention of sequences of equal length."""
 
+    def open(self, **a: Any) -> dict[str, int]:
+        """Make a cache of `sequences`, each with the K and V of `data`, an .npz of q [q_heads, head_size] and k, v
+        [context, kv_heads, head_size], fp16, in a `format` of vLLM's cache. Raises ValueError for another shape."""
         if a["head_size"] not in CPUAttentionBackend.get_supported_head_sizes():
             raise ValueError(f"vLLM supports no head size of {a['head_size']}")
         torch.set_num_threads(a["threads"])
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()  # asks the OS for permission to use the tiles, which vLLM's operation assumes
-        self._ops = _custom_ops
         fp8 = a["format"] == "fp8"
         dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(a["format"], torch.bfloat16)
         n, heads, d = a["sequences"], a["kv_heads"], a["head_size"]
@@ -58,7 +47,7 @@ class Attention:
             cache[row] = one
         q = data["q"].repeat(n, 1, 1)
         starts, lengths = (x.to(torch.int32) for x in (torch.arange(n + 1), torch.full((n,), a["context"])))
-        self.output = torch.empty_like(q)
+        self._o = torch.empty_like(q)
         metadata = _custom_ops.cpu_attn_get_scheduler_metadata(
             num_reqs=n,
             num_heads=heads * a["group"],
@@ -77,7 +66,7 @@ class Attention:
             "query": q,
             "key_cache": k_cache,
             "value_cache": v_cache,
-            "output": self.output,
+            "output": self._o,
             "query_start_loc": starts,
             "seq_lens": lengths,
             "scale": d**-0.5,
@@ -90,39 +79,15 @@ class Attention:
             "s_aux": None,
             "kv_cache_dtype": cache_dtype,
         }
-        self.kv_bytes = cache.nbytes
+        return {"kv_bytes": cache.nbytes}
 
     def layer(self) -> float:
         start = perf_counter()
-        self._ops.cpu_attention_with_kv_cache(**self._arguments)
+        _custom_ops.cpu_attention_with_kv_cache(**self._arguments)
         return perf_counter() - start
 
+    def output(self, to: str) -> None:
+        np.save(to, self._o.float().numpy())
 
-def answer(request: dict[str, Any], held: list[Attention]) -> dict[str, Any]:
-    import numpy as np
-
-    if request["do"] == "open":
-        held.append(Attention(request))
-        return {"kv_bytes": held[0].kv_bytes}
-    if request["do"] == "layer":
-        return {"seconds": held[0].layer()}
-    if request["do"] == "output":
-        np.save(request["to"], held[0].output.float().numpy())
-    else:
-        held.clear()
-    return {}
-
-
-def main() -> None:
-    out, sys.stdout = sys.stdout, sys.stderr  # vLLM prints to stdout
-    held: list[Attention] = []
-    for line in sys.stdin:
-        try:
-            reply = answer(json.loads(line), held)
-        except (NotImplementedError, RuntimeError, ValueError) as error:
-            reply = {"error": str(error)}
-        print(json.dumps(reply), file=out, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    def close(self) -> None:
+        del self._arguments, self._o, self._memory

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from fastdecode.bench import vllm_attention_worker
 from fastdecode.bench.attention_process import ProcessAttention
 from fastdecode.bench.shape import Data, Shape
 from fastdecode.bench.vllm_environment import vllm_python
@@ -24,7 +23,7 @@ class VllmPagedAttention(ProcessAttention):
 
     needs = "FASTDECODE_VLLM_PYTHON, the python of an environment with vLLM,"
     python = staticmethod(vllm_python)
-    _script = vllm_attention_worker.__file__
+    _worker_name = "vllm_attention"
     _environment: ClassVar[dict[str, str]] = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

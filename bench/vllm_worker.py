@@ -1,4 +1,4 @@
-"""vLLM in a child process of the decode benchmark, in an environment of its own; see decode_worker.py."""
+"""vLLM in a child process of the decode benchmark, in an environment of its own; see worker.py."""
 
 import random
 from time import perf_counter
