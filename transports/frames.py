@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 
 from .base import LinkDown
 from .messages import Message, ProtocolError, decode, encode
@@ -89,21 +90,21 @@ class FrameSocket:
 
     async def writable(self) -> None:
         """Wait until the socket can take bytes."""
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_writer(self.sock, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            loop.remove_writer(self.sock)
+        loop = asyncio.get_running_loop()
+        await self._ready(loop.add_writer, loop.remove_writer)
 
     async def readable(self) -> None:
         """Wait until the socket has bytes, or has ended."""
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self.sock, ready.set)
+        loop = asyncio.get_running_loop()
+        await self._ready(loop.add_reader, loop.remove_reader)
+
+    async def _ready(self, add: Callable[..., None], remove: Callable[[socket.socket], bool]) -> None:
+        ready = asyncio.Event()
+        add(self.sock, ready.set)
         try:
             await ready.wait()
         finally:
-            loop.remove_reader(self.sock)
+            remove(self.sock)
 
     def end_writing(self) -> None:
         """Shut down the writing half of the connection, so that the peer reads its end."""

@@ -240,47 +240,21 @@ class LinkSession:
         return Ok(id=request.id, stats=stats)
 
 
-class ControlServer(Server):
-    """Serves links on a listening stream socket."""
+class ConnectionServer(ABC):
+    """Accepts connections on a listening stream socket. A flood of silent peers does not keep others out."""
 
     def __init__(
-        self,
-        url: str,
-        listener: socket.socket,
-        service: LinkService,
-        secret: bytes | None,
-        carrier: Callable[[Region], Carrier],
+        self, url: str, listener: socket.socket, max_unproved: int | None = None, max_connections: int | None = None
     ):
-        """Takes ownership of the listening socket. `carrier(region)` makes the data path of a link."""
+        """Takes ownership of the listening socket. The limits: of connections that have not proved anything, which is
+        MAX_UNPROVED if None, and of all connections, which have none if None."""
         listener.setblocking(False)
         self.url = url
-        self._listener = listener
-        self._service = service
-        self._secret = secret
-        self._carrier = carrier
+        self._listener, self._max_unproved, self._max_connections = listener, max_unproved, max_connections
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()  # one for each connection
         self._unproved: dict[asyncio.Task[None], str] = {}  # with their sources, oldest first
-        self._links: dict[asyncio.Task[None], LinkSession] = {}
-        self._unattached: dict[str, _Unattached] = {}  # by token, oldest first
-        self._leaving = False
         self._accepting = self._loop.create_task(self._accept(), name=f"accept {url}")
-
-    def leave(self) -> None:
-        self._leaving = True
-        for link in self._links.values():
-            link.leaving = True
-
-    async def close(self) -> None:
-        self._accepting.cancel()
-        await asyncio.gather(self._accepting, return_exceptions=True)
-        self._listener.close()
-        for task in self._tasks:
-            if task in self._links:
-                self._links[task].end("the R-node is shutting down")
-            else:
-                task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self) -> None:
         while True:
@@ -290,7 +264,10 @@ class ControlServer(Server):
                 log.warning("%s: cannot accept a connection: %s", self.url, error)
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._unproved) >= MAX_UNPROVED:
+            if self._max_connections is not None and len(self._tasks) >= self._max_connections:
+                sock.close()
+                continue
+            if len(self._unproved) >= (self._max_unproved or MAX_UNPROVED):
                 oldest = _oldest_of_most(self._unproved)
                 del self._unproved[oldest]
                 oldest.cancel()
@@ -299,7 +276,6 @@ class ControlServer(Server):
             self._unproved[task] = self.source(sock)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(lambda t: self._unproved.pop(t, None))
-            task.add_done_callback(lambda t: self._links.pop(t, None))
 
     @abstractmethod
     def configure(self, sock: socket.socket) -> None:
@@ -318,11 +294,7 @@ class ControlServer(Server):
         try:
             self.configure(sock)
             async with asyncio.timeout(handshake.DEADLINE_S):
-                opening = await handshake.challenge(conn, self._service.name, self._secret is not None)
-                if isinstance(opening.answer, Attach):
-                    await self._attach(opening, opening.answer.token)
-                    return
-                work = await self._admit(opening) if isinstance(opening.answer, Deliver) else self._link(opening)
+                work = await self.begin(conn)
         except (LinkRefused, ProtocolError, TimeoutError) as error:
             reason = str(error) or f"the hand-shake took longer than {handshake.DEADLINE_S:.0f} s"
             log.warning("%s refused %s: %s", self.url, self.peer_name(sock), reason)
@@ -332,9 +304,70 @@ class ControlServer(Server):
         except Exception:
             log.exception("%s: a connection failed", self.url)
         else:
-            await work
+            if work is not None:
+                await work
         finally:
             conn.close()
+
+    @abstractmethod
+    async def begin(self, conn: FrameSocket) -> Coroutine[None, None, None] | None:
+        """Do the hand-shake of a connection. Returns the work that follows it, if there is any. Raises LinkRefused,
+        LinkDown, ProtocolError."""
+
+    def note_proof(self) -> asyncio.Task[None]:
+        """The peer of this task's connection has proved who it is: a flood no longer ends the connection."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._unproved.pop(task, None)
+        return task
+
+    async def stop_accepting(self) -> None:
+        """Close the listening socket. The connections go on."""
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        self._listener.close()
+
+
+class ControlServer(ConnectionServer, Server):
+    """Serves links on a listening stream socket."""
+
+    def __init__(
+        self,
+        url: str,
+        listener: socket.socket,
+        service: LinkService,
+        secret: bytes | None,
+        carrier: Callable[[Region], Carrier],
+    ):
+        """Takes ownership of the listening socket. `carrier(region)` makes the data path of a link."""
+        super().__init__(url, listener)
+        self._service = service
+        self._secret = secret
+        self._carrier = carrier
+        self._links: dict[asyncio.Task[None], LinkSession] = {}
+        self._unattached: dict[str, _Unattached] = {}  # by token, oldest first
+        self._leaving = False
+
+    def leave(self) -> None:
+        self._leaving = True
+        for link in self._links.values():
+            link.leaving = True
+
+    async def close(self) -> None:
+        await self.stop_accepting()
+        for task in self._tasks:
+            if task in self._links:
+                self._links[task].end("the R-node is shutting down")
+            else:
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def begin(self, conn: FrameSocket) -> Coroutine[None, None, None] | None:
+        opening = await handshake.challenge(conn, self._service.name, self._secret is not None)
+        if isinstance(opening.answer, Attach):
+            await self._attach(opening, opening.answer.token)
+            return None
+        return await self._admit(opening) if isinstance(opening.answer, Deliver) else self._link(opening)
 
     def _link(self, opening: handshake.Handshake) -> Coroutine[None, None, None]:
         """Open a link; returns what serves it. Raises LinkRefused."""
@@ -344,9 +377,7 @@ class ControlServer(Server):
         """Accept a migration connection; returns what receives its pages. Raises LinkRefused, LinkDown."""
         message = opening.verify(Deliver, self._secret)
         target = self._service.migration_target(message.token, message.page_bytes)
-        task = asyncio.current_task()
-        assert task is not None
-        self._unproved.pop(task, None)
+        self.note_proof()
         await opening.accept()
         return self._receive(opening.conn, target)
 
@@ -393,9 +424,7 @@ class ControlServer(Server):
 
     async def _serve(self, opening: handshake.Handshake, link: LinkSession) -> None:
         token = secrets.token_hex(32)
-        task = asyncio.current_task()
-        assert task is not None
-        self._unproved.pop(task, None)
+        task = self.note_proof()
         if len(self._unattached) >= MAX_UNATTACHED:
             oldest = _oldest_of_most({token: waiting.link.source for token, waiting in self._unattached.items()})
             self._unattached.pop(oldest).link.end("too many links wait for their data connection")
@@ -403,6 +432,7 @@ class ControlServer(Server):
         timer = self._loop.call_later(handshake.DEADLINE_S, link.end, late)
         self._unattached[token] = _Unattached(link, timer, opening.session)
         self._links[task] = link
+        task.add_done_callback(lambda t: self._links.pop(t, None))
         self._service.log.info("link of %s opened: %s", link.name, link.lease)
         try:
             if self._accepting.done():
@@ -428,9 +458,7 @@ class ControlServer(Server):
         opening.verify_attach(waiting.session)
         del self._unattached[token]
         waiting.timer.cancel()
-        task = asyncio.current_task()
-        assert task is not None
-        self._unproved.pop(task, None)
+        self.note_proof()
         try:
             await opening.confirm_attach()
             await waiting.link.attach(opening.conn)

@@ -68,7 +68,7 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
         attached = await _dial(url, path)
         with contextlib.closing(attached):
             await handshake.attach(attached, ticket)
-            region_fd, wake_fd = await _receive_fds(attached.sock, 2)
+            region_fd, wake_fd = await _receive_fds(attached, 2)
         on_failure.callback(os.close, wake_fd)
         if os.readlink(f"/proc/self/fd/{wake_fd}") != "anon_inode:[eventfd]":  # it will be written to
             raise LinkDown("the R-node handed over a descriptor that is no eventfd")
@@ -129,17 +129,11 @@ def _is_trusted(uid: int) -> bool:
     return uid in (0, os.geteuid())
 
 
-async def _receive_fds(sock: socket.socket, n: int) -> list[int]:
+async def _receive_fds(conn: FrameSocket, n: int) -> list[int]:
     """Receive the `n` descriptors that the peer sends next. Raises LinkDown."""
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(sock, readable.set)
+    await conn.readable()
     try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(sock)
-    try:
-        _, fds, _, _ = socket.recv_fds(sock, 1, n, socket.MSG_CMSG_CLOEXEC)
+        _, fds, _, _ = socket.recv_fds(conn.sock, 1, n, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise LinkDown(f"the R-node passed no descriptors: {error}") from None
     if len(fds) != n:

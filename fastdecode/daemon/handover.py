@@ -13,7 +13,7 @@ import logging
 import socket
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from fastdecode.region.contract import Status
 from fastdecode.transports import handshake, tcp
 from fastdecode.transports.base import CallRefused, Hello, LinkDown, LinkRefused, TransportError
 from fastdecode.transports.frames import MAX_FRAME_AFTER_AUTH, FrameSocket
-from fastdecode.transports.messages import Entrust, ErrorMessage, Ok, PromptMessage, ProtocolError, RefusedMessage
-from fastdecode.transports.server import send_last
+from fastdecode.transports.messages import Entrust, ErrorMessage, Ok, PromptMessage, ProtocolError
+from fastdecode.transports.server import ConnectionServer, send_last
 
 log = logging.getLogger(__name__)
 
@@ -151,19 +151,15 @@ class RemotePrefill:
 # ---- the prefill S-node ----
 
 
-class PrefillServer:
+class PrefillServer(ConnectionServer):
     """Takes the prompts of other S-nodes."""
 
     def __init__(self, sock: socket.socket, url: str, giver: Giver, model: str, secret: bytes | None):
         """Takes ownership of the listening socket. `model`: see model_digest."""
-        sock.setblocking(False)
-        self.url = url
-        self._listener, self._giver, self._model, self._secret = sock, giver, model, secret
+        super().__init__(url, sock, _MOST_UNPROVED, _MOST)
+        self._giver, self._model, self._secret = giver, model, secret
         self._name = f"S-node {socket.gethostname()}"
-        self._unproved: dict[asyncio.Task[None], None] = {}  # oldest first
-        self._tasks: set[asyncio.Task[None]] = set()
         self._last = time.monotonic()  # when a connection last came, or the streams have left
-        self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     @classmethod
     async def at(cls, url: str, giver: Giver, model: str, secret: bytes | None) -> PrefillServer:
@@ -182,59 +178,28 @@ class PrefillServer:
 
     async def close(self) -> None:
         """Stop listening, and withdraw the prompts that are not computed yet."""
-        tasks = [self._accepting, *self._tasks]
-        for task in tasks:
+        await self.stop_accepting()
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._listener.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._listener)
-            except OSError as error:  # this process is out of descriptors, or the peer has already gone
-                log.warning("%s: cannot accept a connection: %s", self.url, error)
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._tasks) >= _MOST:
-                sock.close()
-                continue
-            if len(self._unproved) >= _MOST_UNPROVED:
-                next(iter(self._unproved)).cancel()
-            self._last = time.monotonic()
-            task = loop.create_task(self._connection(sock))
-            self._tasks.add(task)
-            self._unproved[task] = None
-            task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda t: self._unproved.pop(t, None))
-
-    async def _connection(self, sock: socket.socket) -> None:
-        conn = FrameSocket(sock)
-        try:
+    def configure(self, sock: socket.socket) -> None:
+        self._last = time.monotonic()
+        with contextlib.suppress(OSError):  # the peer has already gone
             tcp.configure(sock)
-            async with asyncio.timeout(handshake.DEADLINE_S):
-                order = await self._order(conn)
-            await self._serve(conn, order)
-        except (LinkRefused, ProtocolError, TimeoutError) as error:
-            reason = str(error) or f"the hand-shake took longer than {handshake.DEADLINE_S:.0f} s"
-            log.warning("%s refused a connection: %s", self.url, reason)
-            await send_last(conn, RefusedMessage(reason=reason))
-        except (LinkDown, OSError):
-            pass
-        except Exception:
-            log.exception("%s: a connection failed", self.url)
-        finally:
-            conn.close()
+
+    def peer_name(self, sock: socket.socket) -> str:
+        return "a connection"
+
+    async def begin(self, conn: FrameSocket) -> Coroutine[None, None, None]:
+        return self._serve(conn, await self._order(conn))
 
     async def _order(self, conn: FrameSocket) -> Order:
         """Do the hand-shake and read the prompt. Raises LinkRefused, LinkDown, ProtocolError."""
         opening = await handshake.challenge_s_node(conn, self._name, self._secret is not None)
         if opening.verify(Entrust, self._secret).model != self._model:
             raise LinkRefused("the two S-nodes serve different models, or have KV-caches of different formats")
-        task = asyncio.current_task()
-        assert task is not None
-        self._unproved.pop(task, None)
+        self.note_proof()
         await opening.accept()
         conn.max_frame = MAX_FRAME_AFTER_AUTH
         message = await conn.read()
@@ -253,7 +218,7 @@ class PrefillServer:
         )
 
     async def _serve(self, conn: FrameSocket, order: Order) -> None:
-        """Compute a prompt, as long as the other S-node is there. Raises LinkDown."""
+        """Compute a prompt, as long as the other S-node is there."""
         giving = asyncio.ensure_future(self._giver.give(order))
         gone: asyncio.Future[Any] = asyncio.ensure_future(conn.readable())
         try:
@@ -261,13 +226,14 @@ class PrefillServer:
             if not giving.done():
                 return  # the other S-node has closed the connection, or sends what has no place here
             giving.result()
-            await conn.write(Ok(id=0, stats=None))
+            await send_last(conn, Ok(id=0, stats=None))
         except (EngineError, TransportError) as error:
             log.warning("a prompt of another S-node was not computed: %s", error)
             bad = isinstance(error, InvalidPrompt | InvalidParameter)  # others may do better
-            await conn.write(
-                ErrorMessage(id=0, status=Status.BAD_CALL if bad else Status.INTERNAL, message=str(error)[:4096])
-            )
+            status = Status.BAD_CALL if bad else Status.INTERNAL
+            await send_last(conn, ErrorMessage(id=0, status=status, message=str(error)[:4096]))
+        except Exception:
+            log.exception("%s: a connection failed", self.url)
         finally:
             for task in (giving, gone):
                 task.cancel()
