@@ -242,7 +242,8 @@ static void hostile_replies(input_t *in) {
             REQUIRE(receive_message(&e, &m) && m.frame.kind == FD_ARM && m.frame.slot == slot);
             REQUIRE(m.frame.length == sizeof m.arm + sizeof row && !memcmp(&m.arm + 1, &row, sizeof row));
         } else {
-            REQUIRE(fd_port_ring(&e.port, slot, asked[slot]++, &misuse) == FD_PORT_OK);
+            REQUIRE(fd_port_ask(&e.port, slot, asked[slot]++, &misuse) == FD_PORT_OK);
+            fd_port_send(&e.port, slot);
             REQUIRE(receive_message(&e, &m) && m.frame.kind == FD_LAYER && m.frame.slot == slot);
             REQUIRE(m.frame.word == asked[slot] && m.frame.length == rows[slot] * (e.y.q_row_bytes + e.y.kv_row_bytes));
         }
