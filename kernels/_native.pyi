@@ -258,7 +258,7 @@ class RowOps:
         /,
     ) -> None: ...
     def gate(self, x: int, out: int, rows: int, width: int, threads: int, /) -> None: ...
-    def place(
+    def rope(
         self,
         qkv: int,
         q_norm: int,

@@ -12,12 +12,12 @@ enum { HEADER, FIRST, SECOND, WORD, PARTS };
  * length. */
 typedef struct {
     uint32_t first, count;
-} fd_part_t;
+} fd_requests_t;
 
 /* The parts of an end's two kinds of message: where they lie in a slot and how long they are at most. */
 typedef struct {
     size_t at[PARTS], most[PARTS];
-    fd_part_t parts[PARTS];
+    fd_requests_t parts[PARTS];
     uint32_t n; /* work requests of the whole chain */
 } fd_shape_t;
 
@@ -118,7 +118,7 @@ static void lay_out(const fd_poster_t *p, fd_message_t message, fd_shape_t *shap
     }
     for (uint32_t part = 0; part < PARTS; part++) {
         const size_t count = (shape->most[part] + p->verbs.max_message - 1) / p->verbs.max_message;
-        shape->parts[part] = (fd_part_t){shape->n, (uint32_t)count};
+        shape->parts[part] = (fd_requests_t){shape->n, (uint32_t)count};
         shape->n += (uint32_t)count;
     }
 }

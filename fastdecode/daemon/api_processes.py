@@ -79,7 +79,7 @@ class ApiProcesses:
         self._config, self._listening = config, list(listening)
         self._children = [_ApiProcess(config, listening) for _ in range(config.api_processes)]
         self._hosts: set[EngineHost] = set()
-        self._tasks: list[asyncio.Task[None]] = []  # each keeps the child of its place alive
+        self._tasks: list[asyncio.Task[None]] = []  # each keeps the child with its number alive
         self._cpus: frozenset[int] = frozenset()
         self._ending = asyncio.Event()  # no child is started any more
         self.port: int = listening[0].getsockname()[1]
@@ -88,23 +88,23 @@ class ApiProcesses:
         """Serve `engine`, and return once all processes listen. `cpus`: where they may run; none: where this process
         may. Raises RuntimeError if one ends before."""
         self._cpus = frozenset(cpus)
-        for place, child in enumerate(self._children):
+        for number, child in enumerate(self._children):
             child.bind(self._cpus)
             host = await EngineHost.open(child.socket, engine)
-            self._tasks.append(asyncio.create_task(self._keep(place, host, engine)))
+            self._tasks.append(asyncio.create_task(self._keep(number, host, engine)))
             if not await host.serving:
                 self._ending.set()
                 raise RuntimeError(f"API process {child.process.pid} ended {await child.ended()} before it served")
 
-    async def _keep(self, place: int, host: EngineHost, engine: EngineClient) -> None:
-        """Serve the engine to the child at a place, and to its successors."""
+    async def _keep(self, number: int, host: EngineHost, engine: EngineClient) -> None:
+        """Serve the engine to the child with a number, and to its successors."""
         while True:
             self._hosts.add(host)
             await host.run()
             self._hosts.discard(host)
             if self._ending.is_set() and not host.hung:
                 return
-            child = self._children[place]
+            child = self._children[number]
             if host.hung:
                 log.error("API process %d hangs; killing it", child.process.pid)
                 child.process.kill()
@@ -115,7 +115,7 @@ class ApiProcesses:
             if (started := await self._start(pause=not host.serving.result())) is None:
                 return
             started.bind(self._cpus)
-            self._children[place] = started
+            self._children[number] = started
             host = await EngineHost.open(started.socket, engine)
             if self._ending.is_set():
                 host.close()

@@ -29,11 +29,11 @@ def deliver(outcomes: list[Outcome], now: float, observer: EngineObserver) -> li
             observer.first_token(now - seq.arrived)
         else:
             last_tokens.append(last)
-            if reason is None and seq.place is not None and sampled.logprob is None:
-                if seq.place.outlet is not outlet:
-                    outlet = seq.place.outlet
+            if reason is None and seq.choice is not None and sampled.logprob is None:
+                if seq.choice.outlet is not outlet:
+                    outlet = seq.choice.outlet
                     numbers, tokens = plain.setdefault(outlet, ([], []))
-                numbers.append(seq.place.number)
+                numbers.append(seq.choice.number)
                 tokens.append(sampled.token)
                 continue
         scores = seq.prompt_scores if last is None else []

@@ -35,9 +35,9 @@ from fastdecode.engine.state.request import (
     EngineError,
     GenerationFailed,
     NotReady,
+    OutletChoice,
     Output,
     Overloaded,
-    Place,
     SamplingParams,
     TokenEvent,
 )
@@ -252,7 +252,7 @@ class Engine:
                 salt=salt,
                 take_from=take_from,
                 output=output,
-                place=output if isinstance(output, Place) else None,
+                choice=output if isinstance(output, OutletChoice) else None,
                 arrived=self._clock(),
             )
             for token in before:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.state.request import InvalidGrammar, Outlet, Output, Place
+from fastdecode.engine.state.request import InvalidGrammar, Outlet, OutletChoice, Output
 from fastdecode.service.client import Cancel, EngineStatus, Report, Request
 from fastdecode.service.metrics import Metrics
 from fastdecode.text.grammar import GrammarCompiler, GrammarError, GrammarsUnavailable
@@ -56,7 +56,7 @@ class LocalEngine:
         try:
             for prompt in request.prompts:
                 numbers = range(len(choices), len(choices) + request.n)
-                outputs: dict[str, Output] = {f"{request.id}-{i}": Place(outlet, first + i) for i in numbers}
+                outputs: dict[str, Output] = {f"{request.id}-{i}": OutletChoice(outlet, first + i) for i in numbers}
                 past = request.generated or [[]] * request.n
                 queued = iter(self._engine.submit_choices(prompt, params, outputs, past, request.take_from))
                 choices += [None if tokens is None else next(queued) for tokens in past]

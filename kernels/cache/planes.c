@@ -14,7 +14,7 @@ static bool is_repeated(const fd_store_t *stores, uint32_t i) {
 
 /* Puts each layer of limited reach, or each of the others, into the first plane that has room for it. Returns the
  * number of planes. */
-static uint32_t place(const fd_stored_t *layers, fd_store_t *stores, uint32_t n, bool limited, size_t plane_bytes) {
+static uint32_t lay_out(const fd_stored_t *layers, fd_store_t *stores, uint32_t n, bool limited, size_t plane_bytes) {
     size_t used[FD_MAX_LAYERS];
     uint32_t n_planes = 0;
     for (uint32_t i = 0; i < n; i++) {
@@ -65,14 +65,14 @@ fd_planes_t fd_planes_of(const fd_stored_t *layers, uint32_t n, fd_kv_dtype_t dt
     for (uint32_t i = 0; i < n; i++) {
         if (is_repeated(stores, i)) continue;
         const size_t plane_bytes = fd_round_up(largest, store_bytes(&stores[i]));
-        const uint32_t limited = place(layers, stores, n, true, plane_bytes),
-                       full = place(layers, stores, n, false, plane_bytes), reach = best.reach;
+        const uint32_t limited = lay_out(layers, stores, n, true, plane_bytes),
+                       full = lay_out(layers, stores, n, false, plane_bytes), reach = best.reach;
         const fd_planes_t planes = divide(limited, full, plane_bytes);
         if (!best.n_planes || block_bytes(&planes) < block_bytes(&best)) best = planes;
         best.reach = reach;
     }
-    place(layers, stores, n, true, best.plane_bytes);
-    place(layers, stores, n, false, best.plane_bytes);
+    lay_out(layers, stores, n, true, best.plane_bytes);
+    lay_out(layers, stores, n, false, best.plane_bytes);
     for (uint32_t i = 0; i < n; i++) {
         stores[i].section = stores[i].plane / best.n_planes + (layers[i].reach ? 0 : best.n_limited);
         stores[i].plane %= best.n_planes;

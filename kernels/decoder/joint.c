@@ -50,7 +50,7 @@ int fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, v
     const fd_joint_layer_t *l = &j->layers[layer];
     norm(j, r, block, l->attention_norm, b, threads);
     if (multiply(j, &l->qkv, b, r->rows, a, threads) < 0) return -1;
-    const fd_place_rows_t place = {
+    const fd_rope_rows_t rope = {
         .qkv = a,
         .q_norm = l->q_norm,
         .k_norm = l->k_norm,
@@ -66,6 +66,6 @@ int fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, v
         .head_size = j->head_size,
         .pairs = r->pairs,
     };
-    fd_place_rows(j->ops, &place, r->rows, threads);
+    fd_rope_rows(j->ops, &rope, r->rows, threads);
     return 0;
 }

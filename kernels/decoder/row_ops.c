@@ -45,9 +45,9 @@ static void run_gate(void *data, size_t first, size_t n) {
     const run_t *run = data;
     run->ops->gate(run->o, first, n);
 }
-static void run_place(void *data, size_t first, size_t n) {
+static void run_rope(void *data, size_t first, size_t n) {
     const run_t *run = data;
-    run->ops->place(run->o, first, n);
+    run->ops->rope(run->o, first, n);
 }
 
 void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads) {
@@ -56,7 +56,7 @@ void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows,
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads) {
     fd_parallel(run_gate, &(run_t){ops, o}, rows, 0, worth(rows * o->width * 4, threads));
 }
-void fd_place_rows(const fd_row_ops_t *ops, const fd_place_rows_t *o, size_t rows, unsigned threads) {
+void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads) {
     const size_t width = (o->q_heads + 2 * o->kv_heads) * o->head_size;
-    fd_parallel(run_place, &(run_t){ops, o}, rows, 0, worth(rows * width, threads));
+    fd_parallel(run_rope, &(run_t){ops, o}, rows, 0, worth(rows * width, threads));
 }

@@ -35,13 +35,13 @@ typedef struct {
     const float *cos, *sin;
     float eps;
     size_t q_stride, kv_stride, q_heads, kv_heads, head_size, pairs;
-} fd_place_rows_t;
+} fd_rope_rows_t;
 
 /* One ISA's functions for one activation dtype; each computes `n` rows from `row` on. */
 typedef struct {
     void (*norm)(const fd_norm_rows_t *o, size_t row, size_t n);
     void (*gate)(const fd_gate_rows_t *o, size_t row, size_t n);
-    void (*place)(const fd_place_rows_t *o, size_t row, size_t n);
+    void (*rope)(const fd_rope_rows_t *o, size_t row, size_t n);
 } fd_row_ops_t;
 
 /* The functions of an ISA that this machine supports, and its name; NULL if the ISA has none. */
@@ -50,6 +50,6 @@ const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype, const char **na
 /* Runs one of them over `rows` rows of `elements` numbers each, by as many of `threads` threads as pay. */
 void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads);
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads);
-void fd_place_rows(const fd_row_ops_t *ops, const fd_place_rows_t *o, size_t rows, unsigned threads);
+void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads);
 
 #endif

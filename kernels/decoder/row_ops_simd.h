@@ -96,8 +96,8 @@ FD_INLINE void gate_rows(const uint32_t dtype, const fd_gate_rows_t *o, size_t r
 }
 
 /* The head x, normalised and with RoPE, to `to`; x and `to` do not overlap. */
-FD_INLINE void place_head(const uint32_t dtype, const fd_place_rows_t *o, const void *x, const void *norm,
-                          const float *cos, const float *sin, void *to) {
+FD_INLINE void rope_head(const uint32_t dtype, const fd_rope_rows_t *o, const void *x, const void *norm,
+                         const float *cos, const float *sin, void *to) {
     const size_t size = o->head_size, pairs = o->pairs;
     const float factor = norm ? inverse_rms(dtype, x, size, o->eps) : 1.0f;
     const vec_t factors = vec_set1(factor);
@@ -125,16 +125,16 @@ FD_INLINE void place_head(const uint32_t dtype, const fd_place_rows_t *o, const 
         store_one(dtype, to, i, load_one(dtype, x, i) * factor * (norm ? load_one(dtype, norm, i) : 1.0f));
 }
 
-FD_INLINE void place_rows(const uint32_t dtype, const fd_place_rows_t *o, size_t row, size_t n) {
+FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t row, size_t n) {
     const size_t size = o->head_size, v_bytes = o->kv_heads * size * fd_act_bytes(dtype);
     for (size_t r = row; r < row + n; r++) {
         const float *cos = o->cos + r * o->pairs, *sin = o->sin + r * o->pairs;
         const void *from = at(dtype, o->qkv, r * (o->q_heads + 2 * o->kv_heads) * size);
         void *q = (void *)at(dtype, o->q, r * o->q_stride), *kv = (void *)at(dtype, o->kv, r * o->kv_stride);
         for (size_t h = 0; h < o->q_heads; h++, from = at(dtype, from, size))
-            place_head(dtype, o, from, o->q_norm, cos, sin, (void *)at(dtype, q, h * size));
+            rope_head(dtype, o, from, o->q_norm, cos, sin, (void *)at(dtype, q, h * size));
         for (size_t h = 0; h < o->kv_heads; h++, from = at(dtype, from, size))
-            place_head(dtype, o, from, o->k_norm, cos, sin, (void *)at(dtype, kv, h * size));
+            rope_head(dtype, o, from, o->k_norm, cos, sin, (void *)at(dtype, kv, h * size));
         memcpy((void *)at(dtype, kv, o->kv_heads * size), from, v_bytes);
     }
 }
@@ -142,16 +142,16 @@ FD_INLINE void place_rows(const uint32_t dtype, const fd_place_rows_t *o, size_t
 #define FD_ROW_OPS_OF(isa, name, dtype)                                                                                \
     static void norm_##name(const fd_norm_rows_t *o, size_t row, size_t n) { norm_rows(dtype, o, row, n); }            \
     static void gate_##name(const fd_gate_rows_t *o, size_t row, size_t n) { gate_rows(dtype, o, row, n); }            \
-    static void place_##name(const fd_place_rows_t *o, size_t row, size_t n) { place_rows(dtype, o, row, n); }
+    static void rope_##name(const fd_rope_rows_t *o, size_t row, size_t n) { rope_rows(dtype, o, row, n); }
 
 #define FD_ROW_OPS(isa)                                                                                                \
     FD_ROW_OPS_OF(isa, fp32, FD_ACT_FP32)                                                                              \
     FD_ROW_OPS_OF(isa, fp16, FD_ACT_FP16)                                                                              \
     FD_ROW_OPS_OF(isa, bf16, FD_ACT_BF16)                                                                              \
     const fd_row_ops_t fd_row_ops_##isa[FD_ACT_DTYPES] = {                                                             \
-        [FD_ACT_FP32] = {norm_fp32, gate_fp32, place_fp32},                                                            \
-        [FD_ACT_FP16] = {norm_fp16, gate_fp16, place_fp16},                                                            \
-        [FD_ACT_BF16] = {norm_bf16, gate_bf16, place_bf16},                                                            \
+        [FD_ACT_FP32] = {norm_fp32, gate_fp32, rope_fp32},                                                             \
+        [FD_ACT_FP16] = {norm_fp16, gate_fp16, rope_fp16},                                                             \
+        [FD_ACT_BF16] = {norm_bf16, gate_bf16, rope_bf16},                                                             \
     };
 
 #endif

@@ -242,7 +242,7 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
     pthread_mutex_init(&e->mutex, NULL);
     pthread_cond_init(&e->adoption, NULL);
     e->threads = calloc(e->n_threads, sizeof *e->threads);
-    if (!e->threads || !fd_places_init(e) || !open_events(e)) {
+    if (!e->threads || !fd_bays_init(e) || !open_events(e)) {
         fd_engine_free(e);
         return FD_FAIL(NULL, "no memory or no file descriptors for the R-engine");
     }
@@ -276,7 +276,7 @@ void fd_engine_free(fd_engine_t *e) {
     pthread_mutex_destroy(&e->mutex);
     pthread_cond_destroy(&e->adoption);
     free(e->threads);
-    fd_places_destroy(e);
+    fd_bays_destroy(e);
     pthread_mutex_unlock(&e->duty);
     let_go(e);
 }

@@ -11,7 +11,7 @@
 
 #define FD_MAX_LINKS 256u
 
-typedef struct fd_place fd_place_t;
+typedef struct fd_bay fd_bay_t;
 
 typedef enum {
     FD_JOB_LAYER,   /* a layer of a slot's step */
@@ -21,7 +21,7 @@ typedef enum {
 
 /* Work for all threads. */
 typedef struct {
-    /* These do not change while the job has a place. */
+    /* These do not change while the job has a bay. */
     fd_job_kind_t kind;
     const fd_work_t *work;
     fd_step_t *step;
@@ -36,7 +36,7 @@ typedef struct {
     /* Thread 0 only. */
     uint32_t n_items __attribute__((aligned(64))); /* left to be done when the job was started last */
     uint32_t *left;                                /* [max_items] where a withdrawn job keeps `items` */
-    fd_place_t *place;                             /* NULL: no thread works on the job */
+    fd_bay_t *bay;                                 /* NULL: no thread works on the job */
     fd_link_t *link;
     uint32_t index; /* of the slot */
     bool begun;     /* the engine has begun the slot's call and not answered it yet */
@@ -96,20 +96,20 @@ typedef struct {
     uint32_t parked; /* atomic: number << 1 | 1 of an item in which this lane's thread has stopped; or 0 */
 } fd_lane_t;
 
-/* Counts of the work that a few threads have done in a place since the engine began. Atomics. */
+/* Counts of the work that a few threads have done in a bay since the engine began. Atomics. */
 typedef struct {
     uint64_t items __attribute__((aligned(64)));
     uint64_t kv_bytes;
 } fd_tally_t;
 
-/* A place in which the threads do one job after another. */
-struct fd_place {
+/* A bay in which the threads do one job after another. */
+struct fd_bay {
     /* Read by all threads. */
-    uint64_t *notice __attribute__((aligned(64))); /* the place's word of the board */
+    uint64_t *notice __attribute__((aligned(64))); /* the bay's word of the board */
     fd_lane_t *lanes;                              /* [n_threads] */
     fd_tally_t *tallies;                           /* [one for a few threads] */
-    uint32_t first_thread;                         /* takes part in every job of this place */
-    fd_job_t *job;                                 /* NULL: the place is free */
+    uint32_t first_thread;                         /* takes part in every job of this bay */
+    fd_job_t *job;                                 /* NULL: the bay is free */
 
     /* Thread 0 only. */
     uint32_t epoch __attribute__((aligned(64))); /* counts jobs */
@@ -124,7 +124,7 @@ typedef struct {
     uint32_t asleep __attribute__((aligned(64))); /* atomic and futex */
 } fd_sleeper_t;
 
-enum { FD_PLACES = 8 }; /* as many words make up a cache line */
+enum { FD_BAYS = 8 }; /* as many words make up a cache line */
 
 struct fd_engine {
     uint32_t n_threads;
@@ -162,9 +162,9 @@ struct fd_engine {
     uint64_t charged_ns; /* main_link has been charged up to this time */
     uint64_t poll_ns;    /* the time that reading all bells took last */
 
-    /* Atomics: the job of each place, epoch << 32 | number of items. Threads spin on this line. */
-    uint64_t board[FD_PLACES] __attribute__((aligned(64)));
-    fd_place_t places[FD_PLACES];
+    /* Atomics: the job of each bay, epoch << 32 | number of items. Threads spin on this line. */
+    uint64_t board[FD_BAYS] __attribute__((aligned(64)));
+    fd_bay_t bays[FD_BAYS];
     fd_sleeper_t *sleepers; /* [n_threads] */
 
     pthread_t *threads;

@@ -2,7 +2,7 @@
  *
  * The items of a job are dealt to lanes, one for each thread that takes part. A thread empties its own lane first and
  * then helps the others, so a thread that is late or descheduled delays the job by one item at most. Thread 0 starts
- * jobs in places, and several jobs may be under way at once. It can withdraw a job before its end: each thread then
+ * jobs in bays, and several jobs may be under way at once. It can withdraw a job before its end: each thread then
  * stops at its item's next unit (work.h) and parks the item, and the job can be started again later with what is left.
  *
  * Nothing that one thread writes for each item is read by another: a thread counts what it has done and publishes it
@@ -27,27 +27,27 @@ void *fd_helper_main(void *helper);
  * false if `stop` has ended it before its end. */
 bool fd_job_do_item(fd_job_t *job, uint32_t item, uint32_t thread, const fd_stop_t *stop, uint64_t *kv_bytes);
 
-/* Makes the places. False if out of memory. */
-bool fd_places_init(fd_engine_t *e);
-void fd_places_destroy(fd_engine_t *e);
+/* Makes the bays. False if out of memory. */
+bool fd_bays_init(fd_engine_t *e);
+void fd_bays_destroy(fd_engine_t *e);
 
 /* ---- thread 0 only ---- */
 
-/* A place that no job has, or NULL. */
-fd_place_t *fd_place_free(fd_engine_t *e);
+/* A bay that no job has, or NULL. */
+fd_bay_t *fd_bay_free(fd_engine_t *e);
 
-/* Starts a job, or what is left of it, in a free place. */
-void fd_job_start(fd_engine_t *e, fd_place_t *place, fd_job_t *job);
+/* Starts a job, or what is left of it, in a free bay. */
+void fd_job_start(fd_engine_t *e, fd_bay_t *bay, fd_job_t *job);
 /* Works on the job until `until_ns`. Returns false if there was nothing that could be claimed. */
-bool fd_job_help(fd_engine_t *e, fd_place_t *place, uint64_t until_ns);
+bool fd_job_help(fd_engine_t *e, fd_bay_t *bay, uint64_t until_ns);
 /* Asks the threads to stop. */
-void fd_job_withdraw(fd_engine_t *e, fd_place_t *place);
+void fd_job_withdraw(fd_engine_t *e, fd_bay_t *bay);
 /* True if no thread works on the job any more: all of it is done, or it was withdrawn, and job->n_items items are left.
- * Then the place is free again. */
-bool fd_job_over(fd_engine_t *e, fd_place_t *place);
+ * Then the bay is free again. */
+bool fd_job_over(fd_engine_t *e, fd_bay_t *bay);
 
 /* Does a whole job. */
-void fd_job_run(fd_engine_t *e, fd_place_t *place, fd_job_t *job);
+void fd_job_run(fd_engine_t *e, fd_bay_t *bay, fd_job_t *job);
 
 void fd_wake_all(fd_engine_t *e);
 

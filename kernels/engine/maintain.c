@@ -13,7 +13,7 @@ static bool fault_in(fd_engine_t *e, fd_link_t *link) {
     fd_poll_carriers(e, false); /* faulting in may take as long as a long call */
     fd_job_t job = {.kind = FD_JOB_FAULT_IN, .work = &link->work, .first_part = done, .n_items = n};
     if (n == 1) job.error = fd_kvcache_fault_in(&link->kv, done);
-    else fd_job_run(e, e->places, &job);
+    else fd_job_run(e, e->bays, &job);
     __atomic_store_n(&link->prefault.error, __atomic_load_n(&job.error, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
     if (!link->prefault.error) __atomic_store_n(&link->prefault.done, done + n, __ATOMIC_RELAXED);
     return true;

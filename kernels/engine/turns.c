@@ -172,7 +172,7 @@ static uint32_t waiting_call(const fd_link_t *link) {
     uint32_t found = link->work.g.n_slots;
     for (uint32_t slot = 0; slot < link->work.g.n_slots && link->turn.n_jobs; slot++) {
         const fd_job_t *job = &link->slots[slot].job;
-        if (!job->begun || job->place) continue;
+        if (!job->begun || job->bay) continue;
         if (found == link->work.g.n_slots || job->turn < link->slots[found].job.turn) found = slot;
     }
     return found;
@@ -180,8 +180,8 @@ static uint32_t waiting_call(const fd_link_t *link) {
 
 /* Makes the next call the main job, if one waits. */
 static void start_next(fd_engine_t *e) {
-    fd_place_t *place = fd_place_free(e);
-    if (!place) return;
+    fd_bay_t *bay = fd_bay_free(e);
+    if (!bay) return;
     refill(e);
     for (uint32_t k = 0, i = e->next_link; k < e->n_adopted; k++, i = next_link(e, i)) {
         fd_link_t *link = e->adopted[i];
@@ -192,7 +192,7 @@ static void start_next(fd_engine_t *e) {
         e->next_link = next_link(e, i);
         set_main(e, link, job);
         job->since_ns = e->charged_ns;
-        fd_job_start(e, place, job);
+        fd_job_start(e, bay, job);
         return;
     }
 }
@@ -210,9 +210,9 @@ static bool another_waits(const fd_engine_t *e) {
  * call. */
 static bool end_calls(fd_engine_t *e) {
     bool any = false;
-    for (uint32_t p = 0; p < FD_PLACES; p++) {
-        fd_job_t *job = e->places[p].job;
-        if (!job || !fd_job_over(e, &e->places[p])) continue;
+    for (uint32_t p = 0; p < FD_BAYS; p++) {
+        fd_job_t *job = e->bays[p].job;
+        if (!job || !fd_job_over(e, &e->bays[p])) continue;
         any = true;
         if (job == e->main_job) set_main(e, NULL, NULL);
         job->busy_ns += fd_now_ns() - job->since_ns;
@@ -226,15 +226,15 @@ void fd_turns_work(fd_engine_t *e) {
     if (e->main_job && e->main_link->turn.credit_ns <= 0) {
         refill(e);
         if (another_waits(e)) {
-            fd_job_withdraw(e, e->main_job->place);
+            fd_job_withdraw(e, e->main_job->bay);
             set_main(e, NULL, NULL);
         }
     }
     if (!e->main_job) start_next(e);
     const uint64_t tick = e->poll_ns * POLL_SHARE > TICK_NS ? e->poll_ns * POLL_SHARE : TICK_NS;
     bool worked = false;
-    for (uint32_t p = 0; p < FD_PLACES && !worked; p++)
-        if (e->places[p].job && !e->places[p].withdrawn) worked = fd_job_help(e, &e->places[p], now + tick);
+    for (uint32_t p = 0; p < FD_BAYS && !worked; p++)
+        if (e->bays[p].job && !e->bays[p].withdrawn) worked = fd_job_help(e, &e->bays[p], now + tick);
     if (!worked) set_main(e, NULL, NULL); /* all items are claimed: there are threads for another call */
     for (uint32_t i = 0; i < SPINS && !end_calls(e) && !worked; i++) fd_cpu_relax();
     if (!worked) sched_yield(); /* a helper that still works may need this core */
@@ -247,10 +247,10 @@ bool fd_turns_leave(fd_engine_t *e, fd_link_t *link) {
     link->turn.leaving = true;
     for (uint32_t slot = 0; slot < link->work.g.n_slots; slot++) {
         fd_job_t *job = &link->slots[slot].job;
-        if (!job->begun || !job->place) continue;
+        if (!job->begun || !job->bay) continue;
         gone = false;
         __atomic_store_n(&job->cancelled, true, __ATOMIC_RELAXED);
-        if (!job->place->withdrawn) fd_job_withdraw(e, job->place);
+        if (!job->bay->withdrawn) fd_job_withdraw(e, job->bay);
         if (job == e->main_job) set_main(e, NULL, NULL);
     }
     if (!gone) return false;

@@ -52,7 +52,7 @@ static PyObject *gate(row_ops_t *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *place(row_ops_t *self, PyObject *args) {
+static PyObject *rope(row_ops_t *self, PyObject *args) {
     unsigned long long qkv, q_norm, k_norm, cos, sin, q, kv;
     float eps;
     Py_ssize_t q_stride, kv_stride, rows, q_heads, kv_heads, head_size, pairs;
@@ -60,7 +60,7 @@ static PyObject *place(row_ops_t *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KKKfKKKnKnnnnnnI", &qkv, &q_norm, &k_norm, &eps, &cos, &sin, &q, &q_stride, &kv,
                           &kv_stride, &rows, &q_heads, &kv_heads, &head_size, &pairs, &threads))
         return NULL;
-    const fd_place_rows_t o = {
+    const fd_rope_rows_t o = {
         .qkv = FD_ADDRESS(qkv),
         .q_norm = FD_ADDRESS(q_norm),
         .k_norm = FD_ADDRESS(k_norm),
@@ -77,7 +77,7 @@ static PyObject *place(row_ops_t *self, PyObject *args) {
         .pairs = (size_t)pairs,
     };
     Py_BEGIN_ALLOW_THREADS
-    fd_place_rows(self->ops, &o, (size_t)rows, threads);
+    fd_rope_rows(self->ops, &o, (size_t)rows, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -85,8 +85,8 @@ static PyObject *place(row_ops_t *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"norm", (PyCFunction)norm, METH_VARARGS, "norm(x, y, scale, weight, eps, out, rows, width, threads)"},
     {"gate", (PyCFunction)gate, METH_VARARGS, "gate(x, out, rows, width, threads)"},
-    {"place", (PyCFunction)place, METH_VARARGS,
-     "place(qkv, q_norm, k_norm, eps, cos, sin, q, q_stride, kv, kv_stride, rows, q_heads, kv_heads, head_size, pairs, "
+    {"rope", (PyCFunction)rope, METH_VARARGS,
+     "rope(qkv, q_norm, k_norm, eps, cos, sin, q, q_stride, kv, kv_stride, rows, q_heads, kv_heads, head_size, pairs, "
      "threads)"},
     {NULL, NULL, 0, NULL},
 };

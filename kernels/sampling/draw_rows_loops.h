@@ -94,7 +94,7 @@ FD_INLINE void apply_rules(const fd_draw_t *o, const fd_draw_row_t *r, float *x)
 }
 
 /* The first logit that is `best`. */
-FD_INLINE size_t place_of(const float *x, size_t n, float best) {
+FD_INLINE size_t index_of(const float *x, size_t n, float best) {
     enum { STRIDE = 64 };
     size_t i = 0;
     for (; i + STRIDE <= n; i += STRIDE) {
@@ -318,7 +318,7 @@ FD_INLINE int draw_rows(const fd_draw_t *o, size_t row, size_t n) {
         float *w = o->weights ? o->weights + i * padded : own;
         if (!finite) o->tokens[i] = 0;
         else if (r->temperature > 0.0f) o->tokens[i] = (int32_t)draw_one(o, r, x, least, most, w, sums, room);
-        else o->tokens[i] = (int32_t)place_of(x, o->vocab, best);
+        else o->tokens[i] = (int32_t)index_of(x, o->vocab, best);
     }
     free(scratch);
     return 1;

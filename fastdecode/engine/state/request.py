@@ -149,7 +149,7 @@ class Outlet(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OutletChoice:
     """A choice's number at an outlet; an Output."""
 
     outlet: Outlet
@@ -159,6 +159,6 @@ class Place:
         self.outlet.event(self.number, event)
 
 
-#: Takes the tokens of one choice as they are generated, or the error that ends it. It must not block or raise. A Place
-#: gets the tokens of a step together with those of the other choices of its outlet.
+#: Takes the tokens of one choice as they are generated, or the error that ends it. It must not block or raise. An
+#: OutletChoice gets the tokens of a step together with the other choices of its outlet.
 Output = Callable[[TokenEvent | EngineError], None]

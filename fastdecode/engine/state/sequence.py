@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fastdecode.engine.state.guesser import Guesser
 from fastdecode.engine.state.pages import PageTable
 from fastdecode.engine.state.prefixes import Handle
-from fastdecode.engine.state.request import Output, Place, SamplingParams
+from fastdecode.engine.state.request import OutletChoice, Output, SamplingParams
 
 if TYPE_CHECKING:
     from fastdecode.engine.state.constraints import TokenConstraints
@@ -89,7 +89,7 @@ class Sequence:
 
     # Output and times, kept by the engine. Times are of the engine's clock, in seconds.
     output: Output = lambda event: None
-    place: Place | None = None  # `output`, if it is a Place
+    choice: OutletChoice | None = None  # `output`, if it is an OutletChoice
     arrived: float = 0.0
     started: float | None = None  # first scheduled
     last_token: float | None = None

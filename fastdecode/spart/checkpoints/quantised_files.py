@@ -132,9 +132,9 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
 
     def _awq(self, name: str) -> Quantised:
         # The i-th number of a word belongs to column _AWQ_ORDER[i] of its eight.
-        place = torch.tensor(_AWQ_ORDER).argsort()
+        order = torch.tensor(_AWQ_ORDER).argsort()
         q, zeros = (
-            _unpack(self._need(name, end), 4).unflatten(1, (-1, 8))[:, :, place] for end in ("qweight", "qzeros")
+            _unpack(self._need(name, end), 4).unflatten(1, (-1, 8))[:, :, order] for end in ("qweight", "qzeros")
         )
         scales = self._need(name, "scales").float().T
         return self._make(q.flatten(1).T.contiguous(), scales, zeros.flatten(1).T.int(), 4, None)

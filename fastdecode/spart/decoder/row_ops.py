@@ -141,7 +141,7 @@ class VectorOps:
         cos, sin = angles
         assert qkv.is_contiguous() and qkv.dtype is out.q.dtype is out.kv.dtype is self.dtype
         assert cos.dtype is sin.dtype is torch.float32 and cos.is_contiguous() and sin.is_contiguous()
-        self._native.place(
+        self._native.rope(
             qkv.data_ptr(),
             _address(norms[0]),
             _address(norms[1]),

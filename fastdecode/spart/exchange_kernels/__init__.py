@@ -58,9 +58,9 @@ def row_addresses(slots: Sequence[SlotRows], q_row_bytes: int, kv_row_bytes: int
     for slot in slots:
         n = slot.attending.stop - slot.attending.start
         more = slot.appended.stop - slot.appended.start
-        places = np.arange(n + more, dtype=np.uint64)
-        q[slot.attending] = slot.q + places[:n] * np.uint64(q_row_bytes)
-        o[slot.attending] = slot.o + places[:n] * np.uint64(o_row_bytes)
-        kv[slot.attending] = slot.kv + places[:n] * np.uint64(kv_row_bytes)
-        kv[slot.appended] = slot.kv + places[n:] * np.uint64(kv_row_bytes)
+        rows = np.arange(n + more, dtype=np.uint64)
+        q[slot.attending] = slot.q + rows[:n] * np.uint64(q_row_bytes)
+        o[slot.attending] = slot.o + rows[:n] * np.uint64(o_row_bytes)
+        kv[slot.attending] = slot.kv + rows[:n] * np.uint64(kv_row_bytes)
+        kv[slot.appended] = slot.kv + rows[n:] * np.uint64(kv_row_bytes)
     return RowAddresses(q, kv, o, np.array([n_attend, n_rows], np.uint32))

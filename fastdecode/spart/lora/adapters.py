@@ -72,11 +72,11 @@ class AdapterRows:
     def _pad(self) -> None:
         ends = self.ends.numpy()
         counts = np.diff(ends, prepend=0)
-        most, places = int(counts.max()), np.arange(len(self.index))
-        if len(counts) == 1 or len(counts) * most > _MOST_FILLING * len(places):
+        most, rows = int(counts.max()), np.arange(len(self.index))
+        if len(counts) == 1 or len(counts) * most > _MOST_FILLING * len(rows):
             return
         starts = np.arange(len(counts)) * most - (ends - counts)
-        self.slots = torch.from_numpy(places + starts.repeat(counts))
+        self.slots = torch.from_numpy(rows + starts.repeat(counts))
         padded = self.index.new_zeros(len(counts) * most)
         self.padded = padded.index_copy_(0, self.slots, self.index).view(-1, most)
 

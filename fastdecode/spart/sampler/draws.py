@@ -74,9 +74,9 @@ def draw(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """
     spans = weights.view(len(weights), -1, SPAN)
     n = spans.shape[1]
-    # Exponential variables, precise where they are small: one for each span, then one for each place in a span.
+    # Exponential variables, precise where they are small: one for each span, then one for each column of a span.
     arrivals = torch.log1p(uniforms(keys, torch.arange(n + SPAN, device=weights.device)).neg_()).neg_()
     span = (spans.sum(dim=2).to(torch.float64) / arrivals[:, :n]).argmax(dim=1)
     inside = spans.gather(1, span[:, None, None].expand(-1, 1, SPAN))[:, 0]
-    place = (inside.to(torch.float64) / arrivals[:, n:]).argmax(dim=1)
-    return span * SPAN + place
+    column = (inside.to(torch.float64) / arrivals[:, n:]).argmax(dim=1)
+    return span * SPAN + column

@@ -275,12 +275,12 @@ class _Block:
         """A copy of logits [rows, vocab_size] to which bias and penalties have been applied."""
         ruled = logits.clone()
         flat = ruled.view(-1)
-        places = self._get(uploaded, "biased")
-        flat.scatter_(0, places, flat.gather(0, places) + self._get(uploaded, "bias"))
-        places, repetition = self._get(uploaded, "seen"), self._get(uploaded, "repetition")
-        x = flat.gather(0, places)
+        entries = self._get(uploaded, "biased")
+        flat.scatter_(0, entries, flat.gather(0, entries) + self._get(uploaded, "bias"))
+        entries, repetition = self._get(uploaded, "seen"), self._get(uploaded, "repetition")
+        x = flat.gather(0, entries)
         x = torch.where(x > 0, x / repetition, x * repetition) - self._get(uploaded, "penalty")
-        flat.scatter_(0, places, x)
+        flat.scatter_(0, entries, x)
         return ruled
 
     def _draw(self, ruled: torch.Tensor, uploaded: _Uploaded) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -53,23 +53,23 @@ class StepTable:
     @property
     def nbytes(self) -> int:
         """Bytes of a buffer that holds all arrays."""
-        return self._places()[1]
+        return self._offsets()[1]
 
     def pack(self, buffer: npt.NDArray[np.uint8]) -> None:
         """Write all arrays into a buffer."""
-        offsets, _ = self._places()
+        offsets, _ = self._offsets()
         for name, values in self._arrays.items():
             buffer[offsets[name] : offsets[name] + values.nbytes] = values.view(np.uint8)
 
     def parts(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arrays as views of a tensor that holds what `pack` has written, on any device."""
-        offsets, _ = self._places()
+        offsets, _ = self._offsets()
         return {
             name: buffer[offsets[name] : offsets[name] + values.nbytes].view(torch.from_numpy(values).dtype)
             for name, values in self._arrays.items()
         }
 
-    def _places(self) -> tuple[dict[str, int], int]:
+    def _offsets(self) -> tuple[dict[str, int], int]:
         """Where each array begins in a buffer, and the buffer's bytes."""
         offsets, size = {}, 0
         for name, values in self._arrays.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from fastdecode.engine.state.request import EngineError, Outlet, Place, SamplingParams, TokenEvent
+from fastdecode.engine.state.request import EngineError, Outlet, OutletChoice, SamplingParams, TokenEvent
 from fastdecode.engine.stats import EngineStats, NodeStats
 from fastdecode.service.client import Cancel, EngineStatus, Report, Request
 from fastdecode.service.metrics import Metrics
@@ -18,8 +18,8 @@ class ScriptedChoice:
     """The tokens of one choice. Its last token gets finish_reason "length" unless the script gives another. An int that
     is neither the first nor the last token comes as an engine hands out tokens that have nothing else to say."""
 
-    def __init__(self, acts: Iterable[Act], place: Place):
-        self._acts, self._place = list(acts), place
+    def __init__(self, acts: Iterable[Act], choice: OutletChoice):
+        self._acts, self._choice = list(acts), choice
         self.cancelled = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -32,13 +32,13 @@ class ScriptedChoice:
                 await act.wait()
                 continue
             if isinstance(act, int) and begun and self._acts:
-                self._place.outlet.tokens([self._place.number], [act])
+                self._choice.outlet.tokens([self._choice.number], [act])
                 continue
             begun = True
             event = TokenEvent(act) if isinstance(act, int) else act
             if isinstance(event, TokenEvent) and not self._acts and event.finish_reason is None:
                 event.finish_reason = "length"
-            self._place(event)
+            self._choice(event)
 
     @property
     def ended(self) -> bool:
@@ -78,7 +78,7 @@ class ScriptedEngine:
                 for choice in choices.values():
                     choice.cancel()
                 raise self._refusal or AssertionError("one choice more than there are scripts")
-            choices[i] = ScriptedChoice(self.scripts.pop(0), Place(outlet, first + i))
+            choices[i] = ScriptedChoice(self.scripts.pop(0), OutletChoice(outlet, first + i))
             self.prompts.append(request.prompts[i // request.n])
             self.generated.append(past)
             self.params.append(request.params.of_choice(i % request.n))
