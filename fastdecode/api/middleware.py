@@ -46,7 +46,8 @@ def notes() -> Notes:
     """The notes of the request that the current task handles."""
     found = _notes.get(None)
     if found is None:
-        _notes.set(found := Notes())
+        found = Notes()
+        _notes.set(found)
     return found
 
 
@@ -143,7 +144,8 @@ def allow_origins(origins: Iterable[str]) -> Middleware:
 async def log_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Log a line for every request: its id, status and time, and the tokens of a generation."""
     started = time.monotonic()
-    _notes.set(noted := Notes())  # connections that are kept alive handle several requests in one task
+    noted = Notes()  # of this request: connections that are kept alive handle several requests in one task
+    _notes.set(noted)
     status = 499  # the client has gone before the end, as nginx logs it
     try:
         response = await handler(request)

@@ -247,7 +247,8 @@ def _strings(fields: Fields, name: str, most: int, *, single: bool = False) -> t
     value = fields.take(name)
     strings = [] if value is None else [value] if single and isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
-        raise invalid(name, f"must be {'a string or ' * single}a list of strings, and no string may be empty")
+        kinds = "a string or a list of strings" if single else "a list of strings"
+        raise invalid(name, f"must be {kinds}, and no string may be empty")
     if len(strings) > most:
         raise invalid(name, f"at most {most} strings")
     if any(len(s) > MAX_STRING_LENGTH for s in strings):

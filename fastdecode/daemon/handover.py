@@ -87,7 +87,8 @@ class RemotePrefill:
                 told = ""
             except DiscoveryError as error:
                 if str(error) != told:
-                    log.warning("prefill S-nodes: %s", told := str(error))
+                    told = str(error)
+                    log.warning("prefill S-nodes: %s", told)
             if nodes.interval is None:
                 return
             await asyncio.sleep(nodes.interval)
@@ -162,10 +163,11 @@ class PrefillServer(ConnectionServer):
         self._last = time.monotonic()  # when a connection last came, or the streams have left
 
     @classmethod
-    async def at(cls, url: str, giver: Giver, model: str, secret: bytes | None) -> PrefillServer:
+    async def listen(cls, url: str, giver: Giver, model: str, secret: bytes | None) -> PrefillServer:
         """Listen at tcp://host:port. Raises TransportError, also if other machines can reach it and there is no
         secret."""
-        sock, netloc = await tcp.listen(url, *tcp.parse(url), secret, False)
+        host, port = tcp.parse(url)
+        sock, netloc = await tcp.listen(url, host, port, secret, False)
         return cls(sock, f"tcp://{netloc}", giver, model, secret)
 
     async def drain(self, seconds: float) -> None:

@@ -195,7 +195,7 @@ async def _serve(
         stack.push_async_callback(engine.stop)
         prefill: PrefillServer | None = None
         if config.prefill_listen is not None:
-            prefill = await PrefillServer.at(config.prefill_listen, Giver(engine), digest, secret)
+            prefill = await PrefillServer.listen(config.prefill_listen, Giver(engine), digest, secret)
             stack.push_async_callback(prefill.close)
             log.info("prompts of other S-nodes are taken at %s", prefill.url)
         r_node_links.watch(engine)

@@ -125,8 +125,8 @@ async def _measure(
         for split, shape, one in zip(splits, shapes, ones, strict=True):
             # No secret is needed: only this user reaches the socket.
             memory = shape.memory(model) + one.memory(model)
-            of_node = replace(config, kv_memory=memory, prefault=False, secret_file=None)
-            nodes.append(EmbeddedRNode(of_node, split, brief=True))
+            alone = replace(config, kv_memory=memory, prefault=False, secret_file=None)
+            nodes.append(EmbeddedRNode(alone, split, brief=True))
             stack.push_async_callback(nodes[-1].stop)
         await asyncio.gather(*(node.start() for node in nodes))
         decodings = []
@@ -142,13 +142,13 @@ async def _measure(
         begun, others = time.perf_counter(), busy_seconds(cpus) - own_seconds()
         seconds = await _rounds([*zip([*splits, *splits], decodings, strict=True)], bar)
         others = (busy_seconds(cpus) - own_seconds() - others) / (len(cpus) * (time.perf_counter() - begun))
-    of_many, of_one = seconds[: len(splits)], seconds[len(splits) :]
+    many_sequences, one_sequence = seconds[: len(splits)], seconds[len(splits) :]
     batch, context = shapes[0].batch, shapes[0].context
     speeds = [
         Speed(split, batch / statistics.median(many), 1 / statistics.median(one) if one else None)
-        for split, many, one in zip_longest(splits[: len(of_many)], of_many, of_one)
+        for split, many, one in zip_longest(splits[: len(many_sequences)], many_sequences, one_sequence)
     ]
-    speeds = [speeds[i] for i in _order(_beside_rule(of_many), _beside_rule(of_one))]
+    speeds = [speeds[i] for i in _order(_beside_rule(many_sequences), _beside_rule(one_sequence))]
     key: Key = record_key(config, backend, model.dtype)
     return Record(key, datetime.date.today().isoformat(), batch, context, speeds), others
 
@@ -159,11 +159,11 @@ def _beside_rule(seconds: list[list[float]]) -> list[float]:
     return [statistics.median(a / b for a, b in zip(seconds[0], taken, strict=True)) for taken in seconds]
 
 
-def _order(of_many: list[float], of_one: list[float]) -> list[int]:
-    """The splits, the chosen one first, then by their speed for many sequences beside that of the rule, the first.
-    `of_one` has the same for one sequence."""
-    order = sorted(range(len(of_many)), key=lambda i: -of_many[i])
-    fit = [i for i in order if of_many[i] >= _MARGIN and of_one[i] >= _LEAST_OF_ONE]
+def _order(many_sequences: list[float], one_sequence: list[float]) -> list[int]:
+    """The splits, the chosen one first, then by their speed for many sequences. The speeds are relative to the first
+    split, the rule's."""
+    order = sorted(range(len(many_sequences)), key=lambda i: -many_sequences[i])
+    fit = [i for i in order if many_sequences[i] >= _MARGIN and one_sequence[i] >= _LEAST_OF_ONE]
     return sorted(order, key=lambda i: i != (fit or [0])[0])
 
 

@@ -34,10 +34,10 @@ class Speed(msgspec.Struct, frozen=True):
 
     split: Split
     tokens_per_s: float  # of many sequences
-    of_one: float | None = None  # tokens a second of one sequence
+    one_sequence: float | None = msgspec.field(default=None, name="of_one")  # tokens a second
 
     def __str__(self) -> str:
-        one = "" if self.of_one is None else f", {self.of_one:.4g} with one sequence"
+        one = "" if self.one_sequence is None else f", {self.one_sequence:.4g} with one sequence"
         return f"{self.split}: {self.tokens_per_s:.4g} tokens/s{one}"
 
 

@@ -12,29 +12,9 @@ from typing import Any
 import msgspec
 
 from fastdecode.engine.state.request import EngineError, GenerationFailed, TokenEvent
+from fastdecode.service import messages
 from fastdecode.service.client import Cancel, EngineClient, Request
-from fastdecode.service.messages import (
-    FROM_API,
-    Ask,
-    AskResult,
-    Close,
-    Connection,
-    Drain,
-    Drained,
-    End,
-    Ended,
-    EngineLimits,
-    Failure,
-    FromApi,
-    Heartbeat,
-    HeartbeatAnswer,
-    NotQueued,
-    Queued,
-    Serving,
-    Step,
-    Submit,
-    Withdraw,
-)
+from fastdecode.service.messages import FROM_API, Connection, Failure, FromApi, Step
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +63,7 @@ class EngineHost:
 
     async def run(self) -> None:
         """Serve until the connection ends."""
-        self._connection.send(EngineLimits(self._engine.max_model_len, self._engine.max_queued))
+        self._connection.send(messages.EngineLimits(self._engine.max_model_len, self._engine.max_queued))
         self._spawn(self._watch())
         try:
             async for message in self._connection.messages():
@@ -106,7 +86,7 @@ class EngineHost:
             return
         while self._unanswered < _MOST_UNANSWERED:
             if not self._unanswered:
-                self._connection.send(Heartbeat())
+                self._connection.send(messages.Heartbeat())
             self._unanswered += 1
             await asyncio.sleep(_HEARTBEAT_SECONDS)
         self.hung = True
@@ -114,35 +94,35 @@ class EngineHost:
 
     async def drain(self, seconds: float) -> None:
         """Let the API refuse new requests, and wait until it has none left, or has ended them after `seconds`."""
-        self._connection.send(Drain(seconds))
+        self._connection.send(messages.Drain(seconds))
         await self._drained.wait()
 
     def close(self) -> None:
         """Let the API's process end."""
-        self._connection.send(Close())
+        self._connection.send(messages.Close())
 
     def _take(self, message: FromApi) -> None:
         match message:
-            case Submit():
+            case messages.Submit():
                 numbers = range(message.first, message.first + message.request.n_choices)
                 hosted = self._requests[message.first] = _Hosted(message.first, set(numbers))
                 self._choices.update(dict.fromkeys(numbers, hosted))
                 hosted.queueing = self._spawn(self._submit(message.request, hosted))
-            case Withdraw(first):
+            case messages.Withdraw(first):
                 self._withdraw(first)
-            case End(first, choice):
+            case messages.End(first, choice):
                 if (found := self._requests.get(first)) and found.cancel:
                     found.cancel(choice)
                     self._end(first + choice)
-            case Ended(reason, seconds):
+            case messages.Ended(reason, seconds):
                 self._engine.choice_ended(reason, seconds)
-            case Ask():
+            case messages.Ask():
                 self._spawn(self._answer(message))
-            case Serving():
+            case messages.Serving():
                 self.serving.set_result(True)
-            case Drained():
+            case messages.Drained():
                 self._drained.set()
-            case HeartbeatAnswer():
+            case messages.HeartbeatAnswer():
                 self._unanswered = 0
 
     async def _submit(self, request: Request, hosted: _Hosted) -> None:
@@ -153,9 +133,9 @@ class EngineHost:
             if not isinstance(error, EngineError):  # a bug, which must not leave the client waiting
                 log.exception("a request could not be queued")
                 error = GenerationFailed("internal error; the server's log says more")
-            self._connection.send(NotQueued(hosted.first, Failure.from_error(error)))
+            self._connection.send(messages.NotQueued(hosted.first, Failure.from_error(error)))
         else:
-            self._connection.send(Queued(hosted.first))
+            self._connection.send(messages.Queued(hosted.first))
 
     # -- Outlet -----------------------------------------------------------------------------------------------------
 
@@ -213,9 +193,9 @@ class EngineHost:
         for number in hosted.running:
             hosted.cancel(number - first)
 
-    async def _answer(self, ask: Ask) -> None:
+    async def _answer(self, ask: messages.Ask) -> None:
         result = await getattr(self._engine, ask.method)(*ask.arguments)
-        self._connection.send(AskResult(ask.question, msgspec.Raw(msgspec.msgpack.encode(result))))
+        self._connection.send(messages.AskResult(ask.question, msgspec.Raw(msgspec.msgpack.encode(result))))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -11,29 +11,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from fastdecode.engine.state.request import EngineError, GenerationFailed, NotReady, Outlet, check_length
+from fastdecode.service import messages
 from fastdecode.service.client import Cancel, EngineStatus, Report, Request
-from fastdecode.service.messages import (
-    FROM_ENGINE,
-    Ask,
-    AskResult,
-    Close,
-    Connection,
-    Drain,
-    Drained,
-    End,
-    Ended,
-    EngineLimits,
-    FromEngine,
-    Heartbeat,
-    HeartbeatAnswer,
-    Method,
-    NotQueued,
-    Queued,
-    Serving,
-    Step,
-    Submit,
-    Withdraw,
-)
+from fastdecode.service.messages import FROM_ENGINE, Connection, FromEngine, Method, Step
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +33,7 @@ class RemoteEngine:
         self._queueing: dict[int, asyncio.Future[None]] = {}  # by the number of the first choice
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._numbers = itertools.count()  # of questions
-        self._hello: asyncio.Future[EngineLimits] = loop.create_future()
+        self._hello: asyncio.Future[messages.EngineLimits] = loop.create_future()
         #: The seconds that the engine's process gives running requests before it ends; None: it has ended already.
         self.drain_asked: asyncio.Future[float | None] = loop.create_future()
         self.close_asked = asyncio.Event()  # also set when the engine's process has ended
@@ -89,24 +69,24 @@ class RemoteEngine:
         def cancel(choice: int) -> None:
             if first + choice in self._running:
                 self._running.discard(first + choice)
-                self._connection.send(End(first, choice))
+                self._connection.send(messages.End(first, choice))
 
         self._running.update(numbers)
         queued = self._queueing[first] = asyncio.get_running_loop().create_future()
         try:
-            self._connection.send(Submit(first, request))
+            self._connection.send(messages.Submit(first, request))
             await queued
         except BaseException as error:
             self._running.difference_update(numbers)
             if not isinstance(error, EngineError):
-                self._connection.send(Withdraw(first))
+                self._connection.send(messages.Withdraw(first))
             raise
         finally:
             self._queueing.pop(first, None)
         return cancel
 
     def choice_ended(self, reason: str, seconds: float) -> None:
-        self._connection.send(Ended(reason, seconds))
+        self._connection.send(messages.Ended(reason, seconds))
 
     async def status(self) -> EngineStatus:
         return await self._ask(EngineStatus, "status")
@@ -122,7 +102,7 @@ class RemoteEngine:
         self._check_connection()
         question = next(self._numbers)
         answer = self._questions[question] = asyncio.get_running_loop().create_future()
-        self._connection.send(Ask(question, method, list(arguments)))
+        self._connection.send(messages.Ask(question, method, list(arguments)))
         try:
             return msgspec.msgpack.decode(await asyncio.wait_for(answer, _ANSWER_SECONDS), type=kind)
         except TimeoutError:
@@ -132,11 +112,11 @@ class RemoteEngine:
 
     def serving(self) -> None:
         """Tell the engine's process that the API listens."""
-        self._connection.send(Serving())
+        self._connection.send(messages.Serving())
 
     def drained(self) -> None:
         """Tell the engine's process that no request is left."""
-        self._connection.send(Drained())
+        self._connection.send(messages.Drained())
 
     async def close(self) -> None:
         """Close the connection."""
@@ -163,19 +143,19 @@ class RemoteEngine:
                 self._running.difference_update(message.ended)
                 if self._outlet is not None:
                     message.deliver(self._outlet)
-            case Queued(first):
+            case messages.Queued(first):
                 _resolve(self._queueing.get(first))
-            case NotQueued(first, failure):
+            case messages.NotQueued(first, failure):
                 _fail(self._queueing.get(first), failure.error)
-            case AskResult(question, result):
+            case messages.AskResult(question, result):
                 _resolve(self._questions.get(question), result)
-            case EngineLimits():
+            case messages.EngineLimits():
                 self._hello.set_result(message)
-            case Drain(seconds):
+            case messages.Drain(seconds):
                 _resolve(self.drain_asked, seconds)
-            case Heartbeat():
-                self._connection.send(HeartbeatAnswer())
-            case Close():
+            case messages.Heartbeat():
+                self._connection.send(messages.HeartbeatAnswer())
+            case messages.Close():
                 _resolve(self.drain_asked, 0.0)
                 self.close_asked.set()
 

@@ -62,11 +62,8 @@ def read_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any], str | Non
         added = [AddedToken(token, normalized=False, special=special) for token in marked]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
-    config = {
-        name: tokens[i]
-        for name, key in names.items()
-        if isinstance(i := fields.get(f"tokenizer.ggml.{key}_token_id"), int) and i < len(tokens)
-    }
+    ids = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    config = {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and i < len(tokens)}
     _add_ends(tokenizer, fields, config, kind)
     template = fields.get("tokenizer.chat_template")
     return tokenizer, config, template if isinstance(template, str) else None

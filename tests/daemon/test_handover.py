@@ -59,7 +59,7 @@ async def serve():
     servers = []
 
     async def serve(giver, secret=SECRET):
-        servers.append(await PrefillServer.at("tcp://127.0.0.1:0", giver, MODEL, secret))
+        servers.append(await PrefillServer.listen("tcp://127.0.0.1:0", giver, MODEL, secret))
         return servers[-1].url
 
     yield serve
@@ -194,7 +194,7 @@ async def test_what_is_no_order_ends_the_connection(serve):
 @pytest.mark.quick
 async def test_other_machines_are_not_served_without_a_secret():
     with pytest.raises(TransportError, match="secret"):
-        await PrefillServer.at("tcp://0.0.0.0:0", ScriptedGiver(), MODEL, None)
+        await PrefillServer.listen("tcp://0.0.0.0:0", ScriptedGiver(), MODEL, None)
 
 
 @pytest.mark.quick

@@ -404,7 +404,7 @@ async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path):
             engines.append(await stack.enter_async_context(made))
             if not options:
                 giver = Giver(engines[0])
-                server = await PrefillServer.at("tcp://127.0.0.1:0", giver, model, None)
+                server = await PrefillServer.listen("tcp://127.0.0.1:0", giver, model, None)
                 stack.push_async_callback(server.close)
                 options = {"prefill_nodes": RemotePrefill([], model, None, [server.url])}
         urls = [server.url, None]
