@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from itertools import accumulate, chain, islice
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -49,14 +51,20 @@ class SPart:
         means the exchange that always works on the model's device."""
         self.model, self.links = model, links
         self.exchange = exchange or ChosenExchange.plain(model.device)
-        self._config, self._weights = model.config, model.weights
+        self._config = model.config
         self.timeline = Timeline()
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(model.config, model.device, model.dtype)
-        self._ops = ops = make_row_ops(model.config, model.device, model.dtype)
-        self._joints = make_joints(model.config, model.weights.layers, ops)
-        rope = model.config.rope
-        self._rope = RotaryEmbedding(rope, model.config.head_size, model.device, ops.angle_dtype) if rope else None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what the steps of the model's own backend need."""
+        model, config = self.model, self.model.config
+        self._weights = model.weights
+        self._ops = ops = make_row_ops(config, model.device, model.dtype)
+        self._joints = make_joints(config, model.weights.layers, ops)
+        rope = config.rope
+        self._rope = RotaryEmbedding(rope, config.head_size, model.device, ops.angle_dtype) if rope else None
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, float | None, StepOutput]:
@@ -77,28 +85,13 @@ class SPart:
         clock = StepClock(self.timeline, batch.slot, rows.started)
         try:
             exchange.arm()
-            state = StepState(self, rows.uploaded, exchange, rows.prompts, rows.adapters)
-            n_layers, last_rows = len(self._weights.layers), rows.uploaded["last rows"]
-            state.advance(0)
-            between = state.between() if self._joints is not None and exchange.alone else None
-            at_once = n_layers - bool(rows.prompts) if between is not None else 0  # the last layer drops prompts' rows
-            done = 0  # layers
-            while done < at_once:
-                times, whole = exchange.run_layers(between, done, at_once, batch.layer_timeout)
-                clock.exchanged(times)
-                done += len(times)
-                if not whole:
-                    state.advance(done)
-            for i in range(done, n_layers):
-                exchange.post(i, batch.layer_timeout)
-                state.attend_prompts(i)
-                clock.part_ended()
-                clock.waits((yield exchange.pending))
-                exchange.wait(batch.layer_timeout)
-                clock.replied()
-                if i == n_layers - 1 and not rows.scorer.n_rows and state.keep(last_rows):
-                    last_rows = torch.arange(rows.n_drawn)
-                state.advance(i + 1)
+            state = self._begin(rows, exchange)
+            with closing(state.layers(clock, batch.layer_timeout)) as layers:
+                for _ in layers:
+                    clock.part_ended()
+                    clock.waits((yield exchange.pending))
+                    exchange.wait(batch.layer_timeout)
+                    clock.replied()
         except BaseException:
             exchange.settle(batch.layer_timeout)
             for prompt in rows.prompts:
@@ -106,12 +99,9 @@ class SPart:
             raise
         link_costs = exchange.disarm()
         self._end_prompts(rows, exchange)
-        if rows.n_drawn:
-            logits = self._head(state.x, last_rows)
-        else:
-            logits = state.x.new_empty(0, self._config.vocab_size)
+        logits = state.logits()
         sampled = self._sample(logits, rows)
-        scores = rows.scorer(lambda part: self._logits(state.x, rows.uploaded["scored rows"][part]), rows.uploaded)
+        scores = rows.scorer(state.scored_logits, rows.uploaded)
         clock.part_ended()
         return StepOutput(
             scores=scores,
@@ -124,6 +114,10 @@ class SPart:
             logits=logits.float() if keep_logits else None,
         )
 
+    def _begin(self, rows: StepRows, exchange: Exchange) -> LayerPass:
+        """The way of a step's rows through the layers of the model's own backend."""
+        return StepState(self, rows.uploaded, exchange, rows.prompts, rows.adapters)
+
     def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor:
         """All layers of a step without prompts, on a device that waits for the R-nodes itself.
 
@@ -131,12 +125,9 @@ class SPart:
         rows, [rows, vocab_size] fp32.
         """
         state = StepState(self, inputs, exchange)
-        state.advance(0)
-        for i in range(len(self._weights.layers)):
-            exchange.post(i, 0.0)
+        for _ in state.layers():
             exchange.wait(0.0)
-            state.advance(i + 1)
-        return self._logits(state.x, inputs["last rows"])
+        return state.logits().float()
 
     def _end_prompts(self, rows: StepRows, exchange: Exchange) -> None:
         """Keep the staged K and V of prompts that go on; prompts whose link has failed begin again."""
@@ -227,16 +218,27 @@ class SPart:
             x = self._ops.norm(x, w.final_norm)
         return x if w.project_out is None else w.project_out(x)
 
-    def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The logits of some rows of x [n, hidden_size]: [len(rows), vocab_size] fp32."""
-        return self._head(x, rows).float()
-
-    def _head(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The same in fp32 or the activation dtype."""
+    def head(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The logits of some rows of x [n, hidden_size]: [len(rows), vocab_size] in fp32 or the activation dtype."""
         logits = self._weights.head(self.head_inputs(x.index_select(0, rows)))
         if self._config.logit_divisor != 1.0:
             logits = logits.float().div_(self._config.logit_divisor)
         return logits
+
+
+class LayerPass(Protocol):
+    """A step's way through the layers of a model."""
+
+    def layers(self, clock: StepClock, timeout: float) -> Generator[None, None, None]:
+        """Pass all layers, each of which has `timeout` seconds. Stops once a layer's rows are posted and its prompts'
+        attention is computed; goes on when the exchange has waited for the R-nodes."""
+
+    def logits(self) -> torch.Tensor:
+        """After all layers: the logits after which tokens are drawn, [drawn rows, vocab_size] in fp32 or the activation
+        dtype."""
+
+    def scored_logits(self, part: slice) -> torch.Tensor:
+        """After all layers: the logits of a part of the scored rows, [rows, vocab_size] fp32."""
 
 
 class StepRows:
@@ -322,7 +324,7 @@ class StepRows:
 
 
 class StepState:
-    """The tensors of a step: the residual stream `x`, the Q, K, V and O rows, and RoPE's angles."""
+    """A LayerPass of the native decoder: the residual stream `x`, the Q, K, V and O rows, and RoPE's angles."""
 
     def __init__(
         self,
@@ -333,9 +335,11 @@ class StepState:
         adapters: AdapterRows | None = None,
     ):
         c = spart.model.config
-        self._ops, self._config = spart._ops, c
+        self._spart, self._ops, self._config = spart, spart._ops, c
         self._prompts, self._exchange, self._adapters = prompts, exchange, adapters
         positions = uploaded["positions"]
+        self._drawn_rows = uploaded.get("last rows", positions[:0])  # of `x`, after which tokens are drawn
+        self._scored_rows = uploaded.get("scored rows", positions[:0])
         self.x = spart._embed(uploaded["tokens"], positions)
         self._o = exchange.o
         self.heads = RowHeads(exchange.q, exchange.kv, c)
@@ -344,6 +348,41 @@ class StepState:
         self._joints, self._joint_rows = spart._joints, None
         if spart._joints is not None and adapters is None and self._angles is not None:
             self._joint_rows = spart._joints.rows(self.x, self._o, self._angles, self.heads)
+
+    def layers(self, clock: StepClock | None = None, timeout: float = 0.0) -> Generator[None, None, None]:
+        """See LayerPass. `clock` None: the device itself waits for the R-nodes."""
+        self.advance(0)
+        n_layers = len(self._layers)
+        for i in range(self._run_in_c(clock, timeout), n_layers):
+            self._exchange.post(i, timeout)
+            self.attend_prompts(i)
+            yield
+            if i == n_layers - 1 and not len(self._scored_rows) and self.keep(self._drawn_rows):
+                self._drawn_rows = torch.arange(len(self._drawn_rows))
+            self.advance(i + 1)
+
+    def _run_in_c(self, clock: StepClock | None, timeout: float) -> int:
+        """Run the first layers of a step that is alone on its links, as many as a call of C can. Returns how many."""
+        exchange = self._exchange
+        layer_work = self._layer_work() if isinstance(exchange, Exchange) and exchange.alone else None
+        if layer_work is None:
+            return 0
+        assert isinstance(exchange, Exchange) and clock is not None
+        n_layers, done = len(self._layers) - bool(self._prompts), 0  # the last layer drops prompts' rows
+        while done < n_layers:
+            times, complete = exchange.run_layers(layer_work, done, n_layers, timeout)
+            clock.exchanged(times)
+            done += len(times)
+            if not complete:
+                self.advance(done)
+        return done
+
+    def logits(self) -> torch.Tensor:
+        rows = self._drawn_rows
+        return self._spart.head(self.x, rows) if len(rows) else self.x.new_empty(0, self._config.vocab_size)
+
+    def scored_logits(self, part: slice) -> torch.Tensor:
+        return self._spart.head(self.x, self._scored_rows[part]).float()
 
     def keep(self, rows: torch.Tensor) -> bool:
         """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a
@@ -364,15 +403,15 @@ class StepState:
         if index < len(self._layers):
             self.project(self._layers[index])
 
-    def between(self) -> object | None:
-        """What `advance` and `attend_prompts` compute for all layers but the first, for Exchange.run_layers. None where
+    def _layer_work(self) -> object | None:
+        """The work of `advance` and `attend_prompts` for all layers but the first, for Exchange.run_layers. None where
         no joints can do it, or C cannot attend the prompts."""
         if self._joint_rows is None or self._joint_rows.balanced:
             return None
         if not self._prompts:
-            return self._joint_rows.between(None)
+            return self._joint_rows.layer_work(None)
         prompts = PromptChunk.native(self._prompts)
-        return None if prompts is None else self._joint_rows.between(prompts)
+        return None if prompts is None else self._joint_rows.layer_work(prompts)
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""

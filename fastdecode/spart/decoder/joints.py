@@ -100,9 +100,9 @@ class JointRows:
         """True if a layer is balanced, so that not all joints can run."""
         return _balanced(self._layers)
 
-    def between(self, prompts: NativePrompts | None) -> object | None:
-        """What runs all joints but the first for StepGroup.run_layers, and attends the step's prompts. Only
-        where nothing is `balanced`."""
+    def layer_work(self, prompts: NativePrompts | None) -> object:
+        """The capsule with which StepGroup.run_layers runs all joints but the first and attends the step's prompts.
+        Only where nothing is `balanced`."""
         return self._native.between(self._step, prompts)
 
 

@@ -232,19 +232,19 @@ class Exchange(StepLinks, ABC):
         return self._merged is None and all(link.geometry.n_slots == 1 for link in links)
 
     def run_layers(
-        self, between: object, from_layer: int, to_layer: int, timeout: float
+        self, layer_work: object, from_layer: int, to_layer: int, timeout: float
     ) -> tuple[npt.NDArray[np.float64], bool]:
-        """`post` and `wait` for each layer from `from_layer` to before `to_layer`, on a CPU, with what `between`
-        (StepGroup.run_layers) computes in each wait and after it. No other step can run meanwhile.
+        """`post` and `wait` for each layer from `from_layer` to before `to_layer`, on a CPU. `layer_work` is what the
+        S-Part computes in C in and after each wait (StepGroup.run_layers). No other step can run meanwhile.
 
         Returns when the wait for each layer began and when its reply had come, float64 [layers, 2] in seconds of
-        time.perf_counter. False if a link has failed: then what is between the last of these layers and the next is
-        still to be computed.
+        time.perf_counter. The second result is False if a link has failed: then the S-Part's work after the last of
+        these layers is still to be done.
         """
         if not self._judged:
             self.judge(timeout)
             self._judged = True
-        failures, times = self._group.run_layers(between, from_layer, to_layer, timeout)
+        failures, times = self._group.run_layers(layer_work, from_layer, to_layer, timeout)
         self._check(failures)
         return np.frombuffer(times).reshape(-1, 2), failures is None
 
