@@ -181,7 +181,7 @@ class Decoding:
 
     def batch(self, slot: int, step: int) -> StepBatch:
         """A step of a mini-batch, which draws a token of each of its sequences."""
-        vocab, at = self.model.shape.vocab_size, self.shape.context + step
+        vocab, at = self.model.config.vocab_size, self.shape.context + step
         specs = [SampleSpec(self.shape.temperature, seed=i, index=step) for i in range(len(self.mini_batches[slot]))]
         return StepBatch(
             slot,

@@ -56,7 +56,7 @@ def staged_tokens(
 
     Raises ConfigError if the steps of all mini-batches do not fit beside the weights.
     """
-    token_bytes = staged_token_bytes(model.shape, device, model.dtype)
+    token_bytes = staged_token_bytes(model.config, device, model.dtype)
     if device.type != "cuda":
         memory = config.staging_memory
         return (available_memory() // _STAGING_PART if memory is None else memory) // token_bytes

@@ -86,7 +86,15 @@ def load_model(
         loaded = blueprint.weights(loading)
         loading.settle_head(loaded)
     config = replace(config, options=with_sinks(config.options, [layer.sinks for layer in loaded.layers]))
-    return Model(config, loaded, device, dtype, parameters, _weight_bytes(loaded), adapter_set.names)
+    return Model(
+        config=config,
+        weights=loaded,
+        device=device,
+        dtype=dtype,
+        parameters=parameters,
+        weight_bytes=_weight_bytes(loaded),
+        adapters=adapter_set.names,
+    )
 
 
 def open_checkpoint(source: ModelSource, config: ModelConfig) -> Checkpoint:
@@ -280,7 +288,14 @@ class _Loading:
         if self._tokens is None:
             return
         if self._calibration is None:
-            model = Model(self._config, weights, self._device, self._dtype, 0, 0)
+            model = Model(
+                config=self._config,
+                weights=weights,
+                device=self._device,
+                dtype=self._dtype,
+                parameters=0,
+                weight_bytes=0,
+            )
             self._calibration = Calibration(model, self._tokens)
         self._calibration.pass_block(index, weights.layers[index])
         _return_free_memory()

@@ -28,21 +28,21 @@ def graph_bytes(model: ServedModel, rows: int) -> int:
     """Bytes that the captured decode steps of one mini-batch keep (exchange/bypass.py): the tensors of a step of `rows`
     rows, in memory that the graphs share, and the table, the Q, KV and O rows, the logits and the results that all
     graphs use."""
-    vocab = model.shape.vocab_size
-    own = model.dtype.itemsize * sum(model.shape.row_sizes) + torch.float32.itemsize * (vocab + 2)
+    vocab = model.config.vocab_size
+    own = model.dtype.itemsize * sum(model.config.row_sizes) + torch.float32.itemsize * (vocab + 2)
     return step_bytes(model, rows, rows) + rows * own + GraphTable.most_bytes(rows, vocab)
 
 
 def _kept_bytes(model: ServedModel, rows: int) -> int:
     """Bytes that a step keeps between layers: the residual stream, Q, KV and O rows (twice with prompts), angles."""
-    shape, (hidden, _) = model.shape, model.widths
+    shape, (hidden, _) = model.config, model.widths
     q, kv, o = shape.row_sizes
     return rows * (model.dtype.itemsize * (hidden + 2 * (q + o) + kv + shape.head_size) + 16)
 
 
 def _layer_bytes(model: ServedModel, rows: int) -> int:
     """Bytes that a layer takes at its widest: its projections, attention of prompts with its masks, or the MLP."""
-    shape, (hidden, widest) = model.shape, model.widths
+    shape, (hidden, widest) = model.config, model.widths
     q, kv, o = shape.row_sizes
     itemsize, single = model.dtype.itemsize, torch.float32.itemsize
     norm = rows * hidden * (2 * single + itemsize)  # statistics and products in fp32
@@ -57,12 +57,12 @@ def _layer_bytes(model: ServedModel, rows: int) -> int:
 
 def _logit_bytes(model: ServedModel, rows: int) -> int:
     """Bytes of the logits of some rows, in the activation dtype and in fp32, and of the final norm before them."""
-    vocab, (hidden, _) = model.shape.vocab_size, model.widths
+    vocab, (hidden, _) = model.config.vocab_size, model.widths
     single = torch.float32.itemsize
     return rows * (3 * hidden * single + vocab * (model.dtype.itemsize + single))
 
 
 def sampling_bytes(model: ServedModel, sampled: int) -> int:
     """An upper bound of the memory that drawing `sampled` tokens takes beside their logits, in bytes."""
-    vocab = model.shape.vocab_size
+    vocab = model.config.vocab_size
     return _LOGIT_COPIES * min(sampled, rows_of_block(vocab)) * vocab * torch.float32.itemsize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,18 +20,16 @@ def with_sinks(options: LayerOptions, sinks: Sequence[torch.Tensor | None]) -> L
     return replace(options, sinks=torch.stack(values).numpy().astype("<f4").tobytes()) if values else options
 
 
+@dataclass(slots=True, kw_only=True)
 class ServedModel:
     """A loaded model."""
 
-    __slots__ = ()
-
-    dtype: torch.dtype  # of weights and activations
-    adapters: tuple[str, ...]  # the names of its LoRA adapters, in the order of a chunk's `adapter`
-
-    @property
-    def shape(self) -> AttentionShape:
-        """The model's attention."""
-        raise NotImplementedError
+    config: AttentionShape
+    device: torch.device
+    dtype: torch.dtype  # of activations, and of weights that are not quantised
+    parameters: int  # how many numbers the checkpoint has; a tied head counts once
+    weight_bytes: int  # memory that the parameters take
+    adapters: tuple[str, ...] = ()  # the names of its LoRA adapters, in the order of a chunk's `adapter`
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -62,11 +60,11 @@ class ServedModel:
         """The message by which an S-node with this model asks an R-node for a lease. The arguments are those fields
         of Geometry and Hello that the model does not fix."""
         return Hello(
-            geometry=self.shape.hello_geometry(n_slots, max_rows, self.act_dtype),
+            geometry=self.config.hello_geometry(n_slots, max_rows, self.act_dtype),
             kv_dtype=kv_dtype,
-            windows=self.shape.windows,
-            softmax_scale=self.shape.softmax_scale,
+            windows=self.config.windows,
+            softmax_scale=self.config.softmax_scale,
             kv_bytes=kv_bytes,
             max_seqs=max_seqs,
-            layers=replace(self.shape.options, rotated=self.rotated),
+            layers=replace(self.config.options, rotated=self.rotated),
         )

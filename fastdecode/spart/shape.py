@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastdecode.region.geometry import Geometry
@@ -17,18 +18,22 @@ class Heads(NamedTuple):
     v_size: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """A configuration's description of the attention. Sizes in elements."""
+    """The fields that both backends' configurations have. Sizes in elements."""
 
-    __slots__ = ()
-
+    architecture: str  # as in config.json, for example "LlamaForCausalLM"
+    dtype: str  # of the checkpoint: "fp32", "fp16" or "bf16"
     vocab_size: int
     n_layers: int
     n_q_heads: int
     n_kv_heads: int
     head_size: int
-    windows: tuple[int, ...]  # sliding window of each layer; 0: full attention
+    max_positions: int
+    windows: tuple[int, ...]  # sliding window of each layer in tokens; 0: full attention
     softmax_scale: float
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
     options: LayerOptions = LayerOptions()  # changes that few models make to attention
 
     @property

@@ -27,14 +27,23 @@ CPU = torch.device("cpu")
 BUDGET = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-class Shape(AttentionShape):
+def one_layer(window: int, **options: Any) -> AttentionShape:
     """One layer of 2 KV heads, each for 4 query heads."""
-
-    n_layers, n_q_heads, n_kv_heads, head_size = 1, 8, 2, 16
-    softmax_scale = 0.3
-
-    def __init__(self, window: int, **options: Any):
-        self.windows, self.options = (window,), LayerOptions(**options)
+    return AttentionShape(
+        architecture="",
+        dtype="fp32",
+        vocab_size=1,
+        n_layers=1,
+        n_q_heads=8,
+        n_kv_heads=2,
+        head_size=16,
+        max_positions=1,
+        windows=(window,),
+        softmax_scale=0.3,
+        eos_token_ids=(),
+        bos_token_id=None,
+        options=LayerOptions(**options),
+    )
 
 
 #: The functions that an ISA takes for fp32 and for bf16; None: torch's.
@@ -73,7 +82,7 @@ def expected(q: torch.Tensor, kv: torch.Tensor, pos: int, window: int) -> torch.
 
 def prefill(q: torch.Tensor, kv: torch.Tensor, sizes: list[int], window: int) -> torch.Tensor:
     """O of a prompt in chunks of these sizes."""
-    cache = PromptCache(Shape(window), q.device, q.dtype)
+    cache = PromptCache(one_layer(window), q.device, q.dtype)
     out, pos = torch.empty_like(q), 0
     for n in sizes:
         sample = SampleSpec() if pos + n == len(q) else None
@@ -104,7 +113,7 @@ def test_two_parts_are_merged_without_overflow(isa):
 
 
 def test_an_isa_takes_its_own_function(isa):
-    functions = [make_prompt_attention(Shape(0), CPU, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    functions = [make_prompt_attention(one_layer(0), CPU, dtype) for dtype in (torch.float32, torch.bfloat16)]
     assert tuple(function and function.isa for function in functions) == EXPECTED[isa]
 
 
@@ -114,7 +123,7 @@ def native(request, monkeypatch):
     monkeypatch.setenv("FASTDECODE_ISA", request.param)
 
     def make(dtype: torch.dtype) -> PromptAttention:
-        found = make_prompt_attention(Shape(0), CPU, dtype)
+        found = make_prompt_attention(one_layer(0), CPU, dtype)
         return found or pytest.skip(f"{request.param} has no attention of {dtype}")
 
     return make
@@ -190,8 +199,8 @@ def test_native_attention_refuses_rows_that_do_not_fit(native):
 
 
 def test_models_that_change_their_scores_are_attended_by_torch():
-    assert make_prompt_attention(Shape(0, softcaps=(3.0,)), CPU, torch.float32) is None
-    assert make_prompt_attention(Shape(0), torch.device("meta"), torch.float32) is None
+    assert make_prompt_attention(one_layer(0, softcaps=(3.0,)), CPU, torch.float32) is None
+    assert make_prompt_attention(one_layer(0), torch.device("meta"), torch.float32) is None
 
 
 class Allocations(TorchDispatchMode):
@@ -215,7 +224,7 @@ def test_no_mask_of_the_prompt_and_no_repeated_rows_are_made(window, isa):
     """A late chunk of a long prompt allocates less than its mask or its K for all query heads would take."""
     n, pos = 32, 6000
     q, kv = rows(n, 8, 16, 1), rows(pos + n, 4, 16, 2)
-    cache = PromptCache(Shape(window), q.device, q.dtype)
+    cache = PromptCache(one_layer(window), q.device, q.dtype)
     first = Chunk(0, 0, 1, 0, [0] * pos, True, None)
     begun = cache.begin("prompt", first, slice(0, pos))
     prompt = begun.prompt
@@ -272,7 +281,7 @@ OPTIONS = {
 def test_options_of_few_models_equal_float64(sizes: list[int], window: int, options: str, isa: str) -> None:
     given = OPTIONS[options]
     q, kv = rows(sum(sizes), 8, 16, 3), rows(sum(sizes), 4, 16, 4)
-    shape, n = Shape(window, **given), len(q)
+    shape, n = one_layer(window, **given), len(q)
     k, v = kv.double().view(n, 2, 2, 16).repeat_interleave(4, dim=2).permute(1, 2, 0, 3)
     scores = 0.3 * q.double().view(n, 8, 16).transpose(0, 1) @ k.transpose(1, 2)
     own, position = torch.arange(n)[:, None], torch.arange(n)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
 from fastdecode.spart.shape import AttentionShape
-from fastdecode.transports.base import LayerOptions
 
 #: Activation functions by the name that config.json gives them; layers.py has the functions.
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
@@ -114,34 +113,21 @@ class Quantisation:
     activation_bits: int = 15  # 8: the checkpoint was made for activations in int8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(AttentionShape):
     """A decoder-only transformer. Sizes are in elements."""
 
-    architecture: str  # as in config.json, for example "LlamaForCausalLM"
-    dtype: str  # of the checkpoint: "fp32", "fp16" or "bf16"
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
-    n_layers: int
-    n_q_heads: int
-    n_kv_heads: int
-    head_size: int
-    max_positions: int
-    windows: tuple[int, ...]  # sliding window of each layer in tokens; 0: full attention
-    softmax_scale: float
     rope: Rope | None  # None: learned positions
     activation: str  # one of ACTIVATIONS
     norm: str  # "rms" or "layer"
     norm_eps: float
     tied: bool  # the LM head is the embedding, unless the checkpoint has a head that differs from it
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     embed_size: int  # of the embedding; projected to hidden_size and back where they differ
     names: TensorNames
     position_offset: int = 0  # learned positions: the row of position 0
     experts: Experts | None = None
-    options: LayerOptions = LayerOptions()
     gated: bool = True  # MLP: down(act(gate(x)) * up(x)); False: down(act(up(x)))
     norm_first: bool = True  # False: a norm follows each residual addition instead (OPT-350m)
     norm_affine: bool = True  # False: norms have no weight and no bias

@@ -83,21 +83,12 @@ class Weights:
     head: Linear
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Model(ServedModel):
-    """A loaded checkpoint."""
+    """A loaded checkpoint. `weight_bytes` are those of the linears and embeddings."""
 
     config: ModelConfig
     weights: Weights
-    device: torch.device
-    dtype: torch.dtype  # of activations, and of weights that are not quantised
-    parameters: int  # how many numbers the checkpoint has; a tied head counts once
-    weight_bytes: int  # memory that the linears and embeddings take
-    adapters: tuple[str, ...] = ()
-
-    @property
-    def shape(self) -> ModelConfig:
-        return self.config
 
     @property
     def pooled(self) -> bool:

@@ -78,7 +78,7 @@ class _Lane:
         model, vocab_size = spart.model, spart.model.config.vocab_size
         with stream.current():
             self.rows = [
-                torch.zeros(most_rows, n, dtype=model.dtype, device=model.device) for n in model.shape.row_sizes
+                torch.zeros(most_rows, n, dtype=model.dtype, device=model.device) for n in model.config.row_sizes
             ]
             n_bytes = GraphTable.most_bytes(most_rows, vocab_size)
             self.inputs = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)

@@ -27,25 +27,11 @@ _Number = TypeVar("_Number", int, float)
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HFConfig(AttentionShape):
-    """A transformers model. Sizes are in elements; the fields are those of ModelConfig, and `layers`. The numbers of
-    heads and their size are those of the first layer."""
+    """A transformers model. The numbers of heads and their size are those of the first layer."""
 
-    architecture: str
-    dtype: str  # of the checkpoint: "fp32", "fp16", "bf16"
-    vocab_size: int
-    n_layers: int
-    n_q_heads: int
-    n_kv_heads: int
-    head_size: int
-    max_positions: int
-    windows: tuple[int, ...]
-    softmax_scale: float
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     layers: tuple[AttentionLayer, ...]
-    options: LayerOptions = LayerOptions()
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> HFConfig:

@@ -22,21 +22,12 @@ from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.served import TORCH_DTYPES, ServedModel, with_sinks
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class HFModel(ServedModel):
     """A loaded model. `module` is transformers' own."""
 
     config: HFConfig
     module: Any
-    device: torch.device
-    dtype: torch.dtype  # of weights and activations
-    parameters: int
-    weight_bytes: int  # memory that the parameters take
-    adapters: tuple[str, ...] = ()
-
-    @property
-    def shape(self) -> HFConfig:
-        return self.config
 
     @property
     def all_logits(self) -> bool:
@@ -114,7 +105,13 @@ def load_hf_model(
     own = replaced_bytes(module)
     rest = sum(p.nbytes for p in module.parameters() if p.device.type != "meta")
     return HFModel(
-        _with_sinks(split, module), module, device, dtype, parameters, own + rest + change_bytes, adapter_set.names
+        config=_with_sinks(split, module),
+        module=module,
+        device=device,
+        dtype=dtype,
+        parameters=parameters,
+        weight_bytes=own + rest + change_bytes,
+        adapters=adapter_set.names,
     )
 
 

@@ -158,7 +158,9 @@ def make_spart(directory: str, dtype: torch.dtype) -> Any:
     decoder.make_exchange = DeviceRows
     with FakeTensorMode():
         weights = Blueprint(config, own_head=not config.tied).weights(EmptyParameters(device, dtype))
-        return WithoutLinks(Model(config, weights, device, dtype, parameters=0, weight_bytes=0), [])
+        return WithoutLinks(
+            Model(config=config, weights=weights, device=device, dtype=dtype, parameters=0, weight_bytes=0), []
+        )
 
 
 def samplers() -> dict[str, Any]:
