@@ -12,6 +12,13 @@ from fastdecode.spart.shape import AttentionShape
 from fastdecode.transports.base import Hello, LayerOptions, Rotated
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+#: The activation dtypes by those of torch.
+ACT_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def act_code(dtype: torch.dtype) -> int:
+    """The number by which C knows an activation dtype."""
+    return ACT_DTYPES.index(ACT_NAMES[dtype])
 
 
 def with_sinks(options: LayerOptions, sinks: Sequence[torch.Tensor | None]) -> LayerOptions:
@@ -49,7 +56,7 @@ class ServedModel:
     @property
     def act_dtype(self) -> str:
         """The links' activation dtype, one of ACT_DTYPES. It is the S-Part's dtype, so that no row is converted."""
-        return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)
+        return ACT_NAMES[self.dtype]
 
     @property
     def rotated(self) -> Rotated:

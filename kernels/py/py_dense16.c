@@ -28,6 +28,15 @@ static const fd_dense16_ops_t *choose(unsigned dtype, unsigned act, const char *
     return ops;
 }
 
+static PyObject *why_not(PyObject *type, PyObject *args) {
+    unsigned dtype, act;
+    fd_isa_t isa;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "II", &dtype, &act) || !fd_py_choose_isa(NULL, &isa)) return NULL;
+    if (dtype < FD_ACT_DTYPES && act < FD_ACT_DTYPES && fd_dense16_ops(isa, dtype, act, &name)) Py_RETURN_NONE;
+    return PyUnicode_FromFormat("%s has no products with 16-bit weights of these dtypes", fd_isa_name(isa));
+}
+
 static size_t packed_bytes(const fd_dense16_ops_t *ops, size_t outs, size_t ins) {
     return (outs + ops->panel - 1) / ops->panel * ops->panel * ins * sizeof(uint16_t);
 }
@@ -110,6 +119,7 @@ static PyObject *dense16_pack(PyObject *type, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
+    {"why_not", why_not, METH_VARARGS | METH_STATIC, "why_not(dtype, act): why there are no such products, or None."},
     {"run", (PyCFunction)dense16_run, METH_VARARGS, "run(x, y, threads): y [rows, outs] = x [rows, ins] W^T + b."},
     {"pack", dense16_pack, METH_VARARGS | METH_STATIC,
      "pack(dtype, act, outs, ins, weights, packed): weights [outs, ins] in the order of the kernels."},

@@ -29,6 +29,15 @@ static PyObject *prompt_attention_new(PyTypeObject *type, PyObject *args, PyObje
     return (PyObject *)self;
 }
 
+static PyObject *why_not(PyObject *type, PyObject *args) {
+    unsigned act_dtype;
+    fd_isa_t isa;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "I", &act_dtype) || !fd_py_choose_isa(NULL, &isa)) return NULL;
+    if (act_dtype < FD_ACT_DTYPES && fd_prompt_ops(isa, act_dtype, &name)) Py_RETURN_NONE;
+    return PyUnicode_FromFormat("%s has no attention of prompts for the dtype", fd_isa_name(isa));
+}
+
 /* (words, head_words, kv_heads, k_size, v_size) */
 #define BLOCKS "(Knnnn)"
 
@@ -159,6 +168,7 @@ fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, uint32_t act, const fd_join
 }
 
 static PyMethodDef methods[] = {
+    {"why_not", why_not, METH_VARARGS | METH_STATIC, "why_not(act_dtype): why there are no such functions, or None."},
     {"block_words", (PyCFunction)block_words, METH_VARARGS, "block_words(k_size, v_size)"},
     {"pack", (PyCFunction)pack, METH_VARARGS,
      "pack((words, head_words, kv_heads, k_size, v_size), k, v, pos, n, k_head, k_row, v_head, v_row, threads)"},

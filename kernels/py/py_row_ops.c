@@ -1,5 +1,5 @@
 /* RowOps: fd_row_ops_t for Python. Rows are given as addresses, which spares a buffer for each of the small operations
- * of a layer; fastdecode/spart/decoder/row_ops.py checks their tensors. */
+ * of a layer; fastdecode/spart/decoder/block_ops.py checks their tensors. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -23,6 +23,15 @@ static PyObject *row_ops_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     row_ops_t *self = (row_ops_t *)type->tp_alloc(type, 0);
     if (self) self->ops = ops, self->head.isa = name;
     return (PyObject *)self;
+}
+
+static PyObject *why_not(PyObject *type, PyObject *args) {
+    unsigned act_dtype;
+    fd_isa_t isa;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "I", &act_dtype) || !fd_py_choose_isa(NULL, &isa)) return NULL;
+    if (act_dtype < FD_ACT_DTYPES && fd_row_ops(isa, act_dtype, &name)) Py_RETURN_NONE;
+    return PyUnicode_FromFormat("%s has no row operations for the dtype", fd_isa_name(isa));
 }
 
 static PyObject *norm(row_ops_t *self, PyObject *args) {
@@ -83,6 +92,7 @@ static PyObject *rope(row_ops_t *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
+    {"why_not", why_not, METH_VARARGS | METH_STATIC, "why_not(act_dtype): why there are no such operations, or None."},
     {"norm", (PyCFunction)norm, METH_VARARGS, "norm(x, y, scale, weight, eps, out, rows, width, threads)"},
     {"gate", (PyCFunction)gate, METH_VARARGS, "gate(x, out, rows, width, threads)"},
     {"rope", (PyCFunction)rope, METH_VARARGS,

@@ -9,7 +9,7 @@ from models.checkpoints import make_checkpoint
 from fastdecode.kernels import _native
 from fastdecode.spart import load_model
 from fastdecode.spart.linears.dense import DenseEmbedding, PackedLinear, make_dense, make_embedding
-from fastdecode.spart.linears.dense16 import Dense16Embedding, Dense16Linear, exact16
+from fastdecode.spart.linears.dense16 import Embedding16, Linear16, exact16
 
 pytestmark = pytest.mark.quick
 
@@ -34,7 +34,7 @@ def matrix(outs: int, ins: int, dtype: torch.dtype) -> torch.Tensor:
 def test_products_equal_float64(isa, outs, ins, dtype, bias):
     weight = matrix(outs, ins, dtype)
     vector = torch.randn(outs) if bias else None
-    linear = Dense16Linear(weight, vector)
+    linear = Linear16(weight, vector)
     assert linear.isa == EXPECTED.get(isa, "avx512")
     for n in (0, 1, 2, 3, 5, 6, 7, 13, 32, 33, 100):
         x = torch.randn(n, ins, generator=torch.Generator().manual_seed(n))
@@ -49,9 +49,9 @@ def test_products_of_bf16_rows_equal_float64(isa, outs, ins, bias):
     vector = torch.randn(outs).bfloat16() if bias else None
     if isa != "avx512bf16":
         with pytest.raises(ValueError, match="has no products with 16-bit weights of these dtypes"):
-            Dense16Linear(weight, vector, torch.bfloat16)
+            Linear16(weight, vector, torch.bfloat16)
         return
-    linear = Dense16Linear(weight, vector, torch.bfloat16)
+    linear = Linear16(weight, vector, torch.bfloat16)
     assert linear.isa == "avx512bf16"
     for n in (0, 1, 2, 3, 5, 6, 7, 13, 32, 33, 97, 200):
         x = torch.randn(n, ins, generator=torch.Generator().manual_seed(n)).bfloat16()
@@ -63,18 +63,18 @@ def test_products_of_bf16_rows_equal_float64(isa, outs, ins, bias):
 def test_bf16_rows_do_not_depend_on_each_other_and_take_pairs(monkeypatch):
     monkeypatch.setenv("FASTDECODE_ISA", "avx512bf16")
     linear = make_dense(matrix(200, 1300, torch.bfloat16))
-    assert isinstance(linear, Dense16Linear)
+    assert isinstance(linear, Linear16)
     x = torch.randn(300, 1300).bfloat16()
     whole = linear(x)
     for n in (1, 5, 8, 33, 97):
         assert torch.equal(linear(x[:n]), whole[:n])
-    assert not isinstance(make_dense(matrix(8, 7, torch.bfloat16)), Dense16Linear)
+    assert not isinstance(make_dense(matrix(8, 7, torch.bfloat16)), Linear16)
     with pytest.raises(ValueError, match="7 inputs are not a multiple of 2"):
-        Dense16Linear(matrix(8, 7, torch.bfloat16), None, torch.bfloat16)
+        Linear16(matrix(8, 7, torch.bfloat16), None, torch.bfloat16)
 
 
 def test_a_row_does_not_depend_on_the_other_rows(isa):
-    linear, x = Dense16Linear(matrix(200, 700, torch.bfloat16)), torch.randn(40, 700)
+    linear, x = Linear16(matrix(200, 700, torch.bfloat16)), torch.randn(40, 700)
     whole = linear(x)
     for n in (1, 5, 8, 33):
         assert torch.equal(linear(x[:n]), whole[:n])
@@ -83,17 +83,17 @@ def test_a_row_does_not_depend_on_the_other_rows(isa):
 def test_subnormal_and_special_numbers_are_kept(isa):
     special = torch.tensor([[6e-8, -6e-8, 65504.0, 1.0, -0.0]])
     one = torch.eye(5)
-    assert torch.equal(Dense16Linear(special.half())(one).flatten(), special.half().float().flatten())
+    assert torch.equal(Linear16(special.half())(one).flatten(), special.half().float().flatten())
     wide = torch.tensor([[1e-40, 3e38, -1e-39, 2.0, float("inf")]]).bfloat16()
-    assert torch.equal(Dense16Linear(wide)(one[:4]).flatten()[:3].isnan(), torch.tensor([True] * 3))  # 0 * inf
-    assert torch.equal(Dense16Linear(wide[:, :4].contiguous())(one[:4, :4]).flatten(), wide.float().flatten()[:4])
+    assert torch.equal(Linear16(wide)(one[:4]).flatten()[:3].isnan(), torch.tensor([True] * 3))  # 0 * inf
+    assert torch.equal(Linear16(wide[:, :4].contiguous())(one[:4, :4]).flatten(), wide.float().flatten()[:4])
 
 
 def test_only_exact_numbers_become_16_bits(isa):
     exact, rounded = matrix(8, 8, torch.float16).float(), matrix(8, 8, torch.float32)
     narrow = exact16(exact)
     assert narrow is not None and narrow.dtype is torch.float16 and exact16(rounded) is None
-    assert isinstance(make_dense(exact), Dense16Linear) and isinstance(make_embedding(exact), Dense16Embedding)
+    assert isinstance(make_dense(exact), Linear16) and isinstance(make_embedding(exact), Embedding16)
     assert isinstance(make_dense(rounded), PackedLinear) and isinstance(make_embedding(rounded), DenseEmbedding)
     assert torch.equal(make_embedding(exact)(torch.tensor([3, 1])), exact[[3, 1]])
 
@@ -102,7 +102,7 @@ def test_without_vectors_weights_are_fp32(monkeypatch):
     monkeypatch.setenv("FASTDECODE_ISA", "scalar")
     assert isinstance(make_dense(matrix(8, 8, torch.float16).float()), PackedLinear)
     with pytest.raises(ValueError, match="scalar has no products with 16-bit weights"):
-        Dense16Linear(matrix(8, 8, torch.float16))
+        Linear16(matrix(8, 8, torch.float16))
 
 
 @pytest.mark.parametrize("variant", ["llama-bf16", "llama-fp16"])

@@ -13,8 +13,8 @@ from quick import quick
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.decoder import decoder as decoder_module
+from fastdecode.spart.decoder.block_ops import make_block_ops
 from fastdecode.spart.decoder.joints import JointRows, make_joints, why_no_joints
-from fastdecode.spart.decoder.row_ops import make_row_ops
 from fastdecode.spart.decoder.weights import Balance
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
@@ -48,7 +48,7 @@ def load(name, weights):
 
 
 def joints_of(model):
-    return make_joints(model.config, model.weights.layers, make_row_ops(model.config, CPU, model.dtype))
+    return make_joints(model.config, model.weights.layers, make_block_ops(model.config, CPU, model.dtype))
 
 
 async def logits(spart_of, tmp_path, model) -> list[torch.Tensor]:
@@ -112,7 +112,7 @@ def test_models_of_other_blocks_have_no_joints(name, weights, has):
 )
 def test_a_model_without_joints_says_why(name, weights, dtype, reason):
     model = load_model(make_checkpoint(name), device=CPU, dtype=dtype, weights=weights)
-    ops = make_row_ops(model.config, CPU, model.dtype)
+    ops = make_block_ops(model.config, CPU, model.dtype)
     assert reason in why_no_joints(model.config, model.weights.layers, ops)
 
 
@@ -132,7 +132,7 @@ async def test_balanced_layers_are_computed_one_by_one(tmp_path, counted):
 @pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
 def test_linears_of_other_sizes_are_refused():
     model = load("llama-gqa", "int8")
-    ops, layers = make_row_ops(model.config, CPU, torch.float32), model.weights.layers
+    ops, layers = make_block_ops(model.config, CPU, torch.float32), model.weights.layers
     for wrong in ({"hidden_size": 32}, {"n_kv_heads": 1}, {"intermediate_size": 128}, {"n_q_heads": 2}):
         with pytest.raises(ValueError, match=r"has|have"):
             make_joints(replace(model.config, **wrong), layers, ops)

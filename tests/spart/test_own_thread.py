@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from fastdecode.spart.linears.dense16 import Dense16Linear, keeps16
+from fastdecode.spart.linears.dense16 import Linear16, keeps16
 from fastdecode.spart.own_thread import in_own_thread
 
 
@@ -21,7 +21,7 @@ def test_a_function_gets_its_arguments_and_answers_from_another_thread():
 
 @pytest.mark.skipif(not keeps16(torch.device("cpu")), reason="an ISA without vectors")
 def test_a_forked_process_has_a_pool_of_threads_of_its_own():
-    linear, x = Dense16Linear(torch.randn(2000, 200).bfloat16()), torch.randn(4, 200)
+    linear, x = Linear16(torch.randn(2000, 200).bfloat16()), torch.randn(4, 200)
     torch.set_num_threads(2)
     want = linear(x)
     child = os.fork()

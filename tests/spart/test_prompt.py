@@ -14,7 +14,7 @@ from fastdecode.kernels import _native
 from fastdecode.spart.prefill import attention
 from fastdecode.spart.prefill.attention import attend, attend_matmul
 from fastdecode.spart.prefill.prompt import PromptCache
-from fastdecode.spart.prefill.prompt_attention import Blocks, PromptAttention, make_prompt_attention
+from fastdecode.spart.prefill.prompt_attention import Blocks, PackedAttention, make_prompt_attention
 from fastdecode.spart.shape import AttentionShape, Heads
 from fastdecode.spart.step.batch import Chunk, SampleSpec
 from fastdecode.transports.base import LayerOptions
@@ -122,14 +122,14 @@ def native(request, monkeypatch):
     """Makes the native attention of a dtype."""
     monkeypatch.setenv("FASTDECODE_ISA", request.param)
 
-    def make(dtype: torch.dtype) -> PromptAttention:
+    def make(dtype: torch.dtype) -> PackedAttention:
         found = make_prompt_attention(one_layer(0), CPU, dtype)
         return found or pytest.skip(f"{request.param} has no attention of {dtype}")
 
     return make
 
 
-def empty_blocks(attention: PromptAttention, k: torch.Tensor, v: torch.Tensor) -> Blocks:
+def empty_blocks(attention: PackedAttention, k: torch.Tensor, v: torch.Tensor) -> Blocks:
     """Blocks with room for these rows, in memory that is full of NaN."""
     heads = Heads(len(k), len(k), k.shape[2], v.shape[2])
     words = torch.full((len(k), attention.words(heads, k.shape[1])), float("nan"))

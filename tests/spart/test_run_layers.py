@@ -11,7 +11,7 @@ from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.decoder.weights import Balance
 from fastdecode.spart.exchange.base import Exchange
-from fastdecode.spart.prefill.prompt_attention import PromptAttention
+from fastdecode.spart.prefill.prompt_attention import PackedAttention
 from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.transports.base import LinkDown
 
@@ -96,7 +96,7 @@ async def test_prompts_attend_as_layer_after_layer(name, weights, tmp_path, call
     ({"layers": 1}, "the model's layers"),
 ])  # fmt: skip
 def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
-    joints, attention = SPart(model, [])._joints, PromptAttention(model.dtype)
+    joints, attention = SPart(model, [])._joints, PackedAttention(model.dtype)
     good = {"first": 0, "rows": 4, "pos": 60, "layers": model.config.n_layers}
     good |= {"head_words": attention.words(model.config.heads_of(0), 64), "window": 0, "segment": 0}
 
@@ -110,10 +110,10 @@ def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
 
 
 def test_prompts_of_another_kind_are_refused(model):
-    joints, attention = SPart(model, [])._joints._native, PromptAttention(model.dtype).native
+    joints, attention = SPart(model, [])._joints._native, PackedAttention(model.dtype).native
     step = (*[0] * 9, 4, 1)
     with pytest.raises(TypeError, match="of the joints' dtype"):
-        joints.between(step, (PromptAttention(torch.float16).native, 1.0, []))
+        joints.between(step, (PackedAttention(torch.float16).native, 1.0, []))
     for prompts in ([attention, 1.0, []], (attention, 1.0, [[0, 4, 0, []]]), (joints, 1.0, [])):
         with pytest.raises(TypeError):
             joints.between(step, prompts)

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 #: and prints how many threads it has got.
 _COUNT = """
 import os, torch
-from fastdecode.spart.linears.dense16 import Dense16Linear
+from fastdecode.spart.linears.dense16 import Linear16
 from fastdecode.spart.threads import set_threads
 
 class Pooled:
@@ -28,7 +28,7 @@ class Pooled:
 
 set_threads(2, Pooled())
 before = len(os.listdir("/proc/self/task"))
-linear, x = Dense16Linear(torch.ones(2000, 200, dtype=torch.bfloat16)), torch.ones(4, 200)
+linear, x = Linear16(torch.ones(2000, 200, dtype=torch.bfloat16)), torch.ones(4, 200)
 linear(x)
 torch.ones(1 << 22).add_(1)
 print(len(os.listdir("/proc/self/task")) - before)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastdecode.spart.linears import memory
-from fastdecode.spart.linears.dense16 import Dense16Linear, keeps16
+from fastdecode.spart.linears.dense16 import Linear16, keeps16
 from fastdecode.spart.linears.grouped import GroupedLinear
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, quantise
 
@@ -122,7 +122,7 @@ def test_a_copy_has_the_dtype_the_shape_and_the_numbers():
 def test_the_weights_of_linears_lie_in_huge_pages():
     weight = torch.randn(4096, 1024)
     before = memory._shared
-    linears = [Dense16Linear(weight.half()), GroupedLinear(quantise(weight, 8, ACTIVATION_BITS), None, weight.device)]
+    linears = [Linear16(weight.half()), GroupedLinear(quantise(weight, 8, ACTIVATION_BITS), None, weight.device)]
     shared = memory._shared
     assert before is None and shared is not None
     address = shared._free.ctypes.data - 1

@@ -1,11 +1,11 @@
 """The native decoder: a step of one mini-batch through all layers of a model.
 
-decoder   SPart: a step, a generator that yields while the R-nodes attend
-weights   Model: configuration and parameters
-layers    norms and activations in torch
-rope      rotary position embedding
-experts   a layer's experts in place of its MLP
-row_ops   RowOps: the operations between products, in torch or in C
-joints    what lies between the attentions of two layers, in one C call
-timeline  the times at which the S-Part computed and waited, for the page of the cluster
+decoder     SPart: a step, a generator that yields while the R-nodes attend
+weights     Model: configuration and parameters
+layers      norms and activations in torch
+rope        rotary position embedding
+experts     a layer's experts in place of its MLP
+block_ops   BlockOps: the operations between products, in torch or in C
+joints      LayerJoints: what lies between the attentions of two layers, in one C call
+timeline    the times at which the S-Part computed and waited, for the page of the cluster
 """

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from fastdecode.spart.checkpoints.config import ModelConfig
+from fastdecode.spart.decoder.block_ops import RowHeads, make_block_ops
 from fastdecode.spart.decoder.experts import Mixture
 from fastdecode.spart.decoder.joints import make_joints
 from fastdecode.spart.decoder.rope import RotaryEmbedding
-from fastdecode.spart.decoder.row_ops import RowHeads, make_row_ops
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.decoder.weights import MLP, Layer, Model
 from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_rows, make_exchange
@@ -61,7 +61,7 @@ class SPart:
         """Make what the steps of the model's own backend need."""
         model, config = self.model, self.model.config
         self._weights = model.weights
-        self._ops = ops = make_row_ops(config, model.device, model.dtype)
+        self._ops = ops = make_block_ops(config, model.device, model.dtype)
         self._joints = make_joints(config, model.weights.layers, ops)
         rope = config.rope
         self._rope = RotaryEmbedding(rope, config.head_size, model.device, ops.angle_dtype) if rope else None
@@ -368,7 +368,9 @@ class StepState:
         if layer_work is None:
             return 0
         assert isinstance(exchange, Exchange) and clock is not None
-        n_layers, done = len(self._layers) - bool(self._prompts), 0  # the last layer drops prompts' rows
+        n_layers, done = len(self._layers), 0
+        if self._prompts:  # whose rows the last layer drops
+            n_layers -= 1
         while done < n_layers:
             times, complete = exchange.run_layers(layer_work, done, n_layers, timeout)
             clock.exchanged(times)

@@ -1,7 +1,7 @@
-"""Joints: what a CPU computes between the attention of two layers, in one call of kernels/decoder.
+"""LayerJoints: what a CPU computes between the attention of two layers, in one call of kernels/decoder.
 
-The call does what RowOps and the linears do one by one, in the same order and with the same results. A model has joints
-if its blocks are Llama's (RMS norms, RoPE, a gated SiLU) and kernels/ computes all of their products.
+The call does what BlockOps and the linears do one by one, in the same order and with the same results. A model has
+joints if its blocks are Llama's (RMS norms, RoPE, a gated SiLU) and kernels/ computes all of their products.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.row_ops import NativeRowOps, RowHeads, RowOps
+from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
 from fastdecode.spart.decoder.weights import MLP, Layer
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.prefill.prompt_attention import NativePrompts
@@ -23,7 +23,7 @@ from fastdecode.spart.threads import pool_threads
 log = logging.getLogger(__name__)
 
 
-class Joints:
+class LayerJoints:
     """The joints of a model's layers: joint i is between the attention of layers i - 1 and i."""
 
     def __init__(self, config: ModelConfig, layers: Sequence[Layer], act_dtype: str):
@@ -129,9 +129,9 @@ def _computes(linear: Linear, act_dtype: str) -> bool:
     )
 
 
-def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: RowOps) -> str | None:
+def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -> str | None:
     """The reason why a model's blocks are computed operation by operation, or None if it has joints."""
-    if not isinstance(ops, NativeRowOps):
+    if not isinstance(ops, NativeBlockOps):
         return "kernels/decoder has no row operations for this device"
     if not ops.llama or not config.norm_first or config.rope is None:
         return "a block has not RMS norms before its parts, RoPE and a gated SiLU"
@@ -144,11 +144,11 @@ def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: RowOps) -> 
     return None
 
 
-def make_joints(config: ModelConfig, layers: Sequence[Layer], ops: RowOps) -> Joints | None:
+def make_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -> LayerJoints | None:
     """The joints of a model's layers, or None if it has none."""
     reason = why_no_joints(config, layers, ops)
     if reason is not None:
         log.debug("the decoder runs operation by operation: %s", reason)
         return None
-    assert isinstance(ops, NativeRowOps)
-    return Joints(config, layers, ops.act_dtype)
+    assert isinstance(ops, NativeBlockOps)
+    return LayerJoints(config, layers, ops.act_dtype)

@@ -9,11 +9,10 @@ each layer the decoder fills `q` and `kv`, calls `post`, does the work that need
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ import torch
 from fastdecode.region.contract import ROW_ATTEND, ROW_CUT, ROW_DTYPE, ROW_SLIDE
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.step.batch import Chunk
-from fastdecode.transports._native import StepGroup
+from fastdecode.transports._native import Port, StepGroup
 from fastdecode.transports.base import DataPath, LinkDown, Pending, StepCost, TransportError
 from fastdecode.transports.token_team import TokenTeam
 
@@ -51,7 +50,7 @@ class SlotViews:
 
 @dataclass(frozen=True, slots=True)
 class LinkRows:
-    """One link's part of a step, as ranges of the step's rows. In the slot, appended rows follow attending rows."""
+    """One link's rows of a step, as ranges of the step's rows. In the slot, appended rows follow attending rows."""
 
     views: SlotViews
     entries: np.ndarray  # row table, ROW_DTYPE
@@ -77,16 +76,16 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
         raise ValueError("the chunks of a step are not in order: attending chunks first, then by link")
     table = np.array([_entry(chunk) for chunk in chunks], np.uint32).view(ROW_DTYPE)[:, 0]
     ranges: tuple[dict[int, slice], dict[int, slice]] = ({}, {})  # attending, appended: the rows of a link
-    parts: dict[int, list[np.ndarray]] = {}
+    tables_of: dict[int, list[np.ndarray]] = {}
     start = row = 0
     for (prefill, link), some in groupby(kinds):
         stop = start + len(list(some))
         first, row = row, row + sum(len(chunk.tokens) for chunk in chunks[start:stop])
-        parts.setdefault(link, []).append(table[start:stop])
+        tables_of.setdefault(link, []).append(table[start:stop])
         ranges[prefill][link] = slice(first, row)
         start = stop
     result = []
-    for link, tables in parts.items():
+    for link, tables in tables_of.items():
         attending, appended = (kind.get(link, slice(0, 0)) for kind in ranges)
         entries = tables[0] if len(tables) == 1 else np.concatenate(tables)
         rows = LinkRows(views[link], entries, attending, appended)
@@ -102,8 +101,32 @@ assert ROW_DTYPE.names == ("seq_index", "tag", "pos", "n_rows", "flags", "reserv
 
 def _entry(chunk: Chunk) -> tuple[int, int, int, int, int, int]:
     """The entry of the row table, in the order of ROW_DTYPE."""
-    flags = ROW_CUT * chunk.cut | ROW_SLIDE * chunk.slide | ROW_ATTEND * (not chunk.prefill)
+    flags = 0 if chunk.prefill else ROW_ATTEND
+    if chunk.cut:
+        flags |= ROW_CUT
+    if chunk.slide:
+        flags |= ROW_SLIDE
     return chunk.seq_index, chunk.tag, chunk.pos, len(chunk.tokens), flags, 0
+
+
+class RowTensors(NamedTuple):
+    """The rows of a step."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    o: torch.Tensor
+
+
+class _Member(NamedTuple):
+    """One member of a link in a StepGroup, in the order that transports/_native.pyi names."""
+
+    port: Port
+    entries: npt.NDArray[np.uint8]
+    attend_from: int
+    attend_to: int
+    append_from: int
+    append_to: int
+    columns: npt.NDArray[np.uint32] | None  # None: whole rows
 
 
 class StepLinks:
@@ -113,33 +136,38 @@ class StepLinks:
     links; the methods raise CallRefused or LinkDown only when no link is left.
     """
 
-    def __init__(self, slot: int, link_rows: list[LinkRows], host: Sequence[torch.Tensor] = ()):
+    _judged = False
+
+    def __init__(self, slot: int, link_rows: list[LinkRows], host: RowTensors | None = None):
         """`host` is the step's `q`, `kv` and `o` on the CPU, `q` and `o` without the rows of prompts. One C call
         a layer copies each link's rows to its slot and back. Without `host` the decoder or the device writes and reads
         the rows in the slots."""
         self._link_rows = link_rows
         self.failures: dict[DataPath, TransportError] = {}
-        members = [(rows, member) for rows in link_rows for member in rows.views.link.members]
-        self._members = [(rows.views.link, member.link) for rows, member in members]
-        parts = [
-            (
-                member.link.port,
-                rows.entries.view(np.uint8),
-                rows.attending.start,
-                rows.attending.stop,
-                rows.appended.start,
-                rows.appended.stop,
-                member.columns,
+        pairs = [(rows, member) for rows in link_rows for member in rows.views.link.members]
+        self._members = [(rows.views.link, member.link) for rows, member in pairs]
+        members = [
+            _Member(
+                port=member.link.port,
+                entries=rows.entries.view(np.uint8),
+                attend_from=rows.attending.start,
+                attend_to=rows.attending.stop,
+                append_from=rows.appended.start,
+                append_to=rows.appended.stop,
+                columns=member.columns,
             )
-            for rows, member in members
+            for rows, member in pairs
         ]
-        rows = [x.view(torch.uint8).numpy() for x in host]
-        # R-nodes that share tokens each answer with O rows of their own, which `wait` merges.
-        self._merged = rows[2] if rows and isinstance(link_rows[0].views.link, TokenTeam) else None
-        if self._merged is not None:
-            team = self._team
-            rows[2] = self._parts = np.empty((len(self._merged), team.o_row_bytes), np.uint8)
-        self._group = StepGroup(slot, parts, *rows)
+        self._merged: npt.NDArray[np.uint8] | None = None
+        if host is None:
+            self._group = StepGroup(slot, members)
+            return
+        q, kv, o = (x.view(torch.uint8).numpy() for x in host)
+        if isinstance(link_rows[0].views.link, TokenTeam):
+            # R-nodes that share tokens each answer with O rows of their own, which `wait` merges.
+            self._merged, o = o, np.empty((len(o), self._team.o_row_bytes), np.uint8)
+            self._partial_o = o
+        self._group = StepGroup(slot, members, q=q, kv=kv, o=o)
 
     @property
     def _team(self) -> TokenTeam:
@@ -153,8 +181,10 @@ class StepLinks:
         self._check(self._group.arm())
 
     def judge(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for the R-nodes' verdicts on the step."""
-        self._check(self._group.wait(timeout, rows=False))
+        """Wait up to `timeout` seconds for the R-nodes' verdicts on the step, which come once."""
+        if not self._judged:
+            self._check(self._group.wait(timeout, rows=False))
+            self._judged = True
 
     def disarm(self) -> dict[DataPath, StepCost]:
         """End the step. Returns its cost on each link that has not failed."""
@@ -198,14 +228,13 @@ class RowExchange(Protocol):
     def wait(self, timeout: float) -> None: ...
 
 
-class Exchange(StepLinks, ABC):
+class Exchange(StepLinks):
     """A step whose layers the host rings, and the tensors `q`, `kv` and `o` of its rows. The O rows of a link that has
     failed are zeros."""
 
     q: torch.Tensor
     kv: torch.Tensor
     o: torch.Tensor
-    _judged = False
     _layer = 0  # that was asked for last
 
     @property
@@ -218,9 +247,7 @@ class Exchange(StepLinks, ABC):
 
         The first layer waits up to `timeout` seconds for the R-nodes' verdicts on the step.
         """
-        if not self._judged:
-            self.judge(timeout)
-            self._judged = True
+        self.judge(timeout)
         self._send_rows()
         self._layer = layer
         self._check(self._group.ring(layer))
@@ -241,9 +268,7 @@ class Exchange(StepLinks, ABC):
         time.perf_counter. The second result is False if a link has failed: then the S-Part's work after the last of
         these layers is still to be done.
         """
-        if not self._judged:
-            self.judge(timeout)
-            self._judged = True
+        self.judge(timeout)
         failures, times = self._group.run_layers(layer_work, from_layer, to_layer, timeout)
         self._check(failures)
         return np.frombuffer(times).reshape(-1, 2), failures is None
@@ -252,27 +277,24 @@ class Exchange(StepLinks, ABC):
         """Block until every link has answered; then `o` is filled. `timeout` is in seconds."""
         self._check(self._group.wait(timeout))
         if self._merged is not None:
-            self._team.merge(self._layer, self._parts, self._merged)
+            self._team.merge(self._layer, self._partial_o, self._merged)
         self._take_rows()
 
-    @abstractmethod
     def _send_rows(self) -> None:
         """Bring `q` and `kv` to the host, before a layer is asked for."""
 
-    @abstractmethod
     def _take_rows(self) -> None:
         """Bring the O rows from the host to `o`, after all links have answered."""
 
 
-def buffers(
-    link_rows: list[LinkRows], n_q_rows: int, device: torch.device, pin_memory: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New tensors `q`, `kv` and `o` for a step, of which `q` and `o` have `n_q_rows` rows."""
+def buffers(link_rows: list[LinkRows], n_q_rows: int, device: torch.device, pin_memory: bool = False) -> RowTensors:
+    """New tensors for a step, of which `q` and `o` have `n_q_rows` rows."""
     _, n_rows = row_counts(link_rows)
     views = link_rows[0].views
     shapes = (n_q_rows, views.q.shape[1]), (n_rows, views.kv.shape[1]), (n_q_rows, views.o.shape[1])
-    q, kv, o = (torch.empty(shape, device=device, dtype=views.q.dtype, pin_memory=pin_memory) for shape in shapes)
-    return q, kv, o
+    return RowTensors._make(
+        torch.empty(shape, device=device, dtype=views.q.dtype, pin_memory=pin_memory) for shape in shapes
+    )
 
 
 def row_counts(link_rows: list[LinkRows]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastdecode.spart.exchange.base import Exchange, LinkRows, buffers, row_counts
+from fastdecode.spart.exchange.base import Exchange, LinkRows, RowTensors, buffers, row_counts
 
 
 class Direct(Exchange):
@@ -19,10 +19,4 @@ class Direct(Exchange):
             super().__init__(slot, link_rows)
         else:
             self.q, self.kv, self.o = buffers(link_rows, n_rows, torch.device("cpu"))
-            super().__init__(slot, link_rows, (self.q[:n_attend], self.kv, self.o[:n_attend]))
-
-    def _send_rows(self) -> None:
-        pass
-
-    def _take_rows(self) -> None:
-        pass
+            super().__init__(slot, link_rows, RowTensors(self.q[:n_attend], self.kv, self.o[:n_attend]))

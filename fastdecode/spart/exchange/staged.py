@@ -19,13 +19,12 @@ class Staged(Exchange):
         super().__init__(slot, link_rows, self._host)
 
     def _send_rows(self) -> None:
-        q, kv, _ = self._host
-        q.copy_(self.q[: len(q)], non_blocking=True)
-        kv.copy_(self.kv, non_blocking=True)
+        host = self._host
+        host.q.copy_(self.q[: len(host.q)], non_blocking=True)
+        host.kv.copy_(self.kv, non_blocking=True)
         self._copied.record()
         self._copied.synchronize()
 
     def _take_rows(self) -> None:
         # The next `post` waits for the device before `o` on the host is written again.
-        o = self._host[2]
-        self.o[: len(o)].copy_(o, non_blocking=True)
+        self.o[: len(self._host.o)].copy_(self._host.o, non_blocking=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.spart.decoder.row_ops import VectorOps
+from fastdecode.spart.decoder.block_ops import VectorOps
 from fastdecode.spart.hf.linears import LinearModule
 
 #: Rows of the trial, and the relative difference that roundings may make; another formula makes a larger one.
@@ -23,51 +23,50 @@ _ROUNDINGS = 0.02
 def use_row_ops(module: Any, dtype: torch.dtype) -> None:
     """Let RMS norms, and MLPs with a SiLU gate, of a model on a CPU use the vector operations for `dtype`, where this
     CPU has them."""
-    try:
-        ops = VectorOps(dtype)
-    except ValueError:
+    if VectorOps.why_not(dtype) is not None:
         return
-    for part in list(module.modules()):
-        if _is_norm(part):
-            _try(part, part.weight.shape[0], dtype, _norm(ops, part))
-        elif _is_mlp(part):
-            _try(part, part.gate_proj.in_features, dtype, _mlp(ops, part))
+    ops = VectorOps(dtype)
+    for child in list(module.modules()):
+        if _is_norm(child):
+            _try(child, child.weight.shape[0], dtype, _norm(ops, child))
+        elif _is_mlp(child):
+            _try(child, child.gate_proj.in_features, dtype, _mlp(ops, child))
 
 
-def _is_norm(part: torch.nn.Module) -> bool:
-    weight = getattr(part, "weight", None)
-    return "RMSNorm" in type(part).__name__ and isinstance(weight, torch.Tensor) and weight.ndim == 1
+def _is_norm(module: torch.nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return "RMSNorm" in type(module).__name__ and isinstance(weight, torch.Tensor) and weight.ndim == 1
 
 
-def _norm(ops: VectorOps, part: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    eps: float = getattr(part, "variance_epsilon", None) or getattr(part, "eps", 0.0) or 0.0
-    own = type(part).forward
+def _norm(ops: VectorOps, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    eps: float = getattr(module, "variance_epsilon", None) or getattr(module, "eps", 0.0) or 0.0
+    own = type(module).forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is not ops.dtype or part.weight.dtype is not ops.dtype:
-            return own(part, x)  # type: ignore[no-any-return]
-        return ops.rms_norm(x.contiguous(), part.weight, eps)
+        if x.dtype is not ops.dtype or module.weight.dtype is not ops.dtype:
+            return own(module, x)  # type: ignore[no-any-return]
+        return ops.rms_norm(x.contiguous(), module.weight, eps)
 
     return forward
 
 
-def _is_mlp(part: torch.nn.Module) -> bool:
-    gate, up, down = (getattr(part, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+def _is_mlp(module: torch.nn.Module) -> bool:
+    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, LinearModule) and isinstance(up, LinearModule) and isinstance(down, torch.nn.Module)):
         return False
-    return gate.product is up.product and "silu" in type(getattr(part, "act_fn", None)).__name__.lower()
+    return gate.product is up.product and "silu" in type(getattr(module, "act_fn", None)).__name__.lower()
 
 
-def _mlp(ops: VectorOps, part: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    product = part.gate_proj.product
-    return lambda x: part.down_proj(ops.silu_gate(product.whole(x)))
+def _mlp(ops: VectorOps, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    product = module.gate_proj.product
+    return lambda x: module.down_proj(ops.silu_gate(product.whole(x)))
 
 
-def _try(part: Any, width: int, dtype: torch.dtype, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let `part`, a module of rows [1, n, width], compute with `forward` if both give the same."""
+def _try(module: Any, width: int, dtype: torch.dtype, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let a module of rows [1, n, width] compute with `forward` if both give the same."""
     x = torch.randn(1, _ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a module that wants more than rows
-        want, got = part(x), forward(x)
+        want, got = module(x), forward(x)
         alike = isinstance(want, torch.Tensor) and want.dtype is got.dtype and want.shape == got.shape
         if alike and (want.float() - got.float()).norm() <= _ROUNDINGS * want.float().norm():
-            part.forward = forward
+            module.forward = forward

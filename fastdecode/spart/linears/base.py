@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from fastdecode.kernels._native import Dense16Linear as Dense16
-from fastdecode.kernels._native import QuantisedLinear
+from fastdecode.kernels._native import Dense16Linear, QuantisedLinear
+
+#: Products of kernels/.
+NativeProducts = tuple[Dense16Linear | QuantisedLinear, ...]
 
 
 class Weight(ABC):
@@ -32,7 +34,7 @@ class Linear(Weight):
         return bool(self.native)
 
     @property
-    def native(self) -> tuple[Dense16 | QuantisedLinear, ...]:
+    def native(self) -> NativeProducts:
         """The products of kernels/ whose outputs, side by side, are the linear's; empty if there are none."""
         return ()
 

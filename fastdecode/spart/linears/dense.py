@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdecode.spart.linears.base import Embedding, Linear
-from fastdecode.spart.linears.dense16 import Dense16Embedding, Dense16Linear, exact16, keeps16, multiplies_bf16
+from fastdecode.spart.linears.dense16 import Embedding16, Linear16, exact16, keeps16, multiplies_bf16
 
 
 class DenseLinear(Linear):
@@ -95,9 +95,9 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 def make_dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """The best linear for a weight [out, in] and a bias [out] or None, by their device and dtype."""
     if weight.dtype is torch.float32 and keeps16(weight.device) and (narrow := exact16(weight)) is not None:
-        return Dense16Linear(narrow, bias)
+        return Linear16(narrow, bias)
     if weight.dtype is torch.bfloat16 and multiplies_bf16(weight.device, weight.shape[1]):
-        return Dense16Linear(weight, bias, torch.bfloat16)
+        return Linear16(weight, bias, torch.bfloat16)
     if can_pack(weight.device, weight.dtype):
         return PackedLinear(weight, bias)
     return DenseLinear(weight, bias)
@@ -106,5 +106,5 @@ def make_dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear
 def make_embedding(weight: torch.Tensor) -> Embedding:
     """The best embedding for a weight [rows, width], by its device and dtype."""
     if weight.dtype is torch.float32 and keeps16(weight.device) and (narrow := exact16(weight)) is not None:
-        return Dense16Embedding(narrow)
+        return Embedding16(narrow)
     return DenseEmbedding(weight)

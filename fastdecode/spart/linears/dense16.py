@@ -1,4 +1,4 @@
-"""Dense16Linear, Dense16Embedding: 16-bit weights on a CPU, exactly as in the checkpoint, by kernels/linears.
+"""Linear16, Embedding16: 16-bit weights on a CPU, exactly as in the checkpoint, by kernels/linears.
 
 CPUs without 16-bit products compute in fp32. Kept in fp32, the weights of a 16-bit checkpoint would take twice the
 memory, and a step of few rows, which memory limits, twice as long. Where the CPU has products of bf16 pairs, bf16 rows
@@ -11,45 +11,40 @@ import numpy as np
 import torch
 
 from fastdecode.kernels import _native
-from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.memory import empty
+from fastdecode.spart.served import act_code
 from fastdecode.spart.threads import pool_threads
-
-_CODES = {torch.float16: ACT_DTYPES.index("fp16"), torch.bfloat16: ACT_DTYPES.index("bf16")}
-_FP32 = ACT_DTYPES.index("fp32")
 
 
 def keeps16(device: torch.device) -> bool:
     """True if 16-bit weights stay 16-bit in memory for fp32 activations on a device."""
-    return _has_products(device, _FP32)
+    return why_no_products(device, torch.float32) is None
 
 
 def multiplies_bf16(device: torch.device, ins: int) -> bool:
-    """True if Dense16Linear multiplies bf16 rows of `ins` numbers on a device."""
-    return ins % 2 == 0 and _has_products(device, _CODES[torch.bfloat16])
+    """True if Linear16 multiplies bf16 rows of `ins` numbers on a device."""
+    return ins % 2 == 0 and why_no_products(device, torch.bfloat16) is None
 
 
-def _has_products(device: torch.device, act: int) -> bool:
+def why_no_products(device: torch.device, act: torch.dtype) -> str | None:
+    """The reason why kernels/linears has no products of 16-bit weights with rows in `act` on a device; None if it
+    has."""
     if device.type != "cpu":
-        return False
-    try:
-        _native.Dense16Linear.packed_bytes(_CODES[torch.bfloat16], act, 1, 2)
-    except ValueError:  # an ISA without them
-        return False
-    return True
+        return f"kernels/linears does not run on {device.type}"
+    return _native.Dense16Linear.why_not(act_code(torch.bfloat16), act_code(act))
 
 
 def exact16(weight: torch.Tensor) -> torch.Tensor | None:
     """The fp32 weight in bf16 or fp16, or None if neither has all of its numbers."""
-    for dtype in _CODES:
+    for dtype in (torch.float16, torch.bfloat16):
         narrow = weight.to(dtype)
         if torch.equal(narrow.float(), weight):
             return narrow
     return None
 
 
-class Dense16Linear(Linear):
+class Linear16(Linear):
     """The product by kernels/linears, for fp32 or bf16 activations."""
 
     __slots__ = ("_native", "_outs", "nbytes")
@@ -60,14 +55,14 @@ class Dense16Linear(Linear):
         """`weight` [out, in] in fp16 or bf16, on the CPU, is copied; `bias` [out] is kept in fp32; `act` is the
         activations' dtype.
 
-        Raises ValueError if the CPU's ISA has no such products.
+        Raises ValueError for activations that `why_no_products` refuses.
         """
         outs, ins = weight.shape
-        codes = _CODES[weight.dtype], _CODES.get(act, _FP32)
-        packed = empty(_native.Dense16Linear.packed_bytes(*codes, outs, ins))
-        _native.Dense16Linear.pack(*codes, outs, ins, _numbers(weight.contiguous()), packed)
+        dtype, rows = act_code(weight.dtype), act_code(act)
+        packed = empty(_native.Dense16Linear.packed_bytes(dtype, rows, outs, ins))
+        _native.Dense16Linear.pack(dtype, rows, outs, ins, _numbers(weight.contiguous()), packed)
         vector = None if bias is None else bias.float().contiguous().numpy()
-        self._native = _native.Dense16Linear(*codes, outs, ins, packed, vector)
+        self._native = _native.Dense16Linear(dtype, rows, outs, ins, packed, vector)
         self._outs = outs
         self.nbytes = packed.nbytes + (0 if vector is None else vector.nbytes)
 
@@ -91,7 +86,7 @@ def _numbers(x: torch.Tensor) -> np.ndarray:
     return x.numpy() if x.dtype is torch.float32 else x.view(torch.int16).numpy()
 
 
-class Dense16Embedding(Embedding):
+class Embedding16(Embedding):
     """`weight` is [rows, width] in fp16 or bf16; its rows are widened to fp32."""
 
     __slots__ = ("weight",)

@@ -7,9 +7,7 @@ from itertools import groupby
 
 import torch
 
-from fastdecode.kernels._native import Dense16Linear as Dense16
-from fastdecode.kernels._native import QuantisedLinear
-from fastdecode.spart.linears.base import Linear
+from fastdecode.spart.linears.base import Linear, NativeProducts
 from fastdecode.spart.linears.dense import make_dense
 from fastdecode.spart.linears.experts import ExpertLinears, LoopedExperts, StackedExperts
 from fastdecode.spart.linears.grouped import GroupedLinear
@@ -41,7 +39,7 @@ class ConcatenatedLinear(Linear):
         return all(part.pooled for part in self._parts)
 
     @property
-    def native(self) -> tuple[Dense16 | QuantisedLinear, ...]:
+    def native(self) -> NativeProducts:
         if len(self._writers) < len(self._parts):
             return ()
         return tuple(native for part in self._writers for native in part.native)

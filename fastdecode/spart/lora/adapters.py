@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fastdecode.kernels._native import Dense16Linear as Dense16
-from fastdecode.kernels._native import QuantisedLinear
 from fastdecode.spart.checkpoints.config import CheckpointError
-from fastdecode.spart.linears.base import Linear
+from fastdecode.spart.linears.base import Linear, NativeProducts
 from fastdecode.spart.linears.products import grouped_product
 
 if TYPE_CHECKING:
@@ -121,7 +119,7 @@ class AdaptedLinear(Linear):
         return self._base.pooled
 
     @property
-    def native(self) -> tuple[Dense16 | QuantisedLinear, ...]:
+    def native(self) -> NativeProducts:
         return self._base.native
 
     @property

@@ -21,7 +21,7 @@ from fastdecode.spart.prefill.prompt_attention import (
     Blocks,
     NativeChunk,
     NativePrompts,
-    PromptAttention,
+    PackedAttention,
     make_prompt_attention,
 )
 from fastdecode.spart.prefill.scoring import Scoring, scoring_of
@@ -167,7 +167,7 @@ class PlainPrompt(Prompt):
 class PackedPrompt(Prompt):
     """Rows in the blocks of the native attention."""
 
-    def __init__(self, config: AttentionShape, device: torch.device, attention: PromptAttention):
+    def __init__(self, config: AttentionShape, device: torch.device, attention: PackedAttention):
         super().__init__(config, device)
         self._attention = attention
 
@@ -195,7 +195,7 @@ class PromptChunk:
         chunk: Chunk,
         rows: slice,
         prompt: Prompt | None,
-        attention: PromptAttention | None,
+        attention: PackedAttention | None,
     ):
         self.key, self.chunk, self.rows = key, chunk, rows
         self._heads_of = config.heads_of

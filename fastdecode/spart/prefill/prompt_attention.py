@@ -1,4 +1,4 @@
-"""PromptAttention: attention of a prompt's rows by kernels/decoder, on a CPU.
+"""PackedAttention: attention of a prompt's rows by kernels/decoder, on a CPU.
 
 K and V are packed as they are staged, so that a chunk of a few rows reads what came before it at memory speed.
 """
@@ -8,13 +8,9 @@ from __future__ import annotations
 import torch
 
 from fastdecode.kernels import _native
-from fastdecode.region.contract import ACT_DTYPES
-from fastdecode.spart.served import TORCH_DTYPES
+from fastdecode.spart.served import ACT_NAMES, act_code
 from fastdecode.spart.shape import AttentionShape, Heads
 from fastdecode.spart.threads import pool_threads
-
-_ACT_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
 
 #: Tokens of a block.
 BLOCK_TOKENS = 64
@@ -37,16 +33,16 @@ class Blocks:
         self.native = words.data_ptr(), words.shape[1], len(words), k_size, v_size
 
 
-class PromptAttention:
+class PackedAttention:
     """Attention of rows of one dtype to the K and V of their prompt, on a CPU.
 
     A row's result depends neither on the other rows nor on how the prompt is cut into chunks.
     """
 
     def __init__(self, dtype: torch.dtype):
-        """Raises ValueError if the CPU's ISA has no such functions."""
+        """Raises ValueError for a dtype for which this CPU has no such functions; see why_no_packed_attention."""
         self.dtype = dtype
-        self.native = _native.PromptAttention(list(ACT_DTYPES).index(_ACT_NAMES[dtype]))
+        self.native = _native.PromptAttention(act_code(dtype))
 
     @property
     def isa(self) -> str:
@@ -110,12 +106,17 @@ class PromptAttention:
         )
 
 
-def make_prompt_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> PromptAttention | None:
-    """The native attention for a model's rows in `dtype` on `device`, or None where torch computes it: on a GPU, for
-    models that cap or slope their scores, and for ISAs that have no functions."""
-    if device.type != "cpu" or dtype not in _ACT_NAMES or shape.options.softcaps or shape.options.slopes:
-        return None
-    try:
-        return PromptAttention(dtype)
-    except ValueError:
-        return None
+def why_no_packed_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why torch attends a model's prompts, for rows in `dtype` on `device`; None if kernels/decoder does."""
+    if device.type != "cpu":
+        return f"kernels/decoder does not run on {device.type}"
+    if shape.options.softcaps or shape.options.slopes:
+        return "the model caps or slopes its scores"
+    if dtype not in ACT_NAMES:
+        return f"rows in {dtype} have no functions"
+    return _native.PromptAttention.why_not(act_code(dtype))
+
+
+def make_prompt_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> PackedAttention | None:
+    """The native attention for a model's rows in `dtype` on `device`, or None where torch computes it."""
+    return PackedAttention(dtype) if why_no_packed_attention(shape, device, dtype) is None else None

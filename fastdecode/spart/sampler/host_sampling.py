@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from fastdecode.kernels import _native
-from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.sampler.draws import SPAN, span_count, stream_keys
 from fastdecode.spart.sampler.sampling_kinds import MIN_TEMPERATURE, why_none
+from fastdecode.spart.served import act_code
 from fastdecode.spart.step.batch import Sampled, SampleSpec
 from fastdecode.spart.step.masks import mask_words
 from fastdecode.spart.step.penalties import row_rules
@@ -42,7 +42,7 @@ _ROW = np.dtype(
 )
 _FINITE, _NOTHING = 1, 2  # FD_ROW_FINITE, FD_ROW_NOTHING
 _NO_MASK = -1
-_DTYPES = {torch.float32: list(ACT_DTYPES).index("fp32"), torch.bfloat16: list(ACT_DTYPES).index("bf16")}
+_DTYPES = {dtype: act_code(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""RowOps: the decoder's operations between products. torch computes them on every device, and kernels/decoder on a CPU.
+"""BlockOps: the decoder's operations between products. torch computes them on every device, kernels/decoder on a CPU.
 
 On a CPU a layer's norms, RoPE and gate are some twenty small operations of torch, each of which reads and writes the
 rows once and costs microseconds before it begins. The native operations are four.
@@ -11,12 +11,11 @@ from functools import cached_property
 import torch
 
 from fastdecode.kernels import _native
-from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.layers import make_activation, make_norm, norm_heads
 from fastdecode.spart.decoder.rope import apply_rope
 from fastdecode.spart.decoder.weights import Layer, Norm
-from fastdecode.spart.served import TORCH_DTYPES
+from fastdecode.spart.served import ACT_NAMES, act_code
 from fastdecode.spart.threads import pool_threads
 
 
@@ -44,7 +43,7 @@ class RowHeads:
         return self.kv.view(len(self.kv), -1, self._size)[:, self._kv_heads :]
 
 
-class RowOps:
+class BlockOps:
     """The operations in torch."""
 
     #: The dtype of RoPE's cos and sin.
@@ -91,9 +90,14 @@ class VectorOps:
     """kernels/decoder's operations on rows of one dtype on a CPU: [..., width] tensors, C-contiguous."""
 
     def __init__(self, dtype: torch.dtype):
-        """Raises ValueError if the CPU's ISA has no such operations."""
+        """Raises ValueError for a dtype that `why_not` refuses."""
         self.dtype = dtype
-        self._native = _native.RowOps(list(ACT_DTYPES).index(_ACT_NAMES[dtype]))
+        self._native = _native.RowOps(act_code(dtype))
+
+    @staticmethod
+    def why_not(dtype: torch.dtype) -> str | None:
+        """The reason why this CPU has no operations on rows of a dtype, or None if it has."""
+        return _native.RowOps.why_not(act_code(dtype))
 
     @property
     def isa(self) -> str:
@@ -137,7 +141,7 @@ class VectorOps:
         out: RowHeads,
         config: ModelConfig,
     ) -> None:
-        """See RowOps.write_heads; `norms` are the weights of the Q and K heads' norms, and `angles` are fp32."""
+        """See BlockOps.write_heads; `norms` are the weights of the Q and K heads' norms, and `angles` are fp32."""
         cos, sin = angles
         assert qkv.is_contiguous() and qkv.dtype is out.q.dtype is out.kv.dtype is self.dtype
         assert cos.dtype is sin.dtype is torch.float32 and cos.is_contiguous() and sin.is_contiguous()
@@ -161,17 +165,17 @@ class VectorOps:
         )
 
 
-class NativeRowOps(RowOps):
+class NativeBlockOps(BlockOps):
     """The operations of models with RMS norms, RoPE or SiLU by kernels/decoder, on a CPU."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
-        """Raises ValueError if the CPU's ISA has no such operations."""
+        """Raises ValueError for a dtype that VectorOps.why_not refuses."""
         super().__init__(config, dtype)
         self.vectors = VectorOps(dtype)
         self._rms = config.norm == "rms"
         self._silu = config.gated and config.activation == "silu" and not _clamped(config)
         self.angle_dtype = torch.float32
-        self.act_dtype = _ACT_NAMES[dtype]
+        self.act_dtype = ACT_NAMES[dtype]
 
     @property
     def llama(self) -> bool:
@@ -200,9 +204,6 @@ class NativeRowOps(RowOps):
             self.vectors.write_heads(qkv, (layer.q_norm, layer.k_norm), angles, out, self._config)
 
 
-_ACT_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -211,11 +212,7 @@ def _clamped(config: ModelConfig) -> bool:
     return config.experts is not None and config.experts.clamped_swiglu is not None
 
 
-def make_row_ops(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> RowOps:
+def make_block_ops(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> BlockOps:
     """The operations for a model's activations in `dtype` on `device`."""
-    if device.type == "cpu":
-        try:
-            return NativeRowOps(config, dtype)
-        except ValueError:  # an ISA without vectors
-            pass
-    return RowOps(config, dtype)
+    native = device.type == "cpu" and VectorOps.why_not(dtype) is None
+    return NativeBlockOps(config, dtype) if native else BlockOps(config, dtype)

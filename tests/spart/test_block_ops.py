@@ -12,7 +12,7 @@ from models.checkpoints import make_checkpoint
 
 from fastdecode.kernels import _native
 from fastdecode.spart import read_config
-from fastdecode.spart.decoder.row_ops import NativeRowOps, RowHeads, RowOps, make_row_ops
+from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, make_block_ops
 from fastdecode.spart.decoder.weights import Norm
 
 CPU = torch.device("cpu")
@@ -41,9 +41,9 @@ def config():
 @pytest.fixture(params=["torch", *VECTOR_ISAS])
 def ops_class(request, monkeypatch):
     if request.param == "torch":
-        return RowOps
+        return BlockOps
     monkeypatch.setenv("FASTDECODE_ISA", request.param)
-    return NativeRowOps
+    return NativeBlockOps
 
 
 @pytest.fixture(params=BUDGET, ids=str)
@@ -118,13 +118,13 @@ def test_heads_come_to_their_places(ops_class, dtype, config, pairs, normed):
 @pytest.mark.parametrize("isa", _native.isa_supported())
 def test_each_isa_has_the_functions_that_its_name_says(isa, monkeypatch, config):
     monkeypatch.setenv("FASTDECODE_ISA", isa)
-    ops = make_row_ops(config, CPU, torch.float32)
-    assert ops.vectors.isa == EXPECTED[isa] if isinstance(ops, NativeRowOps) else isa == "scalar"
+    ops = make_block_ops(config, CPU, torch.float32)
+    assert ops.vectors.isa == EXPECTED[isa] if isinstance(ops, NativeBlockOps) else isa == "scalar"
 
 
 def test_other_norms_and_activations_are_torchs(config, dtype):
     other = replace(config, norm="layer", activation="gelu")
-    native, torchs = make_row_ops(other, CPU, dtype), RowOps(other, dtype)
+    native, torchs = make_block_ops(other, CPU, dtype), BlockOps(other, dtype)
     x, up = torch.randn(3, 44).to(dtype), torch.randn(3, 64).to(dtype)
     norm = Norm(torch.randn(44).to(dtype), torch.randn(44).to(dtype))
     assert torch.equal(native.norm(x, norm), torchs.norm(x, norm))
