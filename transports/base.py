@@ -78,8 +78,8 @@ class CallRefused(TransportError):
         self.link = link
 
 
-class Rotated(enum.IntFlag):
-    """The heads that an S-node rotates in place of the R-node (kernels/cpu/hadamard.h)."""
+class HadamardHeads(enum.IntFlag):
+    """The heads whose Hadamard transform the S-node computes in place of the R-node (kernels/cpu/hadamard.h)."""
 
     QK = 1  # Q and K
     VO = 2  # V, and O back
@@ -98,7 +98,7 @@ class LayerOptions:
     heads: tuple[tuple[int, int, int, int], ...] = ()
     #: (i, n): the R-node keeps the i-th part of n of every sequence's tokens (kernels/engine/parts.h)
     part: tuple[int, int] = (0, 1)
-    rotated: Rotated = Rotated(0)  # what the S-node rotates; the R-node rotates the rest if kv_dtype needs it
+    hadamard: HadamardHeads = HadamardHeads(0)  # the R-node transforms the others if kv_dtype needs it
 
     def stored(self, windows: tuple[int, ...]) -> dict[str, Any]:
         """What decides on the size of a KV page, `windows` (Hello.windows) included, as keyword arguments of

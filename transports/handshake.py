@@ -40,7 +40,7 @@ from typing import Any, TypeVar
 from fastdecode.region.contract import PROTOCOL_VERSION
 from fastdecode.region.geometry import Geometry, GeometryError, region_layout
 
-from .base import Hello, LayerOptions, Lease, LinkRefused, Rotated, TransportError
+from .base import HadamardHeads, Hello, LayerOptions, Lease, LinkRefused, TransportError
 from .frames import MAX_FRAME_AFTER_AUTH, FrameSocket
 from .messages import (
     Accepted,
@@ -141,6 +141,8 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         region_bytes = region_layout(hello.geometry).region_bytes
     except GeometryError as error:
         raise TransportError(str(error)) from None
+    layers = asdict(hello.layers)
+    rotated = layers.pop("hadamard")
     message = HelloMessage(
         version=PROTOCOL_VERSION,
         nonce=secrets.token_hex(32),
@@ -152,7 +154,8 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         kv_bytes=hello.kv_bytes,
         max_seqs=hello.max_seqs,
         **asdict(hello.geometry),
-        **asdict(hello.layers),
+        rotated=rotated,
+        **layers,
     )
     session = None if secret is None else Session(secret, message.nonce, challenge.nonce)
     answer = await _answer(conn, challenge, message, Welcome, session, _unproved(challenge))
@@ -238,7 +241,7 @@ class Handshake:
                 f"the two nodes lay regions out differently: {message.region_bytes} bytes at the S-node, "
                 f"{region_bytes} here ({geometry})"
             )
-        layers = LayerOptions(**_fields(message, LayerOptions) | {"rotated": Rotated(message.rotated)})
+        layers = LayerOptions(**_fields(message, LayerOptions), hadamard=HadamardHeads(message.rotated))
         return Hello(geometry=geometry, layers=layers, **_fields(message, Hello))
 
     def verify(self, kind: type[_Stranger], secret: bytes | None) -> _Stranger:

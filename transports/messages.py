@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, MAX_LAYERS, MAX_SECTIONS, PROTOCOL_VERSION
 
-from .base import Rotated, TransportError
+from .base import HadamardHeads, TransportError
 
 #: Most handles of one message; a frame of 1 MiB has room for this many.
 MAX_HANDLES = 32768
@@ -108,7 +108,7 @@ class Challenge(_Message, frozen=True):
 
 class HelloMessage(_Proved, frozen=True):
     """base.Hello on the wire. `region_bytes` is the region's size as the S-node computes it; the R-node compares it.
-    The fields from `segments` on are those of base.LayerOptions."""
+    The fields from `segments` on are those of base.LayerOptions, whose `hadamard` is called `rotated` here."""
 
     version: U32
     nonce: Hex32
@@ -133,7 +133,7 @@ class HelloMessage(_Proved, frozen=True):
     slopes: Base64
     heads: Annotated[tuple[tuple[U32, U32, U32, U32], ...], _list(MAX_LAYERS, f"quadruples of {_U32S}")]
     part: Annotated[tuple[U32, U32], Meta(description=f"a pair of {_U32S}")]
-    rotated: Annotated[int, _int(int(Rotated.QK | Rotated.VO))]
+    rotated: Annotated[int, _int(int(HadamardHeads.QK | HadamardHeads.VO))]
 
 
 class Attach(_Proved, frozen=True):

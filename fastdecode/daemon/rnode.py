@@ -168,7 +168,7 @@ class RNode:
                 slopes=layers.slopes or None,
                 heads=layers.heads or None,
                 part=layers.part,
-                hadamard=layers.rotated,
+                hadamard=layers.hadamard,
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None

@@ -9,7 +9,7 @@ import torch
 
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.shape import AttentionShape
-from fastdecode.transports.base import Hello, LayerOptions, Rotated
+from fastdecode.transports.base import HadamardHeads, Hello, LayerOptions
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 #: The activation dtypes by those of torch.
@@ -59,9 +59,9 @@ class ServedModel:
         return ACT_NAMES[self.dtype]
 
     @property
-    def rotated(self) -> Rotated:
-        """What the S-Part rotates in place of the R-nodes."""
-        return Rotated(0)
+    def hadamard(self) -> HadamardHeads:
+        """The heads whose Hadamard transform the S-Part computes in place of the R-nodes."""
+        return HadamardHeads(0)
 
     def hello(self, n_slots: int, max_rows: int, kv_dtype: str, kv_bytes: int | None, max_seqs: int) -> Hello:
         """The message by which an S-node with this model asks an R-node for a lease. The arguments are those fields
@@ -73,5 +73,5 @@ class ServedModel:
             softmax_scale=self.config.softmax_scale,
             kv_bytes=kv_bytes,
             max_seqs=max_seqs,
-            layers=replace(self.config.options, rotated=self.rotated),
+            layers=replace(self.config.options, hadamard=self.hadamard),
         )

@@ -16,12 +16,12 @@ import pytest
 from attention.emulated import NEON, SCALAR, is_emulated, kernels, params
 from attention.kernel_budget import INTEGERS, budget, unit
 from attention.kernel_reference import Cache, Partial, aligned_bytes, assert_close, normal, queries, reference
-from attention.kv_accuracy import rotated, stored, stored_kv
+from attention.kv_accuracy import hadamard, stored, stored_kv
 from quick import quick
 
 from fastdecode.kernels import _native as native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
-from fastdecode.transports.base import Rotated
+from fastdecode.transports.base import HadamardHeads
 
 ISAS = native.isa_supported()
 
@@ -99,18 +99,20 @@ def test_isas_agree_with_the_operating_system() -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "int8-int4"])
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_caller_may_rotate_in_place_of_a_kernel(isa: str, kv_dtype: str) -> None:
-    for head_size, rotated_by_caller in itertools.product((80, 128), (Rotated.QK, Rotated.VO, Rotated.QK | Rotated.VO)):
+def test_a_caller_may_transform_in_place_of_a_kernel(isa: str, kv_dtype: str) -> None:
+    for head_size, of_caller in itertools.product(
+        (80, 128), (HadamardHeads.QK, HadamardHeads.VO, HadamardHeads.QK | HadamardHeads.VO)
+    ):
         q, k, v = make_inputs(Case(head_size, group=4, length=200, window=0, q_len=2))
         plain, plain_o = outputs(Cache(isa, kv_dtype, k, v), q)
-        rotates_v = Rotated.VO in rotated_by_caller and kv_dtype.endswith("int4")
-        if Rotated.QK in rotated_by_caller:
-            q, k = (rotated(x.reshape(-1, head_size)).reshape(x.shape) for x in (q, k))
-        cache = Cache(isa, kv_dtype, k, rotated(v) if rotates_v else v, rotated=rotated_by_caller)
-        got, o = outputs(cache, q, hadamard=int(rotated_by_caller))
-        if rotates_v:
+        transforms_v = HadamardHeads.VO in of_caller and kv_dtype.endswith("int4")
+        if HadamardHeads.QK in of_caller:
+            q, k = (hadamard(x.reshape(-1, head_size)).reshape(x.shape) for x in (q, k))
+        cache = Cache(isa, kv_dtype, k, hadamard(v) if transforms_v else v, hadamard=of_caller)
+        got, o = outputs(cache, q, hadamard=int(of_caller))
+        if transforms_v:
             assert np.abs(o - plain_o).max() > 0.1
-            o, acc = (rotated(x.reshape(-1, head_size)).reshape(x.shape) for x in (o, got.acc))
+            o, acc = (hadamard(x.reshape(-1, head_size)).reshape(x.shape) for x in (o, got.acc))
             got = got._replace(acc=acc)
         for ours, theirs in zip((*got, o), (*plain, plain_o), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=2e-3 * np.abs(theirs).max())
@@ -361,7 +363,7 @@ def test_scores_of_ten_thousand(isa: str, kv_dtype: str) -> None:
         assert np.isfinite(got.acc).all() and (got.l >= 1).all()
     else:
         assert_close(got, want, v, kv_dtype, budget(isa, kv_dtype), "both signs")
-    k[:], q[:] = 0, 0  # all tokens are equal now, and constant once they are rotated
+    k[:], q[:] = 0, 0  # all tokens are equal now, and constant once they are transformed
     k[..., 0] = 448
     q[..., 0] = [80, -80, 80, -80]
     got = Cache(isa, kv_dtype, k, v).attend(q, 299)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from attention.kv_accuracy import rotated
+from attention.kv_accuracy import hadamard
 from nodes.rnode_process import RNodeProcess
 
 from fastdecode.bench.perplexity import cut, nats_per_token
@@ -25,7 +25,7 @@ from fastdecode.spart.int4.balance import (
 )
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
-from fastdecode.transports.base import Rotated
+from fastdecode.transports.base import HadamardHeads
 from fastdecode.transports.registry import connect
 
 SEQUENCES, LENGTH = 16, 140
@@ -38,12 +38,12 @@ def node(tmp_path_factory):
     node.end()
 
 
-async def nats(model, node, kv_dtype: str, said: Rotated | None = None) -> float:
-    """Nats a token; `said`: what the S-node says of rotations, by default what its model does."""
+async def nats(model, node, kv_dtype: str, said: HadamardHeads | None = None) -> float:
+    """Nats a token; `said`: what the S-node says of Hadamard transforms, by default what its model does."""
     ids = cut(Tokenizer.from_dir(model_dir()), heldout_text(), SEQUENCES, LENGTH)
     hello = model.hello(1, SEQUENCES, kv_dtype, None, SEQUENCES)
     if said is not None:
-        hello = replace(hello, layers=replace(hello.layers, rotated=said))
+        hello = replace(hello, layers=replace(hello.layers, hadamard=said))
     link = await connect(node.url, hello, None)
     try:
         return nats_per_token(model, link, ids)
@@ -68,9 +68,9 @@ def test_balanced_queries_and_keys_have_equal_second_moments() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 24, 64, 80, 128, 192, 256])
-def test_the_rotation_is_that_of_the_kernels(size) -> None:
+def test_the_transform_is_that_of_the_kernels(size) -> None:
     rows = np.random.default_rng(size).standard_normal((3, size))
-    np.testing.assert_allclose(rows @ hadamard_matrix(size).numpy(), rotated(rows), atol=1e-12)
+    np.testing.assert_allclose(rows @ hadamard_matrix(size).numpy(), hadamard(rows), atol=1e-12)
 
 
 def test_a_row_counts_by_what_its_error_does_to_o() -> None:
@@ -110,11 +110,11 @@ async def test_results_stay_and_a_cache_of_4_bits_loses_less(node, kv_dtype) -> 
     exact, plain = await nats(model, node, "fp32"), await nats(model, node, kv_dtype)
     balance_for(model, kv_dtype, tokens)
     digest = balance_digest(model)
-    assert model.rotated == hadamard_by_s_node(kv_dtype) != Rotated(0)
+    assert model.hadamard == hadamard_by_s_node(kv_dtype) != HadamardHeads(0)
     assert await nats(model, node, "fp32") == pytest.approx(exact, rel=1e-5)
     balanced = await nats(model, node, kv_dtype)
     assert abs(math.expm1(balanced - exact)) < 0.004
-    assert await nats(model, node, kv_dtype, Rotated(0)) != balanced  # the R-node rotates too
+    assert await nats(model, node, kv_dtype, HadamardHeads(0)) != balanced  # the R-node transforms too
     assert digest and all(layer.balance is not None for layer in model.weights.layers)
     assert all((layer.balance.k is not None) == (kv_dtype == "int4") for layer in model.weights.layers)
     assert plain != exact

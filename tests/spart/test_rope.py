@@ -88,7 +88,7 @@ def test_angles_are_transformers(name, length):
 @pytest.mark.parametrize("length", [200, 2048], ids=["short", "long"])
 @pytest.mark.parametrize("kind", ["default", "longrope", "su", "yarn"])
 def test_angles_of_phi3_are_transformers_by_every_name_of_longrope(kind, length):
-    """Phi-3 may rotate a part of each head."""
+    """Phi-3 may turn only the first elements of each head by RoPE."""
     scaling = {"partial_rotary_factor": 0.75, "short_factor": SHORT[:24], "long_factor": LONG[:24]}
     config = config_of("phi3", scaling if kind == "default" else SCALINGS["longrope"] | scaling)
     config.rope_parameters["original_max_position_embeddings"] = config.original_max_position_embeddings = 256

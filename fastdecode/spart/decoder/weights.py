@@ -17,7 +17,7 @@ from fastdecode.spart.decoder.experts import Mixture
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.served import ServedModel
-from fastdecode.transports.base import Rotated
+from fastdecode.transports.base import HadamardHeads
 
 
 @dataclass(slots=True)
@@ -96,14 +96,14 @@ class Model(ServedModel):
         return layers and self.weights.head.pooled
 
     @property
-    def rotated(self) -> Rotated:
+    def hadamard(self) -> HadamardHeads:
         balances = [layer.balance for layer in self.weights.layers]
-        rotated = Rotated(0)
+        heads = HadamardHeads(0)
         if all(balance is not None for balance in balances):
-            rotated |= Rotated.VO
+            heads |= HadamardHeads.VO
         if all(balance is not None and balance.q is not None for balance in balances):
-            rotated |= Rotated.QK
-        return rotated
+            heads |= HadamardHeads.QK
+        return heads
 
     @property
     def widths(self) -> tuple[int, int]:

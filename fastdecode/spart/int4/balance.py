@@ -4,8 +4,8 @@ Scores are products of Q and K, so K may be multiplied by any matrix M if Q is m
 transpose. Integers have the same step in all of a key's directions. The error of a score is then least if keys are
 large in the same directions as queries, and to the same extent: M is the square root of the geometric mean of the
 inverse of K's second moments and of Q's. The direction in which both are largest becomes a head's first element. A
-rotation (kernels/cpu/hadamard.h) spreads this element evenly over the head, where an int4 token's centre holds it.
-The matrices include the rotation, so the R-node does not rotate (Rotated).
+Hadamard transform (kernels/cpu/hadamard.h) spreads this element evenly over the head, where an int4 token's centre
+holds it. The matrices include the transform, so the R-node computes none (HadamardHeads).
 
 O is a sum of rows of V, so V may be multiplied by a matrix, too, if O is multiplied by its inverse. The products of the
 O projection's columns then take the place of Q's second moments.
@@ -31,7 +31,7 @@ from fastdecode.spart.decoder.rope import RotaryEmbedding, apply_rope
 from fastdecode.spart.decoder.weights import Balance, Layer, Model
 from fastdecode.spart.int4.probe import prompt_state, sequences_of
 from fastdecode.spart.served import ServedModel
-from fastdecode.transports.base import Rotated
+from fastdecode.transports.base import HadamardHeads
 
 #: The most sequences by which the second moments are estimated.
 _SEQUENCES = 4
@@ -43,9 +43,10 @@ _LARGEST_BLOCK = 128
 _LEAST = 1e-2
 
 
-def hadamard_by_s_node(kv_dtype: str) -> Rotated:
-    """What the matrices of a model rotate in place of the R-nodes: Model.rotated after balance_for."""
-    return {"int4": Rotated.QK | Rotated.VO, "int8-int4": Rotated.VO}.get(kv_dtype, Rotated(0))
+def hadamard_by_s_node(kv_dtype: str) -> HadamardHeads:
+    """The heads that the matrices of a model transform in place of the R-nodes: Model.hadamard after balance_for."""
+    heads = {"int4": HadamardHeads.QK | HadamardHeads.VO, "int8-int4": HadamardHeads.VO}
+    return heads.get(kv_dtype, HadamardHeads(0))
 
 
 @torch.inference_mode()
@@ -139,7 +140,7 @@ def balancing(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard_matrix(size: int) -> torch.Tensor:
-    """The matrix, fp64 [size, size], of the rotation in kernels/cpu/hadamard.h, which is its own inverse. `size` is
+    """The matrix, fp64 [size, size], of the transform in kernels/cpu/hadamard.h, which is its own inverse. `size` is
     a multiple of 8."""
     blocks, left = [], size
     while left:

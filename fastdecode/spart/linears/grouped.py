@@ -135,7 +135,7 @@ class GroupedLinear(Linear):
         y.copy_(torch.where(inside[:, None], rows, y))
 
     def _stored_rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix as they are stored, rotated or not, where there are no kernels."""
+        """Rows of the matrix as they are stored, transformed or not, where there are no kernels."""
         tile, lane = index // _LANES, index % _LANES
         q = self._weights[tile, :, :, lane]  # [n, blocks, chunks, 4], chunks in pairs with 4 bits
         if self._signed:

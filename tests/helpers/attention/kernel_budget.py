@@ -42,6 +42,6 @@ def budget(isa: str, kv_dtype: str, head_size: int = 8, rows: int = 1) -> Budget
 def unit(v: np.ndarray, kv_dtype: str, allowed: Budget) -> float:
     """The largest element that a weight multiplies, and so the unit of an error of O after v [tokens, head_size] was
     appended. Without int4 that is the largest |V|. Weights multiply an int4 row's codes, or with 16 bits its stored
-    integers, which are 8 more; the rotation back collects the mean of n of them, sqrt(n) times, in one element."""
+    integers, which are 8 more; the transform back collects the mean of n of them, sqrt(n) times, in one element."""
     rows = v[:512] if kv_dtype.endswith("int4") else v  # 512 random rows say it, and take less time
     return float(np.abs(multiplied(rows, kv_dtype, 8 if allowed is INT16 else 0)).max())

@@ -67,12 +67,12 @@ class Cache:
     """One KV head of one sequence: chunks scattered over memory that held `fill` before, unused ones at the end."""
 
     def __init__(
-        self, isa: str, kv_dtype: str, k: np.ndarray, v: np.ndarray, fill: int = 0xFF, rotated: int = 0
+        self, isa: str, kv_dtype: str, k: np.ndarray, v: np.ndarray, fill: int = 0xFF, hadamard: int = 0
     ) -> None:
         self.isa, self.kv_dtype, self.v_size = isa, kv_dtype, v.shape[1]
         n, chunk_bytes = len(k) // PAGE_TOKENS + 2, native.chunk_bytes(kv_dtype, k.shape[1], v.shape[1])
         run = aligned_bytes(n * chunk_bytes, fill)
-        kernels(isa).kv_append(isa, kv_dtype, run, 0, k, v, *([rotated] if rotated else []))
+        kernels(isa).kv_append(isa, kv_dtype, run, 0, k, v, *([hadamard] if hadamard else []))
         self.order = random.Random(n).sample(range(n), n)
         self.buffer = aligned_bytes(n * chunk_bytes)
         self.chunks = self.buffer.reshape(n, chunk_bytes)

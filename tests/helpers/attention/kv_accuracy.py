@@ -70,15 +70,15 @@ def stored_kv(k: np.ndarray, v: np.ndarray, kv_dtype: str) -> tuple[np.ndarray, 
     """The values of K and V, float64, that a cache holds after k and v [tokens, head_size] were appended."""
     k_format, _, v_format = kv_dtype.partition("-")
     v_format = v_format or k_format
-    # The rotation is its own inverse.
-    stored_v = rotated(stored(rotated(v), v_format)) if v_format == "int4" else stored(v, v_format)
+    # The transform is its own inverse.
+    stored_v = hadamard(stored(hadamard(v), v_format)) if v_format == "int4" else stored(v, v_format)
     if k_format not in ("int8", "int4"):
         return stored(k, k_format), stored_v
-    return rotated(stored(rotated(k), k_format)), stored_v
+    return hadamard(stored(hadamard(k), k_format)), stored_v
 
 
-def rotated(x: np.ndarray) -> np.ndarray:
-    """x [rows, head_size] rotated as kernels/cpu/hadamard.h defines it, in the arithmetic of its dtype."""
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """x [rows, head_size] transformed as kernels/cpu/hadamard.h defines it, in the arithmetic of its dtype."""
     result = x.copy()
     start = 0
     while start < x.shape[1]:
@@ -144,11 +144,11 @@ def _int4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def multiplied(v: np.ndarray, kv_dtype: str, zero_point: int = 0) -> np.ndarray:
     """What the softmax weights of a kernel multiply after v [tokens, head_size] was appended, float64: V, but for int4
-    V less its centre and plus `zero_point` steps, which are added apart. The rotation of V is undone."""
+    V less its centre and plus `zero_point` steps, which are added apart. The transform of V is undone."""
     if not kv_dtype.endswith("int4"):
         return v.astype(np.float64)
-    codes, step, _ = _int4(rotated(v))
-    return rotated((codes + zero_point) * step)
+    codes, step, _ = _int4(hadamard(v))
+    return hadamard((codes + zero_point) * step)
 
 
 def reference(case: Case, k: np.ndarray, v: np.ndarray) -> np.ndarray:

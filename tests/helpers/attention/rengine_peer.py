@@ -260,7 +260,7 @@ def attention(
 
 
 # Largest error of an O element for normally distributed K and V; the cache formats' own error, then the activations'.
-# V in 4 bits is rotated before it is rounded, so an element's error is a sum of many, nearly normal: 0.4 is more than 4
+# V in 4 bits is transformed before it is rounded, so an element's error is a sum of many, nearly normal: 0.4 is over 4
 # deviations of 0.09.
 KV_ERROR = {KV_FP32: 2e-5, KV_FP16: 2e-3, KV_BF16: 2e-2, KV_INT8: 4e-2, KV_INT4: 5e-1, KV_INT8_INT4: 4e-1}
 ACT_ERROR = {FP32: 0.0, FP16: 2e-3, BF16: 1.6e-2}
