@@ -70,29 +70,24 @@ void fd_port_poison(fd_port_t *port) {
 
 /* ---- arming and asking ---- */
 
-fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *rows, size_t n_entries,
-                             const char **misuse) {
-    *misuse = NULL;
-    /* The first check, because the end of a link may leave a slot waiting for ever. */
-    if (fd_link_is_down(&port->link)) return FD_PORT_DOWN;
-    fd_port_slot_t *state = &port->slots[index < FD_MAX_SLOTS ? index : 0];
-    if (index >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
-    else if (n_entries > port->geometry.max_rows) *misuse = "the row table is longer than the slot allows";
-    else if (state->phase == FD_SLOT_ARMING || state->phase == FD_SLOT_ASKED)
-        *misuse = "the slot's last message has not been waited for";
-    if (*misuse) return FD_PORT_MISUSE;
+const char *fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *rows, size_t n_entries) {
+    if (index >= port->geometry.n_slots) return "the slot is beyond the region";
+    if (n_entries > port->geometry.max_rows) return "the row table is longer than the slot allows";
+    fd_port_slot_t *state = &port->slots[index];
+    if (state->phase == FD_SLOT_ARMING || state->phase == FD_SLOT_ASKED)
+        return "the slot's last message has not been waited for";
     uint64_t n_rows = 0, n_attend_rows = 0;
     for (size_t i = 0; i < n_entries; i++) {
         n_rows += rows[i].n_rows;
         if (rows[i].flags & FD_ROW_ATTEND) n_attend_rows += rows[i].n_rows;
     }
-    if (n_rows > port->geometry.max_rows) *misuse = "the table has more rows than the slot";
+    if (n_rows > port->geometry.max_rows) return "the table has more rows than the slot";
     fd_arm_t arm = {.number = state->arm.number + 1,
                     .n_entries = (uint32_t)n_entries,
                     .n_rows = (uint32_t)n_rows,
                     .n_attend_rows = (uint32_t)n_attend_rows};
-    if (!*misuse) *misuse = fd_arm_error(&port->geometry, &arm);
-    if (*misuse) return FD_PORT_MISUSE;
+    const char *wrong = fd_arm_error(&port->geometry, &arm);
+    if (wrong) return wrong;
 
     fd_slot_t *slot = fd_port_slot(port, index);
     *state = (fd_port_slot_t){.phase = FD_SLOT_ARMING, .arm = arm};
@@ -100,27 +95,22 @@ fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *ro
     slot->arm = arm;
     fd_bell_store(&slot->arm_bell, arm.number);
     port->carrier.ops->send(port->carrier.self, index, FD_ARM);
-    return FD_PORT_OK;
+    return NULL;
 }
 
-fd_port_result_t fd_port_ask(fd_port_t *port, uint32_t index, uint32_t layer, const char **misuse) {
-    *misuse = NULL;
-    if (fd_link_is_down(&port->link)) return FD_PORT_DOWN;
-    if (index >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
-    else if (port->slots[index].phase == FD_SLOT_ASKED || port->slots[index].phase == FD_SLOT_ARMING)
-        *misuse = "the slot's last message has not been waited for";
-    else if (port->slots[index].phase != FD_SLOT_ARMED) *misuse = "no step is armed in the slot";
-    else if (layer >= port->geometry.n_layers) *misuse = "layer beyond the model";
-    else if (layer != port->slots[index].asked) *misuse = "the layers of a step are asked for in order";
-    if (*misuse) return FD_PORT_MISUSE;
-
+const char *fd_port_ask(fd_port_t *port, uint32_t index, uint32_t layer) {
+    if (index >= port->geometry.n_slots) return "the slot is beyond the region";
     fd_port_slot_t *state = &port->slots[index];
-    fd_slot_t *slot = fd_port_slot(port, index);
+    if (state->phase == FD_SLOT_ASKED || state->phase == FD_SLOT_ARMING)
+        return "the slot's last message has not been waited for";
+    if (state->phase != FD_SLOT_ARMED) return "no step is armed in the slot";
+    if (layer >= port->geometry.n_layers) return "layer beyond the model";
+    if (layer != state->asked) return "the layers of a step are asked for in order";
     state->phase = FD_SLOT_ASKED;
     state->asked = layer + 1;
     state->unsure = 0;
-    fd_word_store(&slot->layer_request, layer + 1);
-    return FD_PORT_OK;
+    fd_word_store(&fd_port_slot(port, index)->layer_request, layer + 1);
+    return NULL;
 }
 
 /* ---- looking ---- */

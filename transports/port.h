@@ -40,7 +40,7 @@ typedef struct {
 typedef enum {
     FD_PORT_OK,
     FD_PORT_PENDING,
-    FD_PORT_MISUSE,  /* the caller made a mistake; nothing has been sent */
+    FD_PORT_MISUSE,  /* nothing was begun */
     FD_PORT_REFUSED, /* the report says why; the link stays usable */
     FD_PORT_DOWN,    /* the reason is in `link` */
 } fd_port_result_t;
@@ -48,14 +48,14 @@ typedef enum {
 /* The caller sets `carrier` afterwards. Returns 0, or -1 with errno if no descriptor is free. */
 int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint32_t spin_us);
 
-/* Copies the row table `rows` into the slot and publishes the step. Returns at once. `*misuse` is a sentence on
- * FD_PORT_MISUSE. */
-fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t slot, const fd_row_t *rows, size_t n_entries,
-                             const char **misuse);
+/* Copies the row table `rows` into the slot and publishes the step. Returns at once: NULL, or what the caller did
+ * wrong, and then it has sent nothing. To be called for a port that is up: at the end of a link a slot may wait for
+ * ever. */
+const char *fd_port_arm(fd_port_t *port, uint32_t slot, const fd_row_t *rows, size_t n_entries);
 
 /* Asks for the step's next layer, which must be `layer` and whose rows must be in the slot; fd_port_send makes the
- * R-engine see it. Neither waits. */
-fd_port_result_t fd_port_ask(fd_port_t *port, uint32_t slot, uint32_t layer, const char **misuse);
+ * R-engine see it. Returns like fd_port_arm. */
+const char *fd_port_ask(fd_port_t *port, uint32_t slot, uint32_t layer);
 static inline void fd_port_send(const fd_port_t *port, uint32_t slot) {
     port->carrier.ops->send(port->carrier.self, slot, FD_LAYER);
 }

@@ -197,25 +197,20 @@ void fd_proxy_expect(fd_proxy_t *p, uint32_t i) {
     pthread_mutex_unlock(&p->lock);
 }
 
-fd_port_result_t fd_proxy_begin(fd_proxy_t *p, fd_port_t *port, uint32_t slot, uint64_t timeout_ns,
-                                const char **misuse) {
-    *misuse = NULL;
-    if (fd_link_is_down(&port->link)) return FD_PORT_DOWN;
-    if (slot >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
-    else if (port->slots[slot].phase != FD_SLOT_ARMED || port->slots[slot].asked)
-        *misuse = "no step is armed in the slot, or a layer has been asked for";
-    if (*misuse) return FD_PORT_MISUSE;
+const char *fd_proxy_begin(fd_proxy_t *p, fd_port_t *port, uint32_t slot, uint64_t timeout_ns) {
+    if (slot >= port->geometry.n_slots) return "the slot is beyond the region";
+    if (port->slots[slot].phase != FD_SLOT_ARMED || port->slots[slot].asked)
+        return "no step is armed in the slot, or a layer has been asked for";
     pthread_mutex_lock(&p->lock);
-    if (p->n == FD_PROXY_SLOTS) {
-        *misuse = "the proxy drives no further slot: it has the most that it can drive";
-    } else {
+    const bool full = p->n == FD_PROXY_SLOTS;
+    if (!full) {
         fd_word_store(&fd_port_slot(port, slot)->layer_request, 0);
         port->slots[slot].phase = FD_SLOT_ASKED;
         p->slots[p->n++] = (driven_t){.port = port, .slot = slot, .timeout_ns = timeout_ns};
         pthread_cond_signal(&p->begun);
     }
     pthread_mutex_unlock(&p->lock);
-    return *misuse ? FD_PORT_MISUSE : FD_PORT_OK;
+    return full ? "the proxy drives no further slot: it has the most that it can drive" : NULL;
 }
 
 fd_port_result_t fd_proxy_end(fd_proxy_t *p, fd_port_t *port, uint32_t slot, fd_report_t *report) {

@@ -35,9 +35,8 @@ int fd_proxy_done_fd(const fd_proxy_t *proxy, uint32_t mini_batch);
 
 /* Lets the device drive the slot's step, whose verdict has been waited for (FD_SLOT_ARMED, no layer asked for). An
  * R-node that takes longer than `timeout_ns` for a layer loses its link. The port must stay open until fd_proxy_end.
- * FD_PORT_MISUSE: see *misuse. */
-fd_port_result_t fd_proxy_begin(fd_proxy_t *proxy, fd_port_t *port, uint32_t slot, uint64_t timeout_ns,
-                                const char **misuse);
+ * Returns NULL, or what the caller did wrong. To be called for a port that is up. */
+const char *fd_proxy_begin(fd_proxy_t *proxy, fd_port_t *port, uint32_t slot, uint64_t timeout_ns);
 
 /* Ends what fd_proxy_begin began, after the device has passed its last gate. FD_PORT_OK: every layer was answered, and
  * fd_port_disarm gives the totals. FD_PORT_REFUSED: the step was poisoned, and `report` says why. FD_PORT_DOWN: the

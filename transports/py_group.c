@@ -225,20 +225,24 @@ PyObject *fd_py_group_end(GroupObject *self, size_t n, const char *misuse) {
     return failures ? failures : Py_NewRef(Py_None);
 }
 
+/* True if the slot may send; else its result says that its link is down. */
+static bool may_send(fd_awaited_t *a) {
+    if (a->result == FD_PORT_PENDING && fd_link_is_down(&a->port->link)) a->result = FD_PORT_DOWN;
+    return a->result == FD_PORT_PENDING;
+}
+
 static PyObject *group_arm(GroupObject *self, PyObject *unused) {
     size_t n;
-    const char *misuse = NULL, *wrong = NULL;
+    const char *misuse = NULL;
     if (!fd_py_group_begin(self, &n)) return NULL;
     PyThreadState *state = fd_py_group_leave_python(self, n);
-    for (size_t k = 0; k < n && !wrong; k++) {
+    for (size_t k = 0; k < n && !misuse; k++) {
         const Py_buffer *table = &self->members[self->member_of[k]].table;
         fd_awaited_t *a = &self->awaited[k];
-        if (a->result != FD_PORT_PENDING) continue;
-        a->result = fd_port_arm(a->port, a->slot, table->buf, (size_t)table->len / sizeof(fd_row_t), &misuse);
-        if (a->result == FD_PORT_MISUSE) wrong = misuse;
+        if (may_send(a)) misuse = fd_port_arm(a->port, a->slot, table->buf, (size_t)table->len / sizeof(fd_row_t));
     }
     fd_py_group_return_to_python(self, n, state);
-    return fd_py_group_end(self, n, wrong);
+    return fd_py_group_end(self, n, misuse);
 }
 
 /* Copies `bytes` bytes of each of `n` rows. */
@@ -296,10 +300,11 @@ const char *fd_py_group_ring(GroupObject *self, size_t n, uint32_t layer) {
     const char *misuse = NULL;
     for (size_t k = 0; k < n && !misuse; k++) {
         fd_awaited_t *a = &self->awaited[k];
-        if (a->result != FD_PORT_PENDING) continue;
+        if (!may_send(a)) continue;
         if (self->q.buf && a->port->slots[a->slot].phase == FD_SLOT_ARMED && layer < a->port->geometry.n_layers)
             scatter(self, &self->members[self->member_of[k]], layer);
-        a->result = fd_port_ask(a->port, a->slot, layer, &misuse);
+        misuse = fd_port_ask(a->port, a->slot, layer);
+        if (!misuse) a->result = FD_PORT_OK;
         if (!self->local && a->result == FD_PORT_OK) fd_port_send(a->port, a->slot);
     }
     for (size_t k = 0; self->local && k < n; k++)

@@ -39,17 +39,13 @@ static PyObject *proxy_begin(ProxyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!IO&:begin", fd_py_port_type, &object, &slot, fd_py_timeout, &timeout_ns))
         return NULL;
     PortObject *port = (PortObject *)object;
-    const char *misuse = NULL;
-    fd_port_result_t result = FD_PORT_DOWN;
-    /* The port stays entered, and so open, until `end`. */
-    if (fd_py_port_enter(port)) {
-        Py_BEGIN_ALLOW_THREADS
-        result = fd_proxy_begin(self->proxy, &port->port, slot, timeout_ns, &misuse);
-        Py_END_ALLOW_THREADS
-        if (result == FD_PORT_OK) Py_RETURN_NONE;
-        fd_py_port_leave(port);
-    }
-    if (result == FD_PORT_DOWN) return fd_py_down_error(&port->port.link);
+    if (fd_link_is_down(&port->port.link) || !fd_py_port_enter(port)) return fd_py_down_error(&port->port.link);
+    const char *misuse;
+    Py_BEGIN_ALLOW_THREADS
+    misuse = fd_proxy_begin(self->proxy, &port->port, slot, timeout_ns);
+    Py_END_ALLOW_THREADS
+    if (!misuse) Py_RETURN_NONE; /* the port stays entered, and so open, until `end` */
+    fd_py_port_leave(port);
     return PyErr_Format(PyExc_ValueError, "%s", misuse);
 }
 

@@ -231,18 +231,17 @@ static void hostile_replies(input_t *in) {
     while (in->at < in->end) {
         const uint32_t slot = take(in, 1) % geometry.n_slots;
         const bool arms = !rows[slot] || take(in, 1) % 8 == 0;
-        const char *misuse;
         message_t m, r = {0};
         if (arms) {
             rows[slot] = 1 + take(in, 1) % geometry.max_rows;
             asked[slot] = 0;
             number[slot]++;
             const fd_row_t row = {1, 2, 3, rows[slot], FD_ROW_ATTEND, 0};
-            REQUIRE(fd_port_arm(&e.port, slot, &row, 1, &misuse) == FD_PORT_OK);
+            REQUIRE(!fd_port_arm(&e.port, slot, &row, 1));
             REQUIRE(receive_message(&e, &m) && m.frame.kind == FD_ARM && m.frame.slot == slot);
             REQUIRE(m.frame.length == sizeof m.arm + sizeof row && !memcmp(&m.arm + 1, &row, sizeof row));
         } else {
-            REQUIRE(fd_port_ask(&e.port, slot, asked[slot]++, &misuse) == FD_PORT_OK);
+            REQUIRE(!fd_port_ask(&e.port, slot, asked[slot]++));
             fd_port_send(&e.port, slot);
             REQUIRE(receive_message(&e, &m) && m.frame.kind == FD_LAYER && m.frame.slot == slot);
             REQUIRE(m.frame.word == asked[slot] && m.frame.length == rows[slot] * (e.y.q_row_bytes + e.y.kv_row_bytes));
