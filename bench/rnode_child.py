@@ -1,8 +1,7 @@
 """An R-node in a process of its own for a benchmark.
 
-`python -m fastdecode.bench.rnode_child URLS SPIN_US KV_BYTES THREADS PREFAULT [CPU]` prints the URLs that it listens
-on. It ends when its standard input is closed, so at the latest with its parent. URLs are separated by spaces; PREFAULT
-is 0 or 1.
+`python -P -m fastdecode.bench.rnode_child URL SPIN_US KV_BYTES THREADS [CPU]` prints the URL that it listens on. It
+ends with its standard input, so at the latest with its parent. Unlike fastdecode-node it does not time the memory.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from typing import Any
 
 from fastdecode.daemon.process import freeze
 from fastdecode.daemon.rnode import RNode
@@ -19,57 +17,42 @@ from fastdecode.daemon.rnode import RNode
 class RNodeChild:
     """An R-node process; its attention thread is pinned to `cpu` if that is not None.
 
-    The attribute `urls` lists the URLs that it listens on, and `url` is the first. Raises RuntimeError if it does not
-    start.
+    The attribute `url` is the URL that it listens on. Raises RuntimeError if it does not start.
     """
 
-    def __init__(
-        self, url: str, spin_us: int, kv_bytes: int, cpu: int | None, threads: int = 1, prefault: bool = False
-    ):
-        argv = [sys.executable, "-m", __name__, url, str(spin_us), str(kv_bytes), str(threads), str(int(prefault))]
+    def __init__(self, url: str, spin_us: int, kv_bytes: int, cpu: int | None, threads: int = 1):
+        argv = [sys.executable, "-P", "-m", __name__, url, str(spin_us), str(kv_bytes), str(threads)]
         if cpu is not None:
             argv.append(str(cpu))
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
-        self.urls = self._process.stdout.readline().split()
-        if not self.urls:
+        self.url = self._process.stdout.readline().strip()
+        if not self.url:
             self.close()
             raise RuntimeError(f"no R-node could be started at {url}")
-        self.url = self.urls[0]
 
     def close(self) -> None:
-        end_child(self._process)
+        """End the process; kill it if it has not ended 10 seconds after its standard input was closed."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
-def end_child(process: subprocess.Popen[Any]) -> None:
-    """End a child that ends with its standard input; kill it if it has not ended after 10 seconds."""
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
+async def _serve(url: str, spin_us: int, kv_bytes: int, threads: int, *cpus: int) -> None:
+    node = RNode(threads=threads, kv_bytes=kv_bytes, cpus=cpus or None, spin_us=spin_us, name="benchmark")
     try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-async def _serve(urls: list[str], spin_us: int, kv_bytes: int, threads: int, prefault: int, *cpus: int) -> None:
-    node = RNode(
-        threads=threads,
-        kv_bytes=kv_bytes,
-        cpus=cpus or None,
-        spin_us=spin_us,
-        name="benchmark",
-        prefault=bool(prefault),
-    )
-    try:
-        listening = await node.serve(urls, None)
+        (listening,) = await node.serve([url], None)
         freeze()
-        print(*listening, flush=True)
+        print(listening, flush=True)
         await asyncio.to_thread(sys.stdin.read)
     finally:
         await node.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1].split(), *map(int, sys.argv[2:])))
+    asyncio.run(_serve(sys.argv[1], *map(int, sys.argv[2:])))

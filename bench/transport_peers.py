@@ -1,6 +1,6 @@
 """Peers of the transport benchmark: other ways to carry the same bytes between two processes and back.
 
-`python -m fastdecode.bench.transport_peers NAME ADDRESS [CPU]` runs the other process.
+`python -P -m fastdecode.bench.transport_peers NAME ADDRESS [CPU]` runs the other process.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class EchoProcess:
 
     def __init__(self, name: str, cpu: int | None = None):
         self._wire = PEERS[name](None)
-        argv = [sys.executable, "-m", __name__, name, self._wire.address]
+        argv = [sys.executable, "-P", "-m", __name__, name, self._wire.address]
         if cpu is not None:
             argv.append(str(cpu))
         self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
