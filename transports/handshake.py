@@ -14,7 +14,7 @@ on a migration connection, from one R-node to another (migration.py):
     R  DELIVER    version, nonce, proof, the token of a RECEIVE
     R  ACCEPTED   proof   - or -   REFUSED  a reason in plain text
 
-between two S-nodes (fastdecode/daemon/handover.py), the first of which takes the part of the R-node:
+between two S-nodes (fastdecode/daemon/prefill_nodes.py), the first of which takes the part of the R-node:
     S  CHALLENGE  as above
     S  ENTRUST    version, nonce, proof, a digest of the model
     S  ACCEPTED   proof   - or -   REFUSED  a reason in plain text

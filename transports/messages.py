@@ -183,9 +183,9 @@ class Next(_Message, frozen=True):
     page_bytes: PageBytes
 
 
-# A connection between two S-nodes, over which one asks the other to compute a prompt (fastdecode/daemon/handover.py).
-# The S-node that listens sends CHALLENGE, the other one ENTRUST, the first one ACCEPTED or REFUSED. PROMPT is answered
-# with OK once its pages have been pushed, or with ERROR.
+# A connection between two S-nodes, over which one asks the other to compute a prompt
+# (fastdecode/daemon/prefill_nodes.py). The S-node that listens sends CHALLENGE, the other one ENTRUST, the first one
+# ACCEPTED or REFUSED. PROMPT is answered with OK once its pages have been pushed, or with ERROR.
 
 
 class Entrust(_Proved, frozen=True):

@@ -37,7 +37,7 @@ def health(engine: EngineStatus, *, closing: bool, stalled_after: float) -> tupl
                 "url": node.url,
                 "alive": node.alive,
                 "draining": node.draining,
-                "part": node.part,
+                "part": node.member,
                 "isa": node.isa,
                 "threads": node.threads,
                 "pages_used": node.pages_used,

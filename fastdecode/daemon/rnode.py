@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
+from fastdecode.daemon.migrations import Inbox, IncomingSequence, Migrations, refusals
 from fastdecode.daemon.option_values import format_bytes
-from fastdecode.daemon.transfers import Inbox, Incoming, Transfers, refusals
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory
 from fastdecode.region.contract import KV_DTYPES, MAX_PAGES, MAX_SEQS, PAGE_TOKENS
 from fastdecode.transports import registry
@@ -220,13 +220,13 @@ class RNode:
             f"them may lease {self._max_lease}, and {PAGE_TOKENS} tokens of this model take {pages.block_bytes}"
         )
 
-    def migration_target(self, token: str, page_bytes: int) -> Incoming:
+    def migration_target(self, token: str, page_bytes: int) -> IncomingSequence:
         """The sequence that `token` admits a migration connection for. Raises LinkRefused."""
         return self._inbox.take(token, page_bytes)
 
-    def transfers(self, link: REngineLink, page_bytes: int) -> Transfers:
+    def migrations(self, link: REngineLink, page_bytes: int) -> Migrations:
         """The transfers of a link, whose blocks have `page_bytes`."""
-        return Transfers(link, page_bytes, self._inbox, self._secret)
+        return Migrations(link, page_bytes, self._inbox, self._secret)
 
     def pages_within(self, pages: KVPages, n_bytes: int, *, grows: bool = True) -> int:
         """The most pages that a lease of `n_bytes` can have; `grows`: it may grow."""
@@ -285,7 +285,7 @@ class REngineGrant:
         self._link = link
         self._pages = pages
         self._region_bytes = region_bytes
-        self._transfers = node.transfers(link, pages.block_bytes)
+        self._migrations = node.migrations(link, pages.block_bytes)
         self.growing_layers = pages.n_layers if lease.max_pages > lease.n_pages else 0
 
     def free(self, handles: Sequence[tuple[int, int]]) -> None:
@@ -293,7 +293,7 @@ class REngineGrant:
 
         Raises CallRefused for the first that could not be freed, at the end.
         """
-        self._transfers.freed(handles)
+        self._migrations.freed(handles)
         first: CallRefused | None = None
         for seq_index, tag in handles:
             try:
@@ -313,13 +313,13 @@ class REngineGrant:
             self._link.fork(*src, *dst, length)
 
     def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None:
-        self._transfers.receive(seq, length, token)
+        self._migrations.receive(seq, length, token)
 
     async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
-        await self._transfers.push(seq, pages, length, url, token)
+        await self._migrations.push(seq, pages, length, url, token)
 
     def detach(self) -> None:
-        self._transfers.close()
+        self._migrations.close()
 
     def resize(self, n_pages: int) -> None:
         """Grow the lease to `n_pages`, or as near to that as there is memory for. A smaller number changes nothing."""

@@ -22,15 +22,15 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.device_plan import capacity, node_exchange, staged_tokens
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
-from fastdecode.daemon.handover import PrefillServer, RemotePrefill, model_digest
 from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
+from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes, model_digest
 from fastdecode.daemon.process import freeze, wait_for_shutdown
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.tuning import choose_split
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.migration.prefill_worker import Giver
+from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.runner import Runner
 from fastdecode.engine.stats import EngineStats
 from fastdecode.region.contract import MAX_SEQS
@@ -177,9 +177,9 @@ async def _serve(
         links = opening.result()
         digest = model_digest(backend.source.path, hello, balance_digest(model))
         log.info("%s", capacity(model.weight_bytes, model.device, links, length))
-        prefill_nodes: RemotePrefill | None = None
+        prefill_nodes: RemotePrefillNodes | None = None
         if config.prefill_at or config.prefill_file or config.take_from:
-            prefill_nodes = RemotePrefill(config.prefill_at, digest, secret, config.take_from)
+            prefill_nodes = RemotePrefillNodes(config.prefill_at, digest, secret, config.take_from)
         if prefill_nodes is not None and config.prefill_file is not None:
             followed = FileSet(config.prefill_file, ("tcp",), may_be_empty=True)
             stack.callback(asyncio.create_task(prefill_nodes.follow(followed)).cancel)
@@ -195,7 +195,7 @@ async def _serve(
         stack.push_async_callback(engine.stop)
         prefill: PrefillServer | None = None
         if config.prefill_listen is not None:
-            prefill = await PrefillServer.listen(config.prefill_listen, Giver(engine), digest, secret)
+            prefill = await PrefillServer.listen(config.prefill_listen, PrefillWorker(engine), digest, secret)
             stack.push_async_callback(prefill.close)
             log.info("prompts of other S-nodes are taken at %s", prefill.url)
         r_node_links.watch(engine)
@@ -241,7 +241,7 @@ def _leases_grow(config: NodeConfig) -> bool:
 
 
 def _make_engine(
-    config: NodeConfig, spart: SPart, split: Split, staged: int, prefill_nodes: RemotePrefill | None
+    config: NodeConfig, spart: SPart, split: Split, staged: int, prefill_nodes: RemotePrefillNodes | None
 ) -> Engine:
     """The engine over an S-Part and its links, in which `staged` tokens of unfinished prompts may be staged."""
     on_cpu = spart.model.device.type == "cpu"

@@ -16,37 +16,59 @@ if TYPE_CHECKING:
 
 def step_batch(plan: Plan, n_layers: int) -> StepBatch:
     """The step batch that the S-Part, which has `n_layers` layers, computes for `plan`."""
-    return StepBatch(plan.mini_batch, list(map(_chunk, plan.chunks)), layer_deadline(plan, n_layers))
+    chunks = [_chunk(planned) for planned in plan.chunks]
+    return StepBatch(plan.mini_batch, chunks, layer_deadline(plan, n_layers))
 
 
 def _chunk(planned: PlannedChunk) -> Chunk:
     seq, n_tokens, prefill, sample, guesses = planned
     decodes = n_tokens == 1 and sample and not (prefill or seq.overrun or seq.slides)
-    if decodes and (last := seq.decoded) is not None and last[0] is seq.handle:
-        # One object serves all steps in which a sequence decodes, because one of them is in flight at a time.
-        _, again, sampling = last
-        tokens, cached = seq.tokens, seq.cached
-        again.pos, again.tokens, sampling.index = cached, [tokens[cached]], len(tokens) - seq.n_prompt
-        return again
-    tokens = [*seq.tokens[seq.cached : seq.cached + n_tokens - len(guesses)], *guesses]
-    spec = _sample_spec(seq) if sample else None
-    score = _score_spec(seq, n_tokens)
-    where = (seq.placed_on.position, *seq.handle, seq.cached)
-    kind = (seq.adapter, len(guesses), seq.overrun, seq.long)
-    chunk = Chunk(*where, tokens, prefill, spec, seq.prefill_end, score, *kind, slide=seq.slides)
-    if decodes and spec is not None and seq.constraints is None:
-        seq.decoded = seq.handle, chunk, spec
+    if decodes and seq.reusable is not None:
+        # One chunk serves all steps in which a sequence decodes, because it has at most one step in flight.
+        chunk, spec = seq.reusable
+        chunk.pos, chunk.tokens = seq.cached, [seq.tokens[seq.cached]]
+        spec.index = len(seq.tokens) - seq.n_prompt
+        return chunk
+    known = seq.tokens[seq.cached : seq.cached + n_tokens - len(guesses)]
+    new_spec = _sample_spec(seq) if sample else None
+    chunk = Chunk(
+        link=seq.placed_on.position,
+        seq_index=seq.handle.seq_index,
+        tag=seq.handle.tag,
+        pos=seq.cached,
+        tokens=[*known, *guesses],
+        prefill=prefill,
+        sample=new_spec,
+        prompt_length=seq.prefill_end,
+        score=_score_spec(seq, n_tokens),
+        adapter=seq.adapter,
+        drafts=len(guesses),
+        cut=seq.overrun,
+        long=seq.long,
+        slide=seq.slides,
+    )
+    if decodes and new_spec is not None and seq.constraints is None:
+        seq.reusable = chunk, new_spec
     return chunk
 
 
 def _sample_spec(seq: Sequence) -> SampleSpec:
-    p = seq.params
-    mask = seq.constraints if seq.constraints is not None and seq.constraints.active else None
-    return SampleSpec(p.temperature, p.top_k, p.top_p, p.min_p, seq.seed, seq.n_generated, p.logprobs, seq.rules, mask)
+    params, constraints = seq.params, seq.constraints
+    return SampleSpec(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=seq.seed,
+        index=seq.n_generated,
+        logprobs=params.logprobs,
+        rules=seq.rules,
+        mask=constraints if constraints is not None and constraints.active else None,
+    )
 
 
 def _score_spec(seq: Sequence, n_tokens: int) -> ScoreSpec | None:
-    """The tokens of the prompt that the sequence's next `n_tokens` rows score."""
+    """The prompt tokens that the sequence's next `n_tokens` rows score; None: no score is wanted."""
     if seq.params.prompt_logprobs is None or seq.cached >= seq.n_prompt - 1:
         return None
     end = min(seq.cached + n_tokens + 1, seq.n_prompt)

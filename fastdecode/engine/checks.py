@@ -1,4 +1,4 @@
-"""Checks of what comes to the engine: requests, and links to R-nodes."""
+"""Checks of the engine's inputs: requests, and links to R-nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of a step's tokens to those who asked for them."""
+"""Hands out the tokens of a step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from fastdecode.engine.stats import EngineObserver
 
 
 def deliver(outcomes: list[Outcome], now: float, observer: EngineObserver) -> list[tuple[Sequence, str]]:
-    """Hand out the new tokens of a step that has ended at `now`; returns the choices that have ended by them, with the
-    reason.
+    """Hand out the new tokens of a step that has ended at `now`. Returns the choices that have ended, with the reason.
 
-    Tokens that have nothing but their id to say go to their outlet together, and before the others: of the tokens that
-    a choice gets in a step, only the last one can end it.
+    Tokens without a log-probability that end no choice go to their outlet in one call, before all others: among the
+    tokens that a choice gets in a step, only the last one can end it.
     """
     plain: dict[Outlet, tuple[list[int], list[int]]] = {}
     others: list[tuple[Sequence, TokenEvent]] = []

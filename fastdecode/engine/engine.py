@@ -42,7 +42,7 @@ from fastdecode.engine.state.request import (
     TokenEvent,
 )
 from fastdecode.engine.state.sequence import Sequence
-from fastdecode.engine.stats import EngineObserver, EngineStats, NullObserver, StepPart, Totals
+from fastdecode.engine.stats import EngineObserver, EngineStats, StepPart, Totals
 from fastdecode.engine.stream import RequestStream
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
@@ -87,11 +87,11 @@ class Engine:
         the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
         of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
         `max_uncached_suffix`: see Cluster; `max_staged_tokens`, `strict_staging`: see StagingBudget; `target_tbt`
-        (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`, `prefill_nodes`: see RNodeControl.
-        `schedule`: one of SCHEDULES, see scheduling/admission.py. `guesses`: most tokens of a sequence that a step
-        guesses, see scheduling/speculation.py. `end_token_ids` None: the model's own. `clock` gives seconds, and
-        `start_runner` starts the runner of the steps; plan/simulation.py replaces both. `rebalance`: running sequences
-        move between R-nodes, see rebalance.py.
+        (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`, `prefill_nodes`: see
+        RNodeControl. `schedule`: one of SCHEDULES, see scheduling/admission.py. `guesses`: most tokens of a sequence
+        that a step guesses, see scheduling/speculation.py. `end_token_ids` None: the model's own. `clock` gives
+        seconds, and `start_runner` starts the runner of the steps; plan/simulation.py replaces both. `rebalance`:
+        running sequences migrate between R-nodes, see migration/rebalance.py.
 
         Raises ValueError if a value does not fit the model or a link."""
         if not links:
@@ -104,9 +104,15 @@ class Engine:
         self.max_model_len = max_model_len or positions
         self.max_queued = max(max_queued, 1)  # every request passes through the queue
         self.spart = spart
-        windows = spart.config.windows
-        shares = prefix_cache, max_uncached_suffix
-        self.cluster = Cluster(links, watermark, *shares, windows, grow_leases, max_batch_tokens)
+        self.cluster = Cluster(
+            links,
+            watermark=watermark,
+            prefix_cache=prefix_cache,
+            max_uncached_suffix=max_uncached_suffix,
+            windows=spart.config.windows,
+            grow_leases=grow_leases,
+            step_rows=max_batch_tokens,
+        )
         limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens, strict_staging)
         self.scheduler = Scheduler(
             self.cluster,
@@ -115,7 +121,7 @@ class Engine:
             admission=SCHEDULES[schedule](),
             speculation=Speculation(guesses) if guesses else None,
         )
-        self.observer = observer or NullObserver()
+        self.observer = observer or EngineObserver()
         self.totals = Totals()
         self._clock, self._start_runner, self._rebalance = clock, start_runner, rebalance
         self.last_progress = clock()  # when a step last completed, or work came after idleness
@@ -195,15 +201,18 @@ class Engine:
         generated: Iterable[Iterable[int] | None] = (),
         take_from: str | None = None,
     ) -> list[Sequence]:
-        """Queue the choices of a prompt, all or none. `outputs` maps the id of each choice to the function that
-        takes its tokens; `params` are those of the first choice (SamplingParams.of_choice). `generated` are the tokens
-        that each choice has already, from another S-node, None for a choice that has ended there and is not queued; its
-        output gets the tokens that follow. `take_from`: the URL at which that S-node still has their K and V.
+        """Queue the choices of a prompt, all or none. Returns the queued sequences.
+
+        `outputs` maps the id of each choice to the function that takes its tokens. `params` are the parameters of the
+        first choice; see SamplingParams.for_choice. `generated` has the tokens that each choice already has from
+        another S-node; None: the choice has ended there and is not queued. Only later tokens go to the output.
+        `take_from`: the URL at which that S-node still has the K and V of the choices.
 
         Raises NotReady, Overloaded, PromptTooLong, InvalidPrompt, InvalidParameter.
         """
-        if (why := self._why_not_ready()) is not None:
-            raise NotReady(why)
+        reason = self._why_not_ready()
+        if reason is not None:
+            raise NotReady(reason)
         vocabulary = self.spart.config.vocab_size
         check_prompt(prompt_ids, vocabulary, self.max_model_len, self.cluster.capacity)
         check_tokens(params, vocabulary)
@@ -233,7 +242,7 @@ class Engine:
                 for seq in choices:
                     self.cancel(seq)
                 raise
-            seed = params.of_choice(k).seed
+            seed = params.for_choice(k).seed
             seq = Sequence(
                 request_id=request_id,
                 order=self._arrivals,
@@ -311,7 +320,7 @@ class Engine:
 
     async def _drive(self, mini_batch: int) -> None:
         while True:
-            await self.r_nodes.moves.settle(mini_batch)
+            await self.r_nodes.migrator.settle(mini_batch)
             self._wake[mini_batch].clear()
             plan = self.scheduler.schedule(mini_batch)
             self._apply_changes()
@@ -352,18 +361,18 @@ class Engine:
             if output.failures:  # the plan is split before `complete`, which takes ended sequences off their R-nodes
                 links = [chunk.seq.placed_on.link for chunk in plan.chunks]
                 sound = [link not in output.failures for link in links]
-                done, sampled = _part(plan, sound), list(compress(sampled, sound))
+                done, sampled = _with_chunks(plan, sound), list(compress(sampled, sound))
                 failed = [
-                    (_part(plan, [link is lost for link in links]), failure)
+                    (_with_chunks(plan, [link is lost for link in links]), failure)
                     for lost, failure in output.failures.items()
                 ]
             outcomes = self.scheduler.complete(done, sampled, self.last_progress - begun, output.s_seconds)
             self._deliver(outcomes, self.last_progress)
-            for part, failure in failed:
-                self._handle_failure(part, failure)
+            for failed_plan, failure in failed:
+                self._handle_failure(failed_plan, failure)
 
     def _handle_failure(self, plan: Plan, error: TransportError) -> None:
-        """Handle the failure of a link that all chunks of `plan` wait for, or of the last link of a step."""
+        """Handle the failure of the only link that the chunks of `plan` use, or of the last link of a step."""
         if isinstance(error, LinkDown):
             self._lose_node(plan, error)
         else:
@@ -386,7 +395,8 @@ class Engine:
             self._end_request(seq, reason)
 
     def _lose_node(self, plan: Plan, error: LinkDown) -> None:
-        """Handle a step that the end of a link has broken: its R-node is lost, even if it still answers a STATS."""
+        """Requeue the sequences of a step whose link has ended. The R-node is lost, even if it still answers a
+        STATS."""
         lost = next((chunk.seq.placed_on for chunk in plan.chunks if chunk.seq.placed_on.link is error.link), None)
         if lost is None:
             log.error("a step failed on a link that its transport does not name: %s", error)
@@ -396,16 +406,16 @@ class Engine:
         self.scheduler.recompute(plan)
 
     def _fail_step(self, plan: Plan, reason: str, link: DataPath | None = None) -> None:
-        """Fail a step's sequences, those on `link` or, if it is None, all; the others are recomputed."""
+        """Fail the sequences of a step on `link`, and recompute the others. None: fail all of them."""
         for seq in self.scheduler.fail(plan, link):
             self._fail(seq, reason)
 
     def _apply_changes(self) -> None:
-        """Act on what the scheduler's last call has decided: failed requests, FORKs, FREEs, work for other drivers."""
-        for seq, reason in self.scheduler.take_failed():
+        """Act on the decisions of the scheduler's last call: failed requests, FORKs, FREEs, work for other drivers."""
+        for seq, reason in self.scheduler.running.take_failed():
             self._fail(seq, reason)
         self.r_nodes.send_pending()
-        self.r_nodes.moves.notice()
+        self.r_nodes.migrator.notice()
         if self.scheduler.take_changed():
             self._wake_drivers()
 
@@ -436,7 +446,8 @@ class Engine:
         self.r_nodes.install_replacements(chunk.seq.placed_on.position for chunk in chunks if chunk.seq.in_flight)
 
     async def refresh(self) -> None:
-        """Update the R-nodes' counters in `stats`. An R-node that does not answer within 2 s keeps its last ones."""
+        """Update the R-nodes' counters in `stats`. An R-node that does not answer within 2 s keeps its last
+        counters."""
         await self.r_nodes.refresh()
 
     def timeline(self, n: int) -> list[StepPart]:
@@ -445,20 +456,22 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's counters now; those of the R-nodes are as of the last `refresh`."""
+        """The engine's counters now; the R-nodes' counters are as of the last `refresh`."""
         nodes = self.cluster.alive
         self.totals.preemptions = self.scheduler.preemptions
-        self.totals.recomputed, self.totals.moved = self.scheduler.recomputed, self.r_nodes.moves.moved
-        self.totals.prompts_taken = self.r_nodes.taker.taken if self.r_nodes.taker is not None else 0
+        self.totals.recomputed = self.scheduler.running.recomputed
+        self.totals.migrated = self.r_nodes.migrator.migrated
+        self.totals.remote_prefills = self.r_nodes.remote_prefills
         self.totals.prefix_queries = self.scheduler.prompt_tokens if self.cluster.prefix_cache else 0
         self.totals.prefix_hits = self.scheduler.reused_tokens
-        if (speculation := self.scheduler.speculation) is not None:
+        speculation = self.scheduler.speculation
+        if speculation is not None:
             self.totals.guessed, self.totals.guessed_right = speculation.guessed, speculation.right
         return EngineStats(
-            running=self.scheduler.n_running,
+            running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             kv_usage=sum(n.pages_used for n in nodes) / max(1, sum(n.obtainable for n in nodes)),
-            nodes=[one for node in self.cluster.nodes if not node.retired for one in self.r_nodes.stats(node)],
+            nodes=[stats for node in self.cluster.nodes if not node.retired for stats in self.r_nodes.stats(node)],
             exchange=str(self.spart.exchange),
             totals=self.totals,
             expert_load=self.spart.expert_load,
@@ -466,7 +479,7 @@ class Engine:
 
     async def change(self, seconds: float) -> None:
         """Wait for the next change of the scheduler's state, at most `seconds`."""
-        await self.r_nodes.moves.change(seconds)
+        await self.r_nodes.migrator.change(seconds)
 
     # -- tasks ----------------------------------------------------------------------------------------------------
 
@@ -479,13 +492,13 @@ class Engine:
         self._tasks.discard(task)
         if task.cancelled() or task.exception() is None:
             return
-        # A bug in the engine. Every client is told, because a driver that is gone would leave them waiting for ever.
+        # A bug in the engine. Tell every client, because without a driver they would wait for ever.
         log.critical("the engine broke", exc_info=task.exception())
         self._broken = True
         for seq in list(self._live):
             self._fail(seq, "the engine broke; see the server's log")
 
 
-def _part(plan: Plan, taken: list[bool]) -> Plan:
-    """A step's plan without the chunks whose entry in `taken` is False."""
-    return dataclasses.replace(plan, chunks=list(compress(plan.chunks, taken)))
+def _with_chunks(plan: Plan, selected: list[bool]) -> Plan:
+    """A step's plan with only the chunks whose entry in `selected` is True."""
+    return dataclasses.replace(plan, chunks=list(compress(plan.chunks, selected)))

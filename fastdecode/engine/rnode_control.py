@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from fastdecode.engine.migration.migrator import Mover
-from fastdecode.engine.migration.prefill_client import PrefillNodes, Taker
+from fastdecode.engine.migration.migrator import Migrator
+from fastdecode.engine.migration.prefill_client import PrefillClient, PrefillNodes
 from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.stats import NodeStats
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
@@ -53,40 +53,44 @@ class RNodeControl:
         self._spawn, self._on_change = spawn, on_change
         self._patience = patience
         if patience > 0:
-            scheduler.wait_for_r_nodes()
+            scheduler.running.patient = True
         self._losses = 0  # how often the last R-node was lost
         self._replacements: dict[int, Link] = {}
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
-        self.moves = Mover(scheduler, spawn, self.send_pending, on_change, self.mark_lost)
-        self.taker = None if prefill_nodes is None else Taker(prefill_nodes, scheduler, on_change, self.mark_lost)
-        scheduler.hand_over = self.taker.wants if self.taker is not None else None
+        self.migrator = Migrator(scheduler, spawn, self.send_pending, on_change, self.mark_lost)
+        self.prefill_client: PrefillClient | None = None
+        if prefill_nodes is not None:
+            self.prefill_client = PrefillClient(prefill_nodes, scheduler, on_change, self.mark_lost)
+            scheduler.wants_remote_prefill = self.prefill_client.wants
 
     def start(self, rebalance: bool) -> None:
-        """Watch all R-nodes for the end of their links, and with `rebalance` move sequences where loads are uneven."""
+        """Watch all R-nodes for the end of their links, and with `rebalance` migrate sequences where loads are
+        uneven."""
         if rebalance:
-            self._spawn(self.moves.rebalance())
+            self._spawn(self.migrator.rebalance())
         for node in self._cluster.nodes:
             self._spawn(self._watch(node))
 
     # -- sequences ------------------------------------------------------------------------------------------------
 
     def send_pending(self) -> None:
-        """Start the FORKs, FREEs, RESIZEs and hand-overs that the scheduler has asked for since the last call."""
+        """Start the FORKs, FREEs, RESIZEs and remote prefills that the scheduler has asked for since the last call."""
         for seq in self._scheduler.take_forks():
             self._spawn(self._fork(seq))
-        if self.taker is not None:
-            for seq in self._scheduler.take_handovers():
-                self._spawn(self.taker.take(seq))
+        if self.prefill_client is not None:
+            for seq in self._scheduler.take_remote_prefills():
+                self._spawn(self.prefill_client.prefill(seq))
         for node in self._cluster.nodes:
             if node.released and node not in self._freeing:
                 self._freeing.add(node)
                 self._spawn(self._free(node))
-            if (wanted := node.wanted_pages()) > node.n_pages:
+            wanted = node.wanted_pages()
+            if wanted > node.n_pages:
                 node.resizing = True
                 self._spawn(self._resize(node, wanted))
 
     async def _free(self, node: RNodeLedger) -> None:
-        """Free the released sequences, all that have gathered in one frame, until there are no more."""
+        """Free the released sequences, all that have accumulated in one frame, until none is left."""
         try:
             while sequences := node.take_released():
                 self._drop_staged(node, sequences)
@@ -143,6 +147,11 @@ class RNodeControl:
         for sequence in sequences:
             self._spart.drop(node.position, *sequence.handle)
 
+    @property
+    def remote_prefills(self) -> int:
+        """Prompts that prefill S-nodes have computed for this S-node."""
+        return self.prefill_client.prefilled if self.prefill_client is not None else 0
+
     # -- loss and replacement -------------------------------------------------------------------------------------
 
     async def _watch(self, node: RNodeLedger) -> None:
@@ -157,19 +166,19 @@ class RNodeControl:
         self._requeue(node)
 
     def _requeue(self, node: RNodeLedger) -> None:
-        self._scheduler.node_lost(node)
+        self._scheduler.running.node_lost(node)
         if self._patience and not self._cluster.alive:
             self._losses += 1
             self._spawn(self._lose_patience(node.url, self._losses))
         self._on_change()
 
     async def _lose_patience(self, url: str, loss: int) -> None:
-        """Fail what waits for an R-node, unless an R-node has come in time. If that R-node was lost again, the later
-        loss has a time of its own. `url` is that of the lost R-node, whose ledger would keep the dead link's region
-        mapped; `loss` is the number of the loss."""
+        """Fail the sequences that wait for an R-node, unless an R-node connects in time. `url` names the lost R-node;
+        its ledger would keep the dead link's region mapped. `loss` is the number of the loss: if the R-node that came
+        is lost too, the later loss has a time of its own."""
         await asyncio.sleep(self._patience)
         if not self._cluster.alive and loss == self._losses:
-            self._scheduler.fail_unplaced(url)
+            self._scheduler.running.fail_unplaced(url)
             self._on_change()
 
     def set_replacement(self, position: int, link: Link) -> None:
@@ -206,14 +215,14 @@ class RNodeControl:
         return node.position
 
     async def drain(self, position: int) -> None:
-        """Place nothing more on an R-node, move its sequences to others, and wait until it has none or is lost."""
+        """Place no more sequences on an R-node, migrate its sequences, and wait until it has none or is lost."""
         node = self._cluster.nodes[position]
         node.drain()
         self._on_change()
-        await self.moves.empty(node)
+        await self.migrator.empty(node)
 
     def end_drain(self, position: int) -> None:
-        """Use an R-node again that was to be drained."""
+        """Place sequences again on an R-node whose drain is called off."""
         self._cluster.nodes[position].draining = False
         self._on_change()
 
@@ -222,8 +231,8 @@ class RNodeControl:
         node = self._cluster.nodes[position]
         if node.alive:
             self._requeue(node)
-        while self._scheduler.running_on(node):  # they are in steps that have not completed
-            await self.moves.change()
+        while self._scheduler.running.on_node(node):  # they are in steps that have not completed
+            await self.migrator.change()
         self._drop_staged(node, node.take_released())
         self._replacements.pop(position, None)
         node.retired = True
@@ -231,12 +240,13 @@ class RNodeControl:
     # -- counters -------------------------------------------------------------------------------------------------
 
     def stats(self, node: RNodeLedger) -> list[NodeStats]:
-        """The R-node, or each R-node of a team."""
+        """The counters of an R-node, or of each R-node of a team."""
         links = node.link.links
-        parts = [f"{i + 1}/{len(links)}" if len(links) > 1 else "" for i in range(len(links))]
-        return [self._member_stats(node, link, part) for link, part in zip(links, parts, strict=True)]
+        if len(links) == 1:
+            return [self._member_stats(node, links[0], "")]
+        return [self._member_stats(node, link, f"{i}/{len(links)}") for i, link in enumerate(links, 1)]
 
-    def _member_stats(self, node: RNodeLedger, link: Link, part: str) -> NodeStats:
+    def _member_stats(self, node: RNodeLedger, link: Link, member: str) -> NodeStats:
         lease, counters = link.lease, self.counters.get(link, {})
         return NodeStats(
             url=link.url,
@@ -258,11 +268,11 @@ class RNodeControl:
             roofline=counters.get("roofline", 0),
             answer_seconds=node.answer_seconds,
             draining=node.draining,
-            part=part,
+            member=member,
         )
 
     async def refresh(self) -> None:
-        """Ask the live R-nodes for their counters. An R-node that refuses or takes over 2 s keeps its last ones."""
+        """Ask the live R-nodes for their counters. An R-node that refuses or takes over 2 s keeps its last counters."""
         await asyncio.gather(*(self._refresh(node) for node in self._cluster.alive))
 
     async def _refresh(self, node: RNodeLedger) -> None:

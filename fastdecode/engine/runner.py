@@ -28,8 +28,8 @@ from fastdecode.transports.base import Pending
 
 StepGenerator = Generator[Pending, float | None, Any]
 
-#: After this many seconds in which no answer has come, the step that has waited longest is resumed: it knows how long
-#: it may wait, and whether its device has failed.
+#: After this many seconds without an answer, the step that has waited longest is resumed: it checks its own deadline,
+#: and whether its device has failed.
 _PATIENCE_S = 1.0
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 
-class EngineObserver(Protocol):
-    """Is called for single events, to fill histograms.
+class EngineObserver:
+    """Called for single events, to fill histograms. This one does nothing.
 
     The calls come from the event loop, so they must not block or raise. Times are in seconds.
     """
@@ -26,16 +25,6 @@ class EngineObserver(Protocol):
 
     def step(self, tokens: int, seconds: float) -> None:
         """A step of `tokens` rows completed `seconds` after it was handed to the S-Part."""
-
-
-class NullObserver:
-    """An observer that does nothing."""
-
-    def started(self, queue_seconds: float) -> None: ...
-    def first_token(self, seconds: float) -> None: ...
-    def inter_token(self, seconds: float, n: int) -> None: ...
-    def finished(self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int) -> None: ...
-    def step(self, tokens: int, seconds: float) -> None: ...
 
 
 #: One part of a step: (slot, number, asked, replied, ended); see Part of spart/decoder/timeline.py.
@@ -61,11 +50,11 @@ class NodeStats:
     attention_seconds: float  # time its R-engine has worked for this S-node, as of the last refresh
     kv_bytes_read: int  # as of the last refresh
     calls: int  # layers of steps, as of the last refresh
-    rows: int  # rows of those calls
+    rows: int  # rows of these calls
     roofline: int  # bytes a second at which the R-node's threads can read memory; 0: it has not measured that
     answer_seconds: float  # time that the last refresh took, over the control connection; 0 before the first
     draining: bool = False  # it takes no new sequences, because it is to leave
-    part: str = ""  # "1/2": it holds the first half of each sequence's heads, as a member of a team
+    member: str = ""  # "1/2": it holds the first half of each sequence's heads, as a member of a team
 
 
 @dataclass(slots=True)
@@ -90,15 +79,15 @@ class Totals:
     rejected: int = 0  # requests refused with Overloaded
     preemptions: int = 0
     recomputed: int = 0  # running sequences that lost their cache and were queued again
-    moved: int = 0  # running sequences that moved from one R-node to another
-    prompts_taken: int = 0  # that a prefill S-node has computed
+    migrated: int = 0  # running sequences that migrated from one R-node to another
+    remote_prefills: int = 0  # prompts that a prefill S-node has computed
     prompt_tokens: int = 0  # of requests whose first step has begun
     generated_tokens: int = 0
     steps: int = 0
     s_seconds: float = 0.0  # time the S-Part computed
     r_wait_seconds: float = 0.0  # time the S-Part waited for R-nodes
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # those of them that were found there
+    prefix_hits: int = 0  # the tokens found there
     kv_bytes: int = 0  # KV-cache bytes that the R-nodes have read
     guessed: int = 0  # tokens guessed by speculation
-    guessed_right: int = 0  # those of them that the model has drawn
+    guessed_right: int = 0  # guesses that the model has drawn

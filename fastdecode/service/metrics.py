@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fastdecode.engine.stats import EngineStats, NodeStats
+from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats
 from fastdecode.service.histogram import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,8 +24,8 @@ _REQUEST_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30,
 _REASONS = ("stop", "length", "abort", "error")
 
 
-class Metrics:
-    """All metrics, in their own registry. Also an EngineObserver (engine/stats.py)."""
+class Metrics(EngineObserver):
+    """All metrics, in their own registry.."""
 
     def __init__(self, model: str, stats: Callable[[], EngineStats]):
         """`model` is the label `model_name` of every sample; `stats()` takes a snapshot of the engine's counters."""
@@ -132,8 +132,8 @@ class _EngineCollector(Collector):
         yield self._counter(
             "recomputed", "Running requests queued again without their cache, to be recomputed.", totals.recomputed
         )
-        yield self._counter("moved", "Running requests moved from one R-node to another.", totals.moved)
-        yield self._counter("prompts_taken", "Prompts computed by a prefill S-node.", totals.prompts_taken)
+        yield self._counter("moved", "Running requests moved from one R-node to another.", totals.migrated)
+        yield self._counter("prompts_taken", "Prompts computed by a prefill S-node.", totals.remote_prefills)
         yield self._counter(
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prefix_queries
         )

@@ -81,14 +81,14 @@ async def test_an_r_node_with_64_streams_is_drained_and_none_is_recomputed(tmp_p
     async with serving(checkpoint, f"shm://{tmp_path}/a.sock", **options) as (engine, _):
         given = prompts(STREAMS)
         work = start(engine, given)
-        await until(lambda: engine.scheduler.n_running == STREAMS and not any(s.prefilling for s in engine._live))
+        await until(lambda: len(engine.scheduler.running) == STREAMS and not any(s.prefilling for s in engine._live))
         other = RNodeProcess("tcp://127.0.0.1:0", 256 << 20)
         try:
             hello = engine.spart.model.hello(2, ROWS, "fp32", 100 << 20, 2 * STREAMS)
             engine.add_link(await connect(other.url, hello, None))
             await engine.r_nodes.drain(0)
             totals = engine.stats.totals
-            assert totals.moved == STREAMS and not work.done()
+            assert totals.migrated == STREAMS and not work.done()
             await until(lambda: not engine.cluster.nodes[0].pages.freeing)
             assert (await engine.spart.links[0].stats())["pages_used"] == 0
             await engine.r_nodes.retire(0)
@@ -108,9 +108,9 @@ async def test_an_r_node_killed_during_a_drain_costs_no_tokens(tmp_path, victim)
     async with serving(checkpoint, *urls) as (engine, nodes):
         given = prompts(24)
         work = start(engine, given)
-        await until(lambda: engine.scheduler.n_running == 24 and not any(s.prefilling for s in engine._live))
+        await until(lambda: len(engine.scheduler.running) == 24 and not any(s.prefilling for s in engine._live))
         draining = asyncio.create_task(engine.r_nodes.drain(0))
-        await until(lambda: engine.r_nodes.moves.moved >= 1)
+        await until(lambda: engine.r_nodes.migrator.migrated >= 1)
         nodes[victim].end(signal.SIGKILL)
         await draining
         assert_greedy(reference(checkpoint), given, await work)

@@ -121,7 +121,7 @@ async def test_the_last_page_is_waited_for_while_a_resize_is_under_way():
     link.resizing.clear()
     async with growing(link) as engine:
         work = asyncio.create_task(generate(engine, 4, 200, longest=60))
-        await until(lambda: engine.scheduler._running.starved)
+        await until(lambda: engine.scheduler.running.starved)
         assert engine.stats.totals.preemptions == 0 and not work.done()
         link.resizing.set()
         await work

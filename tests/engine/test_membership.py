@@ -17,7 +17,7 @@ async def test_an_r_node_that_joins_under_load_gets_load():
     first, second = ToyLink("tcp://first"), ToyLink("tcp://second")
     async with started(first, prefix_cache=True) as engine:
         work = asyncio.create_task(generate(engine, 60, 60))
-        await until(lambda: engine.scheduler.n_running > 4)
+        await until(lambda: len(engine.scheduler.running) > 4)
         assert engine.add_link(second) == 1
         await until(lambda: second.cache)
         await work

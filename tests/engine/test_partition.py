@@ -146,7 +146,7 @@ async def test_greedy_equals_transformers(scheme, n, shm_nodes, tcp_nodes):
         await engine.refresh()
         stats = engine.stats.nodes
         assert [node.url for node in stats] == [node.url for node in nodes]
-        assert [node.part for node in stats] == ([""] if n == 1 else [f"{i}/{n}" for i in range(1, n + 1)])
+        assert [node.member for node in stats] == ([""] if n == 1 else [f"{i}/{n}" for i in range(1, n + 1)])
         assert all(node.attention_seconds > 0 for node in stats), "every R-node had work"
         assert len({node.kv_bytes_read for node in stats}) == 1, "each R-node read as much as the others"
 
@@ -164,7 +164,7 @@ async def test_shared_tokens_equal_transformers(scheme, n, shm_nodes, tcp_nodes)
         assert_greedy(judge_of(path), given, [first, *await generate(engine, given[1:])])
         await engine.refresh()
         assert engine.stats.totals.prefix_hits >= 3 * 2 * PAGE_TOKENS
-        assert [node.part for node in engine.stats.nodes] == [f"{i}/{n}" for i in range(1, n + 1)]
+        assert [node.member for node in engine.stats.nodes] == [f"{i}/{n}" for i in range(1, n + 1)]
 
 
 @pytest.mark.skipif("FASTDECODE_LONG_CONTEXT" not in os.environ, reason="takes minutes: FASTDECODE_LONG_CONTEXT")

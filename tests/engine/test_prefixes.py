@@ -379,7 +379,7 @@ async def test_a_prompt_does_not_wait_for_a_small_common_prefix():
     async with keeping(ToyLink(), max_batch_tokens=64, max_batch_size=32, mini_batches=2) as (engine, spart):
         spart.gate.clear()
         streams = [engine.submit(prompt + text(n, n), gate) for n in (10, 300)]
-        await until(lambda: engine.scheduler.n_running == 2)
+        await until(lambda: len(engine.scheduler.running) == 2)
         spart.gate.set()
         for stream, n in zip(streams, (10, 300), strict=True):
             assert await tokens_of(stream) == continuation(prompt + text(n, n), 3)
@@ -394,7 +394,7 @@ async def test_a_running_sequence_cancelled_while_it_is_forked_costs_time_only()
         again = asyncio.create_task(ask(engine, prompt))
         await link.fork_asked.wait()
         stream.cancel()
-        await until(lambda: engine.scheduler.n_running == 1)
+        await until(lambda: len(engine.scheduler.running) == 1)
         link.forking.set()
         assert await again == 384
         link.refuse_forks = True
@@ -413,7 +413,7 @@ async def test_a_prompt_that_waited_for_a_cancelled_one_is_computed():
         await until(lambda: spart.staged)
         again = asyncio.create_task(ask(engine, prompt))
         await asyncio.sleep(0.01)
-        assert engine.scheduler.n_running == 1  # the other one waits for it
+        assert len(engine.scheduler.running) == 1  # the other one waits for it
         stream.cancel()
         spart.gate.set()
         assert await again == 0

@@ -76,7 +76,7 @@ def test_twelve_sequences_on_a_fast_and_a_slow_r_node_are_within_a_tenth_of_the_
     seqs = [sequence(i, draw(), rng.choice([50, 1000])) for i in range(12)]
     for seq in seqs:
         scheduler.add(seq)
-    while scheduler.n_running < 12:
+    while len(scheduler.running) < 12:
         plan = scheduler.schedule(0)
         scheduler.complete(plan, [SimpleNamespace(token=1, error=None) if c.sample else None for c in plan.chunks])
     lengths = [seq.n_prompt + seq.max_new / 2 for seq in seqs]

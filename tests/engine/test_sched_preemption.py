@@ -126,7 +126,7 @@ def test_a_paused_sequence_can_be_cancelled_and_its_r_node_lost():
     assert all(seq.paused for seq in low)
     world.scheduler.cancel(low[0])
     lost = low[1].node
-    world.scheduler.node_lost(lost)
+    world.scheduler.running.node_lost(lost)
     assert low[1].node is None and low[1].cached == 0
     world.cached[lost.position].clear()
     lost.take_released()
@@ -163,7 +163,7 @@ def test_lost_node_lets_its_sequences_be_recomputed_elsewhere():
     there = [seq for seq in seqs if seq.node is lost]
     flying = [chunk.seq for chunk in world.flights[0].chunks]
     assert there
-    world.scheduler.node_lost(lost)
+    world.scheduler.running.node_lost(lost)
     for seq in there:
         assert (seq.node is lost) == (seq in flying), "those in flight go when their step ends"
     plan = world.flights.pop(0)
@@ -178,7 +178,7 @@ def test_step_that_ends_well_on_a_lost_node_keeps_its_token():
     world = World([(20, 8), (20, 8)], mini_batches=1)
     seq = world.add(30, 10)
     world.begin(0)
-    world.scheduler.node_lost(seq.node)
+    world.scheduler.running.node_lost(seq.node)
     world.end(0)
     assert seq.n_generated == 1 and seq in world.scheduler.waiting
     world.run()
@@ -189,19 +189,19 @@ def test_last_node_lost_fails_everything_by_name():
     world = World([(20, 8)], mini_batches=1, max_seqs=1)
     running, waiting = world.add(30, 10), world.add(30, 10)
     world.begin(0), world.end(0)
-    world.scheduler.node_lost(running.node)
-    failed = world.scheduler.take_failed()
+    world.scheduler.running.node_lost(running.node)
+    failed = world.scheduler.running.take_failed()
     assert [seq for seq, _ in failed] == [running, waiting]
     assert all("tcp://r0 was lost" in reason for _, reason in failed)
-    assert not world.scheduler.take_failed()
+    assert not world.scheduler.running.take_failed()
 
 
 def test_lost_node_fails_only_what_the_others_cannot_hold():
     world = World([(20, 8), (2, 8)], mini_batches=1, max_batch_tokens=1000)
     big, small = world.add(500, 10), world.add(50, 10)
     world.begin(0), world.end(0)
-    world.scheduler.node_lost(world.cluster.nodes[0])
-    assert [seq for seq, _ in world.scheduler.take_failed()] == [big]
+    world.scheduler.running.node_lost(world.cluster.nodes[0])
+    assert [seq for seq, _ in world.scheduler.running.take_failed()] == [big]
     world.run()
     assert small.n_generated == 10
 
@@ -213,8 +213,8 @@ def test_replaced_link_starts_with_an_empty_book():
     old = world.cluster.nodes[0]
     with pytest.raises(ValueError, match="alive"):
         world.cluster.replace_link(0, old.link)
-    world.scheduler.node_lost(old)
-    world.scheduler.take_failed()
+    world.scheduler.running.node_lost(old)
+    world.scheduler.running.take_failed()
     fresh = world.cluster.replace_link(0, old.link)
     assert (fresh.free_pages, fresh.load, fresh.pages_freeing, fresh.alive) == (20, 0, 0, True)
     world.cached[0].clear()

@@ -58,7 +58,7 @@ def test_random_arrivals_ends_cancels(seed, monkeypatch):
                 world.begin(mini_batch)
     world.run()
     world.assert_empty()
-    assert not world.scheduler.take_failed()
+    assert not world.scheduler.running.take_failed()
     assert set(world.ended) == set(seqs) - cancelled
     assert len(world.ended) == len(set(world.ended))
     for seq in world.ended:
@@ -225,7 +225,7 @@ def test_a_sequence_that_was_held_goes_on_in_the_mini_batch_whose_step_comes_nex
     handle, pages = target.admit(PAGE_TOKENS, None, seq.final_length, whole=True)
     world.cluster.loads.add(target.position, seq.mean_length)
     world.cached[target.position][handle] = seq.cached
-    world.scheduler.move(seq, target, handle, pages, seq.cached)
+    world.scheduler.migrate(seq, target, handle, pages, seq.cached)
     assert seq.mini_batch == 1 and seq.node is target, "a step of the other one has just begun"
     world.end(1)
     assert seq in [chunk.seq for chunk in world.begin(1).chunks]

@@ -371,9 +371,9 @@ async def test_refused_call_fails_the_refusing_r_nodes_sequences_only(model, jud
         given = prompts([3 + 20 * i for i in range(16)])
         streams = [engine.submit(p, greedy(100)) for p in given]
         firsts = [(await anext(stream)).token for stream in streams]
-        placed = [{seq.order for seq in engine.scheduler.running_on(node)} for node in engine.cluster.nodes]
+        placed = [{seq.order for seq in engine.scheduler.running.on_node(node)} for node in engine.cluster.nodes]
         assert placed[0] and placed[1] and len(placed[0] | placed[1]) == 16
-        (victim, *_) = engine.scheduler.running_on(engine.cluster.nodes[1])
+        (victim, *_) = engine.scheduler.running.on_node(engine.cluster.nodes[1])
         placed_tokens = engine.scheduler.prompt_tokens
         await victim.node.link.free([victim.handle])  # behind the engine's back
         results = await asyncio.gather(*map(tokens_of, streams), return_exceptions=True)
@@ -390,7 +390,7 @@ async def test_step_an_r_node_refuses_fails_and_the_engine_goes_on(model, judge,
     async with serving(model, [shm_node], mini_batches=1) as engine:
         stream = engine.submit([5] * 10, greedy(900))
         await anext(stream)
-        (seq,) = engine.scheduler.running_on(engine.cluster.nodes[0])
+        (seq,) = engine.scheduler.running.on_node(engine.cluster.nodes[0])
         await seq.node.link.free([seq.handle])  # behind the engine's back
         with pytest.raises(GenerationFailed, match="refused"):
             await tokens_of(stream)

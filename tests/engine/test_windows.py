@@ -134,7 +134,7 @@ def test_pages_that_are_given_back_are_counted_once(seed):
                 if lacking > book.free:
                     continue
                 going.append(book.slide(table, length, tokens))
-                assert table.lacking(tokens) == lacking and not any(table.beyond(length))
+                assert table.lacking(tokens) == lacking and not any(table.unseen(length))
             if lacking > book.free:
                 continue
             book.extend(table, table.missing(tokens))

@@ -23,8 +23,8 @@ from openai import AsyncOpenAI, OpenAI
 from fastdecode.api.continuation import FIELD, HEADER, mark
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon.discovery import FileSet, FixedSet
-from fastdecode.daemon.handover import PrefillServer, RemotePrefill
-from fastdecode.engine.migration.prefill_worker import Giver
+from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes
+from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.state.request import GenerationFailed, Overloaded
 from fastdecode.router.forwarder import Forwarder
 from fastdecode.router.main import make_app
@@ -403,10 +403,10 @@ async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path):
             made = real_engine(checkpoint, tmp_path, url=f"shm://{tmp_path}/{name}.sock", prefix_cache=True, **options)
             engines.append(await stack.enter_async_context(made))
             if not options:
-                giver = Giver(engines[0])
-                server = await PrefillServer.listen("tcp://127.0.0.1:0", giver, model, None)
+                worker = PrefillWorker(engines[0])
+                server = await PrefillServer.listen("tcp://127.0.0.1:0", worker, model, None)
                 stack.push_async_callback(server.close)
-                options = {"prefill_nodes": RemotePrefill([], model, None, [server.url])}
+                options = {"prefill_nodes": RemotePrefillNodes([], model, None, [server.url])}
         urls = [server.url, None]
         clients = [
             await stack.enter_async_context(served(engine, tokenizer, hand_over_url=url))
@@ -421,8 +421,8 @@ async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path):
         text += "".join([chunk.choices[0].text async for chunk in stream])
         await closing
         assert text == undisturbed.choices[0].text
-        taken, prefilled = engines[1].stats.totals.prompts_taken, engines[1].stats.totals.recomputed
-        assert (taken, giver.given, prefilled) == (1, 1, 0)
+        taken, prefilled = engines[1].stats.totals.remote_prefills, engines[1].stats.totals.recomputed
+        assert (taken, worker.prefilled, prefilled) == (1, 1, 0)
 
 
 @contextlib.asynccontextmanager

@@ -15,8 +15,8 @@ from quick import quick
 from wire.link_driver import HANG_S, SMALL, Driver, hello, in_thread, until
 from wire.wire_peers import Caller
 
+from fastdecode.daemon.migrations import IncomingSequence
 from fastdecode.daemon.rnode import RNode
-from fastdecode.daemon.transfers import Incoming
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, PROTOCOL_VERSION
 from fastdecode.region.geometry import Geometry
 from fastdecode.transports import migration
@@ -373,7 +373,7 @@ async def test_pages_wait_until_the_os_has_found_memory_for_them(monkeypatch):
     async def late(incoming):
         await free.wait()
 
-    monkeypatch.setattr(Incoming, "_fault_in", late)
+    monkeypatch.setattr(IncomingSequence, "_fault_in", late)
     async with r_nodes("tcp://127.0.0.1:0", "tcp://127.0.0.1:0") as urls:
         for second in urls:
             async with two_links(urls[0], second) as (source, target):

@@ -1,15 +1,15 @@
-"""Prompts whose K and V another S-node computes (DistServe, arXiv 2401.09670): the end of the S-node that decodes.
+"""Disaggregated prefill (DistServe, arXiv 2401.09670) on the S-node that decodes: another S-node computes the prompt.
 
-A sequence is admitted, gets its pages, and then waits as it does for a FORK. Its R-node is told by RECEIVE to hold the
-tokens for whoever presents a token that was drawn for this purpose. The prefill S-node gets the prompt and that token,
-computes all of the prompt but its last token, and lets its own R-node push the pages (prefill_worker.py), or copy them
-if both S-nodes use one R-node. Then the sequence computes the last token here, as after a shared prefix. So the prefill
-S-node needs no sampling parameters, and no token passes through it.
+A sequence is admitted, gets its pages, and then waits as it does for a FORK. RECEIVE lets its R-node accept the pages
+from the R-node that presents a secret drawn for this prompt. The prefill S-node gets the prompt and the secret,
+computes all of the prompt but its last token, and lets its own R-node PUSH the pages (prefill_worker.py), or copy them
+if both S-nodes use one R-node. Then this S-node computes the last token, as after a shared prefix. So the prefill
+S-node needs no sampling parameters, and no generated token passes through it.
 
-The token admits one delivery into one empty sequence, and pages are only pushed by the S-node that leases them. So no
-S-node can take pages that were not given to it, nor write where it was not asked to.
+The secret admits one migration into one empty sequence, and only the S-node that leases pages can PUSH them. So no
+S-node can read pages of another, or write where no RECEIVE waits.
 
-Whatever fails, the sequence is queued again, and its prompt is computed here.
+If anything fails, the sequence is queued again, and this S-node computes its prompt.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Prompts with fewer tokens are computed here: they hold up a step less than their way to another S-node takes.
+#: Shorter prompts are computed here: they delay a step by less than a migration takes.
 LEAST_TOKENS = 256
-#: How often a sequence that waits is looked at, whether its client is still there.
-_LOOK_SECONDS = 0.25
+#: Seconds between two checks that the client of a waiting sequence is still there.
+_CHECK_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PrefillOrder:
     """A prompt for a prefill S-node, and where its pages go."""
 
     tokens: list[int]
@@ -47,26 +47,26 @@ class Order:
     cache_salt: str
     client: str
     priority: int
-    url: str  # of the R-node that waits for the pages
-    token: str  # of the RECEIVE, 64 hexadecimal digits
-    at: str | None = None  # the URL of the S-node that has the K and V; None: any prefill S-node
+    url: str  # the R-node that waits for the pages
+    token: str  # the secret of the RECEIVE, 64 hexadecimal digits
+    source: str | None = None  # the URL of the S-node that has the K and V; None: any prefill S-node
 
 
 class PrefillNodes(Protocol):
     """The prefill S-nodes of an S-node that decodes."""
 
-    def ready(self, at: str | None) -> bool:
-        """True if one of them, or the S-node at the URL `at`, may take an order."""
+    def ready(self, source: str | None) -> bool:
+        """True if one of them, or the S-node at the URL `source`, may take an order."""
         ...
 
-    async def prefill(self, order: Order) -> None:
+    async def prefill(self, order: PrefillOrder) -> None:
         """Let one of them compute a prompt. Returns once the R-node at `order.url` has all of its pages; a caller that
         is cancelled withdraws the order. Raises TransportError."""
         ...
 
 
-class Taker:
-    """Gets the K and V of long prompts from prefill S-nodes. Belongs to the engine's event loop."""
+class PrefillClient:
+    """Lets prefill S-nodes compute long prompts. Belongs to the engine's event loop."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Taker:
         lost: Callable[[RNodeLedger, Exception], None],
     ):
         """`on_change` is called when the scheduler may have new work, `lost` for an R-node whose link is down."""
-        self.taken = 0  # prompts
+        self.prefilled = 0  # prompts
         self._nodes, self._scheduler, self._on_change, self._lost = nodes, scheduler, on_change, lost
 
     def wants(self, seq: Sequence, placement: Placement) -> bool:
@@ -85,44 +85,42 @@ class Taker:
         return (
             len(seq.tokens) > LEAST_TOKENS
             and placement.source is None
-            and not (seq.prefill_here or seq.long or seq.params.prompt_logprobs is not None)
+            and not (seq.prefill_locally or seq.long or seq.params.prompt_logprobs is not None)
             and len(node.link.members) == 1
-            and all(n_blocks <= group.most for group in node.groups.groups)  # pages beyond windows are not given away
+            and all(n_blocks <= group.most for group in node.groups.groups)  # all of its pages are needed at once
             and self._nodes.ready(seq.take_from)
         )
 
-    async def take(self, seq: Sequence) -> None:
-        """Get the pages of a sequence that was admitted, and let it go on."""
-        node, n_tokens, taken = seq.placed_on, len(seq.tokens) - 1, False
-        params, token = seq.params, secrets.token_hex(32)
-        url = node.link.peer_url or node.url
-        order = Order(
-            seq.tokens[:n_tokens],
-            params.adapter,
-            params.cache_salt,
-            params.client,
-            params.priority,
-            url,
-            token,
-            seq.take_from,
+    async def prefill(self, seq: Sequence) -> None:
+        """Let a prefill S-node compute the prompt of a sequence that was admitted, and let the sequence continue."""
+        node, n_tokens, succeeded = seq.placed_on, len(seq.tokens) - 1, False
+        order = PrefillOrder(
+            tokens=seq.tokens[:n_tokens],
+            adapter=seq.params.adapter,
+            cache_salt=seq.params.cache_salt,
+            client=seq.params.client,
+            priority=seq.params.priority,
+            url=node.link.peer_url or node.url,
+            token=secrets.token_hex(32),
+            source=seq.take_from,
         )
         try:
-            await node.link.admit_migration(seq.handle, n_tokens, token)
-            taken = await self._ordered(seq, order) and node.alive
+            await node.link.admit_migration(seq.handle, n_tokens, order.token)
+            succeeded = await self._completed(seq, order) and node.alive
         except LinkDown as error:
             self._lost(node, error)
         except CallRefused as error:
             log.warning("R-node %s refused to take a prompt from another S-node: %s", node.url, error)
-        self.taken += taken
-        self._scheduler.taken(seq, taken)
+        self.prefilled += succeeded
+        self._scheduler.prefill_done(seq, succeeded)
         self._on_change()
 
-    async def _ordered(self, seq: Sequence, order: Order) -> bool:
-        """Wait for the pages of a sequence. False: they will not come, or nobody wants them any more."""
+    async def _completed(self, seq: Sequence, order: PrefillOrder) -> bool:
+        """Wait for the pages of a sequence. False: they will not come, or the sequence needs them no more."""
         work = asyncio.ensure_future(self._nodes.prefill(order))
         try:
             while not work.done():
-                await asyncio.wait({work}, timeout=_LOOK_SECONDS)
+                await asyncio.wait({work}, timeout=_CHECK_SECONDS)
                 if seq.cancelled or not seq.placed_on.alive:
                     return False
             work.result()

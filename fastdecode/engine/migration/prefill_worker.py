@@ -1,4 +1,5 @@
-"""Giver: computes prompts for S-nodes that decode, and lets their R-nodes have the pages (prefill_client.py)."""
+"""Disaggregated prefill on the prefill S-node: computes prompts for other S-nodes and migrates their pages; see
+prefill_client.py."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from fastdecode.region.contract import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fastdecode.engine.migration.prefill_client import Order
+    from fastdecode.engine.migration.prefill_client import PrefillOrder
     from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.prefixes import Handle
     from fastdecode.engine.state.request import Output
     from fastdecode.engine.state.sequence import Sequence
 
-#: PUSHes at the same time. An R-node takes 16 of a link (transports/server.py), and moves need one.
-_TOGETHER = 8
-#: How long a sequence's progress is waited for before it is looked at again.
-_LOOK_SECONDS = 1.0
+#: Most PUSHes at the same time. An R-node takes 16 of a link (transports/server.py), and migrations need one.
+_MOST_PUSHES = 8
+#: Seconds after which a sequence is checked again if no step has completed.
+_CHECK_SECONDS = 1.0
 
 
 class PromptEngine(Protocol):
@@ -36,15 +37,15 @@ class PromptEngine(Protocol):
     async def change(self, seconds: float) -> None: ...
 
 
-class Giver:
-    """Computes the K and V of prompts and gives them away. Belongs to the engine's event loop."""
+class PrefillWorker:
+    """Computes the K and V of prompts and migrates them. Belongs to the engine's event loop."""
 
     def __init__(self, engine: PromptEngine):
-        self.given = 0  # prompts
+        self.prefilled = 0  # prompts
         self._engine = engine
-        self._pushing = asyncio.Semaphore(_TOGETHER)
+        self._pushing = asyncio.Semaphore(_MOST_PUSHES)
 
-    async def give(self, order: Order) -> None:
+    async def prefill(self, order: PrefillOrder) -> None:
         """Compute a prompt and push its pages. A caller that is cancelled withdraws the order.
 
         Whole pages are pushed while the rest of the prompt is computed. The sequence stays in this S-node's prefix
@@ -72,33 +73,34 @@ class Giver:
             priority=order.priority,
         )
         [seq] = engine.submit_choices(order.tokens, params, {f"prefill-{secrets.token_hex(8)}": output})
-        seq.held = seq.prefill_here = True
-        place: tuple[RNodeLedger, Handle] | None = None
+        seq.held = seq.prefill_locally = True
+        first: tuple[RNodeLedger, Handle] | None = None  # where the sequence was when its first page was pushed
         sent = 0
         try:
             while not computed.done():
-                if seq.node is not None and (whole := min(seq.cached, n_tokens) // PAGE_TOKENS) > sent:
-                    place = self._same_place(seq, place)
-                    await self._push(place, range(sent, whole), 0, order)
+                whole = min(seq.cached, n_tokens) // PAGE_TOKENS
+                if seq.node is not None and whole > sent:
+                    first = self._unchanged(seq, first)
+                    await self._push(first, range(sent, whole), 0, order)
                     sent = whole
                 else:
                     await self._progress(computed)
             computed.result()
-            await self._push(self._same_place(seq, place), range(sent, blocks_for(n_tokens)), n_tokens, order)
-            self.given += 1
+            await self._push(self._unchanged(seq, first), range(sent, blocks_for(n_tokens)), n_tokens, order)
+            self.prefilled += 1
         finally:
             engine.cancel(seq)
             if computed.done() and not computed.cancelled():
-                computed.exception()  # it has been seen to
+                computed.exception()  # asyncio logs an error that nobody has read
 
-    async def _push(self, place: tuple[RNodeLedger, Handle], pages: range, length: int, order: Order) -> None:
-        node, handle = place
+    async def _push(self, source: tuple[RNodeLedger, Handle], pages: range, length: int, order: PrefillOrder) -> None:
+        node, handle = source
         async with self._pushing:
             await node.link.migrate(handle, pages, length, order.url, order.token)
 
     async def _progress(self, computed: asyncio.Future[None]) -> None:
         """Wait until steps have been computed."""
-        change = asyncio.ensure_future(self._engine.change(_LOOK_SECONDS))
+        change = asyncio.ensure_future(self._engine.change(_CHECK_SECONDS))
         try:
             await asyncio.wait({change, computed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -107,8 +109,8 @@ class Giver:
                 await change
 
     @staticmethod
-    def _same_place(seq: Sequence, place: tuple[RNodeLedger, Handle] | None) -> tuple[RNodeLedger, Handle]:
-        """Where the sequence is cached. Raises GenerationFailed if that has changed since its first page was pushed."""
-        if seq.node is None or not seq.node.alive or (place is not None and place != (seq.node, seq.handle)):
+    def _unchanged(seq: Sequence, first: tuple[RNodeLedger, Handle] | None) -> tuple[RNodeLedger, Handle]:
+        """The R-node and handle of a sequence. Raises GenerationFailed if they differ from `first`."""
+        if seq.node is None or not seq.node.alive or (first is not None and first != (seq.node, seq.handle)):
             raise GenerationFailed("the R-node of the prefill S-node was lost, or had no more room")
         return seq.node, seq.handle

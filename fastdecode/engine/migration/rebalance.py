@@ -1,8 +1,8 @@
-"""Chooses running sequences that move to another R-node, because a step waits for theirs.
+"""Chooses running sequences that migrate to another R-node, because steps wait for their R-node.
 
 Sequences end at different times, and an R-node that joins is empty, so loads that were even become uneven. A step
-reads a sequence's cache once at its R-node. A move reads it there once more and writes it once at the other R-node, so
-it pays within a few steps, but only if steps wait for that R-node: what the S-Part covers costs nothing.
+reads a sequence's cache once. A migration reads it once more and writes it once on the other R-node, so it pays within
+a few steps, but only if steps wait for the R-node: an R-Part that the S-Part covers costs no time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from fastdecode.engine.scheduling.scheduler import Scheduler
     from fastdecode.engine.state.sequence import Sequence as RunningSequence
 
-#: The slowest R-node must take longer than even loads would by this part, for a first move and for further ones.
+#: The slowest R-node must take longer than even loads would by this share, for a first migration and for further ones.
 _FIRST, _FURTHER = 0.25, 0.1
 
-#: Tokens that a sequence must at least have to come.
-_LEAST_REST = 32
+#: A sequence that has fewer tokens to come does not migrate.
+_LEAST_TOKENS_LEFT = 32
 
 
-def choose_move(
+def choose_migrations(
     sequences: Iterable[tuple[int, float]],
     groups: tuple[tuple[int, int], ...],
     costs: Sequence[float],
@@ -29,11 +29,11 @@ def choose_move(
     covered: float,
     excess: float,
 ) -> list[tuple[int, int]]:
-    """The sequences that might move and where to, as (index, R-node), the best first; none if no move pays.
+    """The migrations that would pay, as (index of the sequence, target R-node), the best first.
 
-    `sequences` have the R-node of each and its cached tokens. `groups` and `costs` (seconds a token and layer): see
-    rtime.Loads. The S-Part covers `covered` seconds of a step's R-Part; `excess` is the part by which the slowest
-    R-node must exceed what it would take with even loads.
+    `sequences` has the R-node and the cached tokens of each sequence. `groups` and `costs` (seconds a token and layer):
+    see rtime.Loads. The S-Part covers `covered` seconds of a step's R-Part. `excess` is the share by which the slowest
+    R-node must exceed its time with even loads.
     """
     placed = list(sequences)
     seconds = [0.0] * len(costs)
@@ -42,7 +42,7 @@ def choose_move(
         seconds[node] += size * costs[node]
     slow = max(range(len(costs)), key=seconds.__getitem__)
     targets = [node for node in open_nodes if node != slow]
-    if not targets or slow not in open_nodes:  # one that is drained is emptied anyway
+    if not targets or slow not in open_nodes:  # a draining R-node is emptied anyway
         return []
     even = sum(sizes) / sum(1 / costs[node] for node in open_nodes)
     if seconds[slow] <= max(covered, (1 + excess) * even):
@@ -50,7 +50,7 @@ def choose_move(
     target = min(targets, key=seconds.__getitem__)
 
     def slower(i: int) -> float:
-        """The slower of the two R-nodes after a move."""
+        """Seconds of the slower of the two R-nodes after a migration."""
         return max(seconds[slow] - sizes[i] * costs[slow], seconds[target] + sizes[i] * costs[target])
 
     candidates = [i for i, (node, _) in enumerate(placed) if node == slow and slower(i) < seconds[slow]]
@@ -62,32 +62,32 @@ def _token_layers(length: float, groups: tuple[tuple[int, int], ...]) -> float:
 
 
 class Rebalancer:
-    """Chooses the next move of a scheduler's sequences."""
+    """Chooses the next migration among a scheduler's sequences."""
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler, self._cluster = scheduler, scheduler.cluster
-        self._moving = False
+        self._migrating = False
 
-    def next_move(self, movable: Iterable[RunningSequence]) -> list[tuple[RunningSequence, int]]:
-        """The sequences of `movable` of which one should move, and the R-node of each, the best first."""
+    def next_migrations(self, candidates: Iterable[RunningSequence]) -> list[tuple[RunningSequence, int]]:
+        """Candidates of which one should migrate, each with its target R-node, the best first."""
         scheduler, nodes = self._scheduler, self._cluster.nodes
         s_part = scheduler.step_times.s_part
         single = [node for node in nodes if node.open and len(node.link.members) == 1]
         if s_part is None or len(single) < 2 or any(not n.bandwidth.bytes_per_second for n in single if n.n_sequences):
             return []
-        running, allowed = scheduler.running, set(movable)
-        moves = choose_move(
+        running, allowed = list(scheduler.running), set(candidates)
+        migrations = choose_migrations(
             [(seq.placed_on.position, seq.cached) for seq in running],
             self._cluster.loads.groups,
             self._cluster.costs,
             [node.position for node in single],
             s_part * len(scheduler.mini_batches),
-            _FURTHER if self._moving else _FIRST,
+            _FURTHER if self._migrating else _FIRST,
         )
         found = [
             (running[i], target)
-            for i, target in moves
-            if running[i] in allowed and running[i].final_length - len(running[i].tokens) >= _LEAST_REST
+            for i, target in migrations
+            if running[i] in allowed and running[i].final_length - len(running[i].tokens) >= _LEAST_TOKENS_LEFT
         ]
-        self._moving = bool(found)
+        self._migrating = bool(found)
         return found

@@ -8,7 +8,7 @@ admission   greedy, and the load-stabilising schedule
 lengths     estimates of the lengths of outputs
 fairness    fair shares of clients that wait at the same time
 placement   the R-node of a waiting sequence
-balance     mini-batches of equal steps
+even_out    mini-batches of equal steps
 rtime       the predicted time of the R-Part
 step_time   how long steps take, and the chunks of prompts that keep a target time
 running     the running sequences, and their ways in and out

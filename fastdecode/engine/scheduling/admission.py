@@ -31,19 +31,20 @@ _POINTS = 64
 #: Steps for which a forecast holds if no sequence starts or leaves.
 _FORECAST_STEPS = 4.0
 
-#: The mean load may exceed that of a full batch of mixed ages by this part before newcomers wait.
+#: The mean load may exceed the load of a full batch of mixed ages by this share before newcomers wait.
 _SLACK = 0.1
 
-#: A sequence too long for the target starts all the same when the load without it is below this part of the target.
+#: A sequence too long for the target starts nevertheless when the load without it is below this share of the target.
 _LOW = 0.75
 
-#: Part of the pages that the forecast load and this many of its standard deviations may take.
+#: The share of the pages that the forecast load and this many of its standard deviations may take.
 _FULL, _DEVIATIONS = 0.97, 1.0
 
-#: Starts are spaced if the batch is less than half full and this many batches wait: filling it slowly costs time.
+#: Starts are spaced if the batch is less than half full and at least this many batches wait, because filling a batch
+#: slowly costs time.
 _LEAST_BACKLOG = 4
 
-#: Waiting sequences whose lengths stand for those of all.
+#: The number of waiting sequences whose lengths stand for all.
 _SAMPLE = 32
 
 
@@ -51,14 +52,14 @@ _SAMPLE = 32
 class Room:
     """The room that all sequences share."""
 
-    slots: int  # sequences that may run at once
-    tokens: int  # that the R-nodes can cache if no page is given back
+    slots: int  # sequences that may run at the same time
+    tokens: int  # tokens that the R-nodes can cache if no page is given back
     groups: tuple[PageGroup, ...] = PageGroups().groups  # of the pages of a block
-    #: Seconds of the S-Part, of all mini-batches, that do not depend on how many sequences run, divided by that number;
-    #: 0 if the R-Part takes as long, or if streams should not be paused.
+    #: The fixed cost of the S-Parts of all mini-batches, divided by the number of running sequences, in seconds; 0 if
+    #: the R-Part takes as long, or if streams should not be paused.
     shared_seconds: float = 0.0
-    recompute_seconds: Callable[[float], float] = float  # of a number of tokens
-    covered_tokens: float = 0.0  # whose R-Part takes no longer than the S-Part; 0: not known
+    recompute_seconds: Callable[[float], float] = float  # seconds to recompute a number of tokens
+    covered_tokens: float = 0.0  # tokens whose R-Part takes no longer than the S-Part; 0: not known
 
     def held(self, tokens: Floats) -> Floats:
         """The room that sequences of `tokens` tokens (any shape) hold at least: a page beyond all windows of its layers
@@ -121,21 +122,16 @@ class Stable(Greedy):
             return False
         assert self._forecast is not None
         ahead, mean, variance = self._forecast
-        own, own_variance = self._load([seq], ahead, room)
-        if self._pausing_pays(seq, room):
-            return self._within_target(mean, own, room)
-        # The last page of a sequence is half empty on average.
-        pages = PAGE_TOKENS / 2 * (len(running) + 1)
-        full = (mean + own + _DEVIATIONS * np.sqrt(variance + own_variance)).max() + pages
-        if full > _FULL * room.tokens:
-            return False
-        return self._within_target(mean, own, room)
-
-    def _within_target(self, mean: Floats, own: Floats, room: Room) -> bool:
-        """True if the forecast load with a newcomer is below the target, or binds no step because the S-Part takes
-        longer than the R-Part."""
+        added, added_variance = self._load([seq], ahead, room)
+        if not self._pausing_pays(seq, room):
+            # The last page of a sequence is half empty on average.
+            pages = PAGE_TOKENS / 2 * (len(running) + 1)
+            full = (mean + added + _DEVIATIONS * np.sqrt(variance + added_variance)).max() + pages
+            if full > _FULL * room.tokens:
+                return False
+        # Above the target, the load delays no step as long as the S-Part takes longer than the R-Part.
         most = max((1 + _SLACK) * self._target, room.covered_tokens)
-        return bool((mean + own).max() <= most or mean.max() <= _LOW * self._target)
+        return bool((mean + added).max() <= most or mean.max() <= _LOW * self._target)
 
     def _pausing_pays(self, seq: Sequence, room: Room) -> bool:
         """True if steps gain more by one more sequence than it costs to recompute it when it is paused for lack of
@@ -173,10 +169,10 @@ class Stable(Greedy):
         # Over its life a sequence is cached for as many steps as it has outputs, with 1, 2, ... of them and its prompt.
         steps = tokens = 0.0
         for (client, bounded, bound), seqs in kinds.items():
-            generated, of_steps = self.lengths.spread(client, bound, bounded=bounded)
-            prompts = np.array([seq.n_prompt for seq in seqs], np.float64)[:, None]
-            steps += len(seqs) * float(of_steps.sum())
-            tokens += float((room.held(prompts + generated) * of_steps).sum())
+            generated, n_steps = self.lengths.spread(client, bound, bounded=bounded)
+            prompts = _column(seq.n_prompt for seq in seqs)
+            steps += len(seqs) * float(n_steps.sum())
+            tokens += float((room.held(prompts + generated) * n_steps).sum())
         self._mean_output, self._slots = steps / len(known), room.slots
         self._target = room.slots * tokens / steps
 
@@ -184,19 +180,22 @@ class Stable(Greedy):
         """The mean and the variance of the room that `seqs` will hold `ahead` steps from now, in tokens, [steps]."""
         mean, variance = np.zeros(len(ahead)), np.zeros(len(ahead))
         for client, bounded in {_class(seq) for seq in seqs}:
-            of = [seq for seq in seqs if _class(seq) == (client, bounded)]
-            length, generated, bound = (
-                np.array(column, np.float64)[:, None]
-                for column in zip(*((len(s.tokens), s.n_generated, s.max_new) for s in of), strict=True)
-            )
-            then = generated + ahead
+            members = [seq for seq in seqs if _class(seq) == (client, bounded)]
+            length = _column(len(seq.tokens) for seq in members)
+            generated = _column(seq.n_generated for seq in members)
+            bound = _column(seq.max_new for seq in members)
+            forecast = generated + ahead
             reached = self.lengths.survival(client, generated, bounded=bounded)
-            alive = self.lengths.survival(client, then, bounded=bounded) / np.maximum(reached, 1e-9)
-            alive = np.minimum(alive, 1.0) * (then < bound)
+            alive = self.lengths.survival(client, forecast, bounded=bounded) / np.maximum(reached, 1e-9)
+            alive = np.where(forecast < bound, np.minimum(alive, 1.0), 0.0)
             tokens = room.held(length + ahead)
             mean += (tokens * alive).sum(0)
             variance += (tokens * tokens * alive * (1 - alive)).sum(0)
         return mean, variance
+
+
+def _column(values: Iterable[int]) -> Floats:
+    return np.array(list(values), np.float64)[:, None]
 
 
 def _class(seq: Sequence) -> tuple[str, bool]:

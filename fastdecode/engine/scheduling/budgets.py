@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.sequence import Sequence
 
 
-#: Reading the keys before a chunk takes as long as the attention of this many rows to them, however few the chunk has.
+#: Reading the keys before a chunk takes as long as the attention of this many rows to them, however few rows it has.
 _KEY_ROWS = 8
 
 
@@ -22,11 +22,11 @@ def pairs(start: float, n: float) -> float:
 
 @dataclass(slots=True)
 class StepBudget:
-    """The part of a step that is left for chunks of prompts.
+    """What is left of a step for chunks of prompts.
 
     A chunk of n rows behind `start` tokens costs n rows and `row_cost` * n + `pair_cost` * pairs of work, where
     `pairs` counts the keys that its rows attend to. `least` rows are granted whatever the work, so that a prompt always
-    goes on, and up to `small` rows if their work is within `most_work`, because smaller chunks waste time.
+    advances, and up to `small` rows if their work is within `most_work`, because smaller chunks waste time.
     """
 
     rows: int
@@ -38,7 +38,7 @@ class StepBudget:
     most_work: float = 0.0  # the work of all mini-batches together
 
     def chunk(self, start: int, n_tokens: int) -> int:
-        """Rows that a prompt which goes on at `start`, with `n_tokens` tokens to come, may have: 0..n_tokens."""
+        """Rows for a prompt with `start` computed tokens and `n_tokens` tokens to come: 0..n_tokens."""
         n = min(n_tokens, self.rows)
         if n > self.least and self.work < inf:
             small = min(self.small, self._affordable(start, self.most_work))
@@ -46,7 +46,7 @@ class StepBudget:
         return n
 
     def take(self, start: int, n_tokens: int) -> int:
-        """Spend what `chunk` grants, and return it. After a chunk that is cut, nothing is left of the budget."""
+        """Spend the rows that `chunk` grants, and return them. After a chunk that is cut, no budget is left."""
         n = self.chunk(start, n_tokens)
         self.work -= self.row_cost * n + self.pair_cost * pairs(start, n)
         self.rows = self.rows - n if n == n_tokens and self.work > 0 else 0
@@ -85,7 +85,7 @@ class StagingBudget:
         return self.max_tokens is None or not self.strict or n_tokens <= self.max_tokens
 
     def has_room(self, n_tokens: int) -> bool:
-        """True if a prompt of `n_tokens` tokens may start beside the staged ones."""
+        """True if a prompt of `n_tokens` tokens may start beside the staged prompts."""
         if self.max_tokens is None or not self._staged or not self.holds(n_tokens):
             return True
         return self.tokens + n_tokens <= self.max_tokens

@@ -1,7 +1,7 @@
 """All R-nodes as the scheduler sees them: the sequences on them, their pages, and the prefix cache.
 
-With the prefix cache on, a prompt that starts with the tokens of another sequence takes over that sequence's cached
-pages by a FORK. This module pins, inserts and evicts prefix entries; the scheduler only sees how many tokens a placed
+With the prefix cache on, a prompt that starts with the tokens of another sequence shares that sequence's cached pages
+by a FORK. This module pins, inserts and evicts prefix entries; the scheduler only sees how many tokens a placed
 sequence shares.
 """
 
@@ -30,6 +30,7 @@ class Cluster:
     def __init__(
         self,
         links: Iterable[Link],
+        *,
         watermark: float = 0.01,
         prefix_cache: bool = False,
         max_uncached_suffix: int | None = None,
@@ -44,7 +45,8 @@ class Cluster:
         self.prefix_cache = prefix_cache
         self._grow_leases, self._step_rows = grow_leases, step_rows
         self.nodes = [self._ledger(position, link) for position, link in enumerate(links)]
-        self.loads = Loads(groups := layer_groups(windows), [[0.0] * len(groups) for _ in self.nodes])
+        groups = layer_groups(windows)
+        self.loads = Loads(groups, [[0.0] * len(groups) for _ in self.nodes])
         self._placer = Placer(self.nodes, self.loads, watermark, max_uncached_suffix)
 
     def _ledger(self, position: int, link: Link) -> RNodeLedger:
@@ -56,8 +58,8 @@ class Cluster:
 
     @property
     def open(self) -> list[RNodeLedger]:
-        """The R-nodes that new sequences may be placed on. While all live ones are draining: those, so that sequences
-        wait for another R-node instead of failing."""
+        """The R-nodes that new sequences may be placed on. While all live R-nodes are draining: all of them, so that
+        sequences wait for another R-node instead of failing."""
         return [node for node in self.nodes if node.open] or self.alive
 
     @property
@@ -111,7 +113,8 @@ class Cluster:
     def observe(self, link_costs: Mapping[Link, StepCost]) -> None:
         """Record how long the R-nodes behind these links worked on a step, and how much they read."""
         for node in self.nodes:
-            if (times := link_costs.get(node.link)) is not None:
+            times = link_costs.get(node.link)
+            if times is not None:
                 node.bandwidth.observe(times.busy_ns, times.kv_bytes)
 
     def place(self, seq: Sequence, waiting: Iterable[Sequence] = ()) -> Placement | Wait:
@@ -167,7 +170,7 @@ class Cluster:
         """Count pages for the step of `seq` that is being planned and ends with `tokens` cached tokens. False if its
         R-node has too few.
 
-        If pages are short, the step gives back pages that no later row sees, unless a FORK is under way from them.
+        If pages are short, the step gives back the pages that no later row sees, unless a FORK from them is under way.
         """
         node, table = seq.placed_on, seq.pages
         lacking = table.lacking(tokens)
@@ -185,7 +188,7 @@ class Cluster:
     def can_slide(self, seq: Sequence) -> bool:
         """True if the next step of `seq` may give back pages."""
         pinned = seq.entry is not None and seq.entry.pins
-        return not (seq.moving or pinned) and any(seq.pages.beyond(seq.cached))
+        return not (seq.migrating or pinned) and any(seq.pages.unseen(seq.cached))
 
     def take_free(self, seq: Sequence, tokens: int) -> bool:
         """Count free pages for `seq` ahead of a step that ends with `tokens` cached tokens; False if there are too
@@ -226,8 +229,7 @@ class Cluster:
         """Take `seq` off its R-node. Its pages go to the prefix cache if its cached tokens are `sound` and fill a
         page; else the next FREE names it."""
         node, source = seq.placed_on, seq.source
-        node.end_running(seq.final_length)
-        self.loads.add(node.position, seq.mean_length, -1)
+        self._end_running(seq, node)
         cached = CachedSequence(seq.handle, seq.pages)
         entry = seq.entry if seq.entry in node.prefixes else None
         if sound and self.prefix_cache and node.open and seq.cached >= PAGE_TOKENS:
@@ -250,24 +252,27 @@ class Cluster:
             node.release(cached, seq.given_back)
         seq.forget_cache()
 
+    def _end_running(self, seq: Sequence, node: RNodeLedger) -> None:
+        node.end_running(seq.final_length)
+        self.loads.add(node.position, seq.mean_length, -1)
+
     def pause(self, seq: Sequence) -> None:
         """Take `seq` out of the running ones; its R-node keeps its cache until the pages are needed."""
         node = seq.placed_on
-        node.end_running(seq.final_length)
-        self.loads.add(node.position, seq.mean_length, -1)
+        self._end_running(seq, node)
         node.pages.keep(seq.pages)
         node.paused[seq] = None
         seq.source = None
 
     def resume(self, seq: Sequence) -> Wait | None:
-        """Let a paused sequence run again where it is cached. Returns None if it runs, else what it has to wait for.
+        """Let a paused sequence run again on its R-node. Returns None if it runs, else what it has to wait for.
 
         It needs a page for its next token, and the watermark, so that it is not paused again at once.
         """
         node = seq.placed_on
         needed = seq.pages.lacking(seq.cached + 1) + self._placer.watermark(node)
         if needed > node.free_pages:
-            mine = sum(page.size * (not page.users) for page in seq.pages)
+            mine = seq.pages.evictable
             if needed > node.unused_pages - mine:
                 node.short = True
                 if node.may_grow:
@@ -281,37 +286,35 @@ class Cluster:
         self.loads.add(node.position, seq.mean_length)
         return None
 
-    # -- moves ----------------------------------------------------------------------------------------------------
+    # -- migrations -----------------------------------------------------------------------------------------------
 
-    def target(self, seq: Sequence, n_pages: int, nodes: Iterable[RNodeLedger]) -> RNodeLedger | None:
-        """The R-node among `nodes` that a running sequence moves to with `n_pages` pages; see Placer.target."""
-        return self._placer.target(seq, n_pages, [node for node in nodes if node.open])
+    def migration_target(self, seq: Sequence, n_pages: int, nodes: Iterable[RNodeLedger]) -> RNodeLedger | None:
+        """The R-node among `nodes` that a running sequence migrates to with `n_pages` pages; see Placer."""
+        return self._placer.migration_target(seq, n_pages, [node for node in nodes if node.open])
 
-    def move(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: PageTable) -> None:
-        """Let `seq` go on at `target`, which has all of its cached tokens. `pages` are those that `target.admit` has
-        counted for it."""
+    def migrate(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: PageTable) -> None:
+        """Let `seq` continue on `target`, which has all of its cached tokens. `handle` and `pages`: from
+        `target.admit`."""
         source = seq.placed_on
-        source.end_running(seq.final_length)
-        self.loads.add(source.position, seq.mean_length, -1)
+        self._end_running(seq, source)
         if seq.entry is not None and seq.entry in source.prefixes:
             source.prefixes.remove(seq.entry)
         source.release(CachedSequence(seq.handle, seq.pages))
-        target.pages.unshare(pages.cut(seq.cached))  # the R-node has kept no more than it needs
-        seq.forget_place()
+        target.pages.unshare(pages.cut(seq.cached))  # the R-node keeps only the pages that it needs
+        seq.leave_node()
         seq.node, seq.handle, seq.pages = target, handle, pages
         if seq.hashes:
             cached = CachedSequence(handle, seq.pages)
             seq.entry = PrefixEntry(cached, [], seq.hashes, seq.salt, running=True)
             target.prefixes.insert(seq.entry)
 
-    def take_back(self, target: RNodeLedger, seq: Sequence, handle: Handle, pages: PageTable) -> None:
-        """Undo what `target.admit` has counted for a sequence that did not move there after all."""
-        target.end_running(seq.final_length)
-        self.loads.add(target.position, seq.mean_length, -1)
+    def cancel_migration(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: PageTable) -> None:
+        """Release the pages that `target.admit` has counted for a sequence that stays on its R-node after all."""
+        self._end_running(seq, target)
         target.release(CachedSequence(handle, pages))
 
     def add_link(self, link: Link) -> RNodeLedger:
-        """Start an account for one more R-node, at a position that a retired one has left, else at a new one."""
+        """Start a ledger for one more R-node, at the position of a retired R-node, else at a new position."""
         position = next((node.position for node in self.nodes if node.retired), len(self.nodes))
         node = self._ledger(position, link)
         if position == len(self.nodes):
@@ -322,7 +325,7 @@ class Cluster:
         return node
 
     def replace_link(self, position: int, link: Link) -> RNodeLedger:
-        """Start a new account for the R-node at `position`, whose link was lost. Raises ValueError if it is alive."""
+        """Start a new ledger for the R-node at `position`, whose link was lost. Raises ValueError if it is alive."""
         lost = self.nodes[position]
         if lost.alive:
             raise ValueError(f"R-node {lost.url} is alive")

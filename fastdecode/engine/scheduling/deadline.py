@@ -13,10 +13,10 @@ from fastdecode.region.contract import PAGE_TOKENS
 if TYPE_CHECKING:
     from fastdecode.engine.scheduling.plan import Plan
 
-#: Seconds that an R-node has beyond its work: its cores may be busy with other processes.
+#: Seconds that an R-node may take besides its work: its cores may be busy with other processes.
 SLACK_S = 10.0
 
-#: An R-node may take this many times its predicted time: it serves other S-nodes too, in turns.
+#: An R-node may take this multiple of its predicted time: it serves other S-nodes too, in turns.
 _MARGIN = 20
 
 #: Bytes a second of an R-node that has not been measured yet: a slow one's.

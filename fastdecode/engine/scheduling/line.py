@@ -7,7 +7,7 @@ from dataclasses import dataclass
 #: Weight of the older observations after each new one.
 _MEMORY = 0.98
 
-#: Relative variance of x from which a fixed part can be told from the slope.
+#: Relative variance of x from which the fixed cost can be told from the slope.
 _SPREAD = 0.01
 
 
@@ -24,8 +24,11 @@ class Line:
 
     def observe(self, x: float, y: float) -> None:
         """Add an observation."""
-        sums, new = (self.n, self.x, self.y, self._xx, self._xy), (1.0, x, y, x * x, x * y)
-        self.n, self.x, self.y, self._xx, self._xy = (_MEMORY * old + v for old, v in zip(sums, new, strict=True))
+        self.n = _MEMORY * self.n + 1.0
+        self.x = _MEMORY * self.x + x
+        self.y = _MEMORY * self.y + y
+        self._xx = _MEMORY * self._xx + x * x
+        self._xy = _MEMORY * self._xy + x * y
         mean = self.x / self.n
         variance, covariance = self._xx / self.n - mean * mean, self._xy / self.n - mean * self.mean
         if variance > _SPREAD * mean * mean and covariance > 0:
@@ -38,5 +41,5 @@ class Line:
 
     @property
     def fixed(self) -> float:
-        """The line's y at x = 0, not negative; 0 while the slope is unknown."""
+        """The fixed cost: the line's y at x = 0, not negative; 0 while the slope is unknown."""
         return max(0.0, self.mean - self.slope * self.x / self.n) if self.slope is not None else 0.0

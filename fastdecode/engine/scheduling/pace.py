@@ -6,9 +6,9 @@ share the S-node and the R-nodes, so a step takes
     scale * max(sum of the S-Parts, sum of the R-Parts, S-Part + R-Part of the longest mini-batch)
 
 where `scale` is learned from the steps that ran. Real steps spread around that time: the target is divided by their
-spread, so that slow steps keep the target too. Beyond the balance of S-Part and R-Part (FastDecode, arXiv 2403.11421,
-equation 10) more sequences make every step longer and bring no more tokens a second, so waiting sequences lose little.
-Without a target nothing is bounded. The caller measures the seconds.
+spread, so that slow steps keep the target too. Where S-Part and R-Part take equally long (FastDecode, arXiv 2403.11421,
+equation 10), more sequences make every step longer and bring no more tokens a second, so waiting sequences lose little.
+Without a target no step is bounded. The caller measures the seconds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fastdecode.engine.scheduling.cluster import Cluster
     from fastdecode.engine.state.sequence import Sequence
 
-#: Steps may take a step's fixed cost times one of these, whatever the target: the first if the fixed cost is within the
-#: target, the second if it is longer.
+#: Steps may take this multiple of their fixed cost, whatever the target: the first number if the fixed cost is within
+#: the target, the second if it exceeds the target.
 _ROOM, _STRETCH = 1.1, 1.5
 
 #: Running choices pause when steps would take this many times the limit for newcomers. The gap keeps a choice from
@@ -47,9 +47,9 @@ class Pace:
         self._cluster, self._target = cluster, target
         self._s_part = Line()  # x: rows, y: seconds of a step that only decodes
         self._scale, self._spread = 1.0, Spread()
-        # Each mini-batch has its rows and the seconds of its R-Part: now, and once its prompts are computed.
+        # Rows and seconds of the R-Part of each mini-batch: now, and once its prompts are computed.
         self._now = [(0, 0.0)] * mini_batches
-        self._then = [(0, 0.0)] * mini_batches
+        self._prefilled = [(0, 0.0)] * mini_batches
         self._predicted: dict[int, tuple[int, float]] = {}  # of steps in flight: rows and seconds, without `scale`
         self._mini_batch, self._costs = 0, [1.0]
         self._loads = Loads(cluster.loads.groups)  # of all sequences of `_mini_batch`
@@ -59,13 +59,15 @@ class Pace:
         if self._target is None:
             return
         self._mini_batch, self._costs = mini_batch, self._cluster.costs
-        rest, rows = [], 0
+        prompts, rows = [], 0
         groups, totals = self._cluster.loads.groups, [0] * len(self._cluster.nodes)
         decoding = Loads(groups, [[0.0] * len(groups) for _ in totals])
         windows = any(window for window, _ in groups)
-        for seq in batch:  # every sequence in every step, so only windows, which are not linear, take their time
+        for seq in (
+            batch
+        ):  # every sequence in every step: lengths are summed first, except under windows, which are not linear
             if seq.cached < seq.prefill_end:
-                rest.append(seq)
+                prompts.append(seq)
                 continue
             rows += 1
             if windows:
@@ -76,10 +78,10 @@ class Pace:
             if total:
                 decoding.add(position, total)
         self._now[mini_batch] = rows, decoding.seconds(self._costs)
-        for seq in rest:
+        for seq in prompts:
             decoding.add(seq.placed_on.position, seq.prefill_end)
         self._loads = decoding
-        self._then[mini_batch] = rows + len(rest), decoding.seconds(self._costs)
+        self._prefilled[mini_batch] = rows + len(prompts), decoding.seconds(self._costs)
 
     @property
     def known(self) -> bool:
@@ -89,30 +91,29 @@ class Pace:
         return any(node.bandwidth.bytes_per_second for node in self._cluster.nodes)
 
     def allows(self, seq: Sequence) -> bool:
-        """True if steps stay within the limit when `seq` joins the mini-batch that is being planned. A sequence that
-        nobody decodes beside may always start."""
-        self.refused = self.known and any(rows for rows, _ in self._then) and not self._fits(seq)
+        """True if steps stay within the limit when `seq` joins the mini-batch that is being planned. If no other
+        sequence decodes, it may always start."""
+        self.refused = self.known and any(rows for rows, _ in self._prefilled) and not self._fits(seq)
         return not self.refused
 
     def _fits(self, seq: Sequence) -> bool:
         nodes = [seq.placed_on] if seq.paused else self._cluster.open
-        places = {node.position for node in nodes}
-        return min(self._seconds_with(seq, place) for place in places) <= self.limit
+        return min(self._seconds_with(seq, node.position) for node in nodes) <= self.limit
 
-    def _seconds_with(self, seq: Sequence, place: int) -> float:
-        self._loads.add(place, len(seq.tokens))
-        then = self._then[:]
-        then[self._mini_batch] = then[self._mini_batch][0] + 1, self._loads.seconds(self._costs)
-        self._loads.add(place, len(seq.tokens), -1)
-        return self._scale * self._seconds(then)
+    def _seconds_with(self, seq: Sequence, position: int) -> float:
+        self._loads.add(position, len(seq.tokens))
+        batches = self._prefilled[:]
+        batches[self._mini_batch] = batches[self._mini_batch][0] + 1, self._loads.seconds(self._costs)
+        self._loads.add(position, len(seq.tokens), -1)
+        return self._scale * self._seconds(batches)
 
     def joined(self, seq: Sequence, sign: int = 1) -> None:
         """Count a sequence that has joined the mini-batch that is being planned or (with `sign` -1) has left it."""
         if self._target is None:
             return
         self._loads.add(seq.placed_on.position, len(seq.tokens), sign)
-        rows = self._then[self._mini_batch][0] + sign
-        self._then[self._mini_batch] = rows, self._loads.seconds(self._costs)
+        rows = self._prefilled[self._mini_batch][0] + sign
+        self._prefilled[self._mini_batch] = rows, self._loads.seconds(self._costs)
 
     @property
     def limit(self) -> float:
@@ -120,20 +121,20 @@ class Pace:
         if self._target is None:
             return float("inf")
         fixed = self._s_part.fixed if self._s_part.slope is not None else self._s_part.mean
-        least = self._scale * len(self._then) * fixed
-        if least > self._target:
-            return _STRETCH * least
-        return max(self._target / self._spread.value, _ROOM * least)
+        fixed_cost = self._scale * len(self._prefilled) * fixed
+        if fixed_cost > self._target:
+            return _STRETCH * fixed_cost
+        return max(self._target / self._spread.value, _ROOM * fixed_cost)
 
     @property
-    def over(self) -> float:
-        """How many times the limit the next steps take, all prompts computed; 0 if that is not known."""
-        return self._scale * self._seconds(self._then) / self.limit if self.known else 0.0
+    def excess(self) -> float:
+        """Seconds of the next steps, all prompts computed, as a multiple of the limit; 0 if that is not known."""
+        return self._scale * self._seconds(self._prefilled) / self.limit if self.known else 0.0
 
     @property
     def late(self) -> bool:
         """True if choices should pause."""
-        return self.over > _LATE
+        return self.excess > _LATE
 
     def begin(self, mini_batch: int, rows: int) -> None:
         """Record that a step with `rows` decoding rows begins."""

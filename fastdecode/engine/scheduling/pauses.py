@@ -1,5 +1,5 @@
-"""Decides which running sequences pause for others that want a slot, pages or time. A paused sequence waits,
-and its R-node keeps its cache until the pages are needed."""
+"""Decides which running sequences pause for others that need a slot, pages or time. A paused sequence waits, and its
+R-node keeps its cache until the pages are needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pauses:
         self.preemptions = 0  # sequences that were paused, or taken off their R-nodes for want of pages
         self._cluster, self._running, self._waiting, self._pace = cluster, running, waiting, pace
         self._max_seqs = max_seqs
-        self._wants_room: Sequence | None = None  # the first one that no R-node had room for since `give_way`
+        self._wants_room: Sequence | None = None  # the first sequence without room since `give_way`
 
     def wanted(self, seq: Sequence) -> None:
         """Record that a waiting sequence has found no room."""
@@ -55,7 +55,7 @@ class Pauses:
             return
         choices = Counter(seq.request for seq in self._running)
         del choices[None]
-        while self._pace.over > 1:
+        while self._pace.excess > 1:
             pausable = [s for s in batch if choices[s.request] > 1 and self._running.can_pause(s)]
             if not pausable:
                 return
@@ -107,7 +107,7 @@ class Pauses:
         """Bring about that `node` has free pages, `pages` of which a starved sequence lacks."""
         if self._cluster.reclaim(node, pages):
             return
-        on_node, starved = self._running.on(node), self._running.starved
+        on_node, starved = self._running.on_node(node), self._running.starved
         if any(other not in starved and self._cluster.can_slide(other) for other in on_node):
             return  # their next steps give back pages
         newest = on_node[-1]

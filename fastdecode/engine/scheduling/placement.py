@@ -1,8 +1,8 @@
 """Chooses the R-node of a waiting sequence by prefixes, free pages and the predicted R-Part.
 
-A prompt that starts with the tokens of another sequence is placed on that sequence's R-node and takes over its cached
+A prompt that starts with the tokens of another sequence is placed on that sequence's R-node and shares its cached
 pages by a FORK. Any other prompt goes where the slowest R-node stays fastest. The sequences that wait together are
-distributed together, longest first: if they were placed one by one, a long last one would find no good place.
+distributed together, longest first: if they were placed one by one, a long last one would fit nowhere well.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.sequence import Sequence
 
 
-#: Waiting sequences that are distributed together.
-_TOGETHER = 16
+#: Most waiting sequences that are distributed together.
+_GROUP_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Placement:
 
     node: RNodeLedger
     source: PrefixEntry | None = None
-    shared_tokens: int = 0  # leading tokens taken over from `source`
+    shared_tokens: int = 0  # leading tokens shared with `source`
 
 
 class Wait(Enum):
@@ -75,18 +75,18 @@ class Placer:
         has room, prefix entries are evicted or a lease is to grow, so that a later call succeeds.
         """
         n_tokens = len(seq.tokens)
-        if seq.awaits is not None:
-            node, entry = seq.awaits
+        if seq.awaited is not None:
+            node, entry = seq.awaited
             shared = PAGE_TOKENS * len(entry.hashes)  # at most; the next look-up finds the exact number
             if node.alive and entry in node.prefixes and not entry.computed and self._has_room(node, n_tokens, shared):
                 return Wait.PREFIX
-            seq.awaits = None
-        cached, in_work = self._match_prefix(seq), self._match_prefix(seq, computed=False)
-        if in_work is not None and in_work.source is not None:
-            longer = cached is None or in_work.shared_tokens > cached.shared_tokens
-            shared = in_work.shared_tokens
-            if longer and 2 * shared >= n_tokens and self._has_room(in_work.node, n_tokens, shared):
-                seq.awaits = in_work.node, in_work.source
+            seq.awaited = None
+        cached, in_prefill = self._match_prefix(seq), self._match_prefix(seq, computed=False)
+        if in_prefill is not None and in_prefill.source is not None:
+            longer = cached is None or in_prefill.shared_tokens > cached.shared_tokens
+            shared = in_prefill.shared_tokens
+            if longer and 2 * shared >= n_tokens and self._has_room(in_prefill.node, n_tokens, shared):
+                seq.awaited = in_prefill.node, in_prefill.source
                 return Wait.PREFIX
         if cached is not None and cached.source is not None:
             cached.node.prefixes.touch(cached.source)  # an eviction that makes room for the prompt takes it last
@@ -101,41 +101,38 @@ class Placer:
         return Wait.FREE if self._make_room(n_tokens) else Wait.ROOM
 
     def _fastest(self, seq: Sequence, with_room: list[RNodeLedger], waiting: Iterable[Sequence]) -> RNodeLedger:
-        """The R-node that keeps the R-Part shortest, for this sequence and the ones waiting with it."""
+        """The R-node that keeps the R-Part shortest, for this sequence and the sequences that wait with it."""
         if len(with_room) == 1:
             return with_room[0]
-        if (position := self._chosen.pop(seq, -1)) >= 0 and self._nodes[position] in with_room:
-            return self._nodes[position]
-        together = [seq, *islice((other for other in waiting if other is not seq), _TOGETHER - 1)]
-        everywhere = [node.position for node in with_room]
+        earlier = self._chosen.pop(seq, None)
+        if earlier is not None and self._nodes[earlier] in with_room:
+            return self._nodes[earlier]
+        group = [seq, *islice((other for other in waiting if other is not seq), _GROUP_SIZE - 1)]
+        positions = [node.position for node in with_room]
         allowed = [
-            [node.position for node in self._nodes if self._has_room(node, len(other.tokens))] or everywhere
-            for other in together
+            [node.position for node in self._nodes if self._has_room(node, len(other.tokens))] or positions
+            for other in group
         ]
-        places = assign(
-            self._loads, costs(self._nodes, self._loads.n_layers), [mean_length(other) for other in together], allowed
-        )
-        self._chosen = dict(zip(together[1:], places[1:], strict=True))
-        return self._nodes[places[0]]
+        lengths = [mean_length(other) for other in group]
+        chosen = assign(self._loads, costs(self._nodes, self._loads.n_layers), lengths, allowed)
+        self._chosen = dict(zip(group[1:], chosen[1:], strict=True))
+        return self._nodes[chosen[0]]
 
-    def target(self, seq: Sequence, n_pages: int, nodes: list[RNodeLedger]) -> RNodeLedger | None:
-        """The R-node of `nodes` with `n_pages` free pages that keeps the R-Part shortest if `seq` moves there. None:
-        none has as many; prefix entries are evicted or a lease is to grow, so that a later call may succeed.
+    def migration_target(self, seq: Sequence, n_pages: int, nodes: list[RNodeLedger]) -> RNodeLedger | None:
+        """The R-node of `nodes` with `n_pages` free pages that keeps the R-Part shortest if `seq` migrates there. None:
+        no R-node has that many; prefix entries are evicted or a lease is to grow, so that a later call may succeed.
 
         An R-node that could not hold the sequence up to its end is left out.
         """
         nodes = [node for node in nodes if node.groups.capacity(node.max_pages) >= seq.final_length - 1]
         needed = {node: n_pages + self.watermark(node) for node in nodes}
-        if with_room := [node for node in nodes if node.has_free_index and needed[node] <= node.free_pages]:
+        with_room = [node for node in nodes if node.has_free_index and needed[node] <= node.free_pages]
+        if with_room:
+            positions = [node.position for node in with_room]
             self._loads.add(seq.placed_on.position, seq.mean_length, -1)
-            [place] = assign(
-                self._loads,
-                costs(self._nodes, self._loads.n_layers),
-                [seq.mean_length],
-                [[node.position for node in with_room]],
-            )
+            [target] = assign(self._loads, costs(self._nodes, self._loads.n_layers), [seq.mean_length], [positions])
             self._loads.add(seq.placed_on.position, seq.mean_length)
-            return self._nodes[place]
+            return self._nodes[target]
         for node in sorted(nodes, key=lambda n: n.load):
             if needed[node] <= node.unused_pages and not node.paused:
                 node.evict_for(needed[node], index=True)
@@ -151,7 +148,8 @@ class Placer:
         for node in self._nodes:
             found = node.prefixes.match(seq.tokens, seq.hashes, computed) if node.open else None
             if found and (best is None or found[1] > best.shared_tokens):
-                best = Placement(node, *found)
+                entry, shared = found
+                best = Placement(node, entry, shared)
         if best is None or self._max_uncached_suffix is None:
             return best
         return best if len(seq.tokens) - best.shared_tokens <= self._max_uncached_suffix else None
@@ -179,7 +177,7 @@ class Placer:
         node, source = cached.node, cached.source
         assert source is not None
         shared = source.share(cached.shared_tokens)
-        evictable = node.unused_pages - sum(page.size * (not page.users) for page in shared)
+        evictable = node.unused_pages - shared.evictable
         needed = self._pages_needed(node, tokens, cached.shared_tokens)
         if needed > evictable:
             return False
@@ -190,8 +188,8 @@ class Placer:
 
     @staticmethod
     def _evict(node: RNodeLedger, pages: int) -> bool:
-        """Evict for a sequence that needs `pages` free pages, and for those behind it, of which otherwise one would
-        start a step. True if what suffices for the first one is being freed now."""
+        """Evict for a sequence that needs `pages` free pages, and for the next ones in the queue, so that more than one
+        can start in a step. True if pages and an index that suffice for the first one are being freed now."""
         enough = node.evict_for(pages, index=True)
         if enough:
             node.keep_headroom()
@@ -204,7 +202,8 @@ class Placer:
         True if pages and an index that suffice are being freed now.
         """
         lacking = {node: self._pages_needed(node, tokens) - node.unused_pages for node in self._nodes if node.open}
-        if enough := [node for node, pages in lacking.items() if pages <= 0]:
+        enough = [node for node, pages in lacking.items() if pages <= 0]
+        if enough:
             node = min(enough, key=lambda n: n.load)
             return self._evict(node, self._pages_needed(node, tokens))
         for node in lacking:

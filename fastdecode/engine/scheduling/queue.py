@@ -1,7 +1,7 @@
 """The queue of sequences that wait to run.
 
-A sequence that cannot start now is passed over, so that it does not hold up those behind it. The number of sequences
-that may start before it is bounded: after that, the sequences behind it wait until it has started.
+A sequence that cannot start now is passed over, so that it does not delay the sequences behind it. The number of
+sequences that may start before it is bounded: after that, the sequences behind it wait until it has started.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.shares = FairShares()
         self._waiting: list[Sequence] = []
-        self._offered: list[Sequence] = []  # by the last iteration of `candidates`
+        self._offered: list[Sequence] = []  # the sequences of the last iteration of `candidates`
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -61,13 +61,13 @@ class WaitingQueue:
         self.shares.leave(seq.client)
 
     def candidates(self) -> Iterator[Sequence]:
-        """The sequences that may start next, best first: by priority, then by what their clients were served, then by
-        arrival. The queue must not change during the iteration.
+        """The sequences that may start next, best first: by priority, then by the tokens that their clients were
+        served, then by arrival. The queue must not change during the iteration.
 
-        A request offers only the first of its waiting choices: the reason that keeps this one from starting keeps the
-        others too, and they must not hide the requests behind them. The iteration ends after LOOK_AHEAD sequences, and
-        after a sequence that may not be passed over again: one that was passed over MAX_PASSED times, or one that must
-        be recomputed, whose pages a newer sequence would take.
+        A request offers only the first of its waiting choices: the reason that keeps it from starting keeps the others
+        too, and they must not hide the requests behind them. The iteration ends after LOOK_AHEAD sequences, and after a
+        sequence that may not be passed over again: it was passed over MAX_PASSED times, or it must be recomputed and a
+        newer sequence would take its pages.
         """
         order = self._waiting
         if self.shares.contended:
@@ -86,14 +86,14 @@ class WaitingQueue:
                 return
 
     def start(self, seq: Sequence) -> None:
-        """Take out the candidate that was offered last, which starts now; those offered before it are passed over."""
+        """Take out the candidate that was offered last, which starts now. Earlier candidates are passed over."""
         self.remove(seq)
         for other in self._offered[:-1]:
             other.passed_over += 1
 
 
 class StartRate:
-    """How fast the queue empties, measured over its last starts. Times are in seconds, of any clock."""
+    """The rate at which the queue empties, measured over its last starts. Times are in seconds, of any clock."""
 
     def __init__(self) -> None:
         self._starts: deque[float] = deque(maxlen=_RATE_STARTS)

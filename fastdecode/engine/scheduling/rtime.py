@@ -1,4 +1,4 @@
-"""The predicted time of the R-Part: which R-node a step waits for, and how sequences are distributed by that.
+"""The predicted time of the R-Part, and the distribution of sequences over R-nodes that keeps it short.
 
 A layer of a step ends when its slowest R-node has answered. So the R-Part of a step takes the sum over the layers of
 the slowest R-node's bytes divided by its bandwidth. In a layer with a sliding window a sequence is read up to that
@@ -61,22 +61,22 @@ def assign(
     """
     work = Loads(loads.groups, [row[:] for row in loads.tokens])
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    places = [-1] * len(lengths)
+    chosen = [-1] * len(lengths)
     for i in order:
-        places[i] = min(allowed[i], key=lambda node: _with(work, costs, [(i, -1, node)], lengths))
-        work.add(places[i], lengths[i])
+        chosen[i] = min(allowed[i], key=lambda node: _score_with(work, costs, [(i, -1, node)], lengths))
+        work.add(chosen[i], lengths[i])
     best = work.seconds(costs), work.evenness(costs)
     for _ in range(4 * len(lengths)):
-        changes = [[(i, places[i], node)] for i in order for node in allowed[i] if node != places[i]]
+        changes = [[(i, chosen[i], node)] for i in order for node in allowed[i] if node != chosen[i]]
         changes += [
-            [(i, places[i], places[j]), (j, places[j], places[i])]
+            [(i, chosen[i], chosen[j]), (j, chosen[j], chosen[i])]
             for i in order
             for j in order
-            if i < j and places[i] != places[j] and places[j] in allowed[i] and places[i] in allowed[j]
+            if i < j and chosen[i] != chosen[j] and chosen[j] in allowed[i] and chosen[i] in allowed[j]
         ]
         if not changes:
             break
-        scores = [_with(work, costs, change, lengths) for change in changes]
+        scores = [_score_with(work, costs, change, lengths) for change in changes]
         score = min(scores)
         if score >= (best[0] * (1 - 1e-9), best[1]):
             break
@@ -84,11 +84,11 @@ def assign(
         for i, source, target in changes[scores.index(score)]:
             work.add(source, lengths[i], -1)
             work.add(target, lengths[i])
-            places[i] = target
-    return places
+            chosen[i] = target
+    return chosen
 
 
-def _with(
+def _score_with(
     loads: Loads, costs: Sequence[float], moves: list[tuple[int, int, int]], lengths: Sequence[float]
 ) -> tuple[float, float]:
     """The R-Part of a step, and its evenness, after `moves` of (sequence, from R-node or -1, to R-node)."""

@@ -6,7 +6,7 @@ from bisect import insort
 from itertools import chain, count
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.scheduling.balance import even_out
+from fastdecode.engine.scheduling.even_out import even_out
 from fastdecode.engine.scheduling.queue import BY_RANK
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.sequence import Sequence
 
-#: Mini-batches are evened out after this many steps, and at once if one has more than twice the sequences of another.
-#: Not in every step: a sequence that is moved waits for a step of its new mini-batch that is in flight.
-_BALANCE_EVERY = 17  # a prime above the number of mini-batches, so that each has its turn
+#: Mini-batches are evened out after this many steps, and at once if one has more than twice the sequences of another. Not
+#: in every step: a sequence that changes its mini-batch waits for the new one's step in flight.
+_EVEN_OUT_EVERY = 17  # a prime above the number of mini-batches, so that each has its turn
 
 
 class Running:
@@ -28,13 +28,13 @@ class Running:
 
     def __init__(self, cluster: Cluster, waiting: WaitingQueue, staging: StagingBudget, mini_batches: int):
         self.batches: list[list[Sequence]] = [[] for _ in range(mini_batches)]  # each in order of arrival
-        self.starved: list[Sequence] = []  # wait for a page, in order of arrival
+        self.starved: list[Sequence] = []  # sequences that lack a page, in order of arrival
         self.patient = False  # sequences may wait for an R-node when none is connected
         self.changed = False  # another mini-batch may have work now; the reader clears it
         self.recomputed = 0  # running sequences that were queued again without their cache
         self._cluster, self._waiting, self._staging = cluster, waiting, staging
         self._failed: list[tuple[Sequence, str]] = []
-        self._calls = count(1)  # of `balance`
+        self._calls = count(1)  # of `even_out`
         self._begun = [0] * mini_batches  # the number of steps that were planned before each one's last step
         self._steps = count(1)
 
@@ -44,12 +44,12 @@ class Running:
     def __len__(self) -> int:
         return sum(map(len, self.batches))
 
-    def on(self, node: RNodeLedger) -> list[Sequence]:
+    def on_node(self, node: RNodeLedger) -> list[Sequence]:
         """The running sequences that `node` caches, in order of arrival."""
         return sorted((seq for seq in self if seq.node is node), key=BY_RANK)
 
     def join(self, seq: Sequence, mini_batch: int) -> None:
-        """Put a sequence that has a place on an R-node into a mini-batch."""
+        """Put a sequence that is placed on an R-node into a mini-batch."""
         seq.mini_batch = mini_batch
         insort(self.batches[mini_batch], seq, key=BY_RANK)
 
@@ -66,19 +66,19 @@ class Running:
         self.join(seq, min(with_room, key=self._begun.__getitem__))
         self.changed = True
 
-    def balance(self, mini_batch: int, max_seqs: int) -> None:
-        """Now and then, move sequences from this mini-batch, which has none in flight, to those of shorter steps.
-        `max_seqs` bounds the sequences of a mini-batch."""
+    def even_out(self, mini_batch: int, max_seqs: int) -> None:
+        """Now and then, put sequences of this mini-batch, which has no step in flight, into mini-batches of shorter
+        steps. `max_seqs` bounds the sequences of a mini-batch."""
         lopsided = len(self.batches[mini_batch]) > 1 + 2 * min(map(len, self.batches))
-        if len(self.batches) > 1 and (lopsided or next(self._calls) % _BALANCE_EVERY == 0):
+        if len(self.batches) > 1 and (lopsided or next(self._calls) % _EVEN_OUT_EVERY == 0):
             groups, costs = self._cluster.loads.groups, self._cluster.costs
             self.changed |= even_out(self.batches, mini_batch, groups, costs, max_seqs)
 
     def remove(self, seq: Sequence, sound: bool = False) -> None:
         """Take a running sequence off its R-node and out of its mini-batch.
 
-        `sound`: its cached tokens are right, so they may enter the prefix cache. Those of an unfinished prompt may not,
-        because the S-node still stages rows for it.
+        `sound`: its cached tokens are right, so they may enter the prefix cache. The tokens of an unfinished prompt may
+        not, because the S-node still stages rows for it.
         """
         self._leave(seq)
         self._cluster.release(seq, sound and not seq.prefilling)
@@ -104,10 +104,10 @@ class Running:
             self._failed.append((seq, self._loss_message(node.url)))
 
     def node_lost(self, node: RNodeLedger) -> None:
-        """Requeue the sequences of a lost R-node, those in flight when their step ends. Sequences that no other R-node
-        can hold fail; if none is left and sequences may wait for one, `fail_unplaced` says when."""
+        """Requeue the sequences of a lost R-node; a sequence in flight follows when its step ends. Sequences that no
+        other R-node can hold fail: now, or on `fail_unplaced` if no R-node is left and sequences may wait for one."""
         node.mark_lost()
-        for seq in self.on(node):
+        for seq in self.on_node(node):
             if not seq.in_flight:
                 self.requeue(seq)
         if not self._waits_for_r_nodes:

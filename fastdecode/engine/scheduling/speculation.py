@@ -68,7 +68,7 @@ class Speculation:
         self._steps.observe(rows, seconds)
 
     def judge(self, seq: Sequence, guesses: Iterable[int], first: Sampled) -> list[Sampled]:
-        """The tokens that a step has drawn for `seq`: `first`, and those after each guess that was right."""
+        """The tokens that a step has drawn for `seq`: `first`, and the token after each right guess."""
         drawn = [first]
         for guess, following in zip(guesses, first.after_drafts, strict=True):
             if drawn[-1].token != guess or following.error is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: The part of the steps that exceed the spread. The spread rises with each such step and falls with all others; it
-#: stays where both changes balance.
+#: The share of the steps that exceed the spread. The spread rises with each such step and falls with all others; it
+#: settles where both changes cancel out.
 _EXCEEDING = 0.01
 _CHANGE = 0.05
 _MOST = 2.0

@@ -23,21 +23,21 @@ _COST_MEMORY = 0.9
 _BASE_MEMORY = 0.8
 _BASE_MEMORY_BESIDE_PROMPTS = 0.95
 
-#: The base time follows the median of this many steps, because other work on the machine holds up two or three steps
-#: at a time.
+#: The base time follows the median of this many steps, because other work on the machine delays two or three steps at a
+#: time.
 _MEDIAN_OF = 5
 
-#: Rows of a prompt that a step takes however slow the step is, so that every prompt goes on; and rows that it takes if
-#: the prompts of all mini-batches together may take so long, because smaller chunks waste time.
+#: A step takes _LEAST_ROWS of a prompt however slow it is, so that every prompt advances; and _SMALL_ROWS if their work
+#: is within that allowed for the prompts of all mini-batches together, because smaller chunks waste time.
 _LEAST_ROWS = 4
 _SMALL_ROWS = 16
 
-#: Prompts may lengthen a step by this part of its base time even if the base time alone exceeds the target.
+#: Prompts may lengthen a step by this share of its base time even if the base time alone exceeds the target.
 _STRETCH = 0.3
 
 
 class PromptWork(NamedTuple):
-    """The prompts' part of a step."""
+    """The work of the prompts of a step."""
 
     rows: int
     pairs: float  # keys that the rows attend to, summed over the rows
@@ -56,11 +56,11 @@ def _decayed(mean: float | None, seconds: float, memory: float) -> float:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _StepInFlight:
     decodes: bool
-    decodes_beside: bool  # a step that began while this step ran, or ran when it began, decodes
+    neighbours_decode: bool  # a step that began while this step ran, or ran when it began, decodes
     work: PromptWork  # of this step
-    beside: PromptWork  # of the steps that began while this step ran, or ran when it began
+    neighbours_work: PromptWork  # of the steps that began while this step ran, or ran when it began
 
 
 class StepTimes:
@@ -73,7 +73,7 @@ class StepTimes:
         self.base: float | None = None  # of a step that only decodes
         self._bases: deque[float] = deque(maxlen=_MEDIAN_OF)
         self.s_part: float | None = None  # of a step that only decodes: the S-Part alone
-        self._flights: dict[int, _Flight] = {}  # by mini-batch
+        self._in_flight: dict[int, _StepInFlight] = {}  # by mini-batch
         self._rr = self._rp = self._pp = self._ry = self._py = 0.0  # decayed sums of products; y: seconds
         self._costs = (0.0, 0.0)  # seconds a row, seconds a pair
         self._spread = Spread()
@@ -81,33 +81,34 @@ class StepTimes:
 
     def begin(self, mini_batch: int, work: PromptWork, decodes: bool) -> None:
         """Record that a step begins. `decodes`: it has rows of decoding sequences."""
-        beside, decodes_beside = NO_PROMPTS, False
-        for other in self._flights.values():
-            other.beside += work
-            other.decodes_beside |= decodes
-            beside += other.work
-            decodes_beside |= other.decodes
-        self._flights[mini_batch] = _Flight(decodes, decodes_beside, work, beside)
+        step = _StepInFlight(decodes, False, work, NO_PROMPTS)
+        for other in self._in_flight.values():
+            other.neighbours_work += work
+            other.neighbours_decode |= decodes
+            step.neighbours_work += other.work
+            step.neighbours_decode |= other.decodes
+        self._in_flight[mini_batch] = step
 
     def end(self, mini_batch: int, seconds: float | None, s_seconds: float | None = None) -> float | None:
         """Record that a step took `seconds`, `s_seconds` of them for the S-Part, or (`seconds` None) that it failed.
         Returns the seconds of a step that decoded with no prompt in it or beside it, None for any other."""
-        flight = self._flights.pop(mini_batch, None)
-        if flight is None or seconds is None:
+        step = self._in_flight.pop(mini_batch, None)
+        if step is None or seconds is None:
             return None
         # A step overlaps with about half of its two neighbours in each other mini-batch.
-        rows, n_pairs = (own + other / 2 for own, other in zip(flight.work, flight.beside, strict=True))
-        if s_seconds is not None and not flight.work.rows:
+        rows = step.work.rows + step.neighbours_work.rows / 2
+        n_pairs = step.work.pairs + step.neighbours_work.pairs / 2
+        if s_seconds is not None and not step.work.rows:
             self.s_part = _decayed(self.s_part, s_seconds, _BASE_MEMORY_BESIDE_PROMPTS)
-        if flight.decodes and self.base:
+        if step.decodes and self.base:
             self._spread.observe(seconds / (self.base + self._cost(rows, n_pairs)))
-        if flight.decodes:
+        if step.decodes:
             self._observe_base(seconds - self._cost(rows, n_pairs), rows > 0)
         if rows > 0:
             # A step of prompts alone that runs beside a decoding one reads the weights too, and waits its turn.
-            base = (self.base or 0.0) if flight.decodes or flight.decodes_beside else 0.0
+            base = (self.base or 0.0) if step.decodes or step.neighbours_decode else 0.0
             self._observe_costs(rows, n_pairs, max(0.0, seconds - base))
-        return seconds if flight.decodes and not rows else None
+        return seconds if step.decodes and not rows else None
 
     def budget(self, mini_batch: int, rows: int, *, sharers: int, streams: bool) -> StepBudget:
         """The budget of the prompts of a mini-batch's next step, at most `rows` rows.
@@ -119,8 +120,8 @@ class StepTimes:
         if self.target is None or not streams or self.base is None or not (row_cost or pair_cost):
             return StepBudget(rows)
         allowed = max(self.target / self._spread.value - self.base, _STRETCH * self.base)
-        others = [flight for other, flight in self._flights.items() if other != mini_batch]
-        left = allowed - sum(self._cost(*flight.work) for flight in others)
+        others = [step for other, step in self._in_flight.items() if other != mini_batch]
+        left = allowed - sum(self._cost(step.work.rows, step.work.pairs) for step in others)
         if others and (left <= 0 or self._next not in (None, mini_batch)):
             # The least chunks of two mini-batches may be too much for one step: then they take turns.
             self._next = mini_batch if left <= 0 else None
@@ -150,11 +151,11 @@ class StepTimes:
 
     def _observe_costs(self, rows: float, n_pairs: float, seconds: float) -> None:
         """Fit the two costs to the steps with prompts by least squares; neither may be negative."""
-        products = (rows * rows, rows * n_pairs, n_pairs * n_pairs, rows * seconds, n_pairs * seconds)
-        sums = (self._rr, self._rp, self._pp, self._ry, self._py)
-        self._rr, self._rp, self._pp, self._ry, self._py = (
-            _COST_MEMORY * old + new for old, new in zip(sums, products, strict=True)
-        )
+        self._rr = _COST_MEMORY * self._rr + rows * rows
+        self._rp = _COST_MEMORY * self._rp + rows * n_pairs
+        self._pp = _COST_MEMORY * self._pp + n_pairs * n_pairs
+        self._ry = _COST_MEMORY * self._ry + rows * seconds
+        self._py = _COST_MEMORY * self._py + n_pairs * seconds
         determinant = self._rr * self._pp - self._rp * self._rp
         if determinant > 1e-6 * self._rr * self._pp:
             row = (self._ry * self._pp - self._py * self._rp) / determinant

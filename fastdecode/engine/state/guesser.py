@@ -18,7 +18,7 @@ _FIRST_RATE, _RATE_MEMORY = 0.6, 0.85
 class Guesser:
     """One sequence's guesses."""
 
-    rate: float = _FIRST_RATE  # the share of right ones among the guesses, the last ones counting most
+    rate: float = _FIRST_RATE  # the share of right guesses; the last guesses weigh most
     idle: int = 0  # tokens since the last guess
     _followers: dict[tuple[int, ...], int] = field(default_factory=dict)  # tokens -> index of the token after them
     _indexed: int = _MATCH
@@ -37,5 +37,8 @@ class Guesser:
 
     def judged(self, n_right: int, n: int) -> None:
         """Record that the first `n_right` of `n` guesses were right."""
-        for right in [1.0] * n_right + [0.0] * (n_right < n):
+        outcomes = [1.0] * n_right
+        if n_right < n:
+            outcomes.append(0.0)
+        for right in outcomes:
             self.rate = _RATE_MEMORY * self.rate + (1 - _RATE_MEMORY) * right

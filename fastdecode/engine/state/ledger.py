@@ -6,10 +6,10 @@ only after the R-node has acknowledged the FREE (`acknowledge_free`). A page tha
 
 A lease that may grow is asked to grow ahead of need: when less than a quarter of it is unused, or when a sequence needs
 more pages than the lease has. Pages that only the prefix cache holds count as unused, because they can be evicted,
-unless the R-node has so much memory left that the larger lease would be at most half of what it could give.
+unless the R-node could give at least twice the larger lease.
 
 Pages that no later row of a running sequence sees, because windows have left them behind, stay as long as no sequence
-lacks pages: other prompts may share them. Then the sequences give them back with their next steps (`slide`).
+lacks pages: other prompts may share them. Then the sequences give them back in their next steps (`slide`).
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class RNodeLedger:
         self.retired = False  # it has left; `position` is free for another R-node
         self.n_pages = link.lease.n_pages
         self.max_pages = link.lease.max_pages if grows else self.n_pages  # the most that the lease may grow to
-        self.obtainable = self.max_pages  # the most that it may grow to beside other leases, as the R-node said last
+        self.obtainable = self.max_pages  # the same beside other leases, as the R-node said last
         self.resizing = False  # a RESIZE is under way
-        self.refused = False  # the last RESIZE has brought less than was asked for; RNodeControl clears it
+        self.refused = False  # the last RESIZE has brought fewer pages than wanted; RNodeControl clears it
         self._needed = 0  # size of the lease that a sequence waits for
         self.groups = PageGroups(lease.full_sections, lease.limited_sections, lease.reach, step_rows)
         self.pages = PageBook(self.n_pages)
-        self.short = False  # a sequence lacks pages: running ones give back what no later row sees
+        self.short = False  # a sequence lacks pages: running sequences give back pages that no later row sees
         self.n_sequences = 0  # running sequences
         self.load = 0  # tokens that the running sequences will have cached once all have their final length
         self.token_bytes = lease.page_bytes * self.groups.block / PAGE_TOKENS  # of one token's K and V, all layers
@@ -79,7 +79,7 @@ class RNodeLedger:
         self.answer_seconds = 0.0  # how long the R-node took to answer its last STATS
         self.prefixes = PrefixIndex()
         self.paused: dict[Paused, None] = {}  # the one paused longest ago first
-        self.released: list[CachedSequence] = []  # to be named by the next FREE
+        self.released: list[CachedSequence] = []  # the sequences of the next FREE
         self._sequences_freeing = 0
         self._free_indexes = list(range(link.lease.max_seqs - 1, -1, -1))
         self._tags = [0] * link.lease.max_seqs
@@ -118,8 +118,8 @@ class RNodeLedger:
         return self.unused_pages + self.obtainable - self.n_pages, len(self._tags) - self.n_sequences
 
     def table(self, tokens: int, shared: PageTable | None = None, whole: bool = False) -> PageTable:
-        """Pages for a sequence of `tokens` tokens to start with, the first of which are `shared`. `whole`: for all of
-        its tokens, at once. Raises ValueError if fewer are free."""
+        """Pages that a sequence of `tokens` tokens starts with, the first of which are `shared`. `whole`: pages for all
+        of its tokens. Raises ValueError if fewer are free."""
         table = PageTable(self.groups) if shared is None else shared
         self.pages.share(table)
         missing = zip(self.groups.groups, table.missing(tokens), strict=True)
@@ -183,7 +183,7 @@ class RNodeLedger:
 
     @property
     def unused_pages(self) -> int:
-        """Pages that no sequence uses, with pages being freed and pages that only prefix entries hold."""
+        """Pages that no sequence uses: free, being freed, or held only by prefix entries and paused sequences."""
         return self.free_pages + self.pages_freeing + self.pages_evictable
 
     def need(self, pages: int) -> None:
@@ -231,11 +231,11 @@ class RNodeLedger:
         seq.forget_cache()
 
     def keep_headroom(self) -> None:
-        """Evict prefix entries, those used longest ago first, until `_HEADROOM` of the pages and of the sequence
-        indexes are free or being freed, or none is left."""
+        """Evict prefix entries, the least recently used first, until `_HEADROOM` of the pages and of the sequence
+        indexes are free or being freed, or no entry is left."""
         pages, indexes = ceil(_HEADROOM * self.n_pages), ceil(_HEADROOM * len(self._tags))
-        while self._lacks(pages, indexes) and (entry := self.prefixes.least_recently_used()) is not None:
-            self.evict(entry)
+        while self._lacks(pages, indexes) and self._evict_oldest():
+            pass
 
     def _lacks(self, pages: int, indexes: int) -> bool:
         """True if fewer pages or sequence indexes are free or being freed."""
@@ -244,29 +244,34 @@ class RNodeLedger:
         )
 
     def evict_for(self, pages: int, index: bool, spare: Paused | None = None) -> bool:
-        """Evict prefix entries, then drop paused sequences but `spare`, those used longest ago first, until `pages`
-        pages (and a sequence index, if `index`) are free or being freed.
-
-        False if nothing further can be evicted before that.
+        """Evict prefix entries, then drop paused sequences other than `spare`, the oldest first, until `pages` pages
+        (and a sequence index, if `index`) are free or being freed. False if there are too few.
         """
         while self._lacks(pages, int(index)):
-            if (entry := self.prefixes.least_recently_used()) is not None:
-                self.evict(entry)
-            elif (paused := self._next_paused(spare)) is not None:
-                self.drop_paused(paused)
-            else:
+            if self._evict_oldest():
+                continue
+            paused = self._next_paused(spare)
+            if paused is None:
                 return False
+            self.drop_paused(paused)
         return True
+
+    def _evict_oldest(self) -> bool:
+        """Evict the least recently used prefix entry; False if there is none."""
+        entry = self.prefixes.least_recently_used()
+        if entry is not None:
+            self.evict(entry)
+        return entry is not None
 
     def _next_paused(self, spare: Paused | None) -> Paused | None:
         """The sequence paused longest ago that is neither `spare` nor pinned by a FORK."""
         return next((s for s in self.paused if s is not spare and (s.entry is None or not s.entry.pins)), None)
 
     def drain(self) -> None:
-        """Take no new sequences, and free what only the prefix cache holds."""
+        """Take no new sequences, and free the pages that only the prefix cache holds."""
         self.draining = True
-        while (entry := self.prefixes.least_recently_used()) is not None:
-            self.evict(entry)
+        while self._evict_oldest():
+            pass
 
     def mark_lost(self) -> None:
         """Record that the R-node is gone, and its cache with it."""

@@ -1,9 +1,9 @@
 """The pages of one lease, each counted once however many sequences share it.
 
-A page is held by the running sequences that use it, by sequences that are kept (ended ones in the prefix cache, and
-paused ones), and by sequences whose FREE is not acknowledged yet. It is used, evictable or being freed, in this order,
-as long as a sequence holds it that way, and free when none does. The R-node counts references in the same way, but lets
-go of a page no later than this account does, so the account never shows more free pages than there are.
+A page is held by running sequences that use it, by kept sequences (ended ones in the prefix cache, and paused ones),
+and by sequences whose FREE is not acknowledged yet. It counts as used if a running sequence holds it, else as evictable
+if a kept sequence does, else as being freed; it is free when no sequence holds it. The R-node counts references in the
+same way, but frees a page no later than this account does, so the account never shows more free pages than there are.
 
 PAGE_TOKENS tokens of a sequence are a block. An R-node keeps the layers that see all tokens apart from those of
 limited reach (sliding windows, chunked attention), so a block takes pages of both groups. A page of the second group is
@@ -68,7 +68,7 @@ class PageGroups:
 
 
 class Page:
-    """How often a page is held, by kind of holder. It stands for the `size` pages of a block and group."""
+    """The `size` pages of a block and group, and the number of their holders of each kind."""
 
     __slots__ = ("freeing", "kept", "size", "users")
 
@@ -78,12 +78,12 @@ class Page:
 
     @property
     def exclusive(self) -> bool:
-        """True if one running sequence holds the page and nobody else does."""
+        """True if one running sequence is the only holder."""
         return self.users == 1 and not self.kept and not self.freeing
 
 
 class PageTable:
-    """The pages that a sequence holds: of each group, those of the blocks from `first` on."""
+    """The pages that a sequence holds: in each group, the pages of the blocks from `first` on."""
 
     __slots__ = ("covered", "first", "floor", "groups", "held")
 
@@ -92,12 +92,17 @@ class PageTable:
         self.held: list[deque[Page]] = [deque() for _ in self.groups]
         self.first = [0] * len(self.groups)
         self.floor = 0  # no row will come at a position below it
-        #: Tokens for which there are pages in all groups. A field, because every token of every sequence is held
-        #: against it; `count` keeps it right.
+        #: Tokens for which there are pages in all groups. A field, because every token of every sequence is compared
+        #: with it; `count` updates it.
         self.covered = 0
 
     def __iter__(self) -> Iterator[Page]:
         return chain.from_iterable(self.held)
+
+    @property
+    def evictable(self) -> int:
+        """The number of its pages that no running sequence uses."""
+        return sum(page.size for page in self if not page.users)
 
     def __len__(self) -> int:
         """The number of pages."""
@@ -139,19 +144,19 @@ class PageTable:
         self.count()
         return pages
 
-    def beyond(self, pos: int) -> list[int]:
-        """How many pages of each group no row from `pos` on sees."""
+    def unseen(self, pos: int) -> list[int]:
+        """The number of pages of each group that no row from `pos` on sees."""
         return [
             max(0, min(len(held), group.first_block(pos) - first))
             for group, first, held in zip(self.groups, self.first, self.held, strict=True)
         ]
 
     def reusable(self, pos: int, tokens: int) -> int:
-        """How many of the pages that are missing for `tokens` tokens PageBook.slide to `pos` would bring."""
-        beyond = self.beyond(pos)
+        """The number of pages missing for `tokens` tokens that PageBook.slide to `pos` would bring."""
+        unseen = self.unseen(pos)
         n = 0
-        for group, held, first, missing in zip(self.groups, self.held, beyond, self.missing(tokens), strict=True):
-            n += group.size * min(missing, sum(page.exclusive for page in islice(held, first)))
+        for group, held, gone, missing in zip(self.groups, self.held, unseen, self.missing(tokens), strict=True):
+            n += group.size * min(missing, sum(page.exclusive for page in islice(held, gone)))
         return n
 
 
@@ -181,32 +186,34 @@ class PageBook:
     def slide(self, table: PageTable, pos: int, tokens: int) -> list[Page]:
         """Take the pages that no row from `pos` on sees out of `table`, that of a running sequence.
 
-        Of the pages that the sequence alone holds, as many as it lacks for `tokens` tokens become its next pages.
-        Returns the others: `freed` is due once the R-node has done the step that gives them back.
+        Pages that only this sequence holds become its next pages, as many as it lacks for `tokens` tokens. Returns the
+        others; the caller passes them to `freed` once the R-node has done the step that gives them back.
         """
-        given: list[Page] = []
-        for i, (n, wanted) in enumerate(zip(table.beyond(pos), table.missing(tokens), strict=True)):
+        given_back: list[Page] = []
+        for i, (n, wanted) in enumerate(zip(table.unseen(pos), table.missing(tokens), strict=True)):
             gone = [table.held[i].popleft() for _ in range(n)]
             table.first[i] += n
-            again = [page for page in gone if page.exclusive][:wanted]
-            table.held[i].extend(again)
-            reused = set(again)
-            given += [page for page in gone if page not in reused]
+            reused = [page for page in gone if page.exclusive][:wanted]
+            table.held[i].extend(reused)
+            kept = set(reused)
+            given_back += [page for page in gone if page not in kept]
         table.floor = pos
         table.count()
-        self.release(given)
-        return given
+        self.release(given_back)
+        return given_back
 
     def share(self, pages: Iterable[Page]) -> None:
         """One more running sequence uses `pages`."""
         for page in pages:
             if not page.users:
-                self.evictable -= page.size * (page.kept > 0)
-                self.freeing -= page.size * (not page.kept)
+                if page.kept:
+                    self.evictable -= page.size
+                else:
+                    self.freeing -= page.size
             page.users += 1
 
     def unshare(self, pages: Iterable[Page]) -> None:
-        """A running sequence does not use `pages` after all: its R-node has not let it share them."""
+        """A running sequence does not use `pages` after all: its R-node has refused to share them."""
         for page in pages:
             page.users -= 1
             if not page.users:
@@ -217,12 +224,14 @@ class PageBook:
         for page in pages:
             page.users -= 1
             page.kept += 1
-            self.evictable += page.size * (not page.users)
+            if not page.users:
+                self.evictable += page.size
 
     def use(self, pages: Iterable[Page]) -> None:
         """A sequence that was kept with `pages` runs again."""
         for page in pages:
-            self.evictable -= page.size * (not page.users)
+            if not page.users:
+                self.evictable -= page.size
             page.kept -= 1
             page.users += 1
 
@@ -252,7 +261,7 @@ class PageBook:
                 self.free += page.size
 
     def _settle(self, page: Page) -> None:
-        """Count a page that its last user has left, and that counted for nothing but its users before."""
+        """Count a page that no running sequence uses any more."""
         if page.kept:
             # Each kept page without users counts once; `keep` has not counted it while it was used.
             self.evictable += page.size

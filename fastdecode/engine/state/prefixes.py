@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from fastdecode.engine.state.pages import Page
 
-#: At most this many entries that go on with the same token are compared token by token, the newest ones.
+#: Of the entries that continue with the same token, this many, the newest, are compared token by token.
 _MAX_CANDIDATES = 16
 
-# Nobody outside this process can make two beginnings of one hash, and by chance it does not happen.
+# With a secret key, no client can construct two prefixes of one hash; by chance it does not happen.
 _KEY = secrets.token_bytes(32)
 
 
@@ -54,13 +54,13 @@ class PrefixEntry:
     """
 
     cached: CachedSequence
-    tokens: list[int]  # cached ones of an ended sequence; empty while it runs
+    tokens: list[int]  # the cached tokens of an ended sequence; empty while it runs
     hashes: list[bytes]  # page_hashes of its tokens, which are cached unless `computed` is False
-    salt: str = ""  # of `hashes`
+    salt: str = ""  # the salt of `hashes`
     pins: int = 0  # FORKs from this entry in progress; a pinned entry is not evicted
     running: bool = False
     computed: bool = True
-    floor: int = 0  # the fewest tokens that may be shared: pages before them were given back
+    floor: int = 0  # the fewest tokens that may be shared, because earlier pages were given back
 
     def share(self, tokens: int) -> PageTable:
         """The pages of the whole blocks within the first `tokens` tokens."""
@@ -88,7 +88,7 @@ def page_hashes(tokens: list[int], salt: str = "", known: Sequence[bytes] = ()) 
 class _Node:
     """The entries that have all tokens up to the end of a page, each in the order of insertion."""
 
-    prefilling: dict[PrefixEntry, None] = field(default_factory=dict)  # running ones whose tokens are not cached yet
+    prefilling: dict[PrefixEntry, None] = field(default_factory=dict)  # running, and not cached yet
     running: dict[PrefixEntry, None] = field(default_factory=dict)
     ended: dict[PrefixEntry, None] = field(default_factory=dict)
     ended_by_next: dict[int, dict[PrefixEntry, None]] = field(default_factory=dict)  # by their next token
@@ -127,9 +127,9 @@ class PrefixIndex:
                 break
             path.append(node)
         best = None
-        # The deepest node has the longest prefix, unless that is the whole prompt: then the last page must be given up,
-        # and an ended sequence that has most of it is better than a running one, which shares whole pages only. Nodes
-        # further up matter only if the entries of those two have given back pages.
+        # The deepest node has the longest prefix. If that is the whole prompt, its last token must be computed, and an
+        # ended sequence is better than a running one, which shares whole pages only: the node above may have one. Nodes
+        # further up matter only if the entries of these two have given back pages.
         for depth in range(len(path), 0, -1):
             if best is not None and depth < len(path) - 1:
                 break
@@ -139,19 +139,19 @@ class PrefixIndex:
         return best
 
     def _best(self, node: _Node, tokens: list[int], n_whole: int, computed: bool) -> tuple[PrefixEntry, int] | None:
-        """The entry of a node that shares the most of a prompt, and how much; `n_whole` tokens agree. None: no entry of
-        the node can share as much as a page."""
-        going_on = node.ended_by_next.get(tokens[n_whole], {}) if n_whole < len(tokens) else {}
-        for entries in (going_on, node.ended, node.running) if computed else (node.prefilling,):
+        """The entry of a node that shares the most tokens of a prompt, and their number; the first `n_whole` tokens
+        agree. None: no entry of the node can share a page."""
+        same_next = node.ended_by_next.get(tokens[n_whole], {}) if n_whole < len(tokens) else {}
+        for entries in (same_next, node.ended, node.running) if computed else (node.prefilling,):
             best = None
             for entry in islice(reversed(entries), _MAX_CANDIDATES):
-                n = _shared_tokens(entry, tokens, n_whole) if entries is going_on else n_whole
+                n = _shared_tokens(entry, tokens, n_whole) if entries is same_next else n_whole
                 n = min(n, len(tokens) - 1)
                 if entry.running:
                     n -= n % PAGE_TOKENS
                 if n >= max(PAGE_TOKENS, entry.floor) and (best is None or n > best[1]):
                     best = entry, n
-                if best is not None and entries is not going_on:
+                if best is not None and entries is not same_next:
                     break
             if best is not None:
                 return best
@@ -192,7 +192,7 @@ class PrefixIndex:
         self.insert(entry)
 
     def remove(self, entry: PrefixEntry) -> CachedSequence:
-        """Take `entry` out of the index; returns its sequence, whose pages the caller may free if it has ended."""
+        """Take `entry` out of the index. Returns its sequence; if it has ended, the caller may free the pages."""
         del (self._running if entry.running else self._ended)[entry]
         for depth, page in enumerate(entry.hashes, 1):
             node = self._nodes[page]

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fastdecode.spart.step.batch import TokenScore as TokenScore  # the API takes it from here
+from fastdecode.spart.step.batch import TokenScore as TokenScore  # the API imports it from here
 
 
 class EngineError(Exception):
@@ -64,7 +64,7 @@ class GenerationFailed(EngineError):
 
 
 class GrammarState(Protocol):
-    """Where a text stands in its grammar."""
+    """The position of a text in its grammar."""
 
     def advance(self, token: int) -> None:
         """Take the next token of the text."""
@@ -90,12 +90,12 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0
-    seed: int | None = None  # None: the engine draws one
+    seed: int | None = None  # None: the engine draws a seed
     logprobs: int | None = None  # alternatives to report for each token; 0: only the chosen token; None: nothing
-    prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens but the first
-    client: str = ""  # that sent the request, e.g. a digest of its API key
-    priority: int = 0  # requests with a lower one start first, and may pause the others
-    cache_salt: str = ""  # only requests with the same one share cached prefixes
+    prompt_logprobs: int | None = None  # as `logprobs`, for all tokens of the prompt except the first
+    client: str = ""  # the client that sent the request, e.g. a digest of its API key
+    priority: int = 0  # requests with a lower number start first, and may pause others
+    cache_salt: str = ""  # only requests with equal salts share cached prefixes
     adapter: str | None = None  # the name of a LoRA adapter; None: the base model
     # The formulas of these four stand in spart/step/penalties.py.
     presence_penalty: float = 0.0
@@ -112,10 +112,10 @@ class SamplingParams:
 
     @property
     def prefix_salt(self) -> str:
-        """Only requests with the same one share cached prefixes: an adapter computes K and V of its own."""
+        """The salt of cached prefixes, which includes the adapter because K and V depend on it."""
         return f"{self.adapter!r} {self.cache_salt}"
 
-    def of_choice(self, index: int) -> SamplingParams:
+    def for_choice(self, index: int) -> SamplingParams:
         """The parameters of a prompt's choice `index`. Choice i of a request with a seed gets seed + i."""
         return self if self.seed is None else replace(self, seed=(self.seed + index) % 2**63)
 
@@ -127,24 +127,23 @@ class TokenEvent(msgspec.Struct, array_like=True):
     logprob: float | None = None  # nats
     top: list[tuple[int, float]] = []  # (token, logprob) of alternatives, best first
     finish_reason: str | None = None
-    prompt_scores: list[TokenScore] = []  # of the prompt's tokens but the first; on a request's first token
+    prompt_scores: list[TokenScore] = []  # of the prompt's tokens except the first; on a request's first token
     reused: int = 0  # prompt tokens that the prefix cache had; the same in all events of a request
 
 
 class Outlet(Protocol):
-    """Takes what an engine has for many choices, each of which has a number.
+    """Receives the output of many choices, each of which has a number.
 
-    The methods must not block or raise, and do nothing for a choice that they do not know. They are called in the
-    engine's event loop before it hands over its next step, so an outlet works on the tokens in a later turn.
+    The methods must not block or raise, and ignore unknown numbers. The event loop calls them before the engine starts
+    its next step, so an outlet only queues the tokens and processes them later.
     """
 
     def tokens(self, numbers: list[int], tokens: list[int]) -> None:
-        """Tokens of a step that have nothing but their id to say, and end no choice: `tokens[i]` is the next one of the
-        choice `numbers[i]`."""
+        """The choice `numbers[i]` has generated `tokens[i]`, which is not its last token and has no log-probability."""
         ...
 
     def event(self, number: int, event: TokenEvent | EngineError) -> None:
-        """Another token of a choice, such as its first or its last one, or the error that ends it."""
+        """Any other token of a choice, such as its first or its last token, or the error that ends the choice."""
         ...
 
 
@@ -159,6 +158,6 @@ class OutletChoice:
         self.outlet.event(self.number, event)
 
 
-#: Takes the tokens of one choice as they are generated, or the error that ends it. It must not block or raise. An
-#: OutletChoice gets the tokens of a step together with the other choices of its outlet.
+#: Receives the tokens of one choice as they are generated, or the error that ends it. It must not block or raise. An
+#: OutletChoice receives the tokens of a step together with the other choices of its outlet.
 Output = Callable[[TokenEvent | EngineError], None]

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 class PlannedChunk(NamedTuple):
-    """One sequence's part of a step: its tokens [seq.cached, seq.cached + n_tokens)."""
+    """The tokens of one sequence in a step: [seq.cached, seq.cached + n_tokens)."""
 
     seq: Sequence
     n_tokens: int
     prefill: bool  # True: attended on the S-node. False: on the R-node (decode, and the suffix behind a shared prefix)
     sample: bool  # False: more of the prompt follows
-    guesses: tuple[int, ...] = ()  # the last of its n_tokens tokens; `seq.tokens` does not have them
+    guesses: tuple[int, ...] = ()  # the last tokens of the chunk; `seq.tokens` does not have them
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request and, while it runs, where it is cached. Sequences are compared and hashed by identity.
 
-    The last token of `tokens` is cached by the step after the one that generated it. So a sequence that decodes has
+    The last token of `tokens` is cached one step after the step that generated it. So a sequence that decodes has
     `cached == len(tokens) - 1`, and a sequence that ends has used at most the pages of `len(tokens) - 1` tokens. A
-    sequence that has just moved to another R-node may have fewer cached tokens there; its next step computes them.
+    sequence that has just migrated may have fewer cached tokens; its next step computes the others.
     """
 
     request_id: str
@@ -52,8 +52,8 @@ class Sequence:
     constraints: TokenConstraints | None = None  # None: every token is allowed
     long: bool = False  # see SPart.is_long
     take_from: str | None = None  # the URL of an S-node that has its K and V, and is about to end
-    prefill_here: bool = False  # no other S-node is to compute its prompt (handover.py)
-    salt: str = ""  # only sequences with the same one share cached prefixes: an adapter or RoPE gives other K and V
+    prefill_locally: bool = False  # this S-node computes its prompt, not a prefill S-node (migration/prefill_client.py)
+    salt: str = ""  # only sequences with equal salts share cached prefixes: an adapter or RoPE changes K and V
     adapter: int | None = None  # its LoRA adapter, as an index into the model's; None: the base model
 
     # Set by Cluster.admit, cleared by Cluster.release.
@@ -62,30 +62,32 @@ class Sequence:
     pages: PageTable = field(default_factory=PageTable)
     mean_length: float = 0.0  # cached tokens that it was expected to have on average when it was placed
     entry: PrefixEntry | None = None  # its own prefix entry, while it runs
-    source: PrefixEntry | None = None  # the prefix entry whose first `shared_tokens` tokens it takes over
+    source: PrefixEntry | None = None  # the prefix entry whose first `shared_tokens` tokens it shares
     shared_tokens: int = 0
 
     # While it waits.
     passed_over: int = 0  # sequences behind it that started before it
-    awaits: tuple[RNodeLedger, PrefixEntry] | None = None  # the prefill of a prefix that it waits for
+    awaited: tuple[RNodeLedger, PrefixEntry] | None = None  # the entry in prefill whose prefix it waits for
 
     # Progress, kept by the scheduler.
     mini_batch: int | None = None  # None: it waits or has ended
-    in_flight: bool = False  # its tokens are in a step that has not completed, or its FORK or move is in progress
-    moving: bool = False  # a move to another R-node is under way: it gives back no pages
-    held: bool = False  # to be left out of steps, because it is about to change its R-node
+    in_flight: bool = (
+        False  # its tokens are in a step that has not completed, or its FORK or remote prefill is under way
+    )
+    migrating: bool = False  # a migration is under way: it gives back no pages
+    held: bool = False  # it is left out of steps, because it is about to change its R-node
     cancelled: bool = False  # to be released as soon as it is not in flight
     cached: int = 0  # tokens cached on the R-node
     slides: bool = False  # its step in flight gives back the pages that no later row sees
-    given_back: list[Page] = field(default_factory=list)  # by that step
+    given_back: list[Page] = field(default_factory=list)  # the pages that this step gives back
     overrun: bool = False  # the R-node has tokens beyond the `cached` ones: guesses that were wrong
     guesser: Guesser = field(default_factory=Guesser)
     prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed
-    #: The chunk of each step in which it decodes one token; None: it has not done so since it was placed or moved. The
-    #: chunk names the sequence, so it goes when the sequence leaves its R-node.
+    #: The chunk of each step in which it decodes one token; None: no step has, since it was placed or migrated. The
+    #: chunk names the sequence, so it is dropped when the sequence leaves its R-node.
     decoding: PlannedChunk | None = None
-    #: The chunk and the SampleSpec of the last step in which it decoded, and its handle then (engine/batching.py).
-    decoded: tuple[Handle, Chunk, SampleSpec] | None = None
+    #: The S-Part's form of that chunk, and the SampleSpec within it (engine/batching.py).
+    reusable: tuple[Chunk, SampleSpec] | None = None
 
     # Output and times, kept by the engine. Times are of the engine's clock, in seconds.
     output: Output = lambda event: None
@@ -110,8 +112,8 @@ class Sequence:
 
     @property
     def client(self) -> str:
-        """The client that sent the request. Clients get fair shares, and a client's outputs are taken to be alike in
-        length."""
+        """The client that sent the request. Clients get fair shares, and outputs of one client are assumed to have
+        similar lengths."""
         return self.params.client
 
     @property
@@ -119,17 +121,19 @@ class Sequence:
         """True if it waits while its R-node keeps its cache."""
         return self.mini_batch is None and self.node is not None
 
-    def forget_place(self) -> None:
-        """Record that the sequence shares nothing with others any more, because it has moved to another R-node."""
-        self.entry, self.source, self.shared_tokens = None, None, 0
+    def leave_node(self) -> None:
+        """Record that the sequence shares no pages with others on its R-node, which it leaves."""
+        self.entry = self.source = None
+        self.shared_tokens = 0
+        self.decoding = self.reusable = None
         self.overrun = False
 
     def forget_cache(self) -> None:
         """Record that no R-node caches the sequence any more: it must be recomputed."""
-        self.node, self.pages, self.entry, self.source, self.decoding = None, PageTable(), None, None, None
-        self.cached = self.prefill_end = self.shared_tokens = 0
-        self.overrun = self.slides = False
-        self.given_back = []
+        self.leave_node()
+        self.node, self.pages = None, PageTable()
+        self.cached = self.prefill_end = 0
+        self.slides, self.given_back = False, []
 
     @property
     def prefilling(self) -> bool:
@@ -153,8 +157,8 @@ class Sequence:
             self.constraints.generated(token)
 
     def decodes_on(self, drawn: Sampled) -> bool:
-        """Record a step that has decoded one token and drawn the next, if there is no more to do: the sequence goes on
-        where it is, and its pages stay. False: nothing is recorded."""
+        """Record a step that has decoded one token and drawn the next, if the sequence simply continues: on the same
+        R-node, with the same pages. False: nothing is recorded."""
         tokens, node, token = self.tokens, self.node, drawn.token
         if self.cancelled or self.slides or node is None or not node.alive or drawn.error is not None:
             return False
@@ -168,7 +172,7 @@ class Sequence:
         return True
 
     def finish_reason(self) -> str | None:
-        """Why the token appended last is the sequence's last, "stop" or "length"; None: more tokens follow."""
+        """The reason why the last token of `tokens` ends the sequence, "stop" or "length"; None: more tokens follow."""
         tokens = self.tokens
         if tokens[-1] in self.end_tokens:
             return "stop"

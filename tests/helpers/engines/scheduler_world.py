@@ -36,7 +36,7 @@ class World:
             SimpleNamespace(url=f"tcp://r{i}", lease=Lease(pages, pages, seqs, 4096, "avx2", 1, f"r{i}", block))
             for i, (pages, seqs) in enumerate(leases)
         ]
-        self.cluster = Cluster(links, watermark)
+        self.cluster = Cluster(links, watermark=watermark)
         self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_seqs, max_staged, strict)
         self.scheduler = Scheduler(self.cluster, self.limits)
         self.flights: dict[int, Plan] = {}
@@ -144,7 +144,7 @@ class World:
             assert len(batch) <= self.limits.max_seqs
             assert sum(seq.prefilling for seq in batch) <= 1 or i in self.flights, "two unfinished prompts"
         for node in self.cluster.nodes:
-            running = self.scheduler.running_on(node)
+            running = self.scheduler.running.on_node(node)
             counted = sum(len(seq.pages) for seq in running)
             assert node.free_pages >= 0
             assert node.free_pages + counted + node.pages_freeing + node.pages_evictable == node.n_pages

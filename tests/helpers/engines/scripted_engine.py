@@ -81,7 +81,7 @@ class ScriptedEngine:
             choices[i] = ScriptedChoice(self.scripts.pop(0), OutletChoice(outlet, first + i))
             self.prompts.append(request.prompts[i // request.n])
             self.generated.append(past)
-            self.params.append(request.params.of_choice(i % request.n))
+            self.params.append(request.params.for_choice(i % request.n))
             self.streams.append(choices[i])
         return lambda i: choices[i].cancel() if i in choices else None
 

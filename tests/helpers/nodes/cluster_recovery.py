@@ -312,7 +312,7 @@ def _print_table(result: dict[str, Any]) -> None:
         f"transport {result['transport']}; up in {result['up_seconds']:.1f} s"
     )
     if result["prompts_taken"]:
-        print(f"{result['prompts_taken']} prompts computed by prefill S-nodes")
+        print(f"{result['remote_prefills']} prompts computed by prefill S-nodes")
     print(f"{'event':32} {'recovered':>10} {'longest pause':>14}  streams")
     for row in result["events"]:
         outcomes = ", ".join(f"{n} {what}" for what, n in sorted(row["outcomes"].items()))

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdecode.daemon.transfers import fault_thread
+from fastdecode.daemon.migrations import fault_thread
 from nodes.script_process import ScriptProcess
 
 STUCK_S = 3.0 if "FASTDECODE_SLOW" in os.environ else 1.0  # see link_driver.SLOW

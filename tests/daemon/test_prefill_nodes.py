@@ -15,10 +15,10 @@ from nodes.node_process import fetch
 from nodes.rnode_process import RNodeProcess
 
 from fastdecode.daemon.discovery import FileSet
-from fastdecode.daemon.handover import PrefillServer, RemotePrefill, model_digest
+from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes, model_digest
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.migration.prefill_client import Order
-from fastdecode.engine.migration.prefill_worker import Giver
+from fastdecode.engine.migration.prefill_client import PrefillOrder
+from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.state.request import Overloaded, PromptTooLong, SamplingParams
 from fastdecode.region.geometry import Geometry
 from fastdecode.spart import SPart, load_model
@@ -27,10 +27,10 @@ from fastdecode.transports.base import Hello, LinkDown, TransportError
 from fastdecode.transports.registry import connect
 
 SECRET, MODEL = b"0123456789abcdef", "ab" * 32
-ORDER = Order([1, 2**31, 3], "adapter", "salt", "client", -4, "tcp://r:1", "cd" * 32)
+ORDER = PrefillOrder([1, 2**31, 3], "adapter", "salt", "client", -4, "tcp://r:1", "cd" * 32)
 
 
-class ScriptedGiver:
+class ScriptedWorker:
     """Gives what it is told to."""
 
     def __init__(self, error=None):
@@ -38,7 +38,7 @@ class ScriptedGiver:
         self.ready, self.withdrawn = asyncio.Event(), asyncio.Event()
         self.ready.set()
 
-    async def give(self, order):
+    async def prefill(self, order):
         self.orders.append(order)
         try:
             await self.ready.wait()
@@ -58,8 +58,8 @@ def free_port():
 async def serve():
     servers = []
 
-    async def serve(giver, secret=SECRET):
-        servers.append(await PrefillServer.listen("tcp://127.0.0.1:0", giver, MODEL, secret))
+    async def serve(worker, secret=SECRET):
+        servers.append(await PrefillServer.listen("tcp://127.0.0.1:0", worker, MODEL, secret))
         return servers[-1].url
 
     yield serve
@@ -70,17 +70,17 @@ async def serve():
 @pytest.mark.quick
 @pytest.mark.parametrize("secret", [SECRET, None], ids=["secret", "none"])
 async def test_an_order_arrives_as_it_was_given(serve, secret):
-    giver = ScriptedGiver()
-    await RemotePrefill([await serve(giver, secret)], MODEL, secret).prefill(ORDER)
-    assert giver.orders == [ORDER]
+    worker = ScriptedWorker()
+    await RemotePrefillNodes([await serve(worker, secret)], MODEL, secret).prefill(ORDER)
+    assert worker.orders == [ORDER]
 
 
 @pytest.mark.quick
 async def test_the_frame_of_a_prompt_of_128k_tokens_is_not_too_long(serve):
-    giver = ScriptedGiver()
-    order = Order(list(range(131072)), None, "", "", 0, "tcp://r:1", "cd" * 32)
-    await RemotePrefill([await serve(giver)], MODEL, SECRET).prefill(order)
-    assert giver.orders == [order]
+    worker = ScriptedWorker()
+    order = PrefillOrder(list(range(131072)), None, "", "", 0, "tcp://r:1", "cd" * 32)
+    await RemotePrefillNodes([await serve(worker)], MODEL, SECRET).prefill(order)
+    assert worker.orders == [order]
 
 
 @pytest.mark.quick
@@ -93,16 +93,16 @@ async def test_the_frame_of_a_prompt_of_128k_tokens_is_not_too_long(serve):
     ],
 )
 async def test_strangers_get_nothing(serve, secret, model, reason):
-    giver = ScriptedGiver()
+    worker = ScriptedWorker()
     with pytest.raises(LinkDown, match=reason):
-        await RemotePrefill([await serve(giver)], model, secret).prefill(ORDER)
-    assert not giver.orders
+        await RemotePrefillNodes([await serve(worker)], model, secret).prefill(ORDER)
+    assert not worker.orders
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("error", "again"), [(PromptTooLong("too long"), True), (Overloaded("full"), False)])
 async def test_a_failure_is_told_and_a_busy_s_node_left_alone_for_a_while(serve, error, again):
-    nodes = RemotePrefill([await serve(ScriptedGiver(error))], MODEL, SECRET)
+    nodes = RemotePrefillNodes([await serve(ScriptedWorker(error))], MODEL, SECRET)
     assert nodes.ready(None)
     with pytest.raises(LinkDown, match=str(error)):
         await nodes.prefill(ORDER)
@@ -111,64 +111,64 @@ async def test_a_failure_is_told_and_a_busy_s_node_left_alone_for_a_while(serve,
 
 @pytest.mark.quick
 async def test_an_order_that_is_given_up_is_withdrawn(serve):
-    giver = ScriptedGiver()
-    giver.ready.clear()
-    work = asyncio.create_task(RemotePrefill([await serve(giver)], MODEL, SECRET).prefill(ORDER))
+    worker = ScriptedWorker()
+    worker.ready.clear()
+    work = asyncio.create_task(RemotePrefillNodes([await serve(worker)], MODEL, SECRET).prefill(ORDER))
     async with asyncio.timeout(20):
-        while not giver.orders:
+        while not worker.orders:
             await asyncio.sleep(0.001)
         work.cancel()
-        await giver.withdrawn.wait()
+        await worker.withdrawn.wait()
 
 
 @pytest.mark.quick
 async def test_orders_go_to_the_s_node_with_the_fewest_tokens_and_never_to_a_dead_one(serve):
-    givers = [ScriptedGiver() for _ in range(2)]
-    urls = [await serve(giver) for giver in givers]
-    for giver in givers:
-        giver.ready.clear()
-    nodes = RemotePrefill(["tcp://127.0.0.1:1", *urls], MODEL, SECRET)
+    workers = [ScriptedWorker() for _ in range(2)]
+    urls = [await serve(worker) for worker in workers]
+    for worker in workers:
+        worker.ready.clear()
+    nodes = RemotePrefillNodes(["tcp://127.0.0.1:1", *urls], MODEL, SECRET)
     with pytest.raises(LinkDown, match="prefill S-node tcp"):
         await nodes.prefill(ORDER)
     work = [asyncio.create_task(nodes.prefill(ORDER)) for _ in range(4)]
     async with asyncio.timeout(20):
-        while sum(len(giver.orders) for giver in givers) < 4:
+        while sum(len(worker.orders) for worker in workers) < 4:
             await asyncio.sleep(0.001)
-    assert [len(giver.orders) for giver in givers] == [2, 2]
-    for giver in givers:
-        giver.ready.set()
+    assert [len(worker.orders) for worker in workers] == [2, 2]
+    for worker in workers:
+        worker.ready.set()
     await asyncio.gather(*work)
 
 
 @pytest.mark.quick
 async def test_an_s_node_that_is_about_to_end_is_asked_for_its_own_streams_alone(serve):
-    prefill, leaving = ScriptedGiver(), ScriptedGiver()
+    prefill, leaving = ScriptedWorker(), ScriptedWorker()
     url = await serve(leaving)
-    nodes = RemotePrefill([await serve(prefill)], MODEL, SECRET, [url])
+    nodes = RemotePrefillNodes([await serve(prefill)], MODEL, SECRET, [url])
     for at in (None, "tcp://of.another:1"):
-        await nodes.prefill(dataclasses.replace(ORDER, at=at))
+        await nodes.prefill(dataclasses.replace(ORDER, source=at))
     assert (len(prefill.orders), len(leaving.orders)) == (2, 0)
-    await nodes.prefill(dataclasses.replace(ORDER, at=url))
+    await nodes.prefill(dataclasses.replace(ORDER, source=url))
     assert leaving.orders == [ORDER]
-    alone = RemotePrefill([], MODEL, SECRET, [url])
+    alone = RemotePrefillNodes([], MODEL, SECRET, [url])
     assert alone.ready(url) and not alone.ready(None)
 
 
 @pytest.mark.quick
 async def test_the_prefill_s_nodes_of_a_file_are_followed(serve, tmp_path):
-    one, two = ScriptedGiver(), ScriptedGiver()
-    urls, path = [await serve(giver) for giver in (one, two)], tmp_path / "prefill"
-    nodes = RemotePrefill([], MODEL, SECRET)
+    one, two = ScriptedWorker(), ScriptedWorker()
+    urls, path = [await serve(worker) for worker in (one, two)], tmp_path / "prefill"
+    nodes = RemotePrefillNodes([], MODEL, SECRET)
     following = asyncio.create_task(nodes.follow(FileSet(path, ("tcp",), may_be_empty=True)))
     try:
         async with asyncio.timeout(20):
-            for text, giver in ((urls[0], one), (urls[1], two), ("", None)):
+            for text, worker in ((urls[0], one), (urls[1], two), ("", None)):
                 path.write_text(text)
                 while nodes._prefill != ((text,) if text else ()):
                     await asyncio.sleep(0.01)
-                if giver is not None:
+                if worker is not None:
                     await nodes.prefill(ORDER)
-                    assert giver.orders == [ORDER]
+                    assert worker.orders == [ORDER]
         path.unlink()
         await asyncio.sleep(0)
         assert not following.done()
@@ -178,8 +178,8 @@ async def test_the_prefill_s_nodes_of_a_file_are_followed(serve, tmp_path):
 
 @pytest.mark.quick
 async def test_what_is_no_order_ends_the_connection(serve):
-    giver = ScriptedGiver()
-    url = await serve(giver, None)
+    worker = ScriptedWorker()
+    url = await serve(worker, None)
     for frame in (b"\0\0\0\0", b"\2\0\0\0{}", b"\xff" * 8, b'\x13\0\0\0{"type": "ACCEPTED"}'):
         conn = await tcp.dial_url(url)
         await asyncio.get_running_loop().sock_sendall(conn.sock, frame)
@@ -187,14 +187,14 @@ async def test_what_is_no_order_ends_the_connection(serve):
             while True:
                 await conn.read()
         conn.close()
-    await RemotePrefill([url], MODEL, None).prefill(ORDER)
-    assert giver.orders == [ORDER]
+    await RemotePrefillNodes([url], MODEL, None).prefill(ORDER)
+    assert worker.orders == [ORDER]
 
 
 @pytest.mark.quick
 async def test_other_machines_are_not_served_without_a_secret():
     with pytest.raises(TransportError, match="secret"):
-        await PrefillServer.listen("tcp://0.0.0.0:0", ScriptedGiver(), MODEL, None)
+        await PrefillServer.listen("tcp://0.0.0.0:0", ScriptedWorker(), MODEL, None)
 
 
 @pytest.mark.quick
@@ -241,11 +241,11 @@ async def test_every_token_is_that_of_transformers(serve, tmp_path, apart):
         for node in nodes:
             processes.callback(node.end)
         async with engine_on(nodes[0], checkpoint) as prefill:
-            remote = RemotePrefill([await serve(Giver(prefill), None)], MODEL, None)
+            remote = RemotePrefillNodes([await serve(PrefillWorker(prefill), None)], MODEL, None)
             async with engine_on(nodes[-1], checkpoint, prefill_nodes=remote, guesses=3) as decode:
                 streams = [decode.submit(prompt, params) for prompt in prompts]
                 results = await asyncio.gather(*map(tokens_of, streams))
-                assert decode.stats.totals.prompts_taken == 4
+                assert decode.stats.totals.remote_prefills == 4
                 assert decode.stats.totals.recomputed == prefill.stats.totals.recomputed == 0
     judge = reference(checkpoint)
     for prompt, tokens in zip(prompts, results, strict=True):

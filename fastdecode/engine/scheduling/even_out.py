@@ -1,4 +1,4 @@
-"""Mini-batches of equal steps: a sequence may change its mini-batch at no cost, because its cache does not move."""
+"""Evens out the steps of mini-batches. A sequence may change its mini-batch at no cost: its cache stays where it is."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from fastdecode.region.contract import PAGE_TOKENS
 if TYPE_CHECKING:
     from fastdecode.engine.state.sequence import Sequence
 
-#: Part of a step that a move must save.
+#: The share of a step that a change must save.
 _LEAST_GAIN = 0.02
 
 
 def even_out(
     batches: Seq[list[Sequence]], source: int, groups: tuple[tuple[int, int], ...], costs: Seq[float], max_seqs: int
 ) -> bool:
-    """Move sequences from the mini-batch `source`, which has none in flight, to those whose steps are shorter; True if
-    any was moved.
+    """Put sequences of the mini-batch `source`, which has no step in flight, into mini-batches of shorter steps; True
+    if any sequence has changed its mini-batch.
 
-    The length of a step is its predicted R-Part, in which every sequence counts one page more than it has, for the work
-    of its row. Each move takes the sequence of the slowest R-node that evens out two mini-batches best. An unfinished
+    The length of a step is its predicted R-Part. In it, every sequence counts one page more than it has, for the work
+    of its row. Each change takes the sequence of the slowest R-node that evens out two mini-batches best. An unfinished
     prompt stays, so that no mini-batch gets a second one. `groups` and `costs`: see rtime.Loads; `max_seqs` bounds a
     mini-batch.
     """
     loads = [_loads(batch, groups, len(costs)) for batch in batches]
     seconds = [load.seconds(costs) for load in loads]
-    moved = False
+    changed = False
     while True:
         open_ones = [i for i, batch in enumerate(batches) if i != source and len(batch) < max_seqs]
         target = min(open_ones, key=seconds.__getitem__, default=source)
         surplus = (seconds[source] - seconds[target]) / 2
         if surplus <= 0:
-            return moved
+            return changed
         slowest = max(range(len(costs)), key=lambda node: sum(loads[source].tokens[node]) * costs[node])
-        movable = [s for s in batches[source] if not s.prefilling and s.placed_on.position == slowest]
-        if not movable:
-            return moved
-        seq = min(movable, key=lambda s: abs(surplus - _row_tokens(s) * costs[slowest] * loads[source].n_layers))
+        candidates = [s for s in batches[source] if not s.prefilling and s.placed_on.position == slowest]
+        if not candidates:
+            return changed
+        seq = min(candidates, key=lambda s: abs(surplus - _row_tokens(s) * costs[slowest] * loads[source].n_layers))
         loads[source].add(slowest, _row_tokens(seq), -1)
         loads[target].add(slowest, _row_tokens(seq))
         after = loads[source].seconds(costs), loads[target].seconds(costs)
         if max(after) > (1 - _LEAST_GAIN) * seconds[source]:
-            return moved
+            return changed
         seconds[source], seconds[target] = after
         batches[source].remove(seq)
         insort(batches[target], seq, key=BY_RANK)
         seq.mini_batch = target
-        moved = True
+        changed = True
 
 
 def _loads(batch: list[Sequence], groups: tuple[tuple[int, int], ...], n_nodes: int) -> Loads:

@@ -11,7 +11,7 @@ from engines.toy import ToyLink, ToySPart, continuation, tokens_of, until
 from engines.toy_engine import started
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.migration.prefill_worker import Giver
+from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.state.request import EngineError, InvalidPrompt, SamplingParams
 from fastdecode.transports.base import LinkDown
 from fastdecode.transports.server import MAX_PUSHES
@@ -24,8 +24,8 @@ OPTIONS = {"max_batch_tokens": 64, "max_batch_size": 16, "prefix_cache": True}
 class Direct:
     """Prefill S-nodes without a wire between."""
 
-    def __init__(self, giver):
-        self.giver, self.orders = giver, []
+    def __init__(self, worker):
+        self.worker, self.orders = worker, []
 
     def ready(self, at):
         return True
@@ -33,7 +33,7 @@ class Direct:
     async def prefill(self, order):
         self.orders.append(order)
         try:
-            await self.giver.give(order)
+            await self.worker.prefill(order)
         except EngineError as error:
             raise LinkDown(str(error)) from None
 
@@ -43,7 +43,7 @@ async def split(**options):
     """An engine that decodes on `taking`, one that prefills on `giving`; at the end nothing of a sequence is left."""
     giving, taking = ToyLink("tcp://giving"), ToyLink("tcp://taking")
     async with started(giving, **OPTIONS) as prefill:
-        nodes = Direct(Giver(prefill))
+        nodes = Direct(PrefillWorker(prefill))
         async with started(taking, **(OPTIONS | options), prefill_nodes=nodes) as decode:
             yield prefill, decode, nodes
 
@@ -62,7 +62,7 @@ async def test_long_prompts_are_computed_elsewhere_and_no_token_changes():
     async with split() as (prefill, decode, nodes):
         work = [ask(decode, prompt(n, n), temperature=0.0) for n in lengths]
         assert await asyncio.gather(*work) == [continuation(prompt(n, n), 40) for n in lengths]
-        assert decode.stats.totals.prompts_taken == nodes.giver.given == sum(n > 256 for n in lengths)
+        assert decode.stats.totals.remote_prefills == nodes.worker.prefilled == sum(n > 256 for n in lengths)
         assert decode.stats.totals.recomputed == prefill.stats.totals.recomputed == 0
         [link] = prefill.spart.links
         assert any(length == 0 for _, length in link.pushes), "whole pages go while the rest is computed"
@@ -82,7 +82,7 @@ async def test_two_s_nodes_that_prefill_for_each_other_do_not_pass_a_prompt_on()
         started(ToyLink("tcp://first"), **OPTIONS, prefill_nodes=first) as one,
         started(ToyLink("tcp://second"), **OPTIONS, prefill_nodes=second) as other,
     ):
-        first.giver, second.giver = Giver(other), Giver(one)
+        first.worker, second.worker = PrefillWorker(other), PrefillWorker(one)
         work = [ask(engine, prompt(600, i), temperature=0.0) for i, engine in enumerate((one, other))]
         assert await asyncio.gather(*work) == [continuation(prompt(600, i), 40) for i in (0, 1)]
         assert len(first.orders) == len(second.orders) == 1
@@ -114,7 +114,7 @@ async def test_no_more_prompts_are_pushed_at_once_than_an_r_node_takes():
         link.pushing.set()
         link.finishing.set()
         assert await asyncio.gather(*work) == [continuation(prompt(300, i), 3) for i in range(30)]
-        assert nodes.giver.given == 30
+        assert nodes.worker.prefilled == 30
 
 
 @pytest.mark.parametrize("fault", ["push", "giving", "taking", "shut"])
@@ -145,7 +145,7 @@ async def test_a_client_that_goes_away_withdraws_its_prompt_there():
         stream = decode.submit(prompt(900), SamplingParams(max_tokens=40, temperature=0.0))
         await link.pushed.wait()
         stream.cancel()
-        await until(lambda: not prefill._live and not decode.scheduler.n_running)
+        await until(lambda: not prefill._live and not len(decode.scheduler.running))
         link.pushing.set()
         await until(lambda: not decode.spart.links[0].cache)
 
@@ -154,7 +154,7 @@ async def test_a_full_lease_waits_and_then_goes_on():
     """Each sequence takes half of the lease of either S-node."""
     giving, taking = ToyLink("tcp://giving", n_pages=12), ToyLink("tcp://taking", n_pages=12)
     async with started(giving, **OPTIONS) as prefill:
-        nodes = Direct(Giver(prefill))
+        nodes = Direct(PrefillWorker(prefill))
         async with started(taking, **OPTIONS, prefill_nodes=nodes) as decode:
             work = [ask(decode, prompt(600, i), temperature=0.0) for i in range(5)]
             assert await asyncio.gather(*work) == [continuation(prompt(600, i), 40) for i in range(5)]
@@ -184,6 +184,6 @@ async def test_a_sequence_goes_on_from_the_tokens_that_another_s_node_has_genera
 def test_an_engine_without_prefill_nodes_hands_nothing_over():
     async def run():
         engine = Engine(ToySPart([ToyLink()]), [ToyLink()])
-        assert engine.scheduler.hand_over is None
+        assert engine.scheduler.wants_remote_prefill is None
 
     asyncio.run(run())

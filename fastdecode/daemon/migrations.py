@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from fastdecode.kernels._native import REngineLink
 from fastdecode.region.contract import PAGE_TOKENS, Status
@@ -17,12 +18,13 @@ from fastdecode.transports.base import CallRefused, LinkRefused, TransportError
 from fastdecode.transports.frames import FrameSocket
 from fastdecode.transports.migration import MigrationSender
 
-#: The kernel gives the thread a third of the time of a thread that attends. With less, moves starve on a busy machine.
+#: The kernel gives the thread a third of the time of a thread that attends. With less, migrations starve on a busy
+#: machine.
 _NICE = 5
 
 
 def _give_way() -> None:
-    """Let the threads that attend go before this one."""
+    """Let threads that attend run before this thread."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
@@ -43,12 +45,12 @@ def refusals() -> Iterator[None]:
         raise CallRefused(Status.LINK_CLOSED, str(error)) from None
 
 
-class Incoming:
-    """A sequence that another R-node may bring (a transports.base.MigrationTarget)."""
+class IncomingSequence:
+    """A sequence that may migrate here (a transports.base.MigrationTarget)."""
 
     def __init__(self, link: REngineLink, seq: tuple[int, int], length: int, page_bytes: int):
         self.page_bytes = page_bytes
-        self.taken = False  # a migration connection has presented its token
+        self.claimed = False  # a migration connection has presented its token
         self._link, self._seq = link, seq
         self._n_pages = -(-length // PAGE_TOKENS)
         self._task: asyncio.Task[None] | None = None
@@ -61,14 +63,14 @@ class Incoming:
             raise CallRefused(Status.BAD_SEQUENCE, f"the sequence has room for {self._n_pages} pages")
 
     async def _fault_in(self) -> None:
-        """Let the OS find memory for the pages, in another thread, because that would hold up the event loop."""
+        """Let the OS find memory for the pages, in another thread, so that the event loop does not wait."""
         loop, total = asyncio.get_running_loop(), self._n_pages * self.page_bytes
         try:
             while self._faulted < total:
-                where = (*self._seq, 0, self._n_pages, self._faulted)
-                n = await loop.run_in_executor(fault_thread, self._link.fault_in, *where)
+                fault_in = partial(self._link.fault_in, *self._seq, 0, self._n_pages, self._faulted)
+                n = await loop.run_in_executor(fault_thread, fault_in)
                 self._have_memory(self._faulted + n)
-        except (ValueError, RuntimeError):  # the sequence or the link has gone, which whoever brings pages is told
+        except (ValueError, RuntimeError):  # the sequence or the link has gone; the sending R-node gets an error
             self._have_memory(total)
 
     def _have_memory(self, n_bytes: int) -> None:
@@ -76,7 +78,7 @@ class Incoming:
         self._more.set()
 
     async def memory(self, first: int, end: int) -> None:
-        """Wait until the bytes from page `first` on have memory, up to byte `end` of these."""
+        """Wait until the first `end` bytes from page `first` on have memory."""
         while self._faulted < min(first * self.page_bytes + end, self._n_pages * self.page_bytes):
             self._more.clear()
             await self._more.wait()
@@ -86,7 +88,7 @@ class Incoming:
             return self._link.receive_pages(fd, *self._seq, first, n_pages, offset)
 
     def copy(self, source: REngineLink, seq: tuple[int, int], first: int, n_pages: int, offset: int) -> int:
-        """Take bytes of a sequence of another link of this R-node. Returns how many."""
+        """Copy bytes of a sequence of another link of this R-node. Returns the number of bytes."""
         with refusals():
             return source.copy_pages(self._link, *seq, *self._seq, first, n_pages, offset)
 
@@ -104,40 +106,41 @@ class Incoming:
     def end(self) -> None:
         """Receive no more: nothing is written to the sequence's pages after this."""
         self._faulting.cancel()
-        self._have_memory(self._n_pages * self.page_bytes)  # whoever waits for it goes on, and is refused
+        self._have_memory(self._n_pages * self.page_bytes)  # a caller that waits for it continues, and is refused
         if self._task is not None:
             self._task.cancel()
 
 
 class Inbox:
-    """The sequences that other R-nodes may bring to an R-node, by token."""
+    """The sequences that may migrate to an R-node, by token."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, Incoming] = {}
+        self.waiting: dict[str, IncomingSequence] = {}
 
-    def take(self, token: str, page_bytes: int) -> Incoming:
-        """What `token` admits a migration connection for. Raises LinkRefused."""
+    def take(self, token: str, page_bytes: int) -> IncomingSequence:
+        """The sequence that `token` admits. Raises LinkRefused."""
         incoming = self.waiting.get(token)
-        if incoming is None or incoming.taken:
+        if incoming is None or incoming.claimed:
             raise LinkRefused("no sequence waits for this token")
         if page_bytes != incoming.page_bytes:
             raise LinkRefused(f"a page has {page_bytes} bytes there and {incoming.page_bytes} here")
-        incoming.taken = True
+        incoming.claimed = True
         return incoming
 
 
-class Transfers:
-    """The transfers of one link. All methods run on the event loop."""
+class Migrations:
+    """The migrations of one link. All methods run on the event loop."""
 
     def __init__(self, link: REngineLink, page_bytes: int, inbox: Inbox, secret: bytes | None):
         self._link, self._page_bytes, self._inbox, self._secret = link, page_bytes, inbox, secret
-        self._tokens: dict[int, str] = {}  # of the sequences that may be brought, by sequence index
+        self._tokens: dict[int, str] = {}  # of sequences that may migrate here, by sequence index
         #: Migration connections that wait for the rest of a sequence, by sequence index, each with its token.
         self._deliveries: dict[int, tuple[str, MigrationSender]] = {}
         #: Migration connections that wait for another sequence, by the R-node's URL, each with the timer that closes
         #: it.
         self._kept: dict[str, tuple[asyncio.TimerHandle, MigrationSender]] = {}
-        self._near: dict[int, Incoming] = {}  # where sequences go that another link of this R-node takes, likewise
+        #: The sequences of other links of this R-node that sequences of this link migrate to, by sequence index.
+        self._local: dict[int, IncomingSequence] = {}
 
     def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
         """Let an empty sequence wait for its pages. Raises CallRefused."""
@@ -147,7 +150,7 @@ class Transfers:
             self._link.receive(*seq, length)
         self._forget(seq[0])
         self._tokens[seq[0]] = token
-        self._inbox.waiting[token] = Incoming(self._link, seq, length, self._page_bytes)
+        self._inbox.waiting[token] = IncomingSequence(self._link, seq, length, self._page_bytes)
 
     def freed(self, handles: Sequence[tuple[int, int]]) -> None:
         """Stop receiving and sending sequences that are about to be freed."""
@@ -160,7 +163,7 @@ class Transfers:
             self._inbox.waiting.pop(token).end()
 
     async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
-        """Send pages to the R-node at `url`, or copy them if that is this one. Raises TransportError."""
+        """Send pages to the R-node at `url`, or copy them if that is this R-node. Raises TransportError."""
         if token in self._inbox.waiting:
             await self._copy(seq, pages, length, token)
             return
@@ -214,9 +217,9 @@ class Transfers:
 
     async def _copy(self, seq: tuple[int, int], pages: range, length: int, token: str) -> None:
         """Copy pages to the sequence that waits for `token` on this R-node. Raises LinkRefused, CallRefused."""
-        incoming = self._near.get(seq[0])
+        incoming = self._local.get(seq[0])
         if incoming is None or self._inbox.waiting[token] is not incoming:
-            incoming = self._near[seq[0]] = self._inbox.take(token, self._page_bytes)
+            incoming = self._local[seq[0]] = self._inbox.take(token, self._page_bytes)
         incoming.check(pages.start, len(pages), length)
         offset, total = 0, len(pages) * self._page_bytes
         while offset < total:
@@ -227,15 +230,15 @@ class Transfers:
             await asyncio.sleep(0)  # PINGs and other requests are answered between two pieces
         if length:
             incoming.finish(length)
-            del self._near[seq[0]]
+            del self._local[seq[0]]
 
     def _close_delivery(self, seq_index: int) -> None:
-        self._near.pop(seq_index, None)
+        self._local.pop(seq_index, None)
         if found := self._deliveries.pop(seq_index, None):
             found[1].close()
 
     def close(self) -> None:
-        """End all transfers. No PUSH may be under way."""
+        """End all migrations. No PUSH may be under way."""
         self.freed([(seq_index, 0) for seq_index in [*self._tokens, *self._deliveries]])
         for url in list(self._kept):
             self._close_kept(url)

@@ -1,4 +1,4 @@
-"""Connections between S-nodes: one that decodes asks a prefill S-node to compute a prompt (engine/migration).
+"""Disaggregated prefill: connections over which one S-node asks another to compute a prompt (engine/migration).
 
 A connection serves one prompt. Its end withdraws the prompt. It uses the hand-shake and the frames of an R-node's
 control connection: both ends prove that they know the shared secret, and each frame carries a MAC.
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.daemon.discovery import DiscoveryError, NodeSet
-from fastdecode.engine.migration.prefill_client import Order
-from fastdecode.engine.migration.prefill_worker import Giver
+from fastdecode.engine.migration.prefill_client import PrefillOrder
+from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.state.request import EngineError, InvalidParameter, InvalidPrompt
 from fastdecode.region.contract import Status
 from fastdecode.transports import handshake, tcp
@@ -30,13 +30,13 @@ from fastdecode.transports.server import ConnectionServer, send_last
 
 log = logging.getLogger(__name__)
 
-#: A prefill S-node that has failed is not asked again for these seconds.
+#: A prefill S-node that has failed is not asked again for this many seconds.
 _FAILED_SECONDS = 5.0
 #: The longest time that a prompt may take, its wait included, before it is computed by the S-node that decodes.
 _ORDER_SECONDS = 300.0
-#: An S-node that is about to end waits so long for the S-nodes that continue its streams to ask for K and V.
+#: An S-node that is about to end leaves once no S-node that continues its streams has asked for K and V for this long.
 _QUIET_SECONDS = 2.0
-#: Connections that have not proved the secret, and all connections.
+#: Most connections that have not proved the secret, and most connections.
 _MOST_UNPROVED = 16
 _MOST = 1024
 #: Bytes of each end of a weight file that are compared.
@@ -66,49 +66,50 @@ def model_digest(path: Path, hello: Hello, balance: str = "") -> str:
 # ---- the S-node that decodes ----
 
 
-class RemotePrefill:
+class RemotePrefillNodes:
     """The prefill S-nodes of this S-node (an engine.migration.prefill_client.PrefillNodes)."""
 
     def __init__(self, urls: Sequence[str], model: str, secret: bytes | None, take_from: Sequence[str] = ()):
-        """`model`: see model_digest. `take_from`: S-nodes that compute no prompts for this one, but have the K and V of
-        their streams taken when they are about to end."""
+        """`model`: see model_digest. `take_from`: S-nodes that compute no prompts for this one, but give it the K and V
+        of their streams when they are about to end."""
         self._model, self._secret = model, secret
         self._prefill = tuple(urls)  # in this order, which decides between equals
-        self._waiting = dict.fromkeys([*urls, *take_from], 0)  # tokens of the prompts that each one has, by its URL
-        self._failed: dict[str, float] = {}  # when
+        self._waiting = dict.fromkeys([*urls, *take_from], 0)  # tokens of the prompts that each S-node has, by its URL
+        self._failed: dict[str, float] = {}  # the time of each S-node's last failure
 
     async def follow(self, nodes: NodeSet) -> None:
-        """Ask the S-nodes of this set, as it changes, until the caller cancels. While the set cannot be read, those of
-        the last reading stay; before the first, there are none."""
-        told = ""
+        """Ask the S-nodes of this set, as it changes, until the caller cancels. While the set cannot be read, the last
+        reading holds; before the first one, there are no S-nodes."""
+        logged = ""
         while True:
             try:
                 self.use(await nodes.read())
-                told = ""
+                logged = ""
             except DiscoveryError as error:
-                if str(error) != told:
-                    told = str(error)
-                    log.warning("prefill S-nodes: %s", told)
+                if str(error) != logged:
+                    logged = str(error)
+                    log.warning("prefill S-nodes: %s", logged)
             if nodes.interval is None:
                 return
             await asyncio.sleep(nodes.interval)
 
     def use(self, urls: Sequence[str]) -> None:
-        """Send prompts from now on to these S-nodes. Prompts under way at others go on."""
+        """Send prompts to these S-nodes from now on. A prompt under way on another S-node is still completed."""
         self._prefill = tuple(urls)
         self._waiting |= {url: 0 for url in urls if url not in self._waiting}
 
-    def _usable(self, at: str | None) -> list[str]:
-        """The S-node at `at` if it is known, else the prefill S-nodes, without any that has failed lately."""
-        now, wanted = time.monotonic(), [at] if at in self._waiting else self._prefill
+    def _usable(self, source: str | None) -> list[str]:
+        """The S-node at `source` if it is known, else the prefill S-nodes; none that has failed lately."""
+        now, wanted = time.monotonic(), [source] if source in self._waiting else self._prefill
         return [url for url in wanted if url and now - self._failed.get(url, -_FAILED_SECONDS) >= _FAILED_SECONDS]
 
-    def ready(self, at: str | None) -> bool:
-        return bool(self._usable(at))
+    def ready(self, source: str | None) -> bool:
+        return bool(self._usable(source))
 
-    async def prefill(self, order: Order) -> None:
+    async def prefill(self, order: PrefillOrder) -> None:
         """Let the S-node with the fewest waiting tokens compute a prompt. Raises TransportError."""
-        if not (usable := self._usable(order.at)):
+        usable = self._usable(order.source)
+        if not usable:
             raise LinkDown("no prefill S-node can be reached")
         url = min(usable, key=self._waiting.__getitem__)
         self._waiting[url] += len(order.tokens)
@@ -122,7 +123,7 @@ class RemotePrefill:
         finally:
             self._waiting[url] -= len(order.tokens)
 
-    async def _ask(self, url: str, order: Order) -> None:
+    async def _ask(self, url: str, order: PrefillOrder) -> None:
         message = PromptMessage(
             tokens=array("I", order.tokens).tobytes(),
             adapter=order.adapter,
@@ -155,23 +156,23 @@ class RemotePrefill:
 class PrefillServer(ConnectionServer):
     """Takes the prompts of other S-nodes."""
 
-    def __init__(self, sock: socket.socket, url: str, giver: Giver, model: str, secret: bytes | None):
+    def __init__(self, sock: socket.socket, url: str, worker: PrefillWorker, model: str, secret: bytes | None):
         """Takes ownership of the listening socket. `model`: see model_digest."""
         super().__init__(url, sock, _MOST_UNPROVED, _MOST)
-        self._giver, self._model, self._secret = giver, model, secret
+        self._worker, self._model, self._secret = worker, model, secret
         self._name = f"S-node {socket.gethostname()}"
-        self._last = time.monotonic()  # when a connection last came, or the streams have left
+        self._last = time.monotonic()  # when the last connection came, or `drain` was called
 
     @classmethod
-    async def listen(cls, url: str, giver: Giver, model: str, secret: bytes | None) -> PrefillServer:
+    async def listen(cls, url: str, worker: PrefillWorker, model: str, secret: bytes | None) -> PrefillServer:
         """Listen at tcp://host:port. Raises TransportError, also if other machines can reach it and there is no
         secret."""
         host, port = tcp.parse(url)
         sock, netloc = await tcp.listen(url, host, port, secret, False)
-        return cls(sock, f"tcp://{netloc}", giver, model, secret)
+        return cls(sock, f"tcp://{netloc}", worker, model, secret)
 
     async def drain(self, seconds: float) -> None:
-        """Wait until nobody has asked for a prompt for a while, at most `seconds`."""
+        """Wait until no S-node has asked for a prompt for a while, at most `seconds`."""
         self._last = time.monotonic()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -196,7 +197,7 @@ class PrefillServer(ConnectionServer):
     async def begin(self, conn: FrameSocket) -> Coroutine[None, None, None]:
         return self._serve(conn, await self._order(conn))
 
-    async def _order(self, conn: FrameSocket) -> Order:
+    async def _order(self, conn: FrameSocket) -> PrefillOrder:
         """Do the hand-shake and read the prompt. Raises LinkRefused, LinkDown, ProtocolError."""
         opening = await handshake.challenge_s_node(conn, self._name, self._secret is not None)
         if opening.verify(Entrust, self._secret).model != self._model:
@@ -209,35 +210,35 @@ class PrefillServer(ConnectionServer):
             raise ProtocolError(f"expected PROMPT, got {message.TYPE}")
         if len(message.tokens) % 4:
             raise ProtocolError("the token ids of PROMPT are not whole")
-        return Order(
-            array("I", message.tokens).tolist(),
-            message.adapter,
-            message.cache_salt,
-            message.client,
-            message.priority,
-            message.url,
-            message.token,
+        return PrefillOrder(
+            tokens=array("I", message.tokens).tolist(),
+            adapter=message.adapter,
+            cache_salt=message.cache_salt,
+            client=message.client,
+            priority=message.priority,
+            url=message.url,
+            token=message.token,
         )
 
-    async def _serve(self, conn: FrameSocket, order: Order) -> None:
-        """Compute a prompt, as long as the other S-node is there."""
-        giving = asyncio.ensure_future(self._giver.give(order))
+    async def _serve(self, conn: FrameSocket, order: PrefillOrder) -> None:
+        """Compute a prompt while the other S-node keeps the connection open."""
+        work = asyncio.ensure_future(self._worker.prefill(order))
         gone: asyncio.Future[Any] = asyncio.ensure_future(conn.readable())
         try:
-            await asyncio.wait({giving, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not giving.done():
-                return  # the other S-node has closed the connection, or sends what has no place here
-            giving.result()
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return  # the other S-node has closed the connection, or sends something unexpected
+            work.result()
             await send_last(conn, Ok(id=0, stats=None))
         except (EngineError, TransportError) as error:
             log.warning("a prompt of another S-node was not computed: %s", error)
-            bad = isinstance(error, InvalidPrompt | InvalidParameter)  # others may do better
+            bad = isinstance(error, InvalidPrompt | InvalidParameter)  # another prefill S-node may succeed
             status = Status.BAD_CALL if bad else Status.INTERNAL
             await send_last(conn, ErrorMessage(id=0, status=status, message=str(error)[:4096]))
         except Exception:
             log.exception("%s: a connection failed", self.url)
         finally:
-            for task in (giving, gone):
+            for task in (work, gone):
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(giving, gone, return_exceptions=True)
+                await asyncio.gather(work, gone, return_exceptions=True)

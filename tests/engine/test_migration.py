@@ -10,7 +10,7 @@ from engines.toy import ToyLink, continuation, tokens_of, until
 from engines.toy_engine import generate, started
 
 from fastdecode.engine.migration import migrator
-from fastdecode.engine.migration.rebalance import choose_move
+from fastdecode.engine.migration.rebalance import choose_migrations
 from fastdecode.engine.state.request import SamplingParams
 
 pytestmark = pytest.mark.quick
@@ -35,7 +35,7 @@ async def test_a_drain_moves_every_running_sequence_and_recomputes_none(options)
         running = engine.stats.nodes[1].sequences
         await engine.r_nodes.drain(1)
         totals = engine.stats.totals
-        assert not work.done() and totals.moved >= running / 2 > 1
+        assert not work.done() and totals.migrated >= running / 2 > 1
         assert engine.stats.nodes[1].sequences == 0
         await until(lambda: not second.cache)
         await engine.r_nodes.retire(1)
@@ -51,7 +51,7 @@ async def test_pages_are_copied_while_the_sequence_goes_on():
         second.pushing.clear()
         draining = asyncio.create_task(engine.r_nodes.drain(1))
         await second.pushed.wait()
-        seq = next(s for s in engine.r_nodes.moves._moving if not s.held and s.cached > 128)
+        seq = next(s for s in engine.r_nodes.migrator._migrating if not s.held and s.cached > 128)
         before = len(seq.tokens)
         await until(lambda: len(seq.tokens) > before + 3)
         second.pushing.set()
@@ -64,7 +64,7 @@ async def copying(engine, second):
     second.finishing.clear()
     draining = asyncio.create_task(engine.r_nodes.drain(1))
     await until(lambda: any(length for _, length in second.pushes))
-    [seq] = engine.r_nodes.moves._moving
+    [seq] = engine.r_nodes.migrator._migrating
     goal = len(seq.tokens) + 5
     await until(lambda: len(seq.tokens) >= goal)
     return draining, seq
@@ -80,10 +80,10 @@ async def test_a_step_waits_for_a_sequence_that_is_about_to_change_its_place():
     first, second = pair()
     async with started(first, second, mini_batches=2) as engine:
         work = await loaded(engine, second)
-        mover = engine.r_nodes.moves
+        mover = engine.r_nodes.migrator
         await work
         seq = Held()
-        mover._moving.add(seq)
+        mover._migrating.add(seq)
         engine.scheduler.step_times.base = 100.0  # seconds, of which a step waits a quarter
         waits = asyncio.create_task(mover.settle(1))
         async with asyncio.timeout(5):
@@ -94,7 +94,7 @@ async def test_a_step_waits_for_a_sequence_that_is_about_to_change_its_place():
             seq.held = False
             mover.notice()
             await waits
-        mover._moving.clear()
+        mover._migrating.clear()
 
 
 async def test_the_rest_is_copied_while_the_sequence_goes_on_and_no_step_misses_it():
@@ -105,7 +105,7 @@ async def test_the_rest_is_copied_while_the_sequence_goes_on_and_no_step_misses_
         assert seq.mini_batch is not None and seq.node is engine.cluster.nodes[1]
         second.finishing.set()
         await asyncio.gather(draining, work)
-        assert engine.stats.totals.moved > 1 and engine.stats.totals.recomputed == 0
+        assert engine.stats.totals.migrated > 1 and engine.stats.totals.recomputed == 0
 
 
 async def test_a_step_computes_only_the_tokens_that_it_has_rows_for():
@@ -113,7 +113,7 @@ async def test_a_step_computes_only_the_tokens_that_it_has_rows_for():
     first, second = pair()
     async with started(first, second, mini_batches=1, max_batch_tokens=16) as engine:
         work = await loaded(engine, second)
-        assert engine.scheduler.n_running == 16
+        assert len(engine.scheduler.running) == 16
         draining, _ = await copying(engine, second)
         second.finishing.set()
         await asyncio.gather(draining, work)
@@ -173,7 +173,7 @@ async def test_a_refused_move_leaves_the_sequence_in_place_and_is_tried_again(mo
         second.refuse_pushes = True
         draining = asyncio.create_task(engine.r_nodes.drain(1))
         await until(lambda: len(second.pushes) > 1)
-        assert engine.stats.totals.moved == 0
+        assert engine.stats.totals.migrated == 0
         second.refuse_pushes = False
         await asyncio.gather(draining, work)
         assert engine.stats.totals.recomputed == 0
@@ -189,7 +189,7 @@ async def test_clients_that_go_away_during_a_move_leave_nothing():
         second.finishing.clear()
         draining = asyncio.create_task(engine.r_nodes.drain(1))
         await until(lambda: any(length for _, length in second.pushes))
-        for seq in list(engine.r_nodes.moves._moving):
+        for seq in list(engine.r_nodes.migrator._migrating):
             engine.cancel(seq)
         second.finishing.set()
         await draining
@@ -219,7 +219,7 @@ async def test_running_sequences_move_to_an_r_node_that_joins(monkeypatch):
         await until(lambda: len(second.cache) >= 6)
         await work
         totals = engine.stats.totals
-        assert 6 <= totals.moved <= 12 and totals.recomputed == totals.preemptions == 0
+        assert 6 <= totals.migrated <= 12 and totals.recomputed == totals.preemptions == 0
 
 
 async def test_nothing_moves_where_the_s_part_covers_the_r_part(monkeypatch):
@@ -228,14 +228,14 @@ async def test_nothing_moves_where_the_s_part_covers_the_r_part(monkeypatch):
     async with started(first, second) as engine:
         work = await beside_an_empty_r_node(engine, seconds_per_token=1e-7)
         await work
-        assert engine.stats.totals.moved == 0
+        assert engine.stats.totals.migrated == 0
 
 
 FULL = ((0, 4),)  # four layers of full attention
 
 
 def choose(placed, costs, *, groups=FULL, open_nodes=None, covered=0.0, excess=0.25):
-    return choose_move(placed, groups, costs, open_nodes or range(len(costs)), covered, excess)
+    return choose_migrations(placed, groups, costs, open_nodes or range(len(costs)), covered, excess)
 
 
 def test_a_move_evens_out_two_r_nodes_best():
