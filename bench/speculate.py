@@ -8,6 +8,7 @@ temperature 1 after random ones, where hardly a guess is right. Both engines mus
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import random
@@ -29,7 +30,7 @@ from fastdecode.daemon.option_values import guesses
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.state import sequence
-from fastdecode.engine.state.request import SamplingParams
+from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.spart import choose_device, choose_dtype
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.threads import pool_threads, set_threads
@@ -150,10 +151,16 @@ def _edit(tokenizer: Tokenizer, code: str) -> list[int]:
 
 async def _decode(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], float]:
     """The tokens after a prompt, and the seconds from the first one to the last."""
-    tokens, start = [], 0.0
-    async for event in engine.submit(prompt, params):
+    events: asyncio.Queue[TokenEvent | EngineError] = asyncio.Queue()
+    engine.submit_choices(prompt, params, {"speculate": events.put_nowait})
+    tokens, start, ended = [], 0.0, False
+    while not ended:
+        event = await events.get()
+        if isinstance(event, EngineError):
+            raise event
         tokens.append(event.token)
         start = start or time.perf_counter()
+        ended = event.finish_reason is not None
     return tokens, time.perf_counter() - start
 
 

@@ -1,8 +1,7 @@
 """The engine: the S-node's asyncio part between the API and the S-Part.
 
-engine         Engine: takes requests, drives the steps, fills the token streams
-stream         RequestStream: the tokens of one request
-delivery       the tokens of a step, handed out to all streams
+engine         Engine: takes requests, drives the steps, hands out their tokens
+delivery       the tokens of a step on their way to the API
 checks         checks of requests and of links
 batching       a plan in the S-Part's terms
 runner         the thread in which the S-Part computes

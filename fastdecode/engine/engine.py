@@ -1,9 +1,9 @@
 """The engine: requests in, tokens out.
 
-Life of a request: `submit` queues it. The driver of a mini-batch lets the scheduler plan a step, hands the step to the
-runner's thread, records the result and puts the new tokens into the requests' streams. Each mini-batch has one driver
-task; a driver with nothing to do sleeps until something changes. All of this runs in the event loop; only the S-Part
-computes in the runner's thread.
+Life of a request: `submit_choices` queues it. The driver of a mini-batch lets the scheduler plan a step, hands the step
+to the runner's thread, records the result and puts the new tokens into the requests' streams. Each mini-batch has one
+driver task; a driver with nothing to do sleeps until something changes. All of this runs in the event loop; only the
+S-Part computes in the runner's thread.
 """
 
 from __future__ import annotations
@@ -32,18 +32,15 @@ from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.state.constraints import constraints
 from fastdecode.engine.state.prefixes import page_hashes
 from fastdecode.engine.state.request import (
-    EngineError,
     GenerationFailed,
     NotReady,
     OutletChoice,
     Output,
     Overloaded,
     SamplingParams,
-    TokenEvent,
 )
 from fastdecode.engine.state.sequence import Sequence
-from fastdecode.engine.stats import EngineObserver, EngineStats, StepPart, Totals
-from fastdecode.engine.stream import RequestStream
+from fastdecode.engine.stats import EngineObserver, EngineStats, Totals
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
@@ -172,7 +169,7 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """True if `submit` would take a request that fits."""
+        """True if `submit_choices` would take a request that fits."""
         return self._why_not_ready() is None
 
     @property
@@ -186,12 +183,6 @@ class Engine:
         return self._clock() - self.last_progress if self._live else 0.0
 
     # -- requests -------------------------------------------------------------------------------------------------
-
-    def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> RequestStream:
-        """Queue a request of one choice. Raises as `submit_choices` does."""
-        events: asyncio.Queue[TokenEvent | EngineError | None] = asyncio.Queue()
-        [seq] = self.submit_choices(prompt_ids, params, {request_id or secrets.token_hex(12): events.put_nowait})
-        return RequestStream(seq, events, self.cancel)
 
     def submit_choices(
         self,
@@ -445,18 +436,9 @@ class Engine:
         chunks = (chunk for plan in self._plans if plan for chunk in plan.chunks)
         self.r_nodes.install_replacements(chunk.seq.placed_on.position for chunk in chunks if chunk.seq.in_flight)
 
-    async def refresh(self) -> None:
-        """Update the R-nodes' counters in `stats`. An R-node that does not answer within 2 s keeps its last
-        counters."""
-        await self.r_nodes.refresh()
-
-    def timeline(self, n: int) -> list[StepPart]:
-        """The last `n` parts of steps that the S-Part has computed."""
-        return list(self.spart.timeline.last(n))
-
     @property
     def stats(self) -> EngineStats:
-        """The engine's counters now; the R-nodes' counters are as of the last `refresh`."""
+        """The engine's counters now; the R-nodes' counters are as of the last RNodeControl.refresh."""
         nodes = self.cluster.alive
         self.totals.preemptions = self.scheduler.preemptions
         self.totals.recomputed = self.scheduler.running.recomputed

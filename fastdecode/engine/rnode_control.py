@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -94,17 +95,12 @@ class RNodeControl:
         try:
             while sequences := node.take_released():
                 self._drop_staged(node, sequences)
-                if not node.alive:
-                    continue  # its cache is gone anyway
-                try:
-                    await node.link.free([sequence.handle for sequence in sequences])
-                except LinkDown as error:
-                    self.mark_lost(node, error)
-                    continue
-                except CallRefused as error:
-                    log.warning("R-node %s did not know a sequence that was to be freed: %s", node.url, error)
-                node.acknowledge_free(sequences)
-                self._on_change()
+                if node.alive:
+                    with self._failures(node, "a FREE"):
+                        await node.link.free([sequence.handle for sequence in sequences])
+                if node.alive:  # else its cache is gone anyway
+                    node.acknowledge_free(sequences)
+                    self._on_change()
         finally:
             self._freeing.discard(node)
 
@@ -112,26 +108,19 @@ class RNodeControl:
         """Let a placed sequence share the cached tokens of its source."""
         node, source, succeeded = seq.placed_on, seq.source, False
         assert source is not None, "a sequence without a source asks for no FORK"
-        try:
+        with self._failures(node, "a FORK"):
             await node.link.fork(source.cached.handle, seq.handle, seq.shared_tokens)
             succeeded = True
-        except LinkDown as error:
-            self.mark_lost(node, error)
-        except CallRefused as error:
-            log.warning("R-node %s refused to share a cached prefix: %s", node.url, error)
         self._scheduler.fork_done(seq, succeeded)
         self._on_change()
 
     async def _resize(self, node: RNodeLedger, wanted: int) -> None:
         """Ask for a lease of `wanted` pages. If the R-node has fewer, do not ask again for a while."""
-        try:
+        answer: Mapping[str, int] = {}
+        with self._failures(node, "a RESIZE"):
             answer = await node.link.resize(wanted)
-        except LinkDown as error:
-            self.mark_lost(node, error)
+        if not node.alive:
             return
-        except CallRefused as error:
-            log.warning("R-node %s refused to change the size of its lease: %s", node.url, error)
-            answer = {}
         node.resized(answer.get("pages_total", node.n_pages), answer.get("pages_max", node.n_pages))
         node.resizing = False
         node.refused = node.n_pages < wanted
@@ -151,6 +140,18 @@ class RNodeControl:
     def remote_prefills(self) -> int:
         """Prompts that prefill S-nodes have computed for this S-node."""
         return self.prefill_client.prefilled if self.prefill_client is not None else 0
+
+    @contextlib.contextmanager
+    def _failures(self, node: RNodeLedger, request: str) -> Iterator[None]:
+        """Record the loss of an R-node by a request, and log one that it refuses or does not answer in time."""
+        try:
+            yield
+        except LinkDown as error:
+            self.mark_lost(node, error)
+        except CallRefused as error:
+            log.warning("R-node %s refused %s: %s", node.url, request, error)
+        except TimeoutError:
+            log.warning("R-node %s has not answered %s in time", node.url, request)
 
     # -- loss and replacement -------------------------------------------------------------------------------------
 
@@ -276,7 +277,7 @@ class RNodeControl:
         await asyncio.gather(*(self._refresh(node) for node in self._cluster.alive))
 
     async def _refresh(self, node: RNodeLedger) -> None:
-        try:
+        with self._failures(node, "a STATS"):
             async with asyncio.timeout(_REFRESH_SECONDS):
                 asked = time.perf_counter()
                 members = node.link.links
@@ -284,9 +285,3 @@ class RNodeControl:
                 node.answer_seconds = time.perf_counter() - asked
                 self.counters.update(zip(members, answers, strict=True))
                 node.record_obtainable(min(counters.get("pages_max", node.n_pages) for counters in answers))
-        except LinkDown as error:
-            self.mark_lost(node, error)
-        except CallRefused as error:
-            log.warning("R-node %s refused a STATS: %s", node.url, error)
-        except TimeoutError:
-            log.warning("R-node %s has not answered a STATS for %.0f s", node.url, _REFRESH_SECONDS)

@@ -74,9 +74,9 @@ class LocalEngine:
         return EngineStatus(engine.ready, engine.stalled_seconds, engine.longest_sequence, engine.stats)
 
     async def metrics(self) -> bytes:
-        await self._engine.refresh()
+        await self._engine.r_nodes.refresh()
         return self._metrics.render()
 
     async def report(self, n_parts: int) -> Report:
-        await self._engine.refresh()
-        return Report(await self.status(), self._engine.timeline(n_parts), self._metrics.latencies())
+        await self._engine.r_nodes.refresh()
+        return Report(await self.status(), list(self._engine.spart.timeline.last(n_parts)), self._metrics.latencies())

@@ -10,6 +10,7 @@ import socket
 
 import pytest
 import torch
+from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from nodes.node_process import fetch
 from nodes.rnode_process import RNodeProcess
@@ -243,7 +244,7 @@ async def test_every_token_is_that_of_transformers(serve, tmp_path, apart):
         async with engine_on(nodes[0], checkpoint) as prefill:
             remote = RemotePrefillNodes([await serve(PrefillWorker(prefill), None)], MODEL, None)
             async with engine_on(nodes[-1], checkpoint, prefill_nodes=remote, guesses=3) as decode:
-                streams = [decode.submit(prompt, params) for prompt in prompts]
+                streams = [submit(decode, prompt, params) for prompt in prompts]
                 results = await asyncio.gather(*map(tokens_of, streams))
                 assert decode.stats.totals.remote_prefills == 4
                 assert decode.stats.totals.recomputed == prefill.stats.totals.recomputed == 0

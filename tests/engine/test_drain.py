@@ -9,6 +9,7 @@ import signal
 
 import pytest
 import torch
+from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from nodes.rnode_process import RNodeProcess
 
@@ -67,7 +68,7 @@ async def until(condition):
 
 def start(engine, given):
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    return asyncio.gather(*(tokens_of(engine.submit(prompt, params)) for prompt in given))
+    return asyncio.gather(*(tokens_of(submit(engine, prompt, params)) for prompt in given))
 
 
 @pytest.mark.parametrize(

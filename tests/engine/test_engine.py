@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import pytest
+from engines.token_stream import submit
 from engines.toy import POISON, VOCAB, ToyLink, ToySPart, continuation, tokens_of, until
 from engines.toy_engine import running
 
@@ -40,7 +41,7 @@ async def test_requests_at_random_times_get_their_own_tokens(mini_batches, n_lin
 
     async def client(engine, prompt, n):
         await asyncio.sleep(rng.random() * 0.05)
-        stream = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n))
+        stream = submit(engine, prompt, SamplingParams(temperature=0.0, max_tokens=n))
         assert await tokens_of(stream) == continuation(prompt, n)
 
     options |= {"mini_batches": mini_batches, "max_batch_tokens": 128, "max_batch_size": 32}
@@ -56,7 +57,7 @@ async def test_too_small_a_lease_costs_time_not_tokens(priorities):
     async with running(link, max_batch_tokens=64, max_batch_size=16) as (engine, _):
         given = prompts(12, longest=150)
         streams = [
-            engine.submit(p, SamplingParams(temperature=0.0, max_tokens=150, priority=priorities[i % len(priorities)]))
+            submit(engine, p, SamplingParams(temperature=0.0, max_tokens=150, priority=priorities[i % len(priorities)]))
             for i, p in enumerate(given)
         ]
         for prompt, tokens in zip(given, await asyncio.gather(*map(tokens_of, streams)), strict=True):
@@ -69,12 +70,12 @@ async def test_seed_fixes_the_draw_whatever_happens_to_the_sequence():
 
     async def alone():
         async with running(ToyLink()) as (engine, _):
-            return await tokens_of(engine.submit([1, 2, 3], params))
+            return await tokens_of(submit(engine, [1, 2, 3], params))
 
     async with running(ToyLink(n_pages=5), max_batch_tokens=64, max_batch_size=16) as (engine, _):
-        crowd = [engine.submit(p, SamplingParams(temperature=0.0, max_tokens=120)) for p in prompts(5, longest=60)]
-        seeded = engine.submit([1, 2, 3], params)
-        unseeded = [engine.submit([1, 2, 3], SamplingParams(max_tokens=120)) for _ in range(2)]
+        crowd = [submit(engine, p, SamplingParams(temperature=0.0, max_tokens=120)) for p in prompts(5, longest=60)]
+        seeded = submit(engine, [1, 2, 3], params)
+        unseeded = [submit(engine, [1, 2, 3], SamplingParams(max_tokens=120)) for _ in range(2)]
         crowded, *others = await asyncio.gather(*map(tokens_of, [seeded, *unseeded, *crowd]))
         assert engine.stats.totals.preemptions > 0
     assert crowded == await alone()
@@ -83,17 +84,17 @@ async def test_seed_fixes_the_draw_whatever_happens_to_the_sequence():
 
 async def test_without_max_tokens_it_goes_on_to_the_end_of_the_context():
     async with running(ToyLink(), max_positions=100, max_model_len=90) as (engine, _):
-        events = [event async for event in engine.submit([5] * 30, SamplingParams(temperature=0.0))]
+        events = [event async for event in submit(engine, [5] * 30, SamplingParams(temperature=0.0))]
         assert [e.token for e in events] == continuation([5] * 30, 60)
         assert [e.finish_reason for e in events] == [None] * 59 + ["length"]
 
 
 async def test_lease_smaller_than_the_context_is_the_context():
     async with running(ToyLink(n_pages=2)) as (engine, _):
-        assert len(await tokens_of(engine.submit([5] * 100, SamplingParams(temperature=0.0)))) == 157
-        assert len(await tokens_of(engine.submit([5] * 256, SamplingParams(temperature=0.0)))) == 1
+        assert len(await tokens_of(submit(engine, [5] * 100, SamplingParams(temperature=0.0)))) == 157
+        assert len(await tokens_of(submit(engine, [5] * 256, SamplingParams(temperature=0.0)))) == 1
         with pytest.raises(PromptTooLong, match="257 tokens; the KV-cache holds at most 256"):
-            engine.submit([5] * 257, GREEDY)
+            submit(engine, [5] * 257, GREEDY)
 
 
 async def test_end_tokens():
@@ -101,29 +102,29 @@ async def test_end_tokens():
     plain = continuation(prompt, 20)
     eos, stop = plain[9], plain[4]
     async with running(ToyLink(), eos=frozenset({eos})) as (engine, _):
-        events = [event async for event in engine.submit(prompt, GREEDY)]
+        events = [event async for event in submit(engine, prompt, GREEDY)]
         assert [e.token for e in events] == plain[:10] and events[-1].finish_reason == "stop"
         ignoring = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-        assert await tokens_of(engine.submit(prompt, ignoring)) == plain
+        assert await tokens_of(submit(engine, prompt, ignoring)) == plain
         stopping = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, stop_token_ids=frozenset({stop}))
-        assert await tokens_of(engine.submit(prompt, stopping)) == plain[:5]
+        assert await tokens_of(submit(engine, prompt, stopping)) == plain[:5]
 
 
 async def test_a_request_that_cannot_run_is_refused_at_submit():
     link = ToyLink()
     engine = Engine(ToySPart([link], max_positions=50), [link], max_queued=2)
     with pytest.raises(NotReady, match="not started"):
-        engine.submit([1], GREEDY)
+        submit(engine, [1], GREEDY)
     options = {"max_queued": 2, "mini_batches": 1, "max_batch_size": 1}
     async with running(ToyLink(), max_positions=50, **options) as (engine, _):
         with pytest.raises(PromptTooLong, match="50 tokens; the context is 50"):
-            engine.submit([1] * 50, GREEDY)
+            submit(engine, [1] * 50, GREEDY)
         for prompt in ([], [VOCAB], [-1]):
             with pytest.raises(InvalidPrompt):
-                engine.submit(prompt, GREEDY)
-        streams = [engine.submit([1] * 49, GREEDY) for _ in range(3)]  # the first has room to run at once
+                submit(engine, prompt, GREEDY)
+        streams = [submit(engine, [1] * 49, GREEDY) for _ in range(3)]  # the first has room to run at once
         with pytest.raises(Overloaded, match="3 requests"):
-            engine.submit([1], GREEDY)
+            submit(engine, [1], GREEDY)
         for stream in streams:
             assert len(await tokens_of(stream)) == 1
 
@@ -142,16 +143,16 @@ async def test_requests_with_room_to_run_are_not_counted_as_waiting(link, option
     """Requests that arrive in one go are all queued before the first of them can be scheduled."""
     async with running(ToyLink(**{"max_seqs": 32} | link), max_queued=4, **options) as (engine, spart):
         if "n_pages" in link:
-            await tokens_of(engine.submit([1] * 6 * 128, GREEDY))
+            await tokens_of(submit(engine, [1] * 6 * 128, GREEDY))
             await until(lambda: engine.cluster.nodes[0].free_pages == 26)
             spart.gate.clear()
-            first = engine.submit([1] * 6 * 128, SamplingParams(temperature=0.0, max_tokens=1))
+            first = submit(engine, [1] * 6 * 128, SamplingParams(temperature=0.0, max_tokens=1))
             await until(lambda: engine.stats.running == 1)
             spart.posted.clear()
         streams = []
         with pytest.raises(Overloaded) as caught:
             while True:
-                streams.append(engine.submit([len(streams)] * 20, GREEDY))
+                streams.append(submit(engine, [len(streams)] * 20, GREEDY))
         assert len(streams) == taken
         assert caught.value.retry_after >= 1
         spart.gate.set()
@@ -191,9 +192,9 @@ async def test_links_and_limits_that_do_not_fit_are_refused():
 async def test_cancel_in_the_queue_in_prefill_and_in_decode():
     long = SamplingParams(temperature=0.0, max_tokens=1000)
     async with running(ToyLink(), mini_batches=1, max_batch_tokens=16, max_batch_size=8) as (engine, spart):
-        decoding = engine.submit([1], long)
+        decoding = submit(engine, [1], long)
         await anext(decoding)
-        prefilling, queued = engine.submit([2] * 4000, long), engine.submit([3], long)
+        prefilling, queued = submit(engine, [2] * 4000, long), submit(engine, [3], long)
         await until(lambda: spart.staged)
         spart.gate.clear()
         assert (engine.stats.running, engine.stats.waiting) == (2, 1)
@@ -208,7 +209,7 @@ async def test_cancel_in_the_queue_in_prefill_and_in_decode():
 
 async def test_cancel_after_the_end_does_nothing():
     async with running(ToyLink()) as (engine, _):
-        stream = engine.submit([1], GREEDY)
+        stream = submit(engine, [1], GREEDY)
         assert len(await tokens_of(stream)) == 20
         stream.cancel()
         with pytest.raises(StopAsyncIteration):
@@ -218,7 +219,7 @@ async def test_cancel_after_the_end_does_nothing():
 async def test_waiting_frees_travel_in_one_frame():
     link = ToyLink()
     async with running(link) as (engine, _):
-        await asyncio.gather(*(tokens_of(engine.submit([i], GREEDY)) for i in range(20)))
+        await asyncio.gather(*(tokens_of(submit(engine, [i], GREEDY)) for i in range(20)))
     assert sum(map(len, link.frames)) == 20
     assert len(link.frames) < 10
 
@@ -228,23 +229,23 @@ async def test_waiting_frees_travel_in_one_frame():
 async def test_failed_step_fails_its_own_sequences_only(fault, when, caplog):
     async with running(ToyLink(), mini_batches=2) as (engine, spart):
         spart.gate.clear()
-        one = engine.submit([1], GREEDY)
+        one = submit(engine, [1], GREEDY)
         await until(spart.posted.is_set)
         setattr(spart, when, fault)
-        other = engine.submit([2], GREEDY)
+        other = submit(engine, [2], GREEDY)
         await until(lambda: engine.stats.waiting == 0)
         spart.gate.set()
         results = await asyncio.gather(tokens_of(one), tokens_of(other), return_exceptions=True)
         failed = [result for result in results if isinstance(result, GenerationFailed)]
         assert len(failed) == 1 and "step" in str(failed[0])
         assert continuation([1], 20) in results or continuation([2], 20) in results
-        assert await tokens_of(engine.submit([1], GREEDY)) == continuation([1], 20)
+        assert await tokens_of(submit(engine, [1], GREEDY)) == continuation([1], 20)
     assert "step" in caplog.text
 
 
 async def test_row_without_finite_logits_fails_alone():
     async with running(ToyLink()) as (engine, _):
-        bad, good = engine.submit([1, POISON], GREEDY), engine.submit([1, 2], GREEDY)
+        bad, good = submit(engine, [1, POISON], GREEDY), submit(engine, [1, 2], GREEDY)
         with pytest.raises(GenerationFailed, match="not finite"):
             await tokens_of(bad)
         assert await tokens_of(good) == continuation([1, 2], 20)
@@ -256,7 +257,7 @@ async def test_streams_of_a_lost_node_go_on_at_another(silently):
     params = SamplingParams(temperature=0.0, max_tokens=200)
     async with running(*links, max_batch_tokens=64, max_batch_size=16) as (engine, _):
         given = prompts(16)
-        streams = [engine.submit(p, params) for p in given]
+        streams = [submit(engine, p, params) for p in given]
         await anext(streams[3])
         await until(lambda: all(node.n_sequences for node in engine.cluster.nodes))
         links[1].kill(silently=silently)
@@ -271,20 +272,20 @@ async def test_loss_of_the_only_node_ends_streams_until_it_is_back(silently):
     link = ToyLink("tcp://r0")
     params = SamplingParams(temperature=0.0, max_tokens=1000)
     async with running(link, mini_batches=2, max_batch_tokens=32, max_batch_size=4) as (engine, spart):
-        streams = [engine.submit(p, params) for p in prompts(12)]
+        streams = [submit(engine, p, params) for p in prompts(12)]
         await anext(streams[0])
         link.kill(silently=silently)
         for stream in streams:
             with pytest.raises(GenerationFailed, match="tcp://r0 was lost"):
                 await tokens_of(stream)
         with pytest.raises(NotReady, match="no R-node"):
-            engine.submit([1], GREEDY)
+            submit(engine, [1], GREEDY)
         assert not engine.ready and engine.stalled_seconds == 0
         await until(lambda: not spart.staged)
         fresh = ToyLink("tcp://r0")
         engine.replace_link(0, fresh)
         assert engine.ready
-        assert await tokens_of(engine.submit([1], GREEDY)) == continuation([1], 20)
+        assert await tokens_of(submit(engine, [1], GREEDY)) == continuation([1], 20)
 
 
 async def test_replaced_link_waits_for_the_steps_that_use_the_old_one():
@@ -292,7 +293,7 @@ async def test_replaced_link_waits_for_the_steps_that_use_the_old_one():
     other = ToyLink("tcp://r1", n_pages=20)
     async with running(old, other, mini_batches=2) as (engine, spart):
         spart.gate.clear()
-        stream = engine.submit([1], GREEDY)
+        stream = submit(engine, [1], GREEDY)
         await until(spart.posted.is_set)
         old.kill()
         engine.replace_link(0, fresh)
@@ -300,7 +301,7 @@ async def test_replaced_link_waits_for_the_steps_that_use_the_old_one():
         spart.gate.set()
         assert await tokens_of(stream) == continuation([1], 20)
         assert spart.links[0] is fresh
-        assert await tokens_of(engine.submit([2], GREEDY)) == continuation([2], 20)
+        assert await tokens_of(submit(engine, [2], GREEDY)) == continuation([2], 20)
         assert fresh.frames or fresh.cache
 
 
@@ -309,9 +310,9 @@ async def test_replaced_link_inherits_no_staged_prompt():
     old, fresh = ToyLink("tcp://r0"), ToyLink("tcp://r0")
     async with running(old, max_batch_tokens=16, max_batch_size=8) as (engine, spart):
         old.answering.clear()
-        await tokens_of(engine.submit([1], GREEDY))
+        await tokens_of(submit(engine, [1], GREEDY))
         await until(lambda: old.frames)
-        stream = engine.submit([2] * 4000, GREEDY)
+        stream = submit(engine, [2] * 4000, GREEDY)
         await until(lambda: spart.staged)
         old.kill()
         engine.replace_link(0, fresh)
@@ -320,7 +321,7 @@ async def test_replaced_link_inherits_no_staged_prompt():
         await until(lambda: spart.links[0] is fresh)
         assert not spart.staged
         old.answering.set()
-        assert await tokens_of(engine.submit([3] * 100, GREEDY)) == continuation([3] * 100, 20)
+        assert await tokens_of(submit(engine, [3] * 100, GREEDY)) == continuation([3] * 100, 20)
 
 
 async def test_replacing_link_must_fit():
@@ -333,10 +334,10 @@ async def test_replacing_link_must_fit():
 async def test_drain_lets_running_requests_end_and_takes_no_new_ones():
     async with running(ToyLink()) as (engine, spart):
         spart.gate.clear()
-        stream = engine.submit([1], GREEDY)
+        stream = submit(engine, [1], GREEDY)
         assert not await engine.drain(0.01)
         with pytest.raises(NotReady, match="shutting down"):
-            engine.submit([1], GREEDY)
+            submit(engine, [1], GREEDY)
         spart.gate.set()
         assert await engine.drain(20)
         assert await tokens_of(stream) == continuation([1], 20)
@@ -347,7 +348,7 @@ async def test_stop_fails_unfinished_requests():
     spart = ToySPart([link])
     engine = Engine(spart, [link])
     await engine.start()
-    streams = [engine.submit([i], SamplingParams(temperature=0.0, max_tokens=4000)) for i in range(5)]
+    streams = [submit(engine, [i], SamplingParams(temperature=0.0, max_tokens=4000)) for i in range(5)]
     await anext(streams[0])
     await engine.stop()
     await engine.stop()
@@ -363,14 +364,14 @@ async def test_defect_in_the_engine_is_said_to_every_client(caplog):
     engine = Engine(spart, [link])
     await engine.start()
     spart.gate.clear()
-    stream = engine.submit([1], GREEDY)
+    stream = submit(engine, [1], GREEDY)
     await until(spart.posted.is_set)
     engine.scheduler.complete = None
     spart.gate.set()
     with pytest.raises(GenerationFailed, match="broke"):
         await tokens_of(stream)
     with pytest.raises(NotReady, match="broke"):
-        engine.submit([1], GREEDY)
+        submit(engine, [1], GREEDY)
     await engine.stop()
     assert "the engine broke" in caplog.text
 
@@ -381,9 +382,9 @@ async def test_an_r_node_that_refuses_its_counters_keeps_its_last_ones():
 
     link = ToyLink("tcp://r0", n_pages=10)
     async with running(link) as (engine, _):
-        await engine.refresh()
+        await engine.r_nodes.refresh()
         link.stats = refuse
-        await engine.refresh()
+        await engine.r_nodes.refresh()
         assert engine.stats.nodes[0].calls == 3
 
 
@@ -397,12 +398,12 @@ async def test_counters_and_observer():
 
     observer = Observer()
     async with running(ToyLink("tcp://r0", n_pages=10), observer=observer) as (engine, spart):
-        await tokens_of(engine.submit([1] * 7, GREEDY))
+        await tokens_of(submit(engine, [1] * 7, GREEDY))
         spart.gate.clear()
-        stream = engine.submit([2] * 134, GREEDY)
+        stream = submit(engine, [2] * 134, GREEDY)
         await until(lambda: engine.stats.running == 1)
         assert engine.stalled_seconds > 0
-        await engine.refresh()
+        await engine.r_nodes.refresh()
         stats = engine.stats
         assert (stats.running, stats.waiting, stats.kv_usage) == (1, 0, 0.2)
         assert (stats.totals.requests, stats.totals.prompt_tokens, stats.totals.generated_tokens) == (2, 141, 20)

@@ -8,6 +8,7 @@ import random
 import time
 
 import pytest
+from engines.token_stream import submit
 from engines.toy import ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine import rnode_control
@@ -38,7 +39,7 @@ async def generate(engine, n, tokens, seed=0, longest=150):
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, 900) for _ in range(rng.randint(1, longest))] for _ in range(n)]
     params = SamplingParams(temperature=0.0, max_tokens=tokens)
-    answers = await asyncio.gather(*(tokens_of(engine.submit(p, params)) for p in prompts))
+    answers = await asyncio.gather(*(tokens_of(submit(engine, p, params)) for p in prompts))
     assert answers == [continuation(p, tokens) for p in prompts]
 
 
@@ -92,8 +93,8 @@ async def test_a_prompt_that_needs_a_larger_lease_waits_until_there_is_one(monke
     prompt, params = [7] * 1000, SamplingParams(temperature=0.0, max_tokens=30)
     async with growing(link) as engine:
         with pytest.raises(PromptTooLong, match="at most 1280"):
-            engine.submit([7] * 1281, params)
-        waiting = asyncio.create_task(tokens_of(engine.submit(prompt, params)))
+            submit(engine, [7] * 1281, params)
+        waiting = asyncio.create_task(tokens_of(submit(engine, prompt, params)))
         await until(lambda: len(link.resizes) > 2)
         assert not waiting.done()
         link.pool = 8  # another S-node has gone
@@ -107,7 +108,7 @@ async def test_one_sequence_alone_waits_for_its_next_page_in_place(monkeypatch):
     link.pool = 0
     async with growing(link) as engine:
         waiting = asyncio.create_task(
-            tokens_of(engine.submit([7] * 200, SamplingParams(temperature=0.0, max_tokens=99)))
+            tokens_of(submit(engine, [7] * 200, SamplingParams(temperature=0.0, max_tokens=99)))
         )
         await until(lambda: len(link.resizes) > 5)
         assert len(link.cache[0][1]) == 256 and engine.stats.totals.preemptions == 0
@@ -148,7 +149,7 @@ async def test_prefixes_alone_take_no_more_than_half_of_what_could_be_had():
         assert 16 < link.pages <= 32
         link.pool = 0
         node = engine.cluster.nodes[0]
-        await engine.refresh()
+        await engine.r_nodes.refresh()
         assert node.obtainable == node.n_pages == link.pages
         asked = len(link.resizes)
         for seed in range(40, 50):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from engines.token_stream import submit
 from engines.toy import ToyLink, tokens_of, until
 from engines.toy_engine import generate, started
 
@@ -91,7 +92,7 @@ async def test_requests_that_wait_for_an_r_node_fail_in_time_though_the_timer_is
     sleep = asyncio.sleep
     link = ToyLink("tcp://first")
     async with started(link, patience=0.1) as engine:
-        work = asyncio.create_task(tokens_of(engine.submit([3, 4, 5], SamplingParams(max_tokens=500))))
+        work = asyncio.create_task(tokens_of(submit(engine, [3, 4, 5], SamplingParams(max_tokens=500))))
         await until(lambda: link.cache)
         monkeypatch.setattr(asyncio, "sleep", lambda seconds, result=None: sleep(0.9 * seconds, result))
         link.kill()

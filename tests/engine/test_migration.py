@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import pytest
+from engines.token_stream import submit
 from engines.toy import ToyLink, continuation, tokens_of, until
 from engines.toy_engine import generate, started
 
@@ -125,11 +126,11 @@ async def test_a_prefix_that_has_moved_is_found_at_its_new_place():
     rng = random.Random(5)
     prompt = [rng.randrange(3, 900) for _ in range(300)]
     async with started(first, second, prefix_cache=True) as engine:
-        run = asyncio.create_task(tokens_of(engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=300))))
+        run = asyncio.create_task(tokens_of(submit(engine, prompt, SamplingParams(temperature=0.0, max_tokens=300))))
         await until(lambda: any(len(tokens) > 310 for link in (first, second) for _, tokens in link.cache.values()))
         source = 0 if first.cache else 1
         await engine.r_nodes.drain(source)
-        again = await tokens_of(engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=20)))
+        again = await tokens_of(submit(engine, prompt, SamplingParams(temperature=0.0, max_tokens=20)))
         assert again == continuation(prompt, 20) and (second, first)[source].forks == 1
         assert await run == continuation(prompt, 300)
 
@@ -183,7 +184,7 @@ async def test_clients_that_go_away_during_a_move_leave_nothing():
     first, second = pair()
     async with started(first, second) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=400)
-        streams = [engine.submit([5, 7, i + 3] * 50, params) for i in range(12)]
+        streams = [submit(engine, [5, 7, i + 3] * 50, params) for i in range(12)]
         runs = [asyncio.create_task(tokens_of(stream)) for stream in streams]
         await until(lambda: len(second.cache) > 3)
         second.finishing.clear()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from models.hf_models import save_model
 from nodes.rnode_process import RNodeProcess
@@ -122,7 +123,7 @@ async def tokens_of(stream):
 
 
 async def generate(engine, given, n=32):
-    return await asyncio.gather(*(tokens_of(engine.submit(prompt, greedy(n))) for prompt in given))
+    return await asyncio.gather(*(tokens_of(submit(engine, prompt, greedy(n))) for prompt in given))
 
 
 def assert_greedy(judge, given, results, n=32):
@@ -143,7 +144,7 @@ async def test_greedy_equals_transformers(scheme, n, shm_nodes, tcp_nodes):
     async with serving(path, nodes) as engine:
         given = prompts(LENGTHS)
         assert_greedy(judge_of(path), given, await generate(engine, given))
-        await engine.refresh()
+        await engine.r_nodes.refresh()
         stats = engine.stats.nodes
         assert [node.url for node in stats] == [node.url for node in nodes]
         assert [node.member for node in stats] == ([""] if n == 1 else [f"{i}/{n}" for i in range(1, n + 1)])
@@ -162,7 +163,7 @@ async def test_shared_tokens_equal_transformers(scheme, n, shm_nodes, tcp_nodes)
         given = [shared, *prompts(LENGTHS), *([*shared, *suffix] for suffix in prompts([5, 70, 150], seed=5))]
         [first] = await generate(engine, given[:1])
         assert_greedy(judge_of(path), given, [first, *await generate(engine, given[1:])])
-        await engine.refresh()
+        await engine.r_nodes.refresh()
         assert engine.stats.totals.prefix_hits >= 3 * 2 * PAGE_TOKENS
         assert [node.member for node in engine.stats.nodes] == [f"{i}/{n}" for i in range(1, n + 1)]
 
@@ -180,7 +181,7 @@ async def test_a_long_context_over_two_r_nodes(tmp_path, shm_nodes):
     for nodes in (shm_nodes[:1], shm_nodes[:2]):
         async with serving(path, nodes, partition="tokens", pages=0) as engine:
             results += await generate(engine, [prompt], n)
-            await engine.refresh()
+            await engine.r_nodes.refresh()
             read = [node.kv_bytes_read for node in engine.stats.nodes]
             print(f"{length} tokens, {len(nodes)} R-node(s): KV bytes read {read}, tokens {results[-1][:8]} ...")
             assert max(read) <= 1.01 * min(read)
@@ -245,14 +246,14 @@ async def test_a_killed_member_ends_the_streams_and_the_team_serves_again_once_i
         async with serving(path, nodes, prefix_cache=True) as engine:
             given = prompts([10, 200, 30], seed=8)
             leased = engine.spart.links[0].lease.n_pages
-            streams = [engine.submit(prompt, greedy(800)) for prompt in given]
+            streams = [submit(engine, prompt, greedy(800)) for prompt in given]
             await anext(streams[0])
             nodes[1].end(signal.SIGKILL)
             for stream in streams:
                 with pytest.raises(GenerationFailed, match=re.escape(nodes[1].url)):
                     await tokens_of(stream)
             with pytest.raises(NotReady):
-                engine.submit([5], greedy(5))
+                submit(engine, [5], greedy(5))
             assert [node.alive for node in engine.stats.nodes] == [False, False]
             await engine.cluster.nodes[0].link.closed()
             nodes[1].start()

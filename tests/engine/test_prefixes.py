@@ -10,6 +10,7 @@ import contextlib
 import random
 
 import pytest
+from engines.token_stream import submit
 from engines.toy import POISON, ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine.engine import Engine
@@ -185,7 +186,7 @@ async def keeping(*links, **options):
 
 async def ask(engine, prompt, params=ASK):
     """Its tokens are right; returns how many of the prompt's were taken over."""
-    events = [event async for event in engine.submit(prompt, params)]
+    events = [event async for event in submit(engine, prompt, params)]
     assert [event.token for event in events] == continuation(prompt, params.max_tokens)
     return events[-1].reused
 
@@ -325,7 +326,7 @@ async def test_a_request_cancelled_while_it_is_forked_leaves_nothing():
     async with keeping(link) as (engine, _):
         await ask(engine, prompt)
         link.forking.clear()
-        stream = engine.submit(prompt, ASK)
+        stream = submit(engine, prompt, ASK)
         await link.fork_asked.wait()
         stream.cancel()
         assert await tokens_of(stream) == []
@@ -336,13 +337,13 @@ async def test_a_request_cancelled_while_it_is_forked_leaves_nothing():
 async def test_a_request_cancelled_while_decoding_becomes_an_entry_and_one_cancelled_in_its_prompt_does_not():
     link, prompt = ToyLink(), text(700)
     async with keeping(link, max_batch_tokens=64, max_batch_size=32, mini_batches=1) as (engine, spart):
-        stream = engine.submit(prompt, ASK)
+        stream = submit(engine, prompt, ASK)
         await anext(stream)
         stream.cancel()
         assert await ask(engine, prompt) == 699
         fresh = text(700, 1)
         spart.gate.clear()
-        stream = engine.submit(fresh, ASK)
+        stream = submit(engine, fresh, ASK)
         await until(lambda: spart.staged)
         stream.cancel()
         spart.gate.set()
@@ -353,10 +354,10 @@ async def test_a_failed_sequence_becomes_no_entry():
     link, poisoned = ToyLink(), [*text(300), POISON]
     async with keeping(link) as (engine, spart):
         with pytest.raises(GenerationFailed, match="not finite"):
-            await tokens_of(engine.submit(poisoned, ASK))
+            await tokens_of(submit(engine, poisoned, ASK))
         spart.gate.clear()
         spart.posted.clear()
-        stream = engine.submit(poisoned, ASK)
+        stream = submit(engine, poisoned, ASK)
         await asyncio.to_thread(spart.posted.wait, 20)
         stream.cancel()  # before the failure is known
         spart.gate.set()
@@ -378,7 +379,7 @@ async def test_a_prompt_does_not_wait_for_a_small_common_prefix():
     prompt, gate = text(200), SamplingParams(temperature=0.0, max_tokens=3)
     async with keeping(ToyLink(), max_batch_tokens=64, max_batch_size=32, mini_batches=2) as (engine, spart):
         spart.gate.clear()
-        streams = [engine.submit(prompt + text(n, n), gate) for n in (10, 300)]
+        streams = [submit(engine, prompt + text(n, n), gate) for n in (10, 300)]
         await until(lambda: len(engine.scheduler.running) == 2)
         spart.gate.set()
         for stream, n in zip(streams, (10, 300), strict=True):
@@ -388,7 +389,7 @@ async def test_a_prompt_does_not_wait_for_a_small_common_prefix():
 async def test_a_running_sequence_cancelled_while_it_is_forked_costs_time_only():
     link, prompt = ToyLink(), text(400)
     async with keeping(link) as (engine, _):
-        stream = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=1000))
+        stream = submit(engine, prompt, SamplingParams(temperature=0.0, max_tokens=1000))
         await anext(stream)
         link.forking.clear()
         again = asyncio.create_task(ask(engine, prompt))
@@ -398,7 +399,7 @@ async def test_a_running_sequence_cancelled_while_it_is_forked_costs_time_only()
         link.forking.set()
         assert await again == 384
         link.refuse_forks = True
-        stream = engine.submit(prompt[:300] + text(200, 1), SamplingParams(temperature=0.0, max_tokens=1000))
+        stream = submit(engine, prompt[:300] + text(200, 1), SamplingParams(temperature=0.0, max_tokens=1000))
         await anext(stream)
         assert await ask(engine, prompt[:300] + text(200, 1)) == 0
         stream.cancel()
@@ -409,7 +410,7 @@ async def test_a_prompt_that_waited_for_a_cancelled_one_is_computed():
     prompt = text(700)
     async with keeping(ToyLink(), max_batch_tokens=64, max_batch_size=32, mini_batches=2) as (engine, spart):
         spart.gate.clear()
-        stream = engine.submit(prompt, ASK)
+        stream = submit(engine, prompt, ASK)
         await until(lambda: spart.staged)
         again = asyncio.create_task(ask(engine, prompt))
         await asyncio.sleep(0.01)
@@ -431,7 +432,7 @@ async def test_many_prompts_with_common_prefixes_in_a_cache_too_small(mini_batch
         prompt = rng.choice(roots)[: rng.randint(1, 500)] + text(rng.randint(1, 300), 100 + i)
         await asyncio.sleep(rng.random())
         params = SamplingParams(temperature=0.0, max_tokens=(n := rng.randint(1, 150)), priority=rng.choice(priorities))
-        stream = engine.submit(prompt, params)
+        stream = submit(engine, prompt, params)
         if rng.random() < 0.2:
             await asyncio.sleep(rng.random() * 0.02)
             stream.cancel()

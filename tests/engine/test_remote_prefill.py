@@ -7,6 +7,7 @@ import contextlib
 import random
 
 import pytest
+from engines.token_stream import submit
 from engines.toy import ToyLink, ToySPart, continuation, tokens_of, until
 from engines.toy_engine import started
 
@@ -54,7 +55,7 @@ def prompt(n, seed=0):
 
 
 def ask(engine, tokens, n=40, **params):
-    return asyncio.create_task(tokens_of(engine.submit(tokens, SamplingParams(max_tokens=n, **params))))
+    return asyncio.create_task(tokens_of(submit(engine, tokens, SamplingParams(max_tokens=n, **params))))
 
 
 async def test_long_prompts_are_computed_elsewhere_and_no_token_changes():
@@ -142,7 +143,7 @@ async def test_a_client_that_goes_away_withdraws_its_prompt_there():
     async with split() as (prefill, decode, _):
         [link] = prefill.spart.links
         link.pushing.clear()
-        stream = decode.submit(prompt(900), SamplingParams(max_tokens=40, temperature=0.0))
+        stream = submit(decode, prompt(900), SamplingParams(max_tokens=40, temperature=0.0))
         await link.pushed.wait()
         stream.cancel()
         await until(lambda: not prefill._live and not len(decode.scheduler.running))

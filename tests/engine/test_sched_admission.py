@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engines.token_stream import submit
 from engines.toy import ToyLink, continuation, tokens_of
 from engines.toy_engine import running
 from engines.virtual import MODEL, serve, toy_system
@@ -211,7 +212,7 @@ async def test_tokens_are_the_same_under_the_stable_schedule(mini_batches, n_pag
 
     async def client(engine, prompt):
         n = rng.randint(1, 90)
-        stream = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n))
+        stream = submit(engine, prompt, SamplingParams(temperature=0.0, max_tokens=n))
         if rng.random() < 0.1:
             await asyncio.sleep(0.01)
             stream.cancel()

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engines.token_stream import submit
 from models.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
 from nodes.rnode_process import RNodeProcess
 from quick import quick
@@ -161,11 +162,11 @@ async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches,
     nodes = {"shm": shm_nodes, "tcp": tcp_nodes}[scheme][:n_nodes]
     async with serving(model, nodes, mini_batches=mini_batches) as engine:
         given = prompts(LENGTHS)
-        results = await asyncio.gather(*(tokens_of(engine.submit(p, greedy(64))) for p in given))
+        results = await asyncio.gather(*(tokens_of(submit(engine, p, greedy(64))) for p in given))
         for prompt, tokens in zip(given, results, strict=True):
             assert len(tokens) == 64
             assert_greedy(judge, prompt, tokens)
-        await engine.refresh()
+        await engine.r_nodes.refresh()
         assert all(node.attention_seconds > 0 for node in engine.stats.nodes), "every R-node had work"
         assert all(node.bandwidth.bytes_per_second for node in engine.cluster.nodes)
 
@@ -197,13 +198,13 @@ async def test_48_mixed_requests_at_random_times_equal_each_alone(options, model
 
     async def client(engine, i):
         await asyncio.sleep(rng.random())
-        return await tokens_of(engine.submit(given[i], params[i]))
+        return await tokens_of(submit(engine, given[i], params[i]))
 
     async with serving(model, tcp_nodes[:2], **options) as engine:
         together = await asyncio.gather(*(client(engine, i) for i in range(48)))
     async with serving(model, [shm_node], mini_batches=1) as engine:
         for i in range(48):
-            assert together[i] == await tokens_of(engine.submit(given[i], params[i]))
+            assert together[i] == await tokens_of(submit(engine, given[i], params[i]))
 
 
 @pytest.mark.parametrize("priorities", [[0], [2, 0, 1]], ids=["", "priorities"])
@@ -211,7 +212,7 @@ async def test_tiny_lease_preempts_and_changes_nothing(priorities, model, judge,
     async with serving(model, [shm_node], n_pages=6) as engine:
         given = prompts([50, 100, 150, 200, 60, 3, 120, 10])
         params = [dataclasses.replace(greedy(150), priority=priorities[i % len(priorities)]) for i in range(len(given))]
-        results = await asyncio.gather(*(tokens_of(engine.submit(p, q)) for p, q in zip(given, params, strict=True)))
+        results = await asyncio.gather(*(tokens_of(submit(engine, p, q)) for p, q in zip(given, params, strict=True)))
         for prompt, tokens in zip(given, results, strict=True):
             assert_greedy(judge, prompt, tokens)
         assert engine.stats.totals.preemptions > 0
@@ -226,7 +227,7 @@ async def test_prompts_that_share_prefixes_equal_transformers(family, n_nodes, t
     async with serving(model, tcp_nodes[:n_nodes], prefix_cache=True) as engine:
         histories = [common + end for end in rest]
         for turn in range(3):
-            answers = await asyncio.gather(*(tokens_of(engine.submit(h, greedy(20))) for h in histories))
+            answers = await asyncio.gather(*(tokens_of(submit(engine, h, greedy(20))) for h in histories))
             for history, answer in zip(histories, answers, strict=True):
                 assert_greedy(judge, history, answer)
             histories = [h + a + [3 + turn] * 7 for h, a in zip(histories, answers, strict=True)]
@@ -237,7 +238,7 @@ async def test_prompts_that_share_prefixes_equal_transformers(family, n_nodes, t
 async def test_a_prompt_submitted_many_times_at_once_is_computed_once(model, judge, tcp_nodes):
     (prompt,) = prompts([300])
     async with serving(model, tcp_nodes[:1], prefix_cache=True) as engine:
-        for tokens in await asyncio.gather(*(tokens_of(engine.submit(prompt, greedy(40))) for _ in range(6))):
+        for tokens in await asyncio.gather(*(tokens_of(submit(engine, prompt, greedy(40))) for _ in range(6))):
             assert_greedy(judge, prompt, tokens)
         assert engine.stats.totals.prefix_hits == 5 * 256
 
@@ -246,18 +247,18 @@ async def test_preemption_forgets_no_penalty(model, shm_node):
     given = prompts([50, 100, 150, 200, 60, 3, 120, 10])
     params = SamplingParams(max_tokens=150, temperature=0.0, frequency_penalty=0.2, logit_bias=((9, 1.5),))
     async with serving(model, [shm_node], n_pages=6) as engine:
-        together = await asyncio.gather(*(tokens_of(engine.submit(p, params)) for p in given))
+        together = await asyncio.gather(*(tokens_of(submit(engine, p, params)) for p in given))
         assert engine.stats.totals.preemptions > 0
     async with serving(model, [shm_node]) as engine:
-        assert together == [await tokens_of(engine.submit(p, params)) for p in given]
+        assert together == [await tokens_of(submit(engine, p, params)) for p in given]
     assert max(tokens.count(tokens[-1]) for tokens in together) < 100
 
 
 async def test_cancel_in_the_queue_in_prefill_and_in_decode_frees_pages(model, judge, shm_node):
     async with serving(model, [shm_node], mini_batches=1) as engine:
-        decoding = engine.submit([5] * 10, greedy(900))
+        decoding = submit(engine, [5] * 10, greedy(900))
         await anext(decoding)
-        prefilling, queued = engine.submit([6] * 1000, greedy(9)), engine.submit([7], greedy(9))
+        prefilling, queued = submit(engine, [6] * 1000, greedy(9)), submit(engine, [7], greedy(9))
         await until(lambda: engine.spart.staged_bytes > 0)
         assert engine.stats.waiting == 1
         for stream in (decoding, prefilling, queued):
@@ -271,18 +272,18 @@ async def test_sigkill_of_the_only_r_node_ends_streams_and_a_new_one_serves_on(m
     with contextlib.ExitStack() as processes:
         (node,) = processes.enter_context(r_nodes(url))
         async with serving(model, [node]) as engine:
-            streams = [engine.submit(p, greedy(800)) for p in prompts([10, 200, 30])]
+            streams = [submit(engine, p, greedy(800)) for p in prompts([10, 200, 30])]
             await anext(streams[0])
             node.end(signal.SIGKILL)
             for stream in streams:
                 with pytest.raises(GenerationFailed, match=re.escape(f"R-node {node.url} was lost")):
                     await tokens_of(stream)
             with pytest.raises(NotReady):
-                engine.submit([5], greedy(5))
+                submit(engine, [5], greedy(5))
             (again,) = processes.enter_context(r_nodes(url))
             engine.replace_link(0, await engine.link_to(again.url))
             prompt = prompts([100])[0]
-            assert_greedy(judge, prompt, await tokens_of(engine.submit(prompt, greedy(20))))
+            assert_greedy(judge, prompt, await tokens_of(submit(engine, prompt, greedy(20))))
 
 
 @pytest.mark.quick
@@ -292,7 +293,7 @@ async def test_sigkill_of_one_of_two_r_nodes_costs_time_not_tokens(scheme, model
     with r_nodes(*urls) as nodes:
         async with serving(model, nodes) as engine:
             given = prompts([10, 200, 30, 77, 64, 3])
-            streams = [engine.submit(p, greedy(200)) for p in given]
+            streams = [submit(engine, p, greedy(200)) for p in given]
             firsts = [(await anext(stream)).token for stream in streams]
             assert all(node.n_sequences for node in engine.cluster.nodes)
             nodes[1].end(signal.SIGKILL)
@@ -308,7 +309,7 @@ async def test_sigkill_of_one_of_two_r_nodes_costs_time_not_tokens(scheme, model
 async def test_data_connection_that_ends_while_the_control_connection_lives(how, towards, model, judge, tcp_nodes):
     async with CutProxy(tcp_nodes[1].url) as proxy, serving(model, [tcp_nodes[0], proxy]) as engine:
         given = prompts([3 + 5 * i for i in range(32)])
-        streams = [engine.submit(p, greedy(100)) for p in given]
+        streams = [submit(engine, p, greedy(100)) for p in given]
         firsts = [(await anext(stream)).token for stream in streams]
         lost = engine.cluster.nodes[1]
         assert engine.cluster.nodes[0].n_sequences and lost.n_sequences
@@ -321,7 +322,7 @@ async def test_data_connection_that_ends_while_the_control_connection_lives(how,
         assert isinstance(await lost.link.closed(), LinkDown)
         engine.replace_link(1, await engine.link_to(proxy.url))
         for prompt, tokens in zip(
-            given, await asyncio.gather(*(tokens_of(engine.submit(p, greedy(5))) for p in given)), strict=True
+            given, await asyncio.gather(*(tokens_of(submit(engine, p, greedy(5))) for p in given)), strict=True
         ):
             assert_greedy(judge, prompt, tokens)
         assert (await engine.spart.links[1].stats())["calls"] > 0
@@ -333,7 +334,7 @@ async def test_data_connection_that_falls_silent_while_the_control_connection_li
     monkeypatch.setattr(deadline, "SLACK_S", 1.0)
     async with CutProxy(tcp_nodes[1].url) as proxy, serving(model, [tcp_nodes[0], proxy]) as engine:
         given = prompts([3 + 5 * i for i in range(16)])
-        streams = [engine.submit(p, greedy(60)) for p in given]
+        streams = [submit(engine, p, greedy(60)) for p in given]
         firsts = [(await anext(stream)).token for stream in streams]
         assert all(node.n_sequences for node in engine.cluster.nodes)
         lost = engine.cluster.nodes[1].link
@@ -354,7 +355,7 @@ async def test_two_of_three_data_connections_end_at_once(how, model, judge, tcp_
         serving(model, [tcp_nodes[0], first_proxy, second_proxy]) as engine,
     ):
         given = prompts([3 + 5 * i for i in range(32)])
-        streams = [engine.submit(p, greedy(100)) for p in given]
+        streams = [submit(engine, p, greedy(100)) for p in given]
         firsts = [(await anext(stream)).token for stream in streams]
         assert all(node.n_sequences for node in engine.cluster.nodes)
         first_proxy.cut_data(how, "S-node")
@@ -369,7 +370,7 @@ async def test_two_of_three_data_connections_end_at_once(how, model, judge, tcp_
 async def test_refused_call_fails_the_refusing_r_nodes_sequences_only(model, judge, tcp_nodes):
     async with serving(model, tcp_nodes[:2], mini_batches=1) as engine:
         given = prompts([3 + 20 * i for i in range(16)])
-        streams = [engine.submit(p, greedy(100)) for p in given]
+        streams = [submit(engine, p, greedy(100)) for p in given]
         firsts = [(await anext(stream)).token for stream in streams]
         placed = [{seq.order for seq in engine.scheduler.running.on_node(node)} for node in engine.cluster.nodes]
         assert placed[0] and placed[1] and len(placed[0] | placed[1]) == 16
@@ -388,14 +389,14 @@ async def test_refused_call_fails_the_refusing_r_nodes_sequences_only(model, jud
 
 async def test_step_an_r_node_refuses_fails_and_the_engine_goes_on(model, judge, shm_node):
     async with serving(model, [shm_node], mini_batches=1) as engine:
-        stream = engine.submit([5] * 10, greedy(900))
+        stream = submit(engine, [5] * 10, greedy(900))
         await anext(stream)
         (seq,) = engine.scheduler.running.on_node(engine.cluster.nodes[0])
         await seq.node.link.free([seq.handle])  # behind the engine's back
         with pytest.raises(GenerationFailed, match="refused"):
             await tokens_of(stream)
         prompt = prompts([100])[0]
-        assert_greedy(judge, prompt, await tokens_of(engine.submit(prompt, greedy(20))))
+        assert_greedy(judge, prompt, await tokens_of(submit(engine, prompt, greedy(20))))
 
 
 def test_region_stays_mapped_while_the_s_part_looks_at_it(model):

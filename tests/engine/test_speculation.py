@@ -8,6 +8,7 @@ import random
 import pytest
 from engines.real_engine import real_engine
 from engines.scheduler_world import WORD, World
+from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from fastdecode.engine.scheduling.speculation import Speculation
@@ -35,11 +36,11 @@ async def test_guesses_change_no_token_and_save_steps(backend, tmp_path):
     answers, steps = [], []
     for guesses in (0, 7):
         async with real_engine(make_checkpoint("llama-gqa"), tmp_path, backend=backend, guesses=guesses) as engine:
-            streams = [engine.submit(p, params) for p in given for params in options]
+            streams = [submit(engine, p, params) for p in given for params in options]
             answers.append(await asyncio.gather(*map(tokens_of, streams)))
             # Alone, a sequence that runs in circles takes as many steps as it has tokens, or fewer.
             before = engine.stats.totals.steps
-            answers[-1].append(await tokens_of(engine.submit(loop * 4, options[0])))
+            answers[-1].append(await tokens_of(submit(engine, loop * 4, options[0])))
             steps.append(engine.stats.totals.steps - before)
             totals = engine.stats.totals
     assert answers[0] == answers[1]
@@ -50,13 +51,13 @@ async def test_guesses_change_no_token_and_save_steps(backend, tmp_path):
 async def test_a_guess_beyond_the_end_is_not_delivered(tmp_path):
     prompt = [5, 6, 7, 8] * 10
     async with real_engine(make_checkpoint("llama-gqa"), tmp_path) as engine:
-        plain = await tokens_of(engine.submit(prompt, SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)))
+        plain = await tokens_of(submit(engine, prompt, SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)))
     stop = plain[70]
     expected = plain[: plain.index(stop) + 1]
     params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True, stop_token_ids=frozenset({stop}))
     async with real_engine(make_checkpoint("llama-gqa"), tmp_path, guesses=7, prefix_cache=True) as engine:
-        assert await tokens_of(engine.submit(prompt, params)) == expected
-        assert await tokens_of(engine.submit(prompt, params)) == expected  # from the prefix cache
+        assert await tokens_of(submit(engine, prompt, params)) == expected
+        assert await tokens_of(submit(engine, prompt, params)) == expected  # from the prefix cache
 
 
 def test_guesses_that_are_all_right_leave_rows_for_a_new_prompt():

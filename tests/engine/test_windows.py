@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines.real_engine import real_engine
+from engines.token_stream import submit
 from engines.toy import tokens_of, until
 from models.hf_models import VOCAB_SIZE, save_model
 
@@ -65,7 +66,7 @@ async def test_tokens_equal_transformers_where_pages_are_short(model_type, schem
         [node] = engine.cluster.nodes
         assert node.n_pages == n_pages
         for _ in range(2):  # the second time from what the prefix cache has
-            streams = [engine.submit(prompt, greedy(n_new)) for prompt in prompts]
+            streams = [submit(engine, prompt, greedy(n_new)) for prompt in prompts]
             got = await asyncio.gather(*(tokens_of(stream) for stream in streams))
             assert got == wanted
         outputs: dict[str, list[int]] = {f"choice-{i}": [] for i in range(3)}
@@ -91,7 +92,7 @@ async def test_a_lease_of_a_window_serves_the_whole_context(checkpoints, tmp_pat
     ) as engine:
         assert engine.cluster.nodes[0].n_pages == 3 and engine.longest_sequence == 1024
         for _ in range(2):
-            assert await tokens_of(engine.submit(prompt, greedy(n_new))) == wanted
+            assert await tokens_of(submit(engine, prompt, greedy(n_new))) == wanted
         assert engine.stats.totals.preemptions == 0
 
 

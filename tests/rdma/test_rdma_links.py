@@ -17,6 +17,7 @@ from ipaddress import IPv6Address
 
 import numpy as np
 import pytest
+from engines.token_stream import submit
 from nodes.rnode_process import Held, RNodeProcess, start_executor_threads
 from wire.link_driver import CYCLES, HANG_S, NOTICED_S, Driver, Payloads, hello, until
 
@@ -164,7 +165,7 @@ async def test_a_completion_is_the_same_as_over_shared_memory(tmp_path):
     async def complete(url: str | None) -> list[list[int]]:
         async with real_engine(model_dir(), tmp_path, url=url) as engine:
             greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-            streams = [engine.submit(list(range(5 + i, 15 + 7 * i)), greedy) for i in range(2)]
+            streams = [submit(engine, list(range(5 + i, 15 + 7 * i)), greedy) for i in range(2)]
             return [[event.token async for event in stream] for stream in streams]
 
     over_shm = await complete(None)

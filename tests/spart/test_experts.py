@@ -9,6 +9,7 @@ import pytest
 import torch
 from engines.api_client import served
 from engines.real_engine import real_engine
+from engines.token_stream import submit
 from models.checkpoints import make_checkpoint
 
 from fastdecode.engine.state.request import SamplingParams
@@ -63,7 +64,7 @@ async def test_metrics_show_the_load_of_the_experts(tmp_path: Path) -> None:
     ):
         assert not engine.stats.expert_load
         params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-        streams = [engine.submit([5, 9, 44 + i], params) for i in range(3)]
+        streams = [submit(engine, [5, 9, 44 + i], params) for i in range(3)]
         await asyncio.gather(*(drained(stream) for stream in streams))
         [(layer, rows)] = engine.stats.expert_load.items()
         assert (layer, len(rows), sum(rows)) == (1, 6, 3 * 3 * (3 + 4))  # the last token is not computed

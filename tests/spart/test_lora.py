@@ -12,6 +12,7 @@ import pytest
 import torch
 from engines.api_client import served
 from engines.real_engine import real_engine
+from engines.token_stream import submit
 from models.adapters_made import merged, save_adapter
 from models.checkpoints import VOCAB_SIZE, make_checkpoint
 from models.hf_models import save_model
@@ -88,11 +89,11 @@ async def test_64_requests_over_8_adapters_and_the_base_model_equal_the_merged_m
     options = {"adapters": adapters, "prefix_cache": True, "max_batch_size": 32, "max_batch_tokens": 128}
     async with real_engine(base, tmp_path, kv_bytes=2**26, **options) as engine:
         with pytest.raises(InvalidParameter, match="no adapter 'b'"):
-            engine.submit([5], greedy(1, "b"))
+            submit(engine, [5], greedy(1, "b"))
         outputs = await asyncio.gather(
-            *(tokens_of(engine.submit(prompt, greedy(8, name))) for name, prompt in requests)
+            *(tokens_of(submit(engine, prompt, greedy(8, name))) for name, prompt in requests)
         )
-        again = await asyncio.gather(*(tokens_of(engine.submit(shared, greedy(4, name))) for name in names))
+        again = await asyncio.gather(*(tokens_of(submit(engine, shared, greedy(4, name))) for name in names))
         assert engine.stats.totals.prefix_hits > 0
     for name, directory in zip(names, [None, *directories], strict=True):
         judge = merged(base, directory)
@@ -118,7 +119,7 @@ async def test_the_transformers_backend_equals_the_merged_model(model_type, opti
     adapters = [read_adapter("a", directory)]
     async with real_engine(base, tmp_path, backend="transformers", adapters=adapters) as engine:
         outputs = [
-            await asyncio.gather(*(tokens_of(engine.submit(prompt, greedy(6, name))) for prompt in prompts))
+            await asyncio.gather(*(tokens_of(submit(engine, prompt, greedy(6, name))) for prompt in prompts))
             for name in ("a", None)
         ]
     for judge, of_judge in zip((merged(base, directory), merged(base, None)), outputs, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engines.real_engine import real_engine
+from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from transformers import AutoConfig, LlamaForCausalLM, Phi3ForCausalLM
 
@@ -145,7 +146,7 @@ async def test_sequences_on_both_sides_of_longropes_limit_equal_transformers(tmp
         for _ in range(2):  # the second time from the prefix cache
             outputs = await asyncio.gather(
                 *(
-                    tokens_of(engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)))
+                    tokens_of(submit(engine, prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)))
                     for prompt, n in requests
                 )
             )

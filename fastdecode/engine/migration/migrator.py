@@ -4,8 +4,8 @@ K and V are only ever appended, so the K and V of cached tokens do not change. T
 decodes: first its whole pages, then the rest up to its newest token, at most a page or two. Between two steps the
 sequence then changes to the new R-node, and its next step computes again the few tokens that steps have cached on the
 old R-node meanwhile. So a migration costs a stream no step of its mini-batch. The R-nodes copy among themselves
-(transports/migration.py). The sequence stays on the old R-node until the last page has arrived: if anything breaks before,
-it continues there.
+(transports/migration.py). The sequence stays on the old R-node until the last page has arrived: if anything breaks
+before, it continues there.
 
 A sequence that has given back pages beyond windows is not migrated. It ends on its R-node.
 """
@@ -158,8 +158,8 @@ class Migrator:
         source, now = seq.placed_on, time.monotonic()
         self._failed = {pair: at for pair, at in self._failed.items() if now - at < _FAILED_SECONDS}
         nodes = self._cluster.nodes if among is None else among
-        allowed = [n for n in nodes if n is not source and (source, n) not in self._failed]
-        return self._cluster.migration_target(seq, _blocks_wanted(seq) * source.groups.block, allowed)
+        allowed = [n for n in nodes if n.open and n is not source and (source, n) not in self._failed]
+        return self._cluster.placer.migration_target(seq, _blocks_wanted(seq) * source.groups.block, allowed)
 
     def _begin(self, seq: Sequence, target: RNodeLedger) -> None:
         """Take pages of `target`, which has enough, and start the migration."""

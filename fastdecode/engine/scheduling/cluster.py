@@ -47,7 +47,7 @@ class Cluster:
         self.nodes = [self._ledger(position, link) for position, link in enumerate(links)]
         groups = layer_groups(windows)
         self.loads = Loads(groups, [[0.0] * len(groups) for _ in self.nodes])
-        self._placer = Placer(self.nodes, self.loads, watermark, max_uncached_suffix)
+        self.placer = Placer(self.nodes, self.loads, watermark, max_uncached_suffix)
 
     def _ledger(self, position: int, link: Link) -> RNodeLedger:
         return RNodeLedger(position, link, self._grow_leases, self._step_rows)
@@ -116,10 +116,6 @@ class Cluster:
             times = link_costs.get(node.link)
             if times is not None:
                 node.bandwidth.observe(times.busy_ns, times.kv_bytes)
-
-    def place(self, seq: Sequence, waiting: Iterable[Sequence] = ()) -> Placement | Wait:
-        """Choose an R-node for a waiting sequence, or say what it has to wait for; see Placer.place."""
-        return self._placer.place(seq, waiting)
 
     # -- life of a placed sequence --------------------------------------------------------------------------------
 
@@ -270,7 +266,7 @@ class Cluster:
         It needs a page for its next token, and the watermark, so that it is not paused again at once.
         """
         node = seq.placed_on
-        needed = seq.pages.lacking(seq.cached + 1) + self._placer.watermark(node)
+        needed = seq.pages.lacking(seq.cached + 1) + self.placer.watermark(node)
         if needed > node.free_pages:
             mine = seq.pages.evictable
             if needed > node.unused_pages - mine:
@@ -287,10 +283,6 @@ class Cluster:
         return None
 
     # -- migrations -----------------------------------------------------------------------------------------------
-
-    def migration_target(self, seq: Sequence, n_pages: int, nodes: Iterable[RNodeLedger]) -> RNodeLedger | None:
-        """The R-node among `nodes` that a running sequence migrates to with `n_pages` pages; see Placer."""
-        return self._placer.migration_target(seq, n_pages, [node for node in nodes if node.open])
 
     def migrate(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: PageTable) -> None:
         """Let `seq` continue on `target`, which has all of its cached tokens. `handle` and `pages`: from

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.sequence import Sequence
 
-#: Mini-batches are evened out after this many steps, and at once if one has more than twice the sequences of another. Not
-#: in every step: a sequence that changes its mini-batch waits for the new one's step in flight.
+#: Mini-batches are evened out after this many steps, and at once if one has more than twice the sequences of another.
+#: Not in every step: a sequence that changes its mini-batch waits for the new one's step in flight.
 _EVEN_OUT_EVERY = 17  # a prime above the number of mini-batches, so that each has its turn
 
 

@@ -427,7 +427,7 @@ class Scheduler:
             n_tokens = len(seq.tokens)
             if budget.chunk(0, n_tokens) < n_tokens and not self._staging.has_room(n_tokens):
                 continue
-            placement = self.cluster.place(seq, self.waiting)
+            placement = self.cluster.placer.place(seq, self.waiting)
             if placement is Wait.FREE:
                 return None  # a sequence behind it would take the pages that are being freed for it
             if not isinstance(placement, Wait):

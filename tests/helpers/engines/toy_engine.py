@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 
+from engines.token_stream import submit
 from engines.toy import ToySPart, continuation, tokens_of, until
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import SamplingParams
@@ -50,5 +51,5 @@ async def generate(engine, n, tokens, seed=0):
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, 900) for _ in range(rng.randint(1, 150))] for _ in range(n)]
     params = SamplingParams(temperature=0.0, max_tokens=tokens)
-    answers = await asyncio.gather(*(tokens_of(engine.submit(p, params)) for p in prompts))
+    answers = await asyncio.gather(*(tokens_of(submit(engine, p, params)) for p in prompts))
     assert answers == [continuation(p, tokens) for p in prompts]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engines.token_stream import submit
 from nodes.rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
@@ -113,7 +114,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 async def generate(engine: Engine, halfway: Callable[[], None] = lambda: None) -> list[list[int]]:
     """The tokens of all requests. `halfway` is called once every stream has AFTER of them."""
-    streams = [engine.submit(prompt, params) for prompt, params in requests()]
+    streams = [submit(engine, prompt, params) for prompt, params in requests()]
     firsts = [[(await anext(stream)).token for _ in range(AFTER)] for stream in streams]
     halfway()
 

@@ -1,15 +1,21 @@
-"""The token stream of one request, for callers that drive the engine directly."""
+"""The token stream of one request to an Engine."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from fastdecode.engine.state.request import EngineError, TokenEvent
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEvent
+from fastdecode.engine.state.sequence import Sequence
 
-if TYPE_CHECKING:
-    from fastdecode.engine.state.sequence import Sequence
+
+def submit(engine: Engine, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None):
+    """Queue a request of one choice; returns its RequestStream. Raises as Engine.submit_choices does."""
+    events: asyncio.Queue[TokenEvent | EngineError | None] = asyncio.Queue()
+    [seq] = engine.submit_choices(prompt_ids, params, {request_id or secrets.token_hex(12): events.put_nowait})
+    return RequestStream(seq, events, engine.cancel)
 
 
 class RequestStream:
