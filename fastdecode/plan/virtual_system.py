@@ -49,6 +49,7 @@ class VirtualLink:
         self.peer_url = None
         self.geometry = SimpleNamespace(n_slots=mini_batches, max_rows=max_rows)
         self.members = (SimpleNamespace(link=self),)
+        self.links = (self,)
         self.region_bytes = 0
         sections = full // layers, limited // layers, max(windows)
         self.lease = Lease(n_pages, n_pages, max_seqs, page_bytes, "", 1, name, *sections)
