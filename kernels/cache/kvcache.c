@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "fail.h"
+#include "error.h"
 
 #define PART_BYTES ((size_t)2 << 20)       /* a call that arrives while a part is faulted in waits for that part */
 #define GIVE_BACK_BYTES ((size_t)16 << 20) /* most bytes that one call of fd_kvcache_give_back gives back */
@@ -31,36 +31,36 @@ uint64_t fd_kvcache_pages_within(fd_planes_t planes, uint64_t bytes, bool grows,
 }
 
 /* Commits pages [from, to) of every plane of a lease that may grow. */
-static fd_status_t commit(fd_kvcache_t *kv, uint32_t from, uint32_t to, char *err, size_t err_len) {
+static fd_status_t commit(fd_kvcache_t *kv, uint32_t from, uint32_t to, fd_error_t *error) {
     const size_t begin = fd_round_up(from * kv->planes.plane_bytes, kv->unit),
                  bytes = fd_round_up(to * kv->planes.plane_bytes, kv->unit) - begin;
     for (uint32_t plane = 0; bytes && plane < kv->planes.n_planes; plane++) {
         uint8_t *start = kv->arena + plane * kv->plane_stride + begin;
-        if (fd_memory_commit(start, bytes, kv->huge, err, err_len)) continue;
+        if (fd_memory_commit(start, bytes, kv->huge, error) == FD_OK) continue;
         while (plane--) fd_memory_decommit(kv->arena + plane * kv->plane_stride + begin, bytes);
         return FD_INTERNAL;
     }
     return FD_OK;
 }
 
-static fd_status_t map_arena(fd_kvcache_t *kv, char *err, size_t err_len) {
+static fd_status_t map_arena(fd_kvcache_t *kv, fd_error_t *error) {
     if (kv->max_pages > kv->n_pages) {
         const size_t align = kv->granule > FD_TRANSPARENT_BYTES ? kv->granule : FD_TRANSPARENT_BYTES;
         kv->plane_stride = fd_round_up(kv->max_pages * kv->planes.plane_bytes, align);
         kv->arena_bytes = kv->plane_stride * kv->planes.n_planes;
         kv->grows = true;
-        kv->arena = fd_memory_reserve(kv->arena_bytes, kv->huge, err, err_len);
-        return kv->arena ? commit(kv, 0, kv->n_pages, err, err_len) : FD_INTERNAL;
+        kv->arena = fd_memory_reserve(kv->arena_bytes, kv->huge, error);
+        return kv->arena ? commit(kv, 0, kv->n_pages, error) : FD_INTERNAL;
     }
     kv->plane_stride = kv->n_pages * kv->planes.plane_bytes;
     kv->arena_bytes = fd_round_up(kv->plane_stride * kv->planes.n_planes, kv->unit);
-    kv->arena = fd_memory_map(kv->arena_bytes, kv->huge, err, err_len);
+    kv->arena = fd_memory_map(kv->arena_bytes, kv->huge, error);
     return kv->arena ? FD_OK : FD_INTERNAL;
 }
 
 fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
-                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, char *err,
-                            size_t err_len) {
+                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge,
+                            fd_error_t *error) {
     memset(kv, 0, sizeof *kv);
     kv->stores = malloc(n_layers * sizeof *kv->stores);
     if (!kv->stores) return FD_FAIL(FD_INTERNAL, "no memory to keep track of %u layers", n_layers);
@@ -73,7 +73,7 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_
     kv->huge = huge;
     kv->granule = fd_memory_granule(huge);
     kv->unit = fd_memory_unit(huge);
-    fd_status_t status = map_arena(kv, err, err_len);
+    fd_status_t status = map_arena(kv, error);
     kv->swept = (uint64_t)n_pages * kv->planes.n_planes;
     kv->sequences = calloc(max_seqs, sizeof *kv->sequences);
     kv->refs = calloc(max_pages, sizeof *kv->refs);
@@ -96,8 +96,8 @@ void fd_kvcache_destroy(fd_kvcache_t *kv) {
     memset(kv, 0, sizeof *kv);
 }
 
-fd_status_t fd_kvcache_commit(fd_kvcache_t *kv, uint32_t n_pages, char *err, size_t err_len) {
-    return commit(kv, kv->n_pages, n_pages, err, err_len);
+fd_status_t fd_kvcache_commit(fd_kvcache_t *kv, uint32_t n_pages, fd_error_t *error) {
+    return commit(kv, kv->n_pages, n_pages, error);
 }
 
 void fd_kvcache_grow(fd_kvcache_t *kv, uint32_t n_pages) {
@@ -178,8 +178,7 @@ static void slide(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t floor) {
 /* Whether rows may come at position `pos` of the sequence. */
 static bool is_gone(const fd_sequence_t *s, uint32_t pos) { return pos < s->floor; }
 
-static fd_status_t find(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, fd_sequence_t **out, char *err,
-                        size_t err_len) {
+static fd_status_t find(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, fd_sequence_t **out, fd_error_t *error) {
     if (seq_index >= kv->max_seqs)
         return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", seq_index, kv->max_seqs);
     fd_sequence_t *s = &kv->sequences[seq_index];
@@ -189,17 +188,16 @@ static fd_status_t find(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, fd_s
     return FD_OK;
 }
 
-fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, char *err, size_t err_len) {
+fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, fd_error_t *error) {
     fd_sequence_t *s;
-    fd_status_t status = find(kv, seq_index, tag, &s, err, err_len);
+    fd_status_t status = find(kv, seq_index, tag, &s, error);
     if (status == FD_OK && s->length) shrink(kv, s, 0);
     return status;
 }
 
-fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, char *err,
-                            size_t err_len) {
+fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error) {
     fd_sequence_t *s;
-    fd_status_t status = find(kv, seq_index, tag, &s, err, err_len);
+    fd_status_t status = find(kv, seq_index, tag, &s, error);
     if (status != FD_OK) return status;
     if (length > s->length)
         return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens and cannot be trimmed to %u", seq_index, s->length,
@@ -212,9 +210,9 @@ fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, 
 }
 
 fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
-                            uint32_t length, char *err, size_t err_len) {
+                            uint32_t length, fd_error_t *error) {
     fd_sequence_t *from, *to;
-    fd_status_t status = find(kv, src, src_tag, &from, err, err_len);
+    fd_status_t status = find(kv, src, src_tag, &from, error);
     if (status != FD_OK) return status;
     if (dst >= kv->max_seqs)
         return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", dst, kv->max_seqs);
@@ -250,8 +248,7 @@ fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, ui
     return FD_OK;
 }
 
-fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, char *err,
-                               size_t err_len) {
+fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error) {
     if (seq_index >= kv->max_seqs)
         return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", seq_index, kv->max_seqs);
     fd_sequence_t *s = &kv->sequences[seq_index];
@@ -270,9 +267,9 @@ fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t ta
 }
 
 fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, const uint32_t **pages, uint32_t *n,
-                             char *err, size_t err_len) {
+                             fd_error_t *error) {
     fd_sequence_t *s;
-    fd_status_t status = find(kv, seq_index, tag, &s, err, err_len);
+    fd_status_t status = find(kv, seq_index, tag, &s, error);
     if (status != FD_OK) return status;
     *pages = s->pages;
     *n = s->n_blocks * kv->planes.n_sections;
@@ -285,7 +282,7 @@ static uint64_t fewest_pages(const fd_kvcache_t *kv, const fd_row_t *r, uint32_t
     return n_blocks * kv->planes.n_sections - (uint64_t)fd_first_block(floor, kv->planes.reach) * kv->planes.n_limited;
 }
 
-static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, char *err, size_t err_len) {
+static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, fd_error_t *error) {
     if (r->seq_index >= kv->max_seqs)
         return FD_FAIL(FD_BAD_TABLE, "entry %u: sequence %u is outside the lease of %u", i, r->seq_index, kv->max_seqs);
     fd_sequence_t *s = &kv->sequences[r->seq_index];
@@ -334,7 +331,7 @@ static int64_t pages_taken(const fd_kvcache_t *kv, const fd_sequence_t *s, const
     return taken;
 }
 
-fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
+fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, fd_error_t *error) {
     if (!++kv->mark) { /* the counter wrapped around: marks of old tables could pass for the new one */
         for (uint32_t i = 0; i < kv->max_seqs; i++) kv->sequences[i].mark = 0;
         kv->mark = 1;
@@ -344,7 +341,7 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
     uint64_t gone = kv->n_given_back;
     uint32_t checked = 0;
     for (; checked < n_entries; checked++) {
-        status = check_entry(kv, &table[checked], checked, err, err_len);
+        status = check_entry(kv, &table[checked], checked, error);
         if (status != FD_OK) break;
         fd_sequence_t *s = &kv->sequences[table[checked].seq_index];
         needed += pages_taken(kv, s, &table[checked]);
@@ -375,7 +372,7 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
 }
 
 fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, fd_page_copy_t *copies,
-                              uint32_t *n_copies, char *err, size_t err_len) {
+                              uint32_t *n_copies, fd_error_t *error) {
     const uint32_t n_sections = kv->planes.n_sections;
     *n_copies = 0;
     for (uint32_t i = 0; i < n_entries; i++) {

@@ -78,42 +78,39 @@ uint64_t fd_kvcache_pages_within(fd_planes_t planes, uint64_t bytes, bool grows,
 /* Makes a cache for `n_layers` layers that store K and V. Returns FD_OK, or FD_INTERNAL if out of memory. The caller
  * has checked the sizes, and n_pages <= max_pages. */
 fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
-                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, char *err,
-                            size_t err_len);
+                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, fd_error_t *error);
 void fd_kvcache_destroy(fd_kvcache_t *kv);
 
 /* Growing from kv->n_pages to `n_pages`, at most kv->max_pages, takes two calls. The first takes memory from the OS and
  * needs no mutex; it returns FD_OK, or FD_INTERNAL and has changed nothing. The second hands out the new pages. */
-fd_status_t fd_kvcache_commit(fd_kvcache_t *kv, uint32_t n_pages, char *err, size_t err_len);
+fd_status_t fd_kvcache_commit(fd_kvcache_t *kv, uint32_t n_pages, fd_error_t *error);
 void fd_kvcache_grow(fd_kvcache_t *kv, uint32_t n_pages);
 
 /* Freeing an empty sequence does nothing, because the step that should have filled it may have been refused. */
-fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, char *err, size_t err_len);
-fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, char *err,
-                            size_t err_len);
+fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, fd_error_t *error);
+fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error);
 fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
-                            uint32_t length, char *err, size_t err_len);
+                            uint32_t length, fd_error_t *error);
 /* Lets the empty sequence hold `length` tokens, at least 1, whose K and V the caller brings. Returns FD_OK,
  * FD_BAD_SEQUENCE, or FD_OUT_OF_PAGES if too few pages are free. */
-fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, char *err,
-                               size_t err_len);
+fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error);
 /* Points *pages at the sequence's [*n] page numbers, those of the first block first, FD_NO_PAGE for those given back.
  * They are valid until the cache changes. */
 fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, const uint32_t **pages, uint32_t *n,
-                             char *err, size_t err_len);
+                             fd_error_t *error);
 
 /* Returns FD_OK if every entry appends at the end of its sequence of the lease, no two entries name the same sequence,
  * and enough pages are free for all new rows. Changes only fields that checks use. Entries have at least one row.
  *
  * A sequence appends only to a page of its own, so it copies a shared page first; the last of the sequences that share
  * a page keeps it. */
-fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len);
+fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, fd_error_t *error);
 /* Takes pages for the new rows of a table that fd_kvcache_check has accepted. Lists the pages that are to be copied
  * before any row is appended in copies[n_entries * sections], and their number in *n_copies; the caller ends these
  * copies.
  * Returns FD_OK, or FD_INTERNAL if out of memory; then it has changed nothing. */
 fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, fd_page_copy_t *copies,
-                              uint32_t *n_copies, char *err, size_t err_len);
+                              uint32_t *n_copies, fd_error_t *error);
 /* The copies are complete: pages that no sequence holds any more become free. */
 void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_page_copy_t *copies, uint32_t n_copies);
 /* Copies one plane of a page. Needs no mutex. */

@@ -9,7 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "fail.h"
+#include "error.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
@@ -37,7 +37,7 @@ size_t fd_memory_unit(fd_huge_t huge) {
     return huge == FD_HUGE_HUGETLB ? fd_memory_granule(huge) : (size_t)sysconf(_SC_PAGESIZE);
 }
 
-static bool commit_hugetlb(uint8_t *from, size_t bytes, char *err, size_t err_len) {
+static fd_status_t commit_hugetlb(uint8_t *from, size_t bytes, fd_error_t *error) {
     /* Without MAP_NORESERVE, so that this call fails if pages are missing; a touch of a missing page would be a
      * SIGBUS. */
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | MAP_FIXED;
@@ -46,23 +46,25 @@ static bool commit_hugetlb(uint8_t *from, size_t bytes, char *err, size_t err_le
         size_t page = fd_memory_granule(FD_HUGE_HUGETLB), total = meminfo("HugePages_Total");
         size_t reserved = meminfo("HugePages_Rsvd"), unused = meminfo("HugePages_Free");
         size_t left = unused > reserved ? unused - reserved : 0, needed = bytes / page;
-        return FD_FAIL(false,
+        return FD_FAIL(FD_INTERNAL,
                        "%zu huge pages of %zu KiB are needed but %zu are available: set vm.nr_hugepages to %zu or more",
                        needed, page / 1024, left, needed > left ? total + needed - left : needed);
     }
     /* The pool reserves pages without regard to their NUMA node. Under fd_memory_bind, a touch could find no free huge
      * page on the bound node and raise SIGBUS, so this mapping prefers the local node but accepts any. */
     syscall(SYS_mbind, from, bytes, MPOL_LOCAL, NULL, 0ul, 0u);
-    return true;
+    return FD_OK;
 }
 
-void *fd_memory_reserve(size_t bytes, fd_huge_t huge, char *err, size_t err_len) {
+void *fd_memory_reserve(size_t bytes, fd_huge_t huge, fd_error_t *error) {
     const size_t granule = fd_memory_granule(huge), unit = fd_memory_unit(huge),
                  align = granule > FD_TRANSPARENT_BYTES ? granule : FD_TRANSPARENT_BYTES,
                  whole = (bytes + unit - 1) / unit * unit, room = whole + align;
     uint8_t *start = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (start == MAP_FAILED)
-        return FD_FAIL(NULL, "cannot reserve %zu bytes of address space for the KV-cache: %s", bytes, strerror(errno));
+    if (start == MAP_FAILED) {
+        FD_FAIL(FD_INTERNAL, "cannot reserve %zu bytes of address space for the KV-cache: %s", bytes, strerror(errno));
+        return NULL;
+    }
     size_t before = -(uintptr_t)start % align;
     uint8_t *memory = start + before;
     if (before) munmap(start, before);
@@ -70,23 +72,23 @@ void *fd_memory_reserve(size_t bytes, fd_huge_t huge, char *err, size_t err_len)
     return memory;
 }
 
-bool fd_memory_commit(uint8_t *from, size_t bytes, fd_huge_t huge, char *err, size_t err_len) {
-    if (huge == FD_HUGE_HUGETLB) return commit_hugetlb(from, bytes, err, err_len);
+fd_status_t fd_memory_commit(uint8_t *from, size_t bytes, fd_huge_t huge, fd_error_t *error) {
+    if (huge == FD_HUGE_HUGETLB) return commit_hugetlb(from, bytes, error);
     if (mprotect(from, bytes, PROT_READ | PROT_WRITE))
-        return FD_FAIL(false, "cannot map %zu bytes for the KV-cache: %s", bytes, strerror(errno));
+        return FD_FAIL(FD_INTERNAL, "cannot map %zu bytes for the KV-cache: %s", bytes, strerror(errno));
     madvise(from, bytes,
             huge == FD_HUGE_MADVISE ? MADV_HUGEPAGE : MADV_NOHUGEPAGE); /* a kernel without huge pages refuses both */
-    return true;
+    return FD_OK;
 }
 
 void fd_memory_decommit(uint8_t *from, size_t bytes) {
     mmap(from, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
-void *fd_memory_map(size_t bytes, fd_huge_t huge, char *err, size_t err_len) {
+void *fd_memory_map(size_t bytes, fd_huge_t huge, fd_error_t *error) {
     const size_t unit = fd_memory_unit(huge), whole = (bytes + unit - 1) / unit * unit;
-    uint8_t *memory = fd_memory_reserve(whole, huge, err, err_len);
-    if (memory && !fd_memory_commit(memory, whole, huge, err, err_len)) {
+    uint8_t *memory = fd_memory_reserve(whole, huge, error);
+    if (memory && fd_memory_commit(memory, whole, huge, error) != FD_OK) {
         munmap(memory, whole);
         return NULL;
     }

@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "error.h"
+
 typedef enum {
     FD_HUGE_MADVISE, /* transparent huge pages, where the OS has some */
     FD_HUGE_HUGETLB, /* huge pages from the pool that vm.nr_hugepages reserves */
@@ -23,16 +25,16 @@ size_t fd_memory_granule(fd_huge_t huge);
 size_t fd_memory_unit(fd_huge_t huge);
 
 /* Reserves address space, which uses no memory and must not be touched before it is committed. It begins at a multiple
- * of the granule and of FD_TRANSPARENT_BYTES. Returns NULL on failure, with a sentence in err. */
-void *fd_memory_reserve(size_t bytes, fd_huge_t huge, char *err, size_t err_len);
+ * of the granule and of FD_TRANSPARENT_BYTES. */
+void *fd_memory_reserve(size_t bytes, fd_huge_t huge, fd_error_t *error);
 /* Makes reserved address space usable: zeros, for which the OS finds memory on first touch. Hugetlb pages are set aside
- * at once, so that no later touch can fail. `from` and `bytes` are multiples of fd_memory_unit. Returns false on
- * failure, with a sentence in err; then the range may be committed in part. */
-bool fd_memory_commit(uint8_t *from, size_t bytes, fd_huge_t huge, char *err, size_t err_len);
+ * at once, so that no later touch can fail. `from` and `bytes` are multiples of fd_memory_unit. After a
+ * failure the range may be committed in part. */
+fd_status_t fd_memory_commit(uint8_t *from, size_t bytes, fd_huge_t huge, fd_error_t *error);
 /* Turns committed memory into reserved address space again. */
 void fd_memory_decommit(uint8_t *from, size_t bytes);
 /* Reserves and commits; `bytes` as for fd_memory_commit. */
-void *fd_memory_map(size_t bytes, fd_huge_t huge, char *err, size_t err_len);
+void *fd_memory_map(size_t bytes, fd_huge_t huge, fd_error_t *error);
 void fd_memory_unmap(void *memory, size_t bytes);
 
 /* Faults in the OS pages that [from, from + bytes) touches, on the calling thread's NUMA node. Other threads may read

@@ -12,15 +12,15 @@ static size_t area_bytes(const fd_joints_t *j, size_t rows) {
 
 size_t fd_joint_scratch(const fd_joints_t *j, size_t rows) { return 2 * area_bytes(j, rows); }
 
-static int multiply(const fd_joints_t *j, const fd_products_t *p, const void *x, size_t rows, void *y,
-                    unsigned threads) {
+static fd_status_t multiply(const fd_joints_t *j, const fd_products_t *p, const void *x, size_t rows, void *y,
+                            unsigned threads) {
     size_t stride = 0, first = 0;
     for (uint32_t i = 0; i < p->n; i++) stride += p->parts[i].outs;
     for (uint32_t i = 0; i < p->n; first += p->parts[i++].outs) {
         void *to = (uint8_t *)y + first * j->number_bytes;
-        if (p->parts[i].multiply(p->parts[i].linear, x, rows, to, stride, threads) < 0) return -1;
+        if (p->parts[i].multiply(p->parts[i].linear, x, rows, to, stride, threads) != FD_OK) return FD_INTERNAL;
     }
-    return 0;
+    return FD_OK;
 }
 
 /* Adds `y` to the residual stream, unless it is NULL, and writes its norm to `out`. */
@@ -30,26 +30,27 @@ static void norm(const fd_joints_t *j, const fd_joint_rows_t *r, const void *y, 
     fd_norm_rows(j->ops, &o, r->rows, threads);
 }
 
-int fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch, unsigned threads) {
+fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch,
+                         unsigned threads) {
     void *a = scratch, *b = (uint8_t *)scratch + area_bytes(j, r->rows);
     const void *block = NULL; /* what the last block adds to the residual stream */
     if (layer > 0) {
         const fd_joint_layer_t *l = &j->layers[layer - 1];
-        if (multiply(j, &l->o, r->o, r->rows, a, threads) < 0) return -1;
+        if (multiply(j, &l->o, r->o, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
         norm(j, r, a, l->mlp_norm, b, threads);
-        if (multiply(j, &l->up, b, r->rows, a, threads) < 0) return -1;
+        if (multiply(j, &l->up, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
         const fd_gate_rows_t gate = {a, b, j->inner};
         fd_gate_rows(j->ops, &gate, r->rows, threads);
-        if (multiply(j, &l->down, b, r->rows, a, threads) < 0) return -1;
+        if (multiply(j, &l->down, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
         block = a;
     }
     if (layer == j->n_layers) { /* nothing wants the norm */
         norm(j, r, block, j->layers[layer - 1].mlp_norm, b, threads);
-        return 0;
+        return FD_OK;
     }
     const fd_joint_layer_t *l = &j->layers[layer];
     norm(j, r, block, l->attention_norm, b, threads);
-    if (multiply(j, &l->qkv, b, r->rows, a, threads) < 0) return -1;
+    if (multiply(j, &l->qkv, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
     const fd_rope_rows_t rope = {
         .qkv = a,
         .q_norm = l->q_norm,
@@ -67,5 +68,5 @@ int fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, v
         .pairs = r->pairs,
     };
     fd_rope_rows(j->ops, &rope, r->rows, threads);
-    return 0;
+    return FD_OK;
 }

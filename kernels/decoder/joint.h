@@ -7,13 +7,14 @@
 #ifndef FD_JOINT_H
 #define FD_JOINT_H
 
+#include "region/region.h"
 #include "row_ops.h"
 
 /* A product y = x W^T + b; x is [rows][ins] and y [rows][outs], in the activation dtype. */
 typedef struct {
     size_t ins, outs;
-    /* Writes y, whose rows stand `stride` numbers apart, in up to `threads` threads. -1 if memory runs out. */
-    int (*multiply)(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads);
+    /* Writes y, whose rows stand `stride` numbers apart, in up to `threads` threads. FD_INTERNAL if memory runs out. */
+    fd_status_t (*multiply)(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads);
     const void *linear;
 } fd_product_t;
 
@@ -52,7 +53,8 @@ typedef struct {
 /* Bytes of scratch that fd_joint_run needs for `rows` rows. */
 size_t fd_joint_scratch(const fd_joints_t *j, size_t rows);
 
-/* Finishes block `layer - 1`, if there is one, and projects block `layer`, if there is one. -1 if memory runs out. */
-int fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch, unsigned threads);
+/* Finishes block `layer - 1`, if there is one, and projects block `layer`, if there is one. FD_INTERNAL if memory runs
+ * out. */
+fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch, unsigned threads);
 
 #endif

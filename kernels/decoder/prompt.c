@@ -77,13 +77,13 @@ static void attend_parts(void *data, size_t first, size_t n) {
     const size_t heads = o->blocks->kv_heads;
     for (size_t part = first; part < first + n; part++) {
         const size_t row = (run->blocks - 1 - part / heads) * run->rows; /* the last rows see most keys */
-        if (run->ops->attend(o, part % heads, row, least(run->rows, o->rows - row)) < 0)
+        if (run->ops->attend(o, part % heads, row, least(run->rows, o->rows - row)) != FD_OK)
             __atomic_store_n(&run->failed, 1, __ATOMIC_RELAXED);
     }
 }
 
-int fd_prompt_attend(const fd_prompt_ops_t *ops, const fd_prompt_t *o, unsigned threads) {
-    if (!o->rows) return 0;
+fd_status_t fd_prompt_attend(const fd_prompt_ops_t *ops, const fd_prompt_t *o, unsigned threads) {
+    if (!o->rows) return FD_OK;
     const size_t heads = o->blocks->kv_heads, parts = threads > 1 ? PARTS_A_THREAD * threads : 1;
     const size_t wanted = (parts + heads - 1) / heads; /* blocks of rows of a head */
     size_t rows = (o->rows + wanted - 1) / wanted * o->group;
@@ -91,5 +91,5 @@ int fd_prompt_attend(const fd_prompt_ops_t *ops, const fd_prompt_t *o, unsigned 
     rows = least(rows > o->group ? rows / o->group : 1, o->rows);
     attend_run_t run = {ops, o, rows, (o->rows + rows - 1) / rows, 0};
     fd_parallel(attend_parts, &run, run.blocks * heads, 1, threads);
-    return run.failed ? -1 : 0;
+    return run.failed ? FD_INTERNAL : FD_OK;
 }

@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 #include "cpu/isa.h"
-#include "region/formats.h"
+#include "region/region.h"
 
 enum { FD_PROMPT_KEYS = 64 };
 
@@ -49,8 +49,8 @@ typedef struct {
     size_t (*block_words)(size_t k_size, size_t v_size);
     /* Packs the tokens of one KV head that belong to one block. */
     void (*pack)(const fd_prompt_pack_t *o, size_t head, size_t block);
-    /* The attention of `n` rows from `row` on to one KV head. Returns 0, or -1 if there is no memory for it. */
-    int (*attend)(const fd_prompt_t *o, size_t head, size_t row, size_t n);
+    /* The attention of `n` rows from `row` on to one KV head. FD_INTERNAL if there is no memory for it. */
+    fd_status_t (*attend)(const fd_prompt_t *o, size_t head, size_t row, size_t n);
 } fd_prompt_ops_t;
 
 /* The functions of an ISA that this machine supports, and its name; NULL if the ISA has none. */
@@ -59,7 +59,7 @@ const fd_prompt_ops_t *fd_prompt_ops(fd_isa_t isa, uint32_t act_dtype, const cha
 /* Packs tokens of all heads, in up to `threads` threads. The positions before `pos` were packed before. */
 void fd_prompt_pack(const fd_prompt_ops_t *ops, const fd_prompt_pack_t *o, unsigned threads);
 
-/* Computes all rows of all heads in up to `threads` threads. Returns 0, or -1 if memory ran out. */
-int fd_prompt_attend(const fd_prompt_ops_t *ops, const fd_prompt_t *o, unsigned threads);
+/* Computes all rows of all heads in up to `threads` threads. FD_INTERNAL if memory runs out. */
+fd_status_t fd_prompt_attend(const fd_prompt_ops_t *ops, const fd_prompt_t *o, unsigned threads);
 
 #endif

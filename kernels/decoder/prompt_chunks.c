@@ -1,7 +1,7 @@
 #include "prompt_chunks.h"
 
-static int attend(const fd_prompt_chunks_t *c, const fd_prompt_chunk_t *chunk, size_t layer, const fd_joints_t *j,
-                  const fd_joint_rows_t *r, unsigned threads) {
+static fd_status_t attend(const fd_prompt_chunks_t *c, const fd_prompt_chunk_t *chunk, size_t layer,
+                          const fd_joints_t *j, const fd_joint_rows_t *r, unsigned threads) {
     const fd_prompt_layer_t *l = &chunk->layers[layer];
     const size_t size = j->head_size, o_row = j->q_heads * size;
     const uint8_t *kv = (const uint8_t *)r->kv + chunk->first * r->kv_stride * j->number_bytes;
@@ -33,9 +33,9 @@ static int attend(const fd_prompt_chunks_t *c, const fd_prompt_chunk_t *chunk, s
     return fd_prompt_attend(c->ops, &prompt, threads);
 }
 
-int fd_prompt_chunks_attend(const fd_prompt_chunks_t *c, size_t layer, const fd_joints_t *j, const fd_joint_rows_t *r,
-                            unsigned threads) {
+fd_status_t fd_prompt_chunks_attend(const fd_prompt_chunks_t *c, size_t layer, const fd_joints_t *j,
+                                    const fd_joint_rows_t *r, unsigned threads) {
     for (size_t i = 0; i < c->n; i++)
-        if (attend(c, &c->chunks[i], layer, j, r, threads) < 0) return -1;
-    return 0;
+        if (attend(c, &c->chunks[i], layer, j, r, threads) != FD_OK) return FD_INTERNAL;
+    return FD_OK;
 }

@@ -23,8 +23,9 @@ typedef struct {
     const fd_prompt_chunk_t *chunks;
 } fd_prompt_chunks_t;
 
-/* Packs the chunks' K and V of a layer and computes their O rows, in up to `threads` threads. -1 if memory runs out. */
-int fd_prompt_chunks_attend(const fd_prompt_chunks_t *c, size_t layer, const fd_joints_t *j, const fd_joint_rows_t *r,
-                            unsigned threads);
+/* Packs the chunks' K and V of a layer and computes their O rows, in up to `threads` threads. FD_INTERNAL if memory
+ * runs out. */
+fd_status_t fd_prompt_chunks_attend(const fd_prompt_chunks_t *c, size_t layer, const fd_joints_t *j,
+                                    const fd_joint_rows_t *r, unsigned threads);
 
 #endif

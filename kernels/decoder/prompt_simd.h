@@ -264,8 +264,8 @@ FD_INLINE void attend_block(const int pairs, const fd_prompt_t *o, const part_t 
         for (size_t r = 0; r < b->filled; r += TILE_ROWS) attend_tile(pairs, TILE_ROWS, o, b, r, block, key);
 }
 
-FD_INLINE int attend_part(const uint32_t dtype, const int pairs, const fd_prompt_t *o, size_t head, size_t row,
-                          size_t n) {
+FD_INLINE fd_status_t attend_part(const uint32_t dtype, const int pairs, const fd_prompt_t *o, size_t head, size_t row,
+                                  size_t n) {
     enum { BUFFERS = 6, ALIGNED = 16 };
     const fd_prompt_blocks_t *blocks = o->blocks;
     const layout_t l = layout_of(pairs, blocks->k_size, blocks->v_size);
@@ -276,7 +276,7 @@ FD_INLINE int attend_part(const uint32_t dtype, const int pairs, const fd_prompt
     size_t total = 0;
     for (int i = 0; i < BUFFERS; i++) total += (words[i] + ALIGNED - 1) / ALIGNED * ALIGNED;
     word_t *memory = aligned_alloc(ALIGNED * sizeof *memory, total * sizeof *memory), *buffers[BUFFERS];
-    if (!memory) return -1;
+    if (!memory) return FD_INTERNAL;
     memset(memory, 0, total * sizeof *memory);
     for (size_t i = 0, at = 0; i < BUFFERS; i++) {
         buffers[i] = memory + at;
@@ -306,7 +306,7 @@ FD_INLINE int attend_part(const uint32_t dtype, const int pairs, const fd_prompt
         finish_row(to, b.out + r * l.width, NO_BIAS, b.sum[r] + sink, (uint32_t)blocks->v_size, dtype);
     }
     free(memory);
-    return 0;
+    return FD_OK;
 }
 
 /* The functions of an activation dtype. */
@@ -315,7 +315,7 @@ FD_INLINE int attend_part(const uint32_t dtype, const int pairs, const fd_prompt
     static void pack_##name(const fd_prompt_pack_t *o, size_t head, size_t block) {                                    \
         pack_block(dtype, pairs, o, head, block);                                                                      \
     }                                                                                                                  \
-    static int attend_##name(const fd_prompt_t *o, size_t head, size_t row, size_t n) {                                \
+    static fd_status_t attend_##name(const fd_prompt_t *o, size_t head, size_t row, size_t n) {                        \
         return attend_part(dtype, pairs, o, head, row, n);                                                             \
     }
 

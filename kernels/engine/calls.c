@@ -2,7 +2,7 @@
 
 #include <stdio.h>
 
-#include "cache/fail.h"
+#include "cache/error.h"
 
 enum {
     SETTLE_POLLS = 1000 /* see settled_bell */
@@ -45,21 +45,21 @@ fd_asks_t fd_slot_asks(fd_link_t *link, uint32_t slot) {
     return state->bell != state->armed ? FD_ASKS_ARM : layer ? FD_ASKS_LAYER : FD_ASKS_NOTHING;
 }
 
-static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *slot, const fd_arm_t *arm, char *err,
-                              size_t err_len) {
+static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *slot, const fd_arm_t *arm,
+                              fd_error_t *error) {
     pthread_mutex_lock(&link->mutex);
     step->n_entries = arm->n_entries;
     step->n_rows = arm->n_rows;
     step->n_attend_rows = arm->n_attend_rows;
     fd_copy_out(step->table, slot + link->work.layout.table, arm->n_entries * sizeof(fd_row_t));
-    const fd_status_t status = fd_step_plan(step, &link->kv, link->work.shapes, err, err_len);
+    const fd_status_t status = fd_step_plan(step, &link->kv, link->work.shapes, error);
     pthread_mutex_unlock(&link->mutex);
     return status;
 }
 
 /* Checks the whole step and plans it. Returns FD_OK, or why the step is refused. */
 static fd_status_t take_step(fd_link_t *link, fd_slot_state_t *state, uint64_t expected, const uint8_t *slot,
-                             const fd_arm_t *arm, char *err, size_t err_len) {
+                             const fd_arm_t *arm, fd_error_t *error) {
     if (state->armed != expected || arm->number != state->armed)
         return FD_FAIL(FD_BAD_CALL,
                        "the bell shows step %llu and the header says step %llu, but step %llu was expected",
@@ -68,7 +68,7 @@ static fd_status_t take_step(fd_link_t *link, fd_slot_state_t *state, uint64_t e
     if (reason)
         return FD_FAIL(FD_BAD_CALL, "%s (%u entries, %u rows, %u of them attending)", reason, arm->n_entries,
                        arm->n_rows, arm->n_attend_rows);
-    return begin_step(link, &state->step, slot, arm, err, err_len);
+    return begin_step(link, &state->step, slot, arm, error);
 }
 
 static void count(uint64_t *counter, uint64_t n) { __atomic_store_n(counter, *counter + n, __ATOMIC_RELAXED); }
@@ -105,18 +105,18 @@ bool fd_slot_arm(fd_link_t *link, uint32_t slot) {
     const fd_slot_t *s = slot_of(link, slot);
     fd_slot_state_t *state = &link->slots[slot];
     const uint64_t start = link->last_call_ns = fd_now_ns(), expected = state->armed + 1;
-    char err[sizeof s->report.message] = "";
+    fd_error_t error = {0};
     fd_arm_t arm;
     fd_copy_out(&arm, &s->arm, sizeof arm);
     state->armed = state->bell;
     state->served = state->request = 0;
     state->busy_ns = state->kv_bytes = 0;
     state->step.valid = 0;
-    const fd_status_t status = take_step(link, state, expected, (const uint8_t *)s, &arm, err, sizeof err);
+    const fd_status_t status = take_step(link, state, expected, (const uint8_t *)s, &arm, &error);
     if (status != FD_OK) count(&link->stats.refused, 1);
     count(&link->stats.busy_ns, fd_now_ns() - start);
     if (status == FD_OK && state->step.n_copies) return true;
-    answer_arm(link, slot, status, err);
+    answer_arm(link, slot, status, error.text);
     return false;
 }
 

@@ -12,7 +12,7 @@
 #include <sys/eventfd.h>
 
 #include "calls.h"
-#include "cache/fail.h"
+#include "cache/error.h"
 #include "turns.h"
 
 enum {
@@ -211,22 +211,27 @@ static const char *config_error(const fd_engine_config_t *c) {
 
 /* Maps the budget once to see that there are enough huge pages, so that a lack of them is reported at start and not
  * when the first S-node asks for a lease. */
-static bool hugetlb_available(uint64_t bytes, char *err, size_t err_len) {
+static fd_status_t check_hugetlb(uint64_t bytes, fd_error_t *error) {
     bytes -= bytes % fd_memory_granule(FD_HUGE_HUGETLB);
-    void *memory = bytes ? fd_memory_map(bytes, FD_HUGE_HUGETLB, err, err_len) : NULL;
-    if (!bytes) snprintf(err, err_len, "the KV-cache's budget is smaller than one huge page");
-    if (memory) fd_memory_unmap(memory, bytes);
-    return memory;
+    if (!bytes) return FD_FAIL(FD_INTERNAL, "the KV-cache's budget is smaller than one huge page");
+    void *memory = fd_memory_map(bytes, FD_HUGE_HUGETLB, error);
+    if (!memory) return error->status;
+    fd_memory_unmap(memory, bytes);
+    return FD_OK;
 }
 
-fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t err_len) {
+fd_engine_t *fd_engine_new(const fd_engine_config_t *config, fd_error_t *error) {
     const char *reason = config_error(config);
-    errno = EINVAL;
-    if (reason) return FD_FAIL(NULL, "%s", reason);
-    errno = ENOMEM;
-    if (config->huge == FD_HUGE_HUGETLB && !hugetlb_available(config->kv_bytes, err, err_len)) return NULL;
+    if (reason) {
+        FD_FAIL(FD_BAD_CALL, "%s", reason);
+        return NULL;
+    }
+    if (config->huge == FD_HUGE_HUGETLB && check_hugetlb(config->kv_bytes, error) != FD_OK) return NULL;
     fd_engine_t *e = aligned_alloc(64, fd_round_up(sizeof *e, 64));
-    if (!e) return FD_FAIL(NULL, "no memory for the R-engine");
+    if (!e) {
+        FD_FAIL(FD_INTERNAL, "no memory for the R-engine");
+        return NULL;
+    }
     memset(e, 0, sizeof *e);
     e->eventfd = e->epoll = -1;
     e->n_threads = config->threads;
@@ -244,7 +249,8 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
     e->threads = calloc(e->n_threads, sizeof *e->threads);
     if (!e->threads || !fd_bays_init(e) || !open_events(e)) {
         fd_engine_free(e);
-        return FD_FAIL(NULL, "no memory or no file descriptors for the R-engine");
+        FD_FAIL(FD_INTERNAL, "no memory or no file descriptors for the R-engine");
+        return NULL;
     }
     sigset_t all, before; /* the threads block all signals: the program's other threads handle them */
     sigfillset(&all);
@@ -255,10 +261,11 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
     if (rc) {
         uint32_t i = e->n_started;
         fd_engine_free(e);
-        errno = rc;
-        if (config->cpus)
-            return FD_FAIL(NULL, "cannot start R-engine thread %u on CPU %d: %s", i, config->cpus[i], strerror(rc));
-        return FD_FAIL(NULL, "cannot start R-engine thread %u: %s", i, strerror(rc));
+        char where[32] = "";
+        if (config->cpus) snprintf(where, sizeof where, " on CPU %d", config->cpus[i]);
+        FD_FAIL(rc == EINVAL ? FD_BAD_CALL : FD_INTERNAL, "cannot start R-engine thread %u%s: %s", i, where,
+                strerror(rc));
+        return NULL;
     }
     return e;
 }

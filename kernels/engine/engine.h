@@ -14,6 +14,7 @@
 #include "attention/attention.h"
 #include "region/carrier.h"
 #include "layers.h"
+#include "cache/error.h"
 #include "cache/memory.h"
 #include "parts.h"
 #include "region/region.h"
@@ -60,9 +61,8 @@ typedef struct {
     int error;
 } fd_prefault_t;
 
-/* On failure these functions return NULL or a negative fd_status_t and leave a sentence in err. After NULL, errno is
- * EINVAL if an argument is invalid, ENOMEM if memory or KV-cache is short, or the error of starting a thread. */
-fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t err_len);
+/* error.h says how these functions fail. */
+fd_engine_t *fd_engine_new(const fd_engine_config_t *config, fd_error_t *error);
 void fd_engine_free(fd_engine_t *engine); /* joins the threads; all links must have been removed */
 /* Writing 1 wakes a sleeping engine. Only for code that the R-node trusts; a peer gets fd_link_eventfd. */
 int fd_engine_eventfd(const fd_engine_t *engine);
@@ -71,8 +71,8 @@ void fd_engine_begin_stand_in(fd_engine_t *engine, fd_stand_in_t *stand_in);
 void fd_engine_end_stand_in(const fd_stand_in_t *stand_in);
 /* The planes of a page, which are those of the layers that store K and V. The layers and the dtype must be valid. */
 fd_planes_t fd_page_planes(const fd_layer_t *layers, uint32_t n_layers, uint32_t kv_dtype);
-/* NULL if the layers of a link with geometry `g` are valid, else a sentence in err. */
-const char *fd_layers_error(const fd_geometry_t *g, const fd_layer_t *layers, char *err, size_t err_len);
+/* Checks the layers of a link with geometry `g`. */
+fd_status_t fd_layers_check(const fd_geometry_t *g, const fd_layer_t *layers, fd_error_t *error);
 uint64_t fd_engine_kv_free(fd_engine_t *engine);
 /* The most pages that a lease of `bytes` may have. `grows`: its max_pages is greater. */
 uint64_t fd_engine_pages_within(const fd_engine_t *engine, fd_planes_t planes, uint64_t bytes, bool grows);
@@ -80,7 +80,7 @@ uint64_t fd_engine_pages_within(const fd_engine_t *engine, fd_planes_t planes, u
 /* Copies `carrier`; NULL stands for shared memory. `region` (region_bytes of the geometry's layout) must stay mapped
  * until fd_engine_remove_link returns. */
 fd_link_t *fd_engine_add_link(fd_engine_t *engine, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
-                              const fd_carrier_t *carrier, char *err, size_t err_len);
+                              const fd_carrier_t *carrier, fd_error_t *error);
 /* Stops the work on the link's calls, answers the unserved ones with FD_LINK_CLOSED (without sending) and
  * unmaps the arena. */
 void fd_engine_remove_link(fd_engine_t *engine, fd_link_t *link);
@@ -90,37 +90,41 @@ int fd_link_eventfd(const fd_link_t *link);
 
 /* The sequence must not take part in a call in progress; if it does, the contents of this lease may be wrong, but
  * nothing else. Freeing an empty sequence does nothing. */
-int fd_link_free(fd_link_t *link, uint32_t seq_index, uint32_t tag, char *err, size_t err_len);
-int fd_link_trim(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, char *err, size_t err_len);
+fd_status_t fd_link_free(fd_link_t *link, uint32_t seq_index, uint32_t tag, fd_error_t *error);
+fd_status_t fd_link_trim(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error);
 /* Makes the empty sequence `dst` share the first `length` tokens of `src`. Pages are reference-counted; a partly used
  * last page is copied when either sequence appends to it. */
-int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag, uint32_t length,
-                 char *err, size_t err_len);
+fd_status_t fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
+                         uint32_t length, fd_error_t *error);
 /* Lets the empty sequence hold `length` tokens, whose K and V fd_link_receive_pages brings. */
-int fd_link_receive(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, char *err, size_t err_len);
-/* Lets the OS find memory for bytes of pages [first, first + n) of a sequence from `offset` on, in the order in which
- * fd_link_receive_pages brings them, so that it need not while they arrive; a limited number a call. Any thread may
- * call it. Returns that number, or a negative fd_status_t. */
-int64_t fd_link_fault_in(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t first, uint32_t n, uint64_t offset,
-                         char *err, size_t err_len);
-/* Pages [first, first + n) of a sequence as bytes: page by page, each plane by plane. Move as many bytes from `offset`
- * on as the non-blocking stream socket `fd` takes or has now, a limited number a call. Return that number, 0 if the
- * socket is not ready, a negative fd_status_t, or INT64_MIN with the socket's errno in *error. Nothing that comes from
- * the socket is looked at, and a page outside the sequence is refused, so a peer writes into these pages alone. */
-int64_t fd_link_send_pages(fd_link_t *link, int fd, uint32_t seq_index, uint32_t tag, uint32_t first, uint32_t n,
-                           uint64_t offset, int *error, char *err, size_t err_len);
-int64_t fd_link_receive_pages(fd_link_t *link, int fd, uint32_t seq_index, uint32_t tag, uint32_t first, uint32_t n,
-                              uint64_t offset, int *error, char *err, size_t err_len);
-/* Copies such bytes from a sequence of `from` to one of `to`, another link of the same R-engine with pages of the same
- * planes; a limited number a call. Returns that number, or a negative fd_status_t. */
-int64_t fd_link_copy_pages(fd_link_t *from, uint32_t seq_index, uint32_t tag, fd_link_t *to, uint32_t to_index,
-                           uint32_t to_tag, uint32_t first, uint32_t n, uint64_t offset, char *err, size_t err_len);
+fd_status_t fd_link_receive(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error);
+/* Bytes of pages [first, first + n) of a sequence, from `offset` on: page by page, each plane by plane. */
+typedef struct {
+    uint32_t seq_index, tag, first, n;
+    uint64_t offset;
+} fd_page_range_t;
+
+/* These do a limited number of the bytes, *done, in each call. A page outside the sequence is refused, so a peer writes
+ * into the sequence's pages alone.
+ *
+ * fd_link_fault_in lets the OS find memory for bytes that fd_link_receive_pages will bring; any thread may call it.
+ * fd_link_send_pages and fd_link_receive_pages move as many bytes as the non-blocking stream socket `fd` takes or has
+ * now, 0 if it is not ready; if it has failed, they return FD_LINK_CLOSED with its errno in error->number. What comes
+ * from the socket is not looked at. fd_link_copy_pages copies to another link of the same R-engine, whose pages must
+ * have the same planes. */
+fd_status_t fd_link_fault_in(fd_link_t *link, const fd_page_range_t *range, uint64_t *done, fd_error_t *error);
+fd_status_t fd_link_send_pages(fd_link_t *link, int fd, const fd_page_range_t *range, uint64_t *done,
+                               fd_error_t *error);
+fd_status_t fd_link_receive_pages(fd_link_t *link, int fd, const fd_page_range_t *range, uint64_t *done,
+                                  fd_error_t *error);
+fd_status_t fd_link_copy_pages(fd_link_t *from, const fd_page_range_t *source, fd_link_t *to,
+                               const fd_page_range_t *target, uint64_t *done, fd_error_t *error);
 /* Allocates [*n] numbers: the sequence's pages, in order. The caller frees *pages. */
-int fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n, char *err,
-                  size_t err_len);
+fd_status_t fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n,
+                          fd_error_t *error);
 /* Grows the lease to `n_pages`; the pages that it has stay where they are. Does nothing if it has as many. One thread
  * at a time. */
-int fd_link_grow(fd_link_t *link, uint32_t n_pages, char *err, size_t err_len);
+fd_status_t fd_link_grow(fd_link_t *link, uint32_t n_pages, fd_error_t *error);
 void fd_link_stats(fd_link_t *link, fd_link_stats_t *out);
 void fd_link_prefault(fd_link_t *link, fd_prefault_t *out);
 

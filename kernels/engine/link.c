@@ -1,5 +1,4 @@
 /* Links of the R-engine: adding them, removing them, and the control operations on them. */
-#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,7 +7,7 @@
 #include <sys/eventfd.h>
 
 #include "calls.h"
-#include "cache/fail.h"
+#include "cache/error.h"
 #include "turns.h"
 
 enum { FIRST_NS_PER_COST = 50 }; /* until calls have been measured */
@@ -29,48 +28,48 @@ static uint32_t count_kinds(const fd_layer_t *layers, uint32_t n_layers) {
     return n;
 }
 
-const char *fd_layers_error(const fd_geometry_t *g, const fd_layer_t *layers, char *err, size_t err_len) {
+fd_status_t fd_layers_check(const fd_geometry_t *g, const fd_layer_t *layers, fd_error_t *error) {
     const char *reason;
     for (uint32_t i = 0; i < g->n_layers; i++)
-        if ((reason = fd_layer_error(layers, i, g))) return FD_FAIL(err, "layer %u: %s", i, reason);
+        if ((reason = fd_layer_error(layers, i, g))) return FD_FAIL(FD_BAD_CALL, "layer %u: %s", i, reason);
     const uint32_t n = count_kinds(layers, g->n_layers);
-    if (n <= FD_MAX_LAYER_KINDS) return NULL;
-    return FD_FAIL(err, "the layers are of %u kinds, at most %u are supported", n, FD_MAX_LAYER_KINDS);
+    if (n <= FD_MAX_LAYER_KINDS) return FD_OK;
+    return FD_FAIL(FD_BAD_CALL, "the layers are of %u kinds, at most %u are supported", n, FD_MAX_LAYER_KINDS);
 }
 
 static uint32_t max_pages(const fd_lease_t *lease) {
     return lease->max_pages > lease->n_pages ? lease->max_pages : lease->n_pages;
 }
 
-static bool part_ok(const fd_geometry_t *g, const fd_lease_t *lease, char *err, size_t err_len) {
+static fd_status_t check_part(const fd_geometry_t *g, const fd_lease_t *lease, fd_error_t *error) {
     if (lease->part.n > FD_MAX_PARTS || lease->part.index >= lease->part.n)
-        return FD_FAIL(false, "part %u of %u is not one of at most %u", lease->part.index, lease->part.n, FD_MAX_PARTS);
+        return FD_FAIL(FD_BAD_CALL, "part %u of %u is not one of at most %u", lease->part.index, lease->part.n,
+                       FD_MAX_PARTS);
     for (uint32_t i = 0; i < g->n_layers; i++) {
         const fd_layer_t *y = &lease->layers[i];
         const size_t o = (size_t)y->heads.n_q_heads * y->heads.v_size * fd_act_bytes(g->act_dtype);
         if (fd_layer_reach(y) || y->slopes || y->sinks)
-            return FD_FAIL(false, "layer %u has a window, ALiBi or sinks, and parts of the tokens cannot", i);
+            return FD_FAIL(FD_BAD_CALL, "layer %u has a window, ALiBi or sinks, and parts of the tokens cannot", i);
         if (o + y->heads.n_q_heads * sizeof(float) > fd_region_layout(g).o_row_bytes)
-            return FD_FAIL(false, "layer %u leaves no room for log-sum-exps in the O rows", i);
+            return FD_FAIL(FD_BAD_CALL, "layer %u leaves no room for log-sum-exps in the O rows", i);
     }
-    return true;
+    return FD_OK;
 }
 
-static bool lease_ok(const fd_geometry_t *g, const fd_lease_t *lease, const void *region, char *err, size_t err_len) {
+static fd_status_t check_lease(const fd_geometry_t *g, const fd_lease_t *lease, const void *region, fd_error_t *error) {
     const char *reason = fd_geometry_error(g);
-    if (reason) return FD_FAIL(false, "%s", reason);
-    if (lease->kv_dtype >= FD_KV_DTYPES) return FD_FAIL(false, "unknown KV-cache dtype %u", lease->kv_dtype);
+    if (reason) return FD_FAIL(FD_BAD_CALL, "%s", reason);
+    if (lease->kv_dtype >= FD_KV_DTYPES) return FD_FAIL(FD_BAD_CALL, "unknown KV-cache dtype %u", lease->kv_dtype);
     if (lease->n_pages < 1 || lease->n_pages > FD_MAX_PAGES)
-        return FD_FAIL(false, "%u pages are not within 1..%u", lease->n_pages, FD_MAX_PAGES);
+        return FD_FAIL(FD_BAD_CALL, "%u pages are not within 1..%u", lease->n_pages, FD_MAX_PAGES);
     if (max_pages(lease) > FD_MAX_PAGES)
-        return FD_FAIL(false, "at most %u pages are not within 1..%u", lease->max_pages, FD_MAX_PAGES);
+        return FD_FAIL(FD_BAD_CALL, "at most %u pages are not within 1..%u", lease->max_pages, FD_MAX_PAGES);
     if (lease->max_seqs < 1 || lease->max_seqs > FD_MAX_SEQS)
-        return FD_FAIL(false, "%u sequences are not within 1..%u", lease->max_seqs, FD_MAX_SEQS);
-    if (!isfinite(lease->softmax_scale)) return FD_FAIL(false, "the softmax scale is not finite");
-    if (fd_layers_error(g, lease->layers, err, err_len)) return false;
-    if (fd_is_part(lease->part) && !part_ok(g, lease, err, err_len)) return false;
-    if ((uintptr_t)region % FD_LINE) return FD_FAIL(false, "the region does not begin on a cache line");
-    return true;
+        return FD_FAIL(FD_BAD_CALL, "%u sequences are not within 1..%u", lease->max_seqs, FD_MAX_SEQS);
+    if (!isfinite(lease->softmax_scale)) return FD_FAIL(FD_BAD_CALL, "the softmax scale is not finite");
+    if ((uintptr_t)region % FD_LINE) return FD_FAIL(FD_BAD_CALL, "the region does not begin on a cache line");
+    if (fd_layers_check(g, lease->layers, error) != FD_OK) return error->status;
+    return fd_is_part(lease->part) ? check_part(g, lease, error) : FD_OK;
 }
 
 /* Frees everything that the link owns except its share of the budget. Also frees a half-built link. */
@@ -88,21 +87,24 @@ static void destroy(fd_link_t *link) {
     free(link);
 }
 
-static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease, char *err,
-                        size_t err_len) {
+static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
+                        fd_error_t *error) {
     fd_stored_t stored[FD_MAX_LAYERS];
     const uint32_t n_stored = fd_stored_layers(lease->layers, g->n_layers, stored);
     fd_link_t *link = calloc(1, sizeof *link);
-    if (!link) return FD_FAIL(NULL, "no memory for a link");
+    if (!link) {
+        FD_FAIL(FD_INTERNAL, "no memory for a link");
+        return NULL;
+    }
     link->engine = e;
     link->region = region;
     pthread_mutex_init(&link->mutex, NULL);
     link->eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     struct epoll_event event = {.events = EPOLLIN | EPOLLET};
     if (link->eventfd < 0 || epoll_ctl(e->epoll, EPOLL_CTL_ADD, link->eventfd, &event)) {
-        snprintf(err, err_len, "no file descriptor for a link");
+        FD_FAIL(FD_INTERNAL, "no file descriptor for a link");
     } else if (fd_kvcache_init(&link->kv, stored, n_stored, lease->kv_dtype, lease->n_pages, max_pages(lease),
-                               lease->max_seqs, e->huge, err, err_len) == FD_OK) {
+                               lease->max_seqs, e->huge, error) == FD_OK) {
         bool ok = fd_work_init(&link->work, g, &link->kv, lease->kv_dtype, e->isa, lease->softmax_scale, lease->layers,
                                lease->part, e->n_threads) == FD_OK;
         link->slots = ok ? aligned_alloc(FD_LINE, g->n_slots * sizeof *link->slots) : NULL;
@@ -117,27 +119,27 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
         link->prefault.redo = UINT64_MAX;
         link->last_call_ns = fd_now_ns();
         if (ok) return link;
-        snprintf(err, err_len, "no memory for the working space of a link");
+        FD_FAIL(FD_INTERNAL, "no memory for the working space of a link");
     }
     destroy(link);
     return NULL;
 }
 
 /* Counts links and bytes against the engine's limits, before anything is allocated for them. */
-static bool reserve(fd_engine_t *e, uint32_t n_links, uint32_t n_pages, uint64_t bytes, char *err, size_t err_len) {
+static fd_status_t reserve(fd_engine_t *e, uint32_t n_links, uint32_t n_pages, uint64_t bytes, fd_error_t *error) {
     pthread_mutex_lock(&e->mutex);
-    bool ok = true;
+    fd_status_t status = FD_OK;
     if (n_links > FD_MAX_LINKS - e->n_reserved)
-        ok = FD_FAIL(false, "the R-engine already serves %u links", FD_MAX_LINKS);
+        status = FD_FAIL(FD_OUT_OF_PAGES, "the R-engine already serves %u links", FD_MAX_LINKS);
     else if (bytes > e->kv_bytes - e->kv_used)
-        ok = FD_FAIL(false, "%u pages need %llu bytes of KV-cache, but %llu are free", n_pages,
-                     (unsigned long long)bytes, (unsigned long long)(e->kv_bytes - e->kv_used));
-    if (ok) {
+        status = FD_FAIL(FD_OUT_OF_PAGES, "%u pages need %llu bytes of KV-cache, but %llu are free", n_pages,
+                         (unsigned long long)bytes, (unsigned long long)(e->kv_bytes - e->kv_used));
+    if (status == FD_OK) {
         e->n_reserved += n_links;
         e->kv_used += bytes;
     }
     pthread_mutex_unlock(&e->mutex);
-    return ok;
+    return status;
 }
 
 static void release(fd_engine_t *e, uint32_t n_links, uint64_t bytes) {
@@ -148,18 +150,15 @@ static void release(fd_engine_t *e, uint32_t n_links, uint64_t bytes) {
 }
 
 fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
-                              const fd_carrier_t *carrier, char *err, size_t err_len) {
-    errno = EINVAL;
-    if (!lease_ok(g, lease, region, err, err_len)) return NULL;
+                              const fd_carrier_t *carrier, fd_error_t *error) {
+    if (check_lease(g, lease, region, error) != FD_OK) return NULL;
     const bool grows = lease->max_pages > lease->n_pages;
     const fd_planes_t planes = fd_page_planes(lease->layers, g->n_layers, lease->kv_dtype);
     const uint64_t bytes = fd_kvcache_bytes(planes, lease->n_pages, grows, e->huge);
-    errno = ENOMEM;
-    if (!reserve(e, 1, lease->n_pages, bytes, err, err_len)) return NULL;
-    fd_link_t *link = build(e, region, g, lease, err, err_len);
+    if (reserve(e, 1, lease->n_pages, bytes, error) != FD_OK) return NULL;
+    fd_link_t *link = build(e, region, g, lease, error);
     if (!link) {
         release(e, 1, bytes);
-        errno = ENOMEM;
         return NULL;
     }
     link->lease_bytes = bytes;
@@ -192,20 +191,20 @@ uint64_t fd_engine_pages_within(const fd_engine_t *e, fd_planes_t planes, uint64
     return fd_kvcache_pages_within(planes, bytes, grows, e->huge);
 }
 
-int fd_link_grow(fd_link_t *link, uint32_t n_pages, char *err, size_t err_len) {
+fd_status_t fd_link_grow(fd_link_t *link, uint32_t n_pages, fd_error_t *error) {
     fd_engine_t *e = link->engine;
     fd_kvcache_t *kv = &link->kv;
     const uint32_t old = kv->n_pages;
-    if (n_pages <= old) return 0;
+    if (n_pages <= old) return FD_OK;
     if (n_pages > kv->max_pages)
-        return -(int)FD_FAIL(FD_OUT_OF_PAGES, "the lease may grow to %u pages, not to %u", kv->max_pages, n_pages);
+        return FD_FAIL(FD_OUT_OF_PAGES, "the lease may grow to %u pages, not to %u", kv->max_pages, n_pages);
     const uint64_t bytes = fd_kvcache_bytes(kv->planes, n_pages, kv->grows, e->huge);
     const uint64_t more = bytes - link->lease_bytes;
-    if (!reserve(e, 0, n_pages - old, more, err, err_len)) return -(int)FD_OUT_OF_PAGES;
-    const fd_status_t status = fd_kvcache_commit(kv, n_pages, err, err_len);
+    if (reserve(e, 0, n_pages - old, more, error) != FD_OK) return error->status;
+    const fd_status_t status = fd_kvcache_commit(kv, n_pages, error);
     if (status != FD_OK) {
         release(e, 0, more);
-        return -(int)status;
+        return status;
     }
     pthread_mutex_lock(&link->mutex);
     fd_kvcache_grow(kv, n_pages);
@@ -220,45 +219,45 @@ int fd_link_grow(fd_link_t *link, uint32_t n_pages, char *err, size_t err_len) {
     }
     pthread_mutex_unlock(&link->mutex);
     if (e->prefault) fd_eventfd_wake(e->eventfd);
-    return 0;
+    return FD_OK;
 }
 
 int fd_link_eventfd(const fd_link_t *link) { return link->eventfd; }
 
-int fd_link_free(fd_link_t *link, uint32_t seq_index, uint32_t tag, char *err, size_t err_len) {
+fd_status_t fd_link_free(fd_link_t *link, uint32_t seq_index, uint32_t tag, fd_error_t *error) {
     pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_kvcache_free(&link->kv, seq_index, tag, err, err_len);
+    fd_status_t status = fd_kvcache_free(&link->kv, seq_index, tag, error);
     pthread_mutex_unlock(&link->mutex);
-    return -(int)status;
+    return status;
 }
 
-int fd_link_trim(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, char *err, size_t err_len) {
+fd_status_t fd_link_trim(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error) {
     pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_kvcache_trim(&link->kv, seq_index, tag, length, err, err_len);
+    fd_status_t status = fd_kvcache_trim(&link->kv, seq_index, tag, length, error);
     pthread_mutex_unlock(&link->mutex);
-    return -(int)status;
+    return status;
 }
 
-int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag, uint32_t length,
-                 char *err, size_t err_len) {
+fd_status_t fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
+                         uint32_t length, fd_error_t *error) {
     pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_kvcache_fork(&link->kv, src, src_tag, dst, dst_tag, length, err, err_len);
+    fd_status_t status = fd_kvcache_fork(&link->kv, src, src_tag, dst, dst_tag, length, error);
     pthread_mutex_unlock(&link->mutex);
-    return -(int)status;
+    return status;
 }
 
-int fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n, char *err,
-                  size_t err_len) {
+fd_status_t fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n,
+                          fd_error_t *error) {
     const uint32_t *list;
     pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_kvcache_pages(&link->kv, seq_index, tag, &list, n, err, err_len);
+    fd_status_t status = fd_kvcache_pages(&link->kv, seq_index, tag, &list, n, error);
     if (status == FD_OK) {
         *pages = malloc((*n + 1) * sizeof **pages);
         if (*pages && *n) memcpy(*pages, list, *n * sizeof **pages);
         if (!*pages) status = FD_FAIL(FD_INTERNAL, "no memory for a list of %u pages", *n);
     }
     pthread_mutex_unlock(&link->mutex);
-    return -(int)status;
+    return status;
 }
 
 void fd_link_stats(fd_link_t *link, fd_link_stats_t *out) {

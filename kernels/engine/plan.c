@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cache/fail.h"
+#include "cache/error.h"
 
 /* The unit of cost is reading one cached token of one KV head for up to 8 query rows. */
 enum {
@@ -70,7 +70,7 @@ void fd_step_destroy(fd_step_t *step) {
 }
 
 /* Checks the table against itself and against the call's header. */
-static fd_status_t check_table(const fd_step_t *step, char *err, size_t err_len) {
+static fd_status_t check_table(const fd_step_t *step, fd_error_t *error) {
     uint64_t rows = 0, attend_rows = 0;
     bool appending = false;
     for (uint32_t i = 0; i < step->n_entries; i++) {
@@ -96,7 +96,7 @@ static fd_status_t check_table(const fd_step_t *step, char *err, size_t err_len)
 
 /* Checks that the call does not ask for more attention than FD_MAX_CALL_WORK. The positions of the table have been
  * checked against the cache. */
-static fd_status_t check_work(const fd_step_t *step, const fd_plan_shape_t *shape, char *err, size_t err_len) {
+static fd_status_t check_work(const fd_step_t *step, const fd_plan_shape_t *shape, fd_error_t *error) {
     uint64_t pairs = 0, elements = (uint64_t)shape->n_kv_heads * shape->group * shape->head_size;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
@@ -290,7 +290,7 @@ static void plan_kind(fd_plan_t *plan, const fd_step_t *step, const fd_kvcache_t
 }
 
 /* Fills in the table as the cache of a link that keeps a part of the tokens has it. */
-static fd_status_t keep_part(fd_step_t *step, char *err, size_t err_len) {
+static fd_status_t keep_part(fd_step_t *step, fd_error_t *error) {
     for (uint32_t i = 0; i < step->n_entries && step->kept != step->table; i++) {
         const fd_row_t *r = &step->table[i];
         if ((uint64_t)r->pos + r->n_rows > UINT32_MAX)
@@ -303,11 +303,11 @@ static fd_status_t keep_part(fd_step_t *step, char *err, size_t err_len) {
     return FD_OK;
 }
 
-fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shapes, char *err, size_t err_len) {
-    fd_status_t status = check_table(step, err, err_len);
-    if (status == FD_OK) status = keep_part(step, err, err_len);
-    if (status == FD_OK) status = fd_kvcache_check(kv, step->kept, step->n_entries, err, err_len);
-    for (uint32_t k = 0; status == FD_OK && k < step->n_plans; k++) status = check_work(step, &shapes[k], err, err_len);
+fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shapes, fd_error_t *error) {
+    fd_status_t status = check_table(step, error);
+    if (status == FD_OK) status = keep_part(step, error);
+    if (status == FD_OK) status = fd_kvcache_check(kv, step->kept, step->n_entries, error);
+    for (uint32_t k = 0; status == FD_OK && k < step->n_plans; k++) status = check_work(step, &shapes[k], error);
     if (status != FD_OK) return status;
     size_t n_pages = 0; /* at most the pages of the lease + FD_MAX_SHARED_REFS, and those given back */
     for (uint32_t i = 0; i < step->n_entries; i++)
@@ -316,7 +316,7 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
     for (uint32_t k = 0; k < step->n_plans; k++)
         if (!reserve_partials(step, &step->plans[k], &shapes[k]))
             return FD_FAIL(FD_INTERNAL, "no memory for partial results");
-    status = fd_kvcache_append(kv, step->kept, step->n_entries, step->copies, &step->n_copies, err, err_len);
+    status = fd_kvcache_append(kv, step->kept, step->n_entries, step->copies, &step->n_copies, error);
     if (status != FD_OK) return status;
     uint32_t *to = step->pages;
     for (uint32_t i = 0; i < step->n_entries; i++) {

@@ -115,7 +115,7 @@ void fd_step_destroy(fd_step_t *step);
 /* Checks step->table, takes pages for its new rows and plans the step for the shapes of fd_step_init. The caller has
  * copied the table out of the region, has set step->n_* from a checked header and holds the link's mutex. On failure
  * the cache is unchanged. The threads do step->copies before the first layer. */
-fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shapes, char *err, size_t err_len);
+fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shapes, fd_error_t *error);
 
 /* The cost of the step's copies, in the unit of `cost`. */
 uint64_t fd_step_copy_cost(const fd_step_t *step, const fd_kvcache_t *kv);

@@ -37,12 +37,12 @@ static void compute_tiles(void *data, size_t first, size_t n) {
         work->ops->tile(work->l, (uint32_t)tile, &work->rows, work->n, work->y);
 }
 
-int fd_linear_run(const fd_linear_t *l, const fd_linear_ops_t *ops, const float *x, uint32_t rows, float *y,
-                  uint32_t stride, uint32_t threads) {
+fd_status_t fd_linear_run(const fd_linear_t *l, const fd_linear_ops_t *ops, const float *x, uint32_t rows, float *y,
+                          uint32_t stride, uint32_t threads) {
     const size_t blocks = (size_t)rows * fd_linear_blocks(l);
     const size_t numbers = blocks * l->passes * FD_LINEAR_BLOCK;
     int8_t *memory = aligned_alloc(64, (numbers + blocks * 3 * sizeof(float) + 63) / 64 * 64);
-    if (!memory) return -1;
+    if (!memory) return FD_INTERNAL;
     work_t work = {.l = l, .ops = ops, .x = x, .y = y, .n = rows};
     work.rows.x = memory;
     work.rows.stride = stride;
@@ -55,5 +55,5 @@ int fd_linear_run(const fd_linear_t *l, const fd_linear_ops_t *ops, const float 
     const uint32_t tiles = fd_linear_tiles(l);
     fd_parallel(compute_tiles, &work, tiles, 0, blocks * tiles < BLOCK_TILES_WORTH_SHARING ? 1 : threads);
     free(memory);
-    return 0;
+    return FD_OK;
 }

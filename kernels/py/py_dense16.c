@@ -143,11 +143,11 @@ static PyType_Spec spec = {
 };
 
 /* Outputs have no room between rows: such a product is the only one of its rows. */
-static int multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
+static fd_status_t multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
     const dense16_t *self = linear;
     (void)stride;
     fd_dense16_multiply(self->ops, &self->linear, x, rows, y, threads);
-    return 0;
+    return FD_OK;
 }
 
 bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product) {

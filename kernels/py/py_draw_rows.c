@@ -32,11 +32,11 @@ static PyObject *run(row_draws_t *self, PyObject *args) {
     o.biased = FD_ADDRESS(biased), o.bias = FD_ADDRESS(bias), o.seen = FD_ADDRESS(seen),
     o.penalty = FD_ADDRESS(penalty);
     o.tokens = FD_ADDRESS(tokens), o.flags = FD_ADDRESS(flags), o.weights = FD_ADDRESS(weights);
-    int done;
+    fd_status_t status;
     Py_BEGIN_ALLOW_THREADS
-    done = fd_draw_rows(self->draw, &o, (size_t)n, threads);
+    status = fd_draw_rows(self->draw, &o, (size_t)n, threads);
     Py_END_ALLOW_THREADS
-    if (!done) return PyErr_NoMemory();
+    if (status != FD_OK) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 

@@ -14,10 +14,10 @@
 /* Chooses the planes of a page. */
 static bool get_planes(const fd_geometry_t *g, unsigned kv_dtype, layer_args_t *a, fd_planes_t *planes) {
     fd_layer_t layers[FD_MAX_LAYERS];
-    char err[ERR_LEN];
+    fd_error_t error;
     if (kv_dtype >= FD_KV_DTYPES) PyErr_Format(PyExc_ValueError, "unknown KV-cache dtype %u", kv_dtype);
     else if (get_layers(a, g, layers)) {
-        if (fd_layers_error(g, layers, err, sizeof err)) PyErr_SetString(PyExc_ValueError, err);
+        if (fd_layers_check(g, layers, &error) != FD_OK) engine_error(&error, PyExc_ValueError);
         else *planes = fd_page_planes(layers, g->n_layers, kv_dtype);
     }
     return !PyErr_Occurred();
@@ -95,9 +95,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     config.trim_idle_ns = (uint64_t)(trim_idle_s * 1e9);
     self->isa = config.isa;
     self->pid = getpid();
-    char err[ERR_LEN];
-    if (!(self->engine = fd_engine_new(&config, err, sizeof err)))
-        PyErr_SetString(errno == EINVAL ? PyExc_ValueError : PyExc_RuntimeError, err);
+    fd_error_t error;
+    if (!(self->engine = fd_engine_new(&config, &error))) engine_error(&error, PyExc_RuntimeError);
     PyMem_Free(pins);
     if (!self->engine) {
         Py_DECREF(self);
@@ -153,10 +152,10 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
         release_layer_args(&a);
         return NULL;
     }
-    char err[ERR_LEN];
+    fd_error_t error;
     if (fd_py_region(region, &g, &link->region) == 0) {
-        link->link = fd_engine_add_link(self->engine, link->region.buf, &g, &lease, target, err, sizeof err);
-        if (!link->link) PyErr_SetString(errno == EINVAL ? PyExc_ValueError : PyExc_MemoryError, err);
+        link->link = fd_engine_add_link(self->engine, link->region.buf, &g, &lease, target, &error);
+        if (!link->link) engine_error(&error, PyExc_MemoryError);
     }
     release_layer_args(&a); /* the engine has copied the layers */
     if (!link->link) {

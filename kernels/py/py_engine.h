@@ -4,8 +4,6 @@
 
 #include "engine/engine.h"
 
-#define ERR_LEN 256
-
 typedef struct {
     PyObject_HEAD
     fd_engine_t *engine;
@@ -29,6 +27,13 @@ typedef struct {
 /* Raises RuntimeError. */
 static inline PyObject *closed_error(const char *what) {
     return PyErr_Format(PyExc_RuntimeError, "%s is closed", what);
+}
+
+/* Raises the exception for an error of the R-engine: `exception` unless the arguments were wrong. */
+static inline PyObject *engine_error(const fd_error_t *error, PyObject *exception) {
+    const bool wrong = error->status == FD_BAD_CALL || error->status == FD_BAD_SEQUENCE;
+    PyErr_SetString(wrong ? PyExc_ValueError : exception, error->text);
+    return NULL;
 }
 
 extern PyTypeObject *fd_py_engine_link_type;

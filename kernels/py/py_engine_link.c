@@ -43,44 +43,39 @@ static PyObject *link_close(link_object_t *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-static PyObject *outcome(int rc, const char *err) {
-    if (rc == 0) Py_RETURN_NONE;
-    PyErr_SetString(rc == -(int)FD_BAD_SEQUENCE ? PyExc_ValueError : PyExc_MemoryError, err);
-    return NULL;
-}
-
-/* A change of the lease; `n` are the method's numbers, in order. Returns what `outcome` takes. */
-typedef int change_fn(fd_link_t *link, const unsigned n[5], char *err, size_t err_len);
+/* A change of the lease; `n` are the method's numbers, in order. */
+typedef fd_status_t change_fn(fd_link_t *link, const unsigned n[5], fd_error_t *error);
 
 static PyObject *change(link_object_t *self, PyObject *args, const char *format, change_fn *make) {
     unsigned n[5];
-    char err[ERR_LEN];
+    fd_error_t error;
     if (!PyArg_ParseTuple(args, format, &n[0], &n[1], &n[2], &n[3], &n[4])) return NULL;
     fd_link_t *link = self->link;
     if (!link) return closed_error("the link");
-    int rc;
+    fd_status_t status;
     self->users++;
     Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
-    rc = make(link, n, err, sizeof err);
+    status = make(link, n, &error);
     Py_END_ALLOW_THREADS
     self->users--;
-    return outcome(rc, err);
+    if (status != FD_OK) return engine_error(&error, PyExc_MemoryError);
+    Py_RETURN_NONE;
 }
 
-static int do_free(fd_link_t *link, const unsigned n[5], char *err, size_t err_len) {
-    return fd_link_free(link, n[0], n[1], err, err_len);
+static fd_status_t do_free(fd_link_t *link, const unsigned n[5], fd_error_t *error) {
+    return fd_link_free(link, n[0], n[1], error);
 }
-static int do_trim(fd_link_t *link, const unsigned n[5], char *err, size_t err_len) {
-    return fd_link_trim(link, n[0], n[1], n[2], err, err_len);
+static fd_status_t do_trim(fd_link_t *link, const unsigned n[5], fd_error_t *error) {
+    return fd_link_trim(link, n[0], n[1], n[2], error);
 }
-static int do_fork(fd_link_t *link, const unsigned n[5], char *err, size_t err_len) {
-    return fd_link_fork(link, n[0], n[1], n[2], n[3], n[4], err, err_len);
+static fd_status_t do_fork(fd_link_t *link, const unsigned n[5], fd_error_t *error) {
+    return fd_link_fork(link, n[0], n[1], n[2], n[3], n[4], error);
 }
-static int do_grow(fd_link_t *link, const unsigned n[5], char *err, size_t err_len) {
-    return fd_link_grow(link, n[0], err, err_len);
+static fd_status_t do_grow(fd_link_t *link, const unsigned n[5], fd_error_t *error) {
+    return fd_link_grow(link, n[0], error);
 }
-static int do_receive(fd_link_t *link, const unsigned n[5], char *err, size_t err_len) {
-    return fd_link_receive(link, n[0], n[1], n[2], err, err_len);
+static fd_status_t do_receive(fd_link_t *link, const unsigned n[5], fd_error_t *error) {
+    return fd_link_receive(link, n[0], n[1], n[2], error);
 }
 
 static PyObject *link_free(link_object_t *self, PyObject *args) { return change(self, args, "II:free", do_free); }
@@ -91,81 +86,91 @@ static PyObject *link_receive(link_object_t *self, PyObject *args) {
     return change(self, args, "III:receive", do_receive);
 }
 
-typedef int64_t transfer_fn(fd_link_t *, int, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t, int *, char *, size_t);
+/* Runs a function on bytes of pages of a sequence of `self` and, if it is not NULL, of one of the link `to`. */
+typedef struct {
+    int fd;
+    fd_page_range_t range, target;
+} transfer_t;
+typedef fd_status_t transfer_fn(fd_link_t *link, fd_link_t *to, const transfer_t *t, uint64_t *done, fd_error_t *error);
 
-static PyObject *transfer(link_object_t *self, PyObject *args, transfer_fn *move) {
-    int fd, error = 0;
-    unsigned seq_index, tag, first, n;
-    unsigned long long offset;
-    char err[ERR_LEN];
-    if (!PyArg_ParseTuple(args, "iIIIIK", &fd, &seq_index, &tag, &first, &n, &offset)) return NULL;
-    fd_link_t *link = self->link;
-    if (!link) return closed_error("the link");
-    int64_t moved;
+static PyObject *transfer(link_object_t *self, link_object_t *to, const transfer_t *t, transfer_fn *run) {
+    fd_link_t *link = self->link, *to_link = to ? to->link : NULL;
+    if (!link || (to && !to_link)) return closed_error("the link");
+    uint64_t done;
+    fd_error_t error;
+    fd_status_t status;
     self->users++;
+    if (to) to->users++;
     Py_BEGIN_ALLOW_THREADS
-    moved = move(link, fd, seq_index, tag, first, n, offset, &error, err, sizeof err);
+    status = run(link, to_link, t, &done, &error);
     Py_END_ALLOW_THREADS
+    if (to) to->users--;
     self->users--;
-    if (moved >= 0) return PyLong_FromLongLong(moved);
-    if (moved != INT64_MIN) return outcome((int)moved, err);
-    errno = error;
+    if (status == FD_OK) return PyLong_FromUnsignedLongLong(done);
+    if (status != FD_LINK_CLOSED) return engine_error(&error, PyExc_MemoryError);
+    errno = error.number;
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-static PyObject *link_send_pages(link_object_t *self, PyObject *args) {
-    return transfer(self, args, fd_link_send_pages);
+static fd_status_t do_send(fd_link_t *link, fd_link_t *to, const transfer_t *t, uint64_t *done, fd_error_t *error) {
+    return fd_link_send_pages(link, t->fd, &t->range, done, error);
+}
+static fd_status_t do_receive_pages(fd_link_t *link, fd_link_t *to, const transfer_t *t, uint64_t *done,
+                                    fd_error_t *error) {
+    return fd_link_receive_pages(link, t->fd, &t->range, done, error);
+}
+static fd_status_t do_fault_in(fd_link_t *link, fd_link_t *to, const transfer_t *t, uint64_t *done, fd_error_t *error) {
+    return fd_link_fault_in(link, &t->range, done, error);
+}
+static fd_status_t do_copy(fd_link_t *link, fd_link_t *to, const transfer_t *t, uint64_t *done, fd_error_t *error) {
+    return fd_link_copy_pages(link, &t->range, to, &t->target, done, error);
 }
 
+static PyObject *transfer_over(link_object_t *self, PyObject *args, transfer_fn *run) {
+    transfer_t t;
+    fd_page_range_t *r = &t.range;
+    unsigned long long offset;
+    if (!PyArg_ParseTuple(args, "iIIIIK", &t.fd, &r->seq_index, &r->tag, &r->first, &r->n, &offset)) return NULL;
+    r->offset = offset;
+    return transfer(self, NULL, &t, run);
+}
+
+static PyObject *link_send_pages(link_object_t *self, PyObject *args) { return transfer_over(self, args, do_send); }
+
 static PyObject *link_receive_pages(link_object_t *self, PyObject *args) {
-    return transfer(self, args, fd_link_receive_pages);
+    return transfer_over(self, args, do_receive_pages);
 }
 
 static PyObject *link_fault_in(link_object_t *self, PyObject *args) {
-    unsigned seq_index, tag, first, n;
+    transfer_t t;
+    fd_page_range_t *r = &t.range;
     unsigned long long offset;
-    char err[ERR_LEN];
-    if (!PyArg_ParseTuple(args, "IIIIK", &seq_index, &tag, &first, &n, &offset)) return NULL;
-    fd_link_t *link = self->link;
-    if (!link) return closed_error("the link");
-    int64_t bytes;
-    self->users++;
-    Py_BEGIN_ALLOW_THREADS
-    bytes = fd_link_fault_in(link, seq_index, tag, first, n, offset, err, sizeof err);
-    Py_END_ALLOW_THREADS
-    self->users--;
-    return bytes >= 0 ? PyLong_FromLongLong(bytes) : outcome((int)bytes, err);
+    if (!PyArg_ParseTuple(args, "IIIIK", &r->seq_index, &r->tag, &r->first, &r->n, &offset)) return NULL;
+    r->offset = offset;
+    return transfer(self, NULL, &t, do_fault_in);
 }
 
 static PyObject *link_copy_pages(link_object_t *self, PyObject *args) {
     link_object_t *to;
-    unsigned seq_index, tag, to_index, to_tag, first, n;
+    transfer_t t;
+    fd_page_range_t *r = &t.range, *target = &t.target;
     unsigned long long offset;
-    char err[ERR_LEN];
-    if (!PyArg_ParseTuple(args, "O!IIIIIIK", Py_TYPE(self), &to, &seq_index, &tag, &to_index, &to_tag, &first, &n,
-                          &offset))
+    if (!PyArg_ParseTuple(args, "O!IIIIIIK", Py_TYPE(self), &to, &r->seq_index, &r->tag, &target->seq_index,
+                          &target->tag, &r->first, &r->n, &offset))
         return NULL;
-    fd_link_t *here = self->link, *there = to->link;
-    if (!here || !there) return closed_error("the link");
-    int64_t copied;
-    self->users++;
-    to->users++;
-    Py_BEGIN_ALLOW_THREADS
-    copied = fd_link_copy_pages(here, seq_index, tag, there, to_index, to_tag, first, n, offset, err, sizeof err);
-    Py_END_ALLOW_THREADS
-    to->users--;
-    self->users--;
-    return copied >= 0 ? PyLong_FromLongLong(copied) : outcome((int)copied, err);
+    r->offset = target->offset = offset;
+    target->first = r->first, target->n = r->n;
+    return transfer(self, to, &t, do_copy);
 }
 
 static PyObject *link_pages(link_object_t *self, PyObject *args) {
     unsigned seq_index, tag, n;
     uint32_t *pages;
-    char err[ERR_LEN];
+    fd_error_t error;
     if (!PyArg_ParseTuple(args, "II", &seq_index, &tag)) return NULL;
     if (!self->link) return closed_error("the link");
-    const int rc = fd_link_pages(self->link, seq_index, tag, &pages, &n, err, sizeof err);
-    if (rc) return outcome(rc, err);
+    if (fd_link_pages(self->link, seq_index, tag, &pages, &n, &error) != FD_OK)
+        return engine_error(&error, PyExc_MemoryError);
     PyObject *list = PyList_New(n);
     for (unsigned i = 0; list && i < n; i++) {
         PyObject *page = PyLong_FromUnsignedLong(pages[i]);

@@ -141,8 +141,8 @@ static bool read_step(joints_t *self, PyObject *tuple, step_t *step) {
     return true;
 }
 
-static int run_joint(const joints_t *self, size_t layer, const step_t *step) {
-    if (!step->rows.rows) return 0;
+static fd_status_t run_joint(const joints_t *self, size_t layer, const step_t *step) {
+    if (!step->rows.rows) return FD_OK;
     return fd_joint_run(&self->joints, layer, &step->rows, self->scratch, step->threads);
 }
 
@@ -153,11 +153,11 @@ static PyObject *joints_run(joints_t *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "nO!", &layer, &PyTuple_Type, &tuple) || !read_step(self, tuple, &step)) return NULL;
     if (layer < 0 || (size_t)layer > self->joints.n_layers)
         return PyErr_Format(PyExc_ValueError, "no joint %zd", layer);
-    int error;
+    fd_status_t status;
     Py_BEGIN_ALLOW_THREADS
-    error = run_joint(self, (size_t)layer, &step);
+    status = run_joint(self, (size_t)layer, &step);
     Py_END_ALLOW_THREADS
-    if (error) return PyErr_NoMemory();
+    if (status != FD_OK) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
@@ -172,14 +172,16 @@ typedef struct {
 static int between_run(void *self, uint32_t layer) {
     const between_t *between = self;
     if (layer > between->joints->joints.n_layers || between->step.rows.rows > between->joints->scratch_rows) return -1;
-    return run_joint(between->joints, layer, &between->step);
+    return run_joint(between->joints, layer, &between->step) == FD_OK ? 0 : -1;
 }
 
 static int between_attend(void *self, uint32_t layer) {
     const between_t *between = self;
     if (layer >= between->prompts->n_layers) return -1;
     return fd_prompt_chunks_attend(between->prompts, layer, &between->joints->joints, &between->step.rows,
-                                   between->step.threads);
+                                   between->step.threads) == FD_OK
+               ? 0
+               : -1;
 }
 
 static void between_free(PyObject *capsule) {

@@ -100,12 +100,12 @@ static PyObject *linear_run(linear_t *self, PyObject *args) {
     unsigned threads, width = l->outs, first = 0;
     if (!PyArg_ParseTuple(args, "y*w*I|II", &x, &y, &threads, &width, &first)) return NULL;
     const size_t row = l->ins * sizeof(float), rows = (size_t)x.len / row;
-    int error = 0;
+    fd_status_t status = FD_OK;
     const int fits = (size_t)x.len == rows * row && rows >> 24 == 0 && width >= l->outs && first <= width - l->outs &&
                      (size_t)y.len == rows * width * sizeof(float);
     if (fits && rows) {
         Py_BEGIN_ALLOW_THREADS
-        error =
+        status =
             fd_linear_run(l, self->ops, x.buf, (uint32_t)rows, (float *)y.buf + first, width, threads ? threads : 1);
         Py_END_ALLOW_THREADS
     }
@@ -116,7 +116,7 @@ static PyObject *linear_run(linear_t *self, PyObject *args) {
                             "x and y are not [rows, %u] and [rows, %u] fp32, or outputs %u to %u are not all "
                             "among the latter",
                             l->ins, width, first, first + l->outs);
-    if (error) return PyErr_NoMemory();
+    if (status != FD_OK) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
@@ -172,7 +172,7 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-static int multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
+static fd_status_t multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
     const linear_t *self = linear;
     return fd_linear_run(&self->linear, self->ops, x, (uint32_t)rows, y, (uint32_t)stride, threads);
 }

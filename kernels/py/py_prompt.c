@@ -91,11 +91,11 @@ static PyObject *attend(prompt_attention_t *self, PyObject *args) {
         .segment = (size_t)segment,
         .scale = scale,
     };
-    int error;
+    fd_status_t status;
     Py_BEGIN_ALLOW_THREADS
-    error = fd_prompt_attend(self->ops, &o, threads);
+    status = fd_prompt_attend(self->ops, &o, threads);
     Py_END_ALLOW_THREADS
-    if (error) return PyErr_NoMemory();
+    if (status != FD_OK) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 

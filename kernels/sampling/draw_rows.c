@@ -32,12 +32,12 @@ typedef struct {
 
 static void run_draw(void *data, size_t first, size_t n) {
     draw_run_t *run = data;
-    if (!run->draw(run->o, first, n)) __atomic_store_n(&run->failed, 1, __ATOMIC_RELAXED);
+    if (run->draw(run->o, first, n) != FD_OK) __atomic_store_n(&run->failed, 1, __ATOMIC_RELAXED);
 }
 
-int fd_draw_rows(fd_draw_rows_fn *draw, const fd_draw_t *o, size_t rows, unsigned threads) {
+fd_status_t fd_draw_rows(fd_draw_rows_fn *draw, const fd_draw_t *o, size_t rows, unsigned threads) {
     draw_run_t run = {draw, o, 0};
     const size_t most = rows * o->vocab / LOGITS_OF_A_THREAD + 1;
     fd_parallel(run_draw, &run, rows, 1, most < threads ? (unsigned)most : threads);
-    return !run.failed;
+    return run.failed ? FD_INTERNAL : FD_OK;
 }

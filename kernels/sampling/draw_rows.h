@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #include "cpu/isa.h"
-#include "region/formats.h"
+#include "region/region.h"
 
 enum {
     FD_SPAN = 256,      /* tokens of a span, SPAN of draws.py */
@@ -43,17 +43,17 @@ typedef struct {
     const int64_t *seen; /* tokens and what is subtracted from their logits, behind the repetition penalty */
     const float *penalty;
     int32_t *tokens, *flags; /* [rows]: results. The token of a row that is not finite means nothing. */
-    float
-        *weights; /* [rows][spans * FD_SPAN]: the weights that tokens are drawn by, the likeliest one's is 1; or NULL */
+    /* [rows][spans * FD_SPAN]: the weights that tokens are drawn by, the likeliest one's is 1; or NULL */
+    float *weights;
 } fd_draw_t;
 
-/* Draws `n` rows from `row` on. False if there is no memory. */
-typedef int fd_draw_rows_fn(const fd_draw_t *o, size_t row, size_t n);
+/* Draws `n` rows from `row` on. FD_INTERNAL if there is no memory. */
+typedef fd_status_t fd_draw_rows_fn(const fd_draw_t *o, size_t row, size_t n);
 
 /* The function of an ISA that this machine supports, and the name of the ISA that it is compiled for. */
 fd_draw_rows_fn *fd_draw_rows_of(fd_isa_t isa, const char **name);
 
-/* Draws `rows` rows by as many of `threads` threads as pay. False if there is no memory. */
-int fd_draw_rows(fd_draw_rows_fn *draw, const fd_draw_t *o, size_t rows, unsigned threads);
+/* Draws `rows` rows by as many of `threads` threads as pay. FD_INTERNAL if there is no memory. */
+fd_status_t fd_draw_rows(fd_draw_rows_fn *draw, const fd_draw_t *o, size_t rows, unsigned threads);
 
 #endif

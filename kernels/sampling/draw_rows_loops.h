@@ -294,10 +294,10 @@ FD_INLINE size_t draw_one(const fd_draw_t *o, const fd_draw_row_t *r, const floa
     return token < n ? token : n - 1;
 }
 
-FD_INLINE int draw_rows(const fd_draw_t *o, size_t row, size_t n) {
+FD_INLINE fd_status_t draw_rows(const fd_draw_t *o, size_t row, size_t n) {
     const size_t spans = (o->vocab + FD_SPAN - 1) / FD_SPAN, padded = spans * FD_SPAN;
     float *scratch = aligned_alloc(64, (3 * padded + spans + SUM_LANES) / SUM_LANES * SUM_LANES * sizeof *scratch);
-    if (!scratch) return 0;
+    if (!scratch) return FD_INTERNAL;
     float *own = scratch + padded, *room = own + padded, *sums = room + padded;
     for (size_t i = row; i < row + n; i++) {
         const fd_draw_row_t *r = &o->rows[i];
@@ -321,11 +321,11 @@ FD_INLINE int draw_rows(const fd_draw_t *o, size_t row, size_t n) {
         else o->tokens[i] = (int32_t)index_of(x, o->vocab, best);
     }
     free(scratch);
-    return 1;
+    return FD_OK;
 }
 
 #define FD_DRAW_ROWS(isa)                                                                                              \
-    int fd_draw_rows_##isa(const fd_draw_t *o, size_t row, size_t n);                                                  \
-    int fd_draw_rows_##isa(const fd_draw_t *o, size_t row, size_t n) { return draw_rows(o, row, n); }
+    fd_status_t fd_draw_rows_##isa(const fd_draw_t *o, size_t row, size_t n);                                          \
+    fd_status_t fd_draw_rows_##isa(const fd_draw_t *o, size_t row, size_t n) { return draw_rows(o, row, n); }
 
 #endif

@@ -13,7 +13,7 @@
 #include "fuzz.h"
 #include "s_side.h"
 
-static char err[256];
+static fd_error_t error;
 static uint64_t answers[FD_OUT_OF_PAGES + 1]; /* number of verdicts on hostile steps, by status */
 static uint64_t inputs;
 
@@ -40,12 +40,12 @@ static target_t *target_of(uint32_t isa) {
     fd_engine_config_t config = {1 + isa % 3,  NULL,        fd_isa_supported(isa) ? isa : FD_ISA_SCALAR,
                                  20,           64 << 20,    FD_HUGE_MADVISE,
                                  isa % 3 == 2, isa % 3 == 1};
-    t->engine = fd_engine_new(&config, err, sizeof err);
+    t->engine = fd_engine_new(&config, &error);
     REQUIRE(t->engine);
     const fd_layer_t layer = {.heads = fd_geometry_heads(&good_geometry)};
     fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &layer, 0, {0, 1}};
     t->region = new_region(&good_geometry);
-    t->link = fd_engine_add_link(t->engine, t->region, &good_geometry, &lease, NULL, err, sizeof err);
+    t->link = fd_engine_add_link(t->engine, t->region, &good_geometry, &lease, NULL, &error);
     REQUIRE(t->link);
     return t;
 }
@@ -74,7 +74,7 @@ static void good_call(target_t *good) {
     uint32_t n = 1 + (uint32_t)good->number % good_geometry.max_rows;
     if (good->length + n > MAX_TOKENS) {
         good->length = 100;
-        REQUIRE(fd_link_trim(good->link, 1, 7, good->length, err, sizeof err) == 0);
+        REQUIRE(fd_link_trim(good->link, 1, 7, good->length, &error) == 0);
     }
     float *q = (float *)((uint8_t *)slot + y.q), *kv = (float *)((uint8_t *)slot + y.kv);
     for (uint32_t i = 0; i < n * GROUP * HEAD; i++) q[i] = next_noise(good);
@@ -151,11 +151,11 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     }
     fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, layers, MAX_PAGES, {0, 1}};
     h->region = new_region(&h->g);
-    h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, err, sizeof err);
+    h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, &error);
     if (!h->link) { /* one of the layers is not valid */
         for (uint32_t i = 0; i < 3; i++)
             layers[i] = (fd_layer_t){.heads = fd_geometry_heads(&h->g), .window = layers[i].window, .kv_layer = i};
-        h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, err, sizeof err);
+        h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, &error);
     }
     REQUIRE(h->link);
 }
@@ -225,54 +225,55 @@ static void note_armed(hostile_t *h, const fd_row_t *table, const fd_arm_t *head
 }
 
 /* Sends pages of a sequence to a sequence of the same lease, over a socket, in ranges that may be wrong. */
-static int transfer(hostile_t *h, input_t *in, uint32_t from, uint32_t from_tag, uint32_t to, uint32_t n) {
+static fd_status_t transfer(hostile_t *h, input_t *in, uint32_t from, uint32_t from_tag, uint32_t to, uint32_t n) {
     const uint32_t to_tag = take(in, 1) % 8 && to < SEQUENCES ? h->sequences[to].tag : take(in, 4);
     const uint32_t first = edgy(in, 4), into = take(in, 1) % 2 ? first : edgy(in, 4);
-    uint64_t sent = take(in, 1) % 8 ? 0 : take(in, 4), received = sent;
-    int sockets[2], error = 0;
+    const uint64_t start = take(in, 1) % 8 ? 0 : take(in, 4);
+    fd_page_range_t source = {from, from_tag, first, n, start}, target = {to, to_tag, into, n, start};
+    int sockets[2];
     REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
-    int64_t rc;
-    for (uint32_t i = 0; i < 64; i++) {
-        rc = fd_link_send_pages(h->link, sockets[0], from, from_tag, first, n, sent, &error, err, sizeof err);
-        if (rc < 0) break;
-        sent += (uint64_t)rc;
-        rc = fd_link_receive_pages(h->link, sockets[1], to, to_tag, into, n, received, &error, err, sizeof err);
-        if (rc < 0) break;
-        received += (uint64_t)rc;
+    fd_status_t status = FD_OK;
+    for (uint32_t i = 0; i < 64 && status == FD_OK; i++) {
+        uint64_t done;
+        status = fd_link_send_pages(h->link, sockets[0], &source, &done, &error);
+        if (status != FD_OK) break;
+        source.offset += done;
+        status = fd_link_receive_pages(h->link, sockets[1], &target, &done, &error);
+        if (status == FD_OK) target.offset += done;
     }
     close(sockets[0]);
     close(sockets[1]);
-    REQUIRE(rc != INT64_MIN);
-    return rc < 0 ? (int)rc : 0;
+    REQUIRE(status != FD_LINK_CLOSED);
+    return status;
 }
 
 static void control(hostile_t *h, input_t *in) {
     uint32_t a = edgy(in, SEQUENCES), b = edgy(in, SEQUENCES), length = edgy(in, 128);
     uint32_t tag = take(in, 1) % 8 && a < SEQUENCES ? h->sequences[a].tag : take(in, 4);
-    int rc;
+    fd_status_t rc;
     switch (take(in, 1) % 6) {
     case 0:
-        rc = fd_link_free(h->link, a, tag, err, sizeof err);
+        rc = fd_link_free(h->link, a, tag, &error);
         if (rc == 0) h->sequences[a].length = 0;
         break;
     case 1:
-        rc = fd_link_trim(h->link, a, tag, length, err, sizeof err);
+        rc = fd_link_trim(h->link, a, tag, length, &error);
         if (rc == 0) h->sequences[a].length = length;
         break;
     case 2:
-        rc = fd_link_fork(h->link, a, tag, b, length, length, err, sizeof err);
+        rc = fd_link_fork(h->link, a, tag, b, length, length, &error);
         if (rc == 0) h->sequences[b].length = h->sequences[b].tag = length;
         break;
     case 3:
-        rc = fd_link_receive(h->link, a, tag, length, err, sizeof err);
+        rc = fd_link_receive(h->link, a, tag, length, &error);
         if (rc == 0) h->sequences[a].length = length, h->sequences[a].tag = tag;
         break;
     case 4: rc = transfer(h, in, a, tag, b, length); break;
-    default: rc = fd_link_grow(h->link, length, err, sizeof err); REQUIRE(rc == 0 || length > MAX_PAGES);
+    default: rc = fd_link_grow(h->link, length, &error); REQUIRE(rc == 0 || length > MAX_PAGES);
     }
     fd_link_stats_t stats;
     fd_link_stats(h->link, &stats);
-    REQUIRE(rc <= 0 && stats.pages_total <= MAX_PAGES);
+    REQUIRE(stats.pages_total <= MAX_PAGES);
     REQUIRE(stats.pages_used <= stats.pages_total && stats.seqs <= SEQUENCES);
 }
 
@@ -347,7 +348,7 @@ static void hostile_link(target_t *target, input_t *in) {
     }
     good_call(target);
     for (uint32_t i = 0; i < SEQUENCES; i++) /* all pages become free, whatever has happened */
-        for (uint32_t tag = 0; fd_link_free(h.link, i, h.sequences[i].tag, err, sizeof err) && tag < 256; tag++)
+        for (uint32_t tag = 0; fd_link_free(h.link, i, h.sequences[i].tag, &error) && tag < 256; tag++)
             h.sequences[i].tag = tag;
     fd_engine_remove_link(target->engine, h.link);
     free(h.region);

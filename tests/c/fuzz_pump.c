@@ -15,7 +15,7 @@
 
 #define PATIENCE_NS 20000000000u
 
-static char err[256];
+static fd_error_t error;
 static const fd_geometry_t geometry = {2, 6, 2, 4, 2, 8, FD_ACT_FP32, 16};
 static fd_engine_t *engine;
 static uint64_t n_answered, n_refused, n_cut_off, n_replies, n_bad_replies;
@@ -61,7 +61,7 @@ static void open_end(end_t *e, fd_side_t side) {
                                       {.heads = heads, .window = 70, .kv_layer = 1}};
         fd_lease_t lease = {FD_KV_FP16, 8, 4, 0.3f, layers, 0, {0, 1}};
         e->carrier = (fd_carrier_t){&fd_pump_ops, e->pump};
-        e->link = fd_engine_add_link(engine, e->region, &geometry, &lease, &e->carrier, err, sizeof err);
+        e->link = fd_engine_add_link(engine, e->region, &geometry, &lease, &e->carrier, &error);
         REQUIRE(e->link);
     } else {
         e->port.carrier = (fd_carrier_t){&fd_pump_ops, e->pump};
@@ -297,7 +297,7 @@ static void hostile_replies(input_t *in) {
 static void fuzz_one(const uint8_t *data, size_t size) {
     if (!engine) {
         fd_engine_config_t config = {1, NULL, FD_ISA_SCALAR, 20, 16 << 20, FD_HUGE_MADVISE, false, 0};
-        engine = fd_engine_new(&config, err, sizeof err);
+        engine = fd_engine_new(&config, &error);
         REQUIRE(engine);
     }
     input_t in = {data, data + size};

@@ -67,8 +67,8 @@ static void begin_step(s_node_t *s, uint32_t slot, step_t *step) {
         const uint32_t seq = slot * PER_SLOT + i;
         uint32_t rows = below(&s->state, 4) ? 1 : 1 + below(&s->state, MAX_ROWS / n);
         if (s->lengths[seq] + rows > 3 * FD_PAGE_TOKENS) {
-            char err[256];
-            REQUIRE(fd_link_free(s->link, seq, 1, err, sizeof err) == 0);
+            fd_error_t error;
+            REQUIRE(fd_link_free(s->link, seq, 1, &error) == 0);
             s->lengths[seq] = 0;
         }
         table[i] = (fd_row_t){seq, 1, s->lengths[seq], rows, i < attending ? FD_ROW_ATTEND : 0, 0};
@@ -131,18 +131,18 @@ static void steps(s_node_t *s) {
 static void *control(void *arg) {
     s_node_t *s = arg;
     uint64_t state = s->control_state;
-    char err[256];
+    fd_error_t error;
     while (!__atomic_load_n(&s->stop, __ATOMIC_ACQUIRE)) {
         const uint32_t own = SLOTS * PER_SLOT + below(&state, OWN), any = below(&state, SEQUENCES);
         uint32_t *pages, n;
         fd_link_stats_t stats;
         switch (below(&state, 6)) { /* most of these may be refused */
         case 0:
-        case 1: fd_link_fork(s->link, any, 1, own, 1, 1 + below(&state, 200), err, sizeof err); break;
-        case 2: fd_link_trim(s->link, own, 1, below(&state, 100), err, sizeof err); break;
-        case 3: fd_link_free(s->link, own, 1, err, sizeof err); break;
+        case 1: fd_link_fork(s->link, any, 1, own, 1, 1 + below(&state, 200), &error); break;
+        case 2: fd_link_trim(s->link, own, 1, below(&state, 100), &error); break;
+        case 3: fd_link_free(s->link, own, 1, &error); break;
         case 4:
-            if (fd_link_pages(s->link, any, 1, &pages, &n, err, sizeof err) == 0) free(pages);
+            if (fd_link_pages(s->link, any, 1, &pages, &n, &error) == 0) free(pages);
             break;
         default: fd_link_stats(s->link, &stats); REQUIRE(stats.pages_used <= PAGES && stats.seqs <= SEQUENCES);
         }
@@ -156,7 +156,7 @@ static void *control(void *arg) {
 static void *s_node_main(void *arg) {
     uint64_t seed = (uintptr_t)arg + 1;
     if (seed > 1) s_side_stand_in = &stand_in;
-    char err[256];
+    fd_error_t error;
     for (; time(NULL) < end; seed++) {
         s_node_t s = {.state = seed * 0x9e3779b97f4a7c15u | 1, .control_state = seed * 0xd1342543de82ef95u | 1};
         const fd_heads_t heads = fd_geometry_heads(&geometry);
@@ -169,7 +169,7 @@ static void *s_node_main(void *arg) {
         memset(region, 0, bytes);
         *region = (fd_region_header_t){.magic = FD_REGION_MAGIC, .version = FD_PROTOCOL_VERSION, .geometry = geometry};
         s.region = region;
-        s.link = fd_engine_add_link(engine, region, &geometry, &lease, NULL, err, sizeof err);
+        s.link = fd_engine_add_link(engine, region, &geometry, &lease, NULL, &error);
         REQUIRE(s.link);
         __atomic_fetch_add(&n_links, 1, __ATOMIC_RELAXED);
         pthread_t controller;
@@ -202,10 +202,10 @@ static void *stand_in_to_the_end(void *unused) {
 int main(int argc, char **argv) {
     const uint32_t threads = argc > 1 ? (uint32_t)atoi(argv[1]) : 3;
     end = time(NULL) + (argc > 2 ? atoi(argv[2]) : 5);
-    char err[256];
+    fd_error_t error;
     const fd_engine_config_t config = {threads,    NULL,        FD_ISA_SCALAR, 20,
                                        256u << 20, FD_HUGE_OFF, false,         1000000 /* ns */};
-    engine = fd_engine_new(&config, err, sizeof err);
+    engine = fd_engine_new(&config, &error);
     REQUIRE(engine);
     fd_engine_begin_stand_in(engine, &stand_in);
     pthread_t s_nodes[S_NODES];

@@ -16,7 +16,7 @@
 enum { HEAD = 8, GROUP = 4, KV_HEADS = 2, SEQUENCES = 6, MAX_TOKENS = 1500, MAX_ROWS = 256, THREADS = 3, PAGES = 80 };
 static const fd_geometry_t geometry = {1, MAX_ROWS, 1, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, HEAD};
 static uint64_t state = 1, n_stops, n_merged, n_copied;
-static char err[256];
+static fd_error_t error;
 
 /* A pseudo-random number below `bound` (xorshift64). */
 static uint32_t below(uint32_t bound) {
@@ -34,8 +34,7 @@ typedef struct {
 static void open_side(side_t *side, uint32_t window, uint32_t threads) {
     const fd_layer_t layer = {.heads = fd_geometry_heads(&geometry), .window = window};
     const fd_stored_t stored = {layer.heads, window};
-    REQUIRE(fd_kvcache_init(&side->kv, &stored, 1, FD_KV_FP32, PAGES, PAGES, SEQUENCES, FD_HUGE_OFF, err, sizeof err) ==
-            FD_OK);
+    REQUIRE(fd_kvcache_init(&side->kv, &stored, 1, FD_KV_FP32, PAGES, PAGES, SEQUENCES, FD_HUGE_OFF, &error) == FD_OK);
     REQUIRE(fd_work_init(&side->work, &geometry, &side->kv, FD_KV_FP32, FD_ISA_SCALAR, 0.3f, &layer, (fd_part_t){0, 1},
                          threads) == FD_OK);
     REQUIRE(fd_step_init(&side->step, MAX_ROWS, side->kv.planes.n_sections, side->work.shapes, 1, (fd_part_t){0, 1}) ==
@@ -56,7 +55,7 @@ static void plan(side_t *side, const fd_row_t *table, uint32_t n, uint32_t rows,
     side->step.n_rows = rows;
     side->step.n_attend_rows = attending;
     memcpy(side->step.table, table, n * sizeof *table);
-    REQUIRE(fd_step_plan(&side->step, &side->kv, side->work.shapes, err, sizeof err) == FD_OK);
+    REQUIRE(fd_step_plan(&side->step, &side->kv, side->work.shapes, &error) == FD_OK);
 }
 
 /* Does the copies of the step, cut into `n_items`, each with or without stops. A sequence is freed meanwhile, if it is
@@ -70,7 +69,7 @@ static void copy_pages(side_t *side, uint32_t n_items, bool stops, uint32_t free
         while (!fd_work_copy(&side->work, &side->step, i, n_items, &stop)) n_stops++;
     }
     n_copied += side->step.n_copies;
-    if (freed != FD_NO_PAGE) REQUIRE(fd_kvcache_free(kv, freed, 7, err, sizeof err) == FD_OK);
+    if (freed != FD_NO_PAGE) REQUIRE(fd_kvcache_free(kv, freed, 7, &error) == FD_OK);
     for (uint32_t i = 0; i < side->step.n_copies; i++) {
         const fd_page_copy_t c = side->step.copies[i];
         REQUIRE(!(kv->free.stretches[c.src >> kv->free.order].free >> (c.src & ((1u << kv->free.order) - 1)) & 1));
@@ -141,8 +140,8 @@ static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t *floor
             if (keep < floors[other]) keep = floors[other] <= most_kept ? floors[other] : 0;
             floors[seq] = keep ? floors[other] : 0;
             for (side_t *side = a; side; side = side == a ? b : NULL) {
-                REQUIRE(fd_kvcache_free(&side->kv, seq, 7, err, sizeof err) == FD_OK);
-                REQUIRE(!keep || fd_kvcache_fork(&side->kv, other, 7, seq, 7, keep, err, sizeof err) == FD_OK);
+                REQUIRE(fd_kvcache_free(&side->kv, seq, 7, &error) == FD_OK);
+                REQUIRE(!keep || fd_kvcache_fork(&side->kv, other, 7, seq, 7, keep, &error) == FD_OK);
             }
             for (uint32_t k = 0; k < 2; k++) memcpy(cached[k][seq], cached[k][other], sizeof cached[k][seq]);
             lengths[seq] = keep;
