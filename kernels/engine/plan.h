@@ -122,9 +122,12 @@ uint64_t fd_step_copy_cost(const fd_step_t *step, const fd_kvcache_t *kv);
 /* The number of items that the copies are cut into, at most max_items. */
 uint32_t fd_step_copy_items(const fd_step_t *step, const fd_kvcache_t *kv, uint32_t max_items);
 
+/* Rounds a number of floats up to whole cache lines. */
+static inline size_t fd_padded_floats(size_t floats) { return fd_round_up(floats, FD_LINE / sizeof(float)); }
+
 /* Floats of one partial result: acc [rows][v_size], then m and l [rows], each on cache lines of its own. */
 static inline size_t fd_partial_floats(uint32_t rows, uint32_t v_size) {
-    return fd_round_up((size_t)rows * v_size, FD_LINE / sizeof(float)) + 2 * fd_round_up(rows, FD_LINE / sizeof(float));
+    return fd_padded_floats((size_t)rows * v_size) + 2 * fd_padded_floats(rows);
 }
 
 #endif

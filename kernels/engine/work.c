@@ -3,134 +3,12 @@
 #include "region/doorbell.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum {
-    MAX_Q_BLOCK = 16,
-    ITEMS_PER_THREAD = 8,    /* several, so that a thread that is late or descheduled delays only a small item */
-    LANES = 16,              /* floats in a cache line */
     APPEND_ROWS = 512,       /* rows that are appended before the thread looks whether it should stop */
     WORK_PER_CLOCK = 1 << 20 /* multiply-adds that a thread does before it reads the clock again */
 };
-
-static float *alloc_floats(size_t n) { return aligned_alloc(64, fd_round_up(n * sizeof(float), 64)); }
-
-static size_t padded(size_t floats) { return fd_round_up(floats, LANES); }
-
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
-
-/* Most query rows that a kernel takes at once: a block of query tokens for one KV head, or a panel of several heads. */
-static size_t most_rows(const fd_plan_shape_t *shape) {
-    return larger((size_t)shape->q_block * shape->group, FD_PANEL_ROWS);
-}
-
-static bool alloc_scratch(fd_work_t *w) {
-    size_t block = 0, stat = 0, row = 0;
-    for (uint32_t i = 0; i < w->n_kinds; i++) {
-        const fd_plan_shape_t *shape = &w->shapes[i];
-        block = larger(block, padded(most_rows(shape) * shape->v_size));
-        stat = larger(stat, padded(most_rows(shape)));
-        row = larger(row, padded(larger(shape->head_size, shape->v_size)));
-    }
-    w->scratch = calloc(w->n_threads, sizeof *w->scratch);
-    if (!w->scratch) return false;
-    for (uint32_t t = 0; t < w->n_threads; t++) {
-        fd_scratch_t *s = &w->scratch[t];
-        s->chunks = malloc(FD_UNIT_PAGES * sizeof *s->chunks);
-        s->memory = alloc_floats(block + 2 * stat + 2 * row);
-        if (!s->chunks || !s->memory) return false;
-        s->acc = s->memory;
-        s->m = s->acc + block;
-        s->l = s->m + stat;
-        s->k = s->l + stat;
-        s->v = s->k + row;
-    }
-    return true;
-}
-
-/* Copies the values of a layer's query heads to `to`; NULL stays NULL. */
-static const float *copy_per_head(const fd_layer_t *layer, float *to, const float *values) {
-    return values ? memcpy(to, values, layer->heads.n_q_heads * sizeof *to) : NULL;
-}
-
-static fd_plan_shape_t shape_of(const fd_layer_t *layer, fd_kv_dtype_t dtype, fd_part_t part, uint32_t n_threads) {
-    const fd_heads_t *h = &layer->heads;
-    const uint32_t group = h->n_q_heads / h->n_kv_heads, block = FD_PANEL_ROWS / group;
-    return (fd_plan_shape_t){
-        .n_kv_heads = h->n_kv_heads,
-        .group = group,
-        .head_size = h->head_size,
-        .v_size = h->v_size,
-        .q_block = block < 1 || fd_is_part(part) ? 1
-                   : block > MAX_Q_BLOCK         ? MAX_Q_BLOCK
-                                                 : block,
-        .window = fd_layer_reach(layer),
-        .is_part = fd_is_part(part),
-        .max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1, /* a single thread needs no cuts */
-        .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size),
-    };
-}
-
-/* The kind of layer `i`, a new one if no layer before it is of its kind. */
-static uint32_t kind_of(fd_work_t *w, uint32_t i) {
-    for (uint32_t j = 0; j < i; j++)
-        if (fd_same_kind(&w->layers[j], &w->layers[i])) return w->kinds[j];
-    w->shapes[w->n_kinds] = shape_of(&w->layers[i], w->kv_dtype, w->part, w->n_threads);
-    return w->n_kinds++;
-}
-
-static bool copy_layers(fd_work_t *w, const fd_layer_t *layers) {
-    const uint32_t n = w->g.n_layers;
-    size_t heads = 0;
-    for (uint32_t i = 0; i < n; i++) heads += layers[i].heads.n_q_heads;
-    w->layers = malloc(n * sizeof *w->layers);
-    w->kinds = malloc(n * sizeof *w->kinds);
-    w->stores = malloc(n * sizeof *w->stores);
-    w->per_head = malloc(2 * heads * sizeof *w->per_head);
-    if (!w->layers || !w->kinds || !w->stores || !w->per_head) return false;
-    uint32_t stored = 0;
-    float *next = w->per_head;
-    for (uint32_t i = 0; i < n; i++, next += 2 * heads) {
-        heads = layers[i].heads.n_q_heads;
-        w->layers[i] = layers[i];
-        w->layers[i].slopes = copy_per_head(&layers[i], next, layers[i].slopes);
-        w->layers[i].sinks = copy_per_head(&layers[i], next + heads, layers[i].sinks);
-        w->kinds[i] = kind_of(w, i);
-        w->stores[i] = fd_work_stores(w, i) ? stored++ : w->stores[layers[i].kv_layer];
-    }
-    return true;
-}
-
-fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv, fd_kv_dtype_t dtype, fd_isa_t isa,
-                         float softmax_scale, const fd_layer_t *layers, fd_part_t part, uint32_t n_threads) {
-    memset(w, 0, sizeof *w);
-    w->g = *g;
-    w->layout = fd_region_layout(g);
-    w->kv_dtype = dtype;
-    w->kv_ops = fd_kv_ops(dtype, isa);
-    w->vec_ops = fd_vec_ops(isa);
-    w->kv = kv;
-    w->softmax_scale = softmax_scale;
-    w->part = part;
-    w->n_threads = n_threads;
-    if (copy_layers(w, layers) && alloc_scratch(w)) return FD_OK;
-    fd_work_destroy(w);
-    return FD_INTERNAL;
-}
-
-void fd_work_destroy(fd_work_t *w) {
-    for (uint32_t t = 0; w->scratch && t < w->n_threads; t++) {
-        free(w->scratch[t].chunks);
-        free(w->scratch[t].memory);
-    }
-    free(w->scratch);
-    free(w->layers);
-    free(w->kinds);
-    free(w->stores);
-    free(w->per_head);
-    memset(w, 0, sizeof *w);
-}
 
 void fd_work_begin(fd_step_t *step, uint32_t i) { step->cursors[i] = (fd_cursor_t){.at = step->plan->items[i].begin}; }
 
@@ -167,9 +45,9 @@ static bool is_late(const fd_stop_t *stop) { return stop->until_ns && fd_now_ns(
 
 static fd_partial_t partial_of(const ctx_t *c, uint32_t item, uint32_t which) {
     const uint32_t rows = c->plan->partial_rows;
-    const size_t acc = padded((size_t)rows * c->shape->v_size);
+    const size_t acc = fd_padded_floats((size_t)rows * c->shape->v_size);
     float *at = c->step->partials + (3 * (size_t)item + which) * fd_partial_floats(rows, c->shape->v_size);
-    return (fd_partial_t){at, at + acc, at + acc + padded(rows)};
+    return (fd_partial_t){at, at + acc, at + acc + fd_padded_floats(rows)};
 }
 
 /* Whether the thread should stop after a unit of `work` multiply-adds. */
@@ -242,7 +120,7 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t h
     }
 }
 
-/* A span whose new row is appended while the kernel attends it (leave_pending). */
+/* A span whose new row is appended while a kernel attends to it (can_pend). */
 typedef struct {
     ctx_t *c;
     const fd_entry_t *e;
@@ -323,27 +201,43 @@ static void attend_nothing(const ctx_t *c, const fd_entry_t *e, uint32_t q_len, 
     memset(out.acc, 0, (size_t)rows * c->shape->v_size * sizeof *out.acc);
 }
 
-/* Attends query rows [from, from + q_len) of an entry to its pages [first, last), and leaves the result in `out`. If
- * `pending`, the entry's new row is appended meanwhile. If `o`, the pages are all that the rows see, so O rows are
- * written and `out` is only scratch memory. `next` is the chunk that the thread reads after these, or NULL. */
-static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, uint32_t first,
-                        uint32_t last, bool pending, bool o, fd_partial_t out, const uint8_t *next) {
+/* A piece of an attending span, and what becomes of its result. */
+typedef struct {
+    const fd_entry_t *e;
+    uint32_t head;        /* the span's first KV head */
+    uint32_t first, last; /* its pages; `last` is FD_LINE_END if they go to the end, new rows included */
+    bool pending;         /* the new row is appended while a kernel attends to the last page (can_pend) */
+    bool whole;           /* the span has no other pieces, so O rows are written; else the result is left in `sum` */
+    fd_partial_t sum;
+} piece_t;
+
+/* Some query rows of a piece, and some of its pages. */
+typedef struct {
+    uint32_t from, q_len; /* query rows [from, from + q_len) of the entry */
+    uint32_t first, last; /* pages */
+    bool append;          /* the entry's new row is appended meanwhile */
+    bool to_o;            /* these pages are all that the rows see: O rows are written, and `out` is scratch memory */
+    fd_partial_t out;     /* the result */
+    const uint8_t *next;  /* the chunk that the thread reads after these, or NULL */
+} unit_t;
+
+static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, const unit_t *u) {
     const fd_work_t *w = c->w;
-    for (uint32_t p = first; p < last; p++)
-        c->scratch->chunks[p - first] = fd_kv_chunk(w->kv, c->store, page_of(c, e, p), head);
+    for (uint32_t p = u->first; p < u->last; p++)
+        c->scratch->chunks[p - u->first] = fd_kv_chunk(w->kv, c->store, page_of(c, e, p), head);
     const uint32_t q_head = head * c->shape->group;
     pending_t appended = {c, e, head};
     const fd_attend_t a = {
         .chunks = c->scratch->chunks,
-        .n_chunks = last - first,
+        .n_chunks = u->last - u->first,
         .heads = e->heads,
         .head_stride = c->shape->chunk_bytes,
-        .first_token = first * FD_PAGE_TOKENS,
+        .first_token = u->first * FD_PAGE_TOKENS,
         .head_size = c->shape->head_size,
         .v_size = c->shape->v_size,
         .group = c->shape->group,
-        .q_len = q_len,
-        .q_pos = n_seen(c, e, from) - 1,
+        .q_len = u->q_len,
+        .q_pos = n_seen(c, e, u->from) - 1,
         .window = c->layer->window,
         .segment = c->layer->segment,
         .softmax_scale = w->softmax_scale,
@@ -352,55 +246,61 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
         .sinks = c->layer->sinks ? c->layer->sinks + q_head : NULL,
         .hadamard = c->layer->hadamard,
         .act_dtype = w->g.act_dtype,
-        .q = q_row(c, e, from, head),
+        .q = q_row(c, e, u->from, head),
         .q_head_stride = q_head_bytes(c),
         .q_token_stride = w->layout.q_row_bytes,
-        .o = o ? o_row(c, e, from, head) : NULL,
+        .o = u->to_o ? o_row(c, e, u->from, head) : NULL,
         .o_head_stride = o_head_bytes(c),
         .o_token_stride = w->layout.o_row_bytes,
-        .acc = out.acc,
-        .m = out.m,
-        .l = out.l,
-        .prefetch_next = next,
-        .before_last_chunk = pending ? append_pending : NULL,
+        .acc = u->out.acc,
+        .m = u->out.m,
+        .l = u->out.l,
+        .prefetch_next = u->next,
+        .before_last_chunk = u->append ? append_pending : NULL,
         .context = &appended,
     };
-    if (pending) prefetch_pending(&appended, 0);
+    if (u->append) prefetch_pending(&appended, 0);
     w->kv_ops->attend(&a);
-    if (o && fd_is_part(w->part)) store_sums(c, e, head, from, q_len, out);
-    c->kv_bytes += (uint64_t)(last - first) * e->heads * c->shape->chunk_bytes;
+    if (u->to_o && fd_is_part(w->part)) store_sums(c, e, head, u->from, u->q_len, u->out);
+    c->kv_bytes += (uint64_t)(u->last - u->first) * e->heads * c->shape->chunk_bytes;
 }
 
-/* Goes on with the block of query rows [from, from + q_len) that the cursor is in. It attends to those of the entry's
- * pages [first, last) that the layer's window reaches. `pending` is what can_pend says; if true, the pages include the
- * last one. `whole`: the span has no other pieces, so O rows are written; else the result is left in `sum`. Returns
- * false if the thread should stop; the block is at its end if the cursor's page is 0 then. */
-static bool attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t q_len, uint32_t first, uint32_t last,
-                         bool pending, bool whole, fd_partial_t sum) {
+/* Goes on with the block of `q_len` query rows that the cursor is in: attends to the piece's pages that the layer's
+ * window reaches. Returns false if the thread should stop; the block is done if the cursor's page is 0 then. */
+static bool attend_block(ctx_t *c, const piece_t *piece, uint32_t q_len) {
     const fd_work_t *w = c->w;
+    const fd_entry_t *e = piece->e;
+    const fd_partial_t sum = piece->sum, unit_sum = {c->scratch->acc, c->scratch->m, c->scratch->l};
     fd_cursor_t *at = &c->step->cursors[c->item];
     const uint32_t from = at->row, rows = e->heads * q_len * c->shape->group, n = n_seen(c, e, from);
     const uint32_t seen = n ? first_page(c, n - 1) : 0, end = fd_pages_for((uint64_t)n + q_len - 1);
-    const fd_partial_t own = {c->scratch->acc, c->scratch->m, c->scratch->l};
-    if (first < seen) first = seen;
-    if (last > end) last = end;
-    uint32_t page = at->page ? at->page : first, unit;
+    const uint32_t first = piece->first < seen ? seen : piece->first, last = piece->last > end ? end : piece->last;
+    uint32_t page = at->page ? at->page : first, n_pages;
     bool go_on = true;
     if (first >= last) {
-        if (pending) append_rows(c, e, head, e->heads, 0, e->n_rows);
+        if (piece->pending) append_rows(c, e, piece->head, e->heads, 0, e->n_rows);
         attend_nothing(c, e, q_len, sum);
     }
-    for (; page < last && go_on; page += unit, at->page = page) {
-        unit = last - page < e->unit ? last - page : e->unit;
-        const bool final = page + unit == last, alone = page == first && final;
-        const uint8_t *next = final ? c->after : fd_kv_chunk(w->kv, c->store, page_of(c, e, page + unit), head);
-        const fd_partial_t out = page == first && !(whole && alone) ? sum : own;
-        attend_unit(c, e, head, from, q_len, page, page + unit, pending && final, whole && alone, out, next);
-        if (page != first) w->vec_ops->merge(sum.m, sum.l, sum.acc, own.m, own.l, own.acc, rows, c->shape->v_size);
-        go_on = !should_stop(c, (uint64_t)rows * c->shape->head_size * unit * FD_PAGE_TOKENS);
+    for (; page < last && go_on; page += n_pages, at->page = page) {
+        n_pages = last - page < e->unit ? last - page : e->unit;
+        const bool final = page + n_pages == last, to_o = piece->whole && page == first && final;
+        const unit_t unit = {
+            .from = from,
+            .q_len = q_len,
+            .first = page,
+            .last = page + n_pages,
+            .append = piece->pending && final,
+            .to_o = to_o,
+            .out = page == first && !to_o ? sum : unit_sum,
+            .next = final ? c->after : fd_kv_chunk(w->kv, c->store, page_of(c, e, page + n_pages), piece->head),
+        };
+        attend_unit(c, e, piece->head, &unit);
+        if (page != first)
+            w->vec_ops->merge(sum.m, sum.l, sum.acc, unit_sum.m, unit_sum.l, unit_sum.acc, rows, c->shape->v_size);
+        go_on = !should_stop(c, (uint64_t)rows * c->shape->head_size * n_pages * FD_PAGE_TOKENS);
     }
     if (page < last) return false;
-    if (whole && (first >= last || last - first > e->unit)) store_block(c, e, head, from, q_len, sum);
+    if (piece->whole && (first >= last || last - first > e->unit)) store_block(c, e, piece->head, from, q_len, sum);
     at->page = 0;
     return go_on;
 }
@@ -426,17 +326,27 @@ static void end_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t own
     merge_pieces(c, e, head, owner);
 }
 
-/* Goes on with the piece of an attending span that the cursor is in: pages [first, last). `last` FD_LINE_END means up
- * to the end, new rows included, which an earlier layer has appended if this one shares its K and V. Returns false if
- * the thread should stop; *done says whether the piece is done. */
+/* Goes on with the piece of an attending span that the cursor is in: pages [first, last). It appends the new rows,
+ * unless the layer shares the K and V that an earlier layer has appended. Returns false if the thread should stop;
+ * *done says whether the piece is done. */
 static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, bool *done) {
     fd_cursor_t *at = &c->step->cursors[c->item];
-    const bool to_end = last == FD_LINE_END, whole = !first && to_end;
-    const bool new_rows = to_end && c->stores, pending = new_rows && can_pend(c, e);
-    const fd_partial_t sum = partial_of(c, c->item, whole ? BLOCK : first ? FIRST : LAST);
+    const bool to_end = last == FD_LINE_END, whole = !first && to_end, new_rows = to_end && c->stores;
+    const piece_t piece = {
+        .e = e,
+        .head = head,
+        .first = first,
+        .last = last,
+        .pending = new_rows && can_pend(c, e),
+        .whole = whole,
+        .sum = partial_of(c, c->item,
+                          whole   ? BLOCK
+                          : first ? FIRST
+                                  : LAST),
+    };
     bool go_on = true;
     *done = false;
-    if (pending) at->appended = e->n_rows;
+    if (piece.pending) at->appended = e->n_rows;
     while (new_rows && go_on && at->appended < e->n_rows) {
         const uint32_t from = at->appended, n = e->n_rows - from < APPEND_ROWS ? e->n_rows - from : APPEND_ROWS;
         append_rows(c, e, head, e->heads, from, from + n);
@@ -445,7 +355,7 @@ static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     }
     while (go_on && at->row < e->n_rows) {
         const uint32_t left = e->n_rows - at->row, q_len = left < c->shape->q_block ? left : c->shape->q_block;
-        go_on = attend_block(c, e, head, q_len, first, last, pending, whole, sum);
+        go_on = attend_block(c, &piece, q_len);
         if (!at->page) at->row += q_len;
     }
     *done = at->row == e->n_rows;

@@ -9,6 +9,7 @@
 #define UNIT_WORK (1ull << 30)
 #include "engine/plan.c"
 #include "engine/work.c"
+#include "engine/work_init.c"
 
 #include "require.h"
 #include "scalar_only.h"
