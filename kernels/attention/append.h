@@ -126,4 +126,11 @@ FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_s
     else append_row(dtype, chunk, head_size, v_size, t, k, v, hadamard);
 }
 
+/* Defines fd_append_<name>_<isa>. */
+#define FD_APPEND(name, dtype, isa)                                                                                    \
+    void fd_append_##name##_##isa(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k,     \
+                                  const float *v, uint32_t hadamard) {                                                 \
+        append(dtype, chunk, head_size, v_size, t, k, v, hadamard);                                                    \
+    }
+
 #endif

@@ -73,7 +73,7 @@ typedef struct {
      * act_dtype, and uses acc as scratch memory. m and l are written in any case: m + log(l) is a row's log-sum-exp,
      * sink excluded. */
     uint8_t *o;
-    size_t o_head_stride, o_token_stride; /* those of o */
+    size_t o_head_stride, o_token_stride; /* the same for o */
     float *acc;                           /* out, [heads][q_len][group][v_size], un-normalised */
     float *m; /* out, [heads][q_len][group]; -INFINITY for a row that sees no token of the chunks */
     float *l; /* out, [heads][q_len][group]; 0 for a row that sees no token of the chunks */

@@ -13,7 +13,7 @@ FD_BEGIN_TARGET(FD_AVX2)
 FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return is_v && format == FD_KV_INT8 ? 255.0f : 127.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 || format == FD_KV_BF16 ? 2 : 1; }
 
-/* vpmaddubsw adds two products in 16 bits, with saturation, those of bytes 0 and 1 of a word and those of bytes 2 and
+/* vpmaddubsw adds two products in 16 bits, with saturation: of bytes 0 and 1 of a word, and of bytes 2 and
  * 3, which are elements 0 and 2, and 1 and 3. The two products of int8 fit if the two multipliers together do not
  * exceed what one of them may be: 255 * 128 < 2^15 in scores, 127 * 256 < 2^15 in outputs, where 128 and 256 are
  * kv_qmax and a half of rounding for each of the two. Two multipliers of opposite signs do not add up. */
@@ -45,7 +45,7 @@ FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y
     return sum;
 }
 
-/* A pair of int4's products is at most 2 * 15 * 127, so 16 bits hold the sum of 8 pairs, which are those of 4 words. */
+/* A pair of int4's products is at most 2 * 15 * 127, so 16 bits hold the sum of 8 pairs, as many as 4 words have. */
 #define FD_HAS_NARROW_SUMS
 FD_INLINE uint32_t kv_narrow_words(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 4 : 0; }
 FD_INLINE vec_t kv_multiply_narrow(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y) {
@@ -63,14 +63,7 @@ FD_INLINE vec_t kv_widen_add(vec_t narrow, vec_t sum) {
 #include "rows_simd.h"
 #include "append.h"
 
-#define FD_KERNELS(name, dtype, text)                                                                                  \
-    FD_BLOCKS(name, dtype)                                                                                             \
-    void fd_attend_##name##_avx2(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                            \
-    void fd_append_##name##_avx2(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k,      \
-                                 const float *v, uint32_t hadamard) {                                                  \
-        append(dtype, chunk, head_size, v_size, t, k, v, hadamard);                                                    \
-    }
-
+#define FD_KERNELS(name, dtype, text) FD_ATTEND(name, dtype, avx2, 6) FD_APPEND(name, dtype, avx2)
 FD_KV_FORMATS(FD_KERNELS)
 
 #define FD_KV_OPS(name, dtype, text) [dtype] = {"avx2", fd_append_##name##_avx2, fd_attend_##name##_avx2},

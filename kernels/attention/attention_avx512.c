@@ -43,14 +43,7 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
 #include "rows_simd.h"
 #include "append.h"
 
-#define FD_KERNELS(name, dtype, text)                                                                                  \
-    FD_BLOCKS(name, dtype)                                                                                             \
-    void fd_attend_##name##_avx512(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                          \
-    void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k,    \
-                                   const float *v, uint32_t hadamard) {                                                \
-        append(dtype, chunk, head_size, v_size, t, k, v, hadamard);                                                    \
-    }
-
+#define FD_KERNELS(name, dtype, text) FD_ATTEND(name, dtype, avx512, 8) FD_APPEND(name, dtype, avx512)
 FD_KV_FORMATS(FD_KERNELS)
 
 #define FD_KV_OPS(name, dtype, text) [dtype] = {"avx512", fd_append_##name##_avx512, fd_attend_##name##_avx512},

@@ -12,15 +12,11 @@ FD_BEGIN_TARGET(FD_AVX512 ",avx512vnni")
 #include "tiles_simd.h"
 #include "attend_simd.h"
 
-#define FD_KERNELS(name, dtype)                                                                                        \
-    FD_BLOCKS(name, dtype)                                                                                             \
-    static void fd_attend_##name##_avx512bf16(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }
-
-FD_KERNELS(fp16, FD_KV_FP16)
-FD_KERNELS(bf16, FD_KV_BF16)
-FD_KERNELS(int8, FD_KV_INT8)
-FD_KERNELS(int4, FD_KV_INT4)
-FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
+FD_ATTEND(fp16, FD_KV_FP16, avx512bf16, 8)
+FD_ATTEND(bf16, FD_KV_BF16, avx512bf16, 8)
+FD_ATTEND(int8, FD_KV_INT8, avx512bf16, 8)
+FD_ATTEND(int4, FD_KV_INT4, avx512bf16, 8)
+FD_ATTEND(int8_int4, FD_KV_INT8_INT4, avx512bf16, 8)
 
 /* This ISA has no fp32 kernel of its own. */
 #define fd_attend_fp32_avx512bf16 fd_attend_fp32_avx512

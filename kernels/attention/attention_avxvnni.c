@@ -1,5 +1,5 @@
 /* Integer kernels for AVX-VNNI, 8 lanes: Intel's processors from Alder Lake to Arrow Lake, Sierra Forest and others
- * that have VNNI without AVX-512. The kernels of float formats are those of AVX2. */
+ * that have VNNI without AVX-512. Float formats use AVX2's kernels. */
 #include "dispatch.h"
 
 #if FD_X86
@@ -26,13 +26,9 @@ FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y
 #include "tiles_simd.h"
 #include "attend_simd.h"
 
-#define FD_KERNELS(name, dtype)                                                                                        \
-    FD_BLOCKS(name, dtype)                                                                                             \
-    static void fd_attend_##name##_avxvnni(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }
-
-FD_KERNELS(int8, FD_KV_INT8)
-FD_KERNELS(int4, FD_KV_INT4)
-FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
+FD_ATTEND(int8, FD_KV_INT8, avxvnni, 6)
+FD_ATTEND(int4, FD_KV_INT4, avxvnni, 6)
+FD_ATTEND(int8_int4, FD_KV_INT8_INT4, avxvnni, 6)
 
 #define fd_attend_fp32_avxvnni fd_attend_fp32_avx2
 #define fd_attend_fp16_avxvnni fd_attend_fp16_avx2

@@ -59,23 +59,7 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
 #include "rows_simd.h"
 #include "append.h"
 
-#define FD_KERNELS(name, dtype, text)                                                                                  \
-    FD_BLOCK(name, dtype, 1);                                                                                          \
-    FD_BLOCK(name, dtype, 2);                                                                                          \
-    FD_BLOCK(name, dtype, 3);                                                                                          \
-    FD_BLOCK(name, dtype, 4);                                                                                          \
-    static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
-        attend_##name##_block1,                                                                                        \
-        attend_##name##_block2,                                                                                        \
-        attend_##name##_block3,                                                                                        \
-        attend_##name##_block4,                                                                                        \
-    };                                                                                                                 \
-    static void fd_attend_##name##_neon(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                     \
-    static void fd_append_##name##_neon(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t,               \
-                                        const float *k, const float *v, uint32_t hadamard) {                           \
-        append(dtype, chunk, head_size, v_size, t, k, v, hadamard);                                                    \
-    }
-
+#define FD_KERNELS(name, dtype, text) FD_ATTEND(name, dtype, neon, 4) FD_APPEND(name, dtype, neon)
 FD_KV_FORMATS(FD_KERNELS)
 
 #define FD_KV_OPS(name, dtype, text) [dtype] = {"neon", fd_append_##name##_neon, fd_attend_##name##_neon},

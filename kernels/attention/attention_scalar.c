@@ -240,11 +240,7 @@ static void row_to_bf16(uint16_t *dst, const float *src, uint32_t n) {
 
 #define FD_KERNELS(name, dtype, text)                                                                                  \
     static void fd_attend_##name##_scalar(const fd_attend_t *a) { attend(a, dtype); }                                  \
-    static void fd_append_##name##_scalar(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t,             \
-                                          const float *k, const float *v, uint32_t hadamard) {                         \
-        append(dtype, chunk, head_size, v_size, t, k, v, hadamard);                                                    \
-    }
-
+    FD_APPEND(name, dtype, scalar)
 FD_KV_FORMATS(FD_KERNELS)
 
 #define FD_KV_OPS(name, dtype, text) [dtype] = {"scalar", fd_append_##name##_scalar, fd_attend_##name##_scalar},

@@ -26,8 +26,8 @@
  *   int4  the scale in bf16 (high half) and      x = scale * (stored - 8) + centre   both by least squares
  *         the centre in bf16 (low half)                                              (fd_int4_grid, fd_int4_fit)
  *
- * The affine words of K are the last row of each column of K; those of V are 128 words between K and V. So a kernel
- * reads a chunk from its first byte to its last without a gap, which hardware prefetchers can follow.
+ * The affine words of K are the last row of each column of K; the affine words of V are 128 words between K and V. So a
+ * kernel reads a chunk from its first byte to its last without a gap, which hardware prefetchers can follow.
  *
  * int8-int4 stores K as int8 does and V as int4 does; every other format stores K and V alike. A Hadamard
  * transform (cpu/hadamard.h) is applied to K before it is rounded to integers, and to Q; to V before it is rounded to

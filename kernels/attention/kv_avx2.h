@@ -80,17 +80,4 @@ FD_INLINE vec_t kv_sum_weights(fd_kv_dtype_t format, const void *weights, uint32
     return _mm256_cvtepi32_ps(sum);
 }
 
-/* Defines the block functions of a KV format for 1 to 6 rows (tiles_simd.h) and the table of them. */
-#define FD_BLOCKS(name, dtype)                                                                                         \
-    FD_BLOCK(name, dtype, 1);                                                                                          \
-    FD_BLOCK(name, dtype, 2);                                                                                          \
-    FD_BLOCK(name, dtype, 3);                                                                                          \
-    FD_BLOCK(name, dtype, 4);                                                                                          \
-    FD_BLOCK(name, dtype, 5);                                                                                          \
-    FD_BLOCK(name, dtype, 6);                                                                                          \
-    static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
-        attend_##name##_block1, attend_##name##_block2, attend_##name##_block3,                                        \
-        attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                        \
-    };
-
 #endif

@@ -29,19 +29,4 @@ FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_
     *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(_mm512_slli_epi32(x, 16));
 }
 
-/* Defines the block functions of a KV format for 1 to 8 rows (tiles_simd.h) and the table of them. */
-#define FD_BLOCKS(name, dtype)                                                                                         \
-    FD_BLOCK(name, dtype, 1);                                                                                          \
-    FD_BLOCK(name, dtype, 2);                                                                                          \
-    FD_BLOCK(name, dtype, 3);                                                                                          \
-    FD_BLOCK(name, dtype, 4);                                                                                          \
-    FD_BLOCK(name, dtype, 5);                                                                                          \
-    FD_BLOCK(name, dtype, 6);                                                                                          \
-    FD_BLOCK(name, dtype, 7);                                                                                          \
-    FD_BLOCK(name, dtype, 8);                                                                                          \
-    static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
-        attend_##name##_block1, attend_##name##_block2, attend_##name##_block3, attend_##name##_block4,                \
-        attend_##name##_block5, attend_##name##_block6, attend_##name##_block7, attend_##name##_block8,                \
-    };
-
 #endif

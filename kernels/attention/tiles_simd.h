@@ -266,10 +266,36 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const blo
     if (b->v_size % LANES) value_tile(dtype, rows, 1, 1, b, i * LANES, scores, rescale, weight_scale);
 }
 
-/* Defines the block_fn of one KV format for blocks of `rows` rows. An ISA file makes a table of MAX_BLOCK of them,
- * indexed by rows - 1, of which the first block_rows(dtype) are used. */
+/* Defines the block_fn of one KV format for blocks of `rows` rows. */
 #define FD_BLOCK(name, dtype, rows)                                                                                    \
-    static void attend_##name##_block##rows(const block_t *b) { attend_block(dtype, rows, b); }                        \
-    _Static_assert((rows) <= MAX_BLOCK, "a block has at most MAX_BLOCK rows")
+    static void attend_##name##_block##rows(const block_t *b) { attend_block(dtype, rows, b); }
+
+/* Define the block_fns of a KV format, and the table of them, where MAX_BLOCK is 4, 6 or 8. The table is indexed by
+ * rows
+ * - 1, and its first block_rows(dtype) entries are used. */
+#define FD_BLOCKS_4(name, dtype)                                                                                       \
+    FD_BLOCK(name, dtype, 1)                                                                                           \
+    FD_BLOCK(name, dtype, 2)                                                                                           \
+    FD_BLOCK(name, dtype, 3)                                                                                           \
+    FD_BLOCK(name, dtype, 4)
+#define FD_TABLE_4(name) attend_##name##_block1, attend_##name##_block2, attend_##name##_block3, attend_##name##_block4
+#define FD_BLOCKS_6(name, dtype)                                                                                       \
+    FD_BLOCKS_4(name, dtype)                                                                                           \
+    FD_BLOCK(name, dtype, 5)                                                                                           \
+    FD_BLOCK(name, dtype, 6)
+#define FD_TABLE_6(name) FD_TABLE_4(name), attend_##name##_block5, attend_##name##_block6
+#define FD_BLOCKS_8(name, dtype)                                                                                       \
+    FD_BLOCKS_6(name, dtype)                                                                                           \
+    FD_BLOCK(name, dtype, 7)                                                                                           \
+    FD_BLOCK(name, dtype, 8)
+#define FD_TABLE_8(name) FD_TABLE_6(name), attend_##name##_block7, attend_##name##_block8
+
+/* Defines fd_attend_<name>_<isa>; `most` is the number of MAX_BLOCK. */
+#define FD_ATTEND(name, dtype, isa, most)                                                                              \
+    FD_BLOCKS_##most(name, dtype) void fd_attend_##name##_##isa(const fd_attend_t *a);                                 \
+    void fd_attend_##name##_##isa(const fd_attend_t *a) {                                                              \
+        static const block_fn blocks[MAX_BLOCK] = {FD_TABLE_##most(name)};                                             \
+        attend(dtype, a, blocks);                                                                                      \
+    }
 
 #endif

@@ -94,7 +94,7 @@ fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, ui
 /* Lets the empty sequence hold `length` tokens, at least 1, whose K and V the caller brings. Returns FD_OK,
  * FD_BAD_SEQUENCE, or FD_OUT_OF_PAGES if too few pages are free. */
 fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error);
-/* Points *pages at the sequence's [*n] page numbers, those of the first block first, FD_NO_PAGE for those given back.
+/* Points *pages at the sequence's [*n] page numbers, the first block's first; FD_NO_PAGE stands for a page given back.
  * They are valid until the cache changes. */
 fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, const uint32_t **pages, uint32_t *n,
                              fd_error_t *error);

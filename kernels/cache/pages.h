@@ -8,7 +8,7 @@
  *   2. otherwise the first page of the largest free block: a whole stretch, half of one, and so on.
  * No page is reserved: a request succeeds while any page is free, and pages are scattered only in a nearly full arena.
  *
- * Blocks are those of a buddy allocator: 2^i pages of a stretch, at a multiple of 2^i, with i at most
+ * The blocks belong to a buddy allocator: 2^i pages of a stretch, at a multiple of 2^i, with i at most
  * FD_MAX_STRETCH_ORDER. */
 #ifndef FD_PAGES_H
 #define FD_PAGES_H

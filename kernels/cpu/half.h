@@ -1,5 +1,5 @@
 /* Conversions of fp16 (IEEE 754 binary16) and bf16 in portable C. They round to nearest even, keep subnormals and quiet
- * NaN; the results equal those of F16C and torch bit for bit.
+ * NaN; F16C and torch give the same results, bit for bit.
  */
 #ifndef FD_HALF_H
 #define FD_HALF_H

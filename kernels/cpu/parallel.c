@@ -13,8 +13,8 @@ enum { MOST_WORKERS = 1023 };
 typedef struct {
     void (*body)(void *data, size_t first, size_t n);
     void *data;
-    size_t parts, next;   /* those from `next` on are left */
-    size_t shares, least; /* a thread takes 1 / `shares` of what is left, but at least `least` */
+    size_t parts, next;   /* parts from `next` on remain */
+    size_t shares, least; /* a thread takes 1 / `shares` of the remaining parts, but at least `least` */
 } loop_t;
 
 /* The pool's state is one word, so that a worker joins a loop only while its caller is there:

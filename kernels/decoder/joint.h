@@ -1,5 +1,5 @@
 /* What an S-Part on a CPU computes between the attention of two layers, in one call: the rest of a block from its O
- * rows, then Q, K and V of the next block. The blocks are those of Llama's architecture: RMS norms before attention and
+ * rows, then Q, K and V of the next block. The blocks have Llama's architecture: RMS norms before attention and
  * MLP, a gated SiLU, RoPE.
  *
  * A single row's products take microseconds, less than Python takes to ask for them.

@@ -3,9 +3,9 @@
  *
  * K and V are packed first, in blocks of FD_PROMPT_KEYS tokens of one KV head, as the products read them; a prompt of
  * several chunks keeps its blocks until its last chunk. Row i stands at position pos + i and attends to the keys at
- * positions up to its own, to the last `window` of them and to those of its own segment of `segment` positions (0: no
- * such limit). Blocks are attended to one after another, by online softmax (Milakov and Gimelshein, arXiv 1805.02867),
- * so a row's result depends neither on the other rows nor on how the prompt is cut into chunks.
+ * positions up to its own, to the last `window` of them and to the keys of its own segment of `segment` positions (0:
+ * no such limit). Blocks are attended to one after another, by online softmax (Milakov and Gimelshein, arXiv
+ * 1805.02867), so a row's result depends neither on the other rows nor on how the prompt is cut into chunks.
  */
 #ifndef FD_PROMPT_H
 #define FD_PROMPT_H

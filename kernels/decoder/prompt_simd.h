@@ -35,7 +35,7 @@ FD_INLINE layout_t layout_of(const int pairs, size_t k_size, size_t v_size) {
     return (layout_t){depth, width, keys_depth, depth * KEYS, depth * KEYS + keys_depth * width};
 }
 
-/* The rows of a part: those of some prompt rows for one KV head, from prompt row `row` on. */
+/* The query rows of some prompt rows for one KV head, from prompt row `row` on. */
 typedef struct {
     layout_t layout;
     size_t row, filled;      /* filled: rows of Q */

@@ -133,7 +133,7 @@ struct fd_engine {
     fd_huge_t huge;
     bool prefault;
     int eventfd, epoll;
-    uint32_t holders;     /* atomic: who uses this memory, the engine until fd_engine_free and each stand-in */
+    uint32_t holders;     /* atomic: users of this memory: the engine until fd_engine_free, and each stand-in */
     pthread_mutex_t duty; /* held by thread 0 while it is awake, or by the thread that stands in for it */
 
     pthread_mutex_t mutex;   /* guards all down to adopted_changes */

@@ -189,7 +189,7 @@ static uint32_t heads_of_span(const fd_row_t *r, const fd_plan_shape_t *shape) {
     return heads;
 }
 
-/* The query rows that a kernel takes at once of a row table's entry: those of one block, for all heads of a span. */
+/* The query rows that a kernel takes at once of a row table's entry: the rows of one block, for all heads of a span. */
 static uint32_t block_rows(const fd_row_t *r, const fd_plan_shape_t *shape) {
     return heads_of_span(r, shape) * shape->group * (r->n_rows < shape->q_block ? r->n_rows : shape->q_block);
 }

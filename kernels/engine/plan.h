@@ -86,7 +86,7 @@ typedef struct {
     fd_part_t part;
     fd_plan_t *plans;       /* [n_plans] one for each kind of layer */
     fd_plan_t *plan;        /* of the layer in progress: one of `plans` */
-    fd_cursor_t *cursors;   /* [max_items] of the items of a layer, and before the first layer of those of the copies */
+    fd_cursor_t *cursors;   /* [max_items] of the items of a layer, and before the first layer of the copies' items */
     uint32_t *left;         /* [max_items] room for a list of the items that are left of a call */
     float *partials;        /* three for each item: of its first span and of its last one if cut, and of one block */
     size_t partials_floats; /* allocated */

@@ -203,7 +203,7 @@ FD_INLINE float span_sum(const float *w, float least) {
     return lanes[0];
 }
 
-/* w = e^((x - best) / temperature) where x >= floor and w >= least, else 0; sums are those of the spans. */
+/* w = e^((x - best) / temperature) where x >= floor and w >= least, else 0. `sums` receives each span's sum. */
 FD_INLINE void weigh(const float *x, size_t n, float best, float temperature, float floor, float least, float *w,
                      float *sums) {
     for (size_t span = 0; span * FD_SPAN < n; span++) {

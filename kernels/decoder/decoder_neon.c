@@ -6,6 +6,8 @@
 
 #define TILE_VECTORS 4
 #include "prompt_simd.h"
+#include "row_ops_simd.h"
 
 FD_PROMPT(neon)
+FD_ROW_OPS(neon)
 #endif
