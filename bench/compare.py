@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> None:
     result = uvloop.run(_run(args))
     print_result(args, result, print_closed_table if args.lengths else print_table)
     if args.plot and any(model["runs"] for model in result["models"].values()):
-        from fastdecode.bench.serving import plots
+        from fastdecode.bench import plot
 
-        plots.configurations(result, args.plot)
+        plot.configurations(result, args.plot)
 
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:

@@ -44,12 +44,12 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
     if args.plot:
-        from fastdecode.bench.serving import plots
+        from fastdecode.bench import plot
 
         if len(result["rows"]) > 1:
-            plots.rates(result, args.plot)
+            plot.rates(result, args.plot)
         else:
-            plots.timeline(result["rows"][0], args.plot)
+            plot.timeline(result["rows"][0], args.plot)
 
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:

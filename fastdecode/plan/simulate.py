@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Simulate and print. Raises ProfileError, CheckpointError, ValueError, OSError, RuntimeError."""
     if args.plot:
-        from fastdecode.bench.serving import plots  # fails here rather than after the work
+        from fastdecode.bench import plot  # fails here rather than after the work
     planned = PlannedSystem.from_args(args)
     profile, system, model = planned.profile, planned.system, planned.system.model
     mini_batches = args.mini_batches or (1 if profile.in_turns else 2)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         )
         rows.append({"schedule": schedule, "wall_seconds": time.perf_counter() - begun} | figures(done, args))
         if args.plot:
-            plots.timeline(rows[-1], args.plot)
+            plot.timeline(rows[-1], args.plot)
     shape = f"{args.r_nodes} R-node(s), KV {args.kv_dtype}, {mini_batches} mini-batch(es) of {args.max_batch_size}"
     result = {"model": model.name, "profile": profile.name, "source": profile.source, "system": shape, "rows": rows}
     print_result(args, result, _print_table)
