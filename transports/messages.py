@@ -82,14 +82,14 @@ Softcaps = Annotated[tuple[_NotNegative, ...], _list(MAX_LAYERS, "finite numbers
 PerLayer = Annotated[tuple[U32, ...], _list(MAX_LAYERS, _U32S)]
 
 
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ControlMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     TYPE: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
         cls.TYPE = cls.__name__.removesuffix("Message").upper()
 
 
-class _Proved(_Message, frozen=True):
+class Proved(ControlMessage, frozen=True):
     """`mac` is a proof of the shared secret (session.py), null without one."""
 
     mac: Hex32 | None
@@ -99,14 +99,14 @@ class _Proved(_Message, frozen=True):
 # data connection to a link. The R-node answers HELLO with WELCOME, ATTACH with ATTACHED, and either with REFUSED.
 
 
-class Challenge(_Message, frozen=True):
+class Challenge(ControlMessage, frozen=True):
     version: U32
     nonce: Hex32
     needs_secret: Flag
     node: Name
 
 
-class HelloMessage(_Proved, frozen=True):
+class HelloMessage(Proved, frozen=True):
     """base.Hello on the wire. `region_bytes` is the region's size as the S-node computes it; the R-node compares it.
     The fields from `segments` on are those of base.LayerOptions, whose `hadamard` is called `rotated` here."""
 
@@ -136,16 +136,16 @@ class HelloMessage(_Proved, frozen=True):
     rotated: Annotated[int, _int(int(HadamardHeads.QK | HadamardHeads.VO))]
 
 
-class Attach(_Proved, frozen=True):
+class Attach(Proved, frozen=True):
     version: U32
     token: Hex32
 
 
-class Attached(_Proved, frozen=True):
+class Attached(Proved, frozen=True):
     pass
 
 
-class Welcome(_Proved, frozen=True):
+class Welcome(Proved, frozen=True):
     """base.Lease on the wire. ATTACH presents the `token`, which is valid once."""
 
     token: Hex32
@@ -167,7 +167,7 @@ class Welcome(_Proved, frozen=True):
 # the same way.
 
 
-class Deliver(_Proved, frozen=True):
+class Deliver(Proved, frozen=True):
     """`token` is that of a RECEIVE, and is valid once. Both ends must have pages of `page_bytes`."""
 
     version: U32
@@ -176,7 +176,7 @@ class Deliver(_Proved, frozen=True):
     page_bytes: PageBytes
 
 
-class Next(_Message, frozen=True):
+class Next(ControlMessage, frozen=True):
     """`token` and `page_bytes` as in DELIVER."""
 
     token: Hex32
@@ -188,7 +188,7 @@ class Next(_Message, frozen=True):
 # ACCEPTED or REFUSED. PROMPT is answered with OK once its pages have been pushed, or with ERROR.
 
 
-class Entrust(_Proved, frozen=True):
+class Entrust(Proved, frozen=True):
     """`model` is a digest of the model and the KV-cache's format, in which both ends must agree."""
 
     version: U32
@@ -196,7 +196,7 @@ class Entrust(_Proved, frozen=True):
     model: Hex32
 
 
-class PromptMessage(_Message, frozen=True):
+class PromptMessage(ControlMessage, frozen=True):
     """A prompt to compute: the ids of its tokens (uint32, little-endian), and the R-node at `url` that takes the pages
     for `token`. The other fields are those of engine.migration.prefill_client.Order."""
 
@@ -209,11 +209,11 @@ class PromptMessage(_Message, frozen=True):
     token: Hex32
 
 
-class Accepted(_Proved, frozen=True):
+class Accepted(Proved, frozen=True):
     pass
 
 
-class Pages(_Message, frozen=True):
+class Pages(ControlMessage, frozen=True):
     """`n_pages` pages from page `first` on follow. `length`: the tokens of the whole sequence, if these pages are its
     last ones; else 0."""
 
@@ -222,7 +222,7 @@ class Pages(_Message, frozen=True):
     length: U32
 
 
-class RefusedMessage(_Message, frozen=True):
+class RefusedMessage(ControlMessage, frozen=True):
     reason: Sentence
 
 
@@ -230,7 +230,7 @@ class RefusedMessage(_Message, frozen=True):
 # once the S-node may write to its region.
 
 
-class EndpointMessage(_Message, frozen=True):
+class EndpointMessage(ControlMessage, frozen=True):
     """One end's queue pair and region (InfiniBand Architecture Specification, vol. 1, chapters 9 and 12).
 
     `gid` is the port's address; `lid` is the port's address within an InfiniBand subnet, 0 on Ethernet; `mtu` is in
@@ -249,7 +249,7 @@ class EndpointMessage(_Message, frozen=True):
 # An open link. The S-node sends a request, and the R-node answers with OK or ERROR of the same id.
 
 
-class _Numbered(_Message, frozen=True):
+class _Numbered(ControlMessage, frozen=True):
     id: RequestId
 
 
@@ -323,14 +323,14 @@ class ErrorMessage(_Numbered, frozen=True):
     message: Sentence
 
 
-Request = Free | Trim | Fork | Receive | Push | Resize | Stats | PingMessage
 HandShake = Challenge | HelloMessage | Attach | Attached | Welcome | Deliver | Entrust | Accepted | RefusedMessage
+Request = Free | Trim | Fork | Receive | Push | Resize | Stats | PingMessage
 Message = HandShake | EndpointMessage | Pages | Next | PromptMessage | Request | Ok | ErrorMessage
 
 _KINDS: dict[str, type[Message]] = {kind.TYPE: kind for kind in get_args(Message)}
 
 
-def encode(message: Message) -> bytes:
+def encode(message: ControlMessage) -> bytes:
     """The message as JSON with sorted keys. Equal messages give equal bytes, so a MAC can cover them."""
     return orjson.dumps({"type": message.TYPE} | msgspec.to_builtins(message), option=orjson.OPT_SORT_KEYS)
 

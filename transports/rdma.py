@@ -147,21 +147,13 @@ class _RdmaCarrier(Carrier):
         peer = await conn.read()
         if not isinstance(peer, EndpointMessage):
             raise ProtocolError(f"expected ENDPOINT, got {peer.TYPE}")
-        endpoint = self._open_endpoint(conn)
+        if self._detached:
+            raise LinkDown("the link has ended")
         with _refuse_on_error():
+            self._endpoint = endpoint = Endpoint(self._region.view, self._address.choose_port(conn))
             self._port.start(verbs=endpoint.connect(peer))
         endpoint.watch(self._port.reap, self._port.kill)
         await conn.write(endpoint.description)
-
-    def _open_endpoint(self, conn: FrameSocket) -> Endpoint:
-        self._check_not_detached()
-        with _refuse_on_error():
-            self._endpoint = Endpoint(self._region.view, self._address.choose_port(conn))
-        return self._endpoint
-
-    def _check_not_detached(self) -> None:
-        if self._detached:
-            raise LinkDown("the link has ended")
 
     def reason(self) -> str:
         return self._port.reason or "the RDMA connection ended"

@@ -11,18 +11,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from .messages import (
-    Accepted,
-    Attach,
-    Attached,
-    Challenge,
-    Deliver,
-    Entrust,
-    HelloMessage,
-    ProtocolError,
-    Welcome,
-    encode,
-)
+from .messages import Attach, Challenge, ControlMessage, Entrust, HelloMessage, ProtocolError, Proved, encode
 
 #: Shortest secret in bytes. A shorter one can be found by trying, from one overheard hand-shake.
 MIN_SECRET_BYTES = 16
@@ -30,9 +19,7 @@ MIN_SECRET_BYTES = 16
 #: Bytes of a MAC behind a control frame.
 MAC_BYTES = 32
 
-_Proof = TypeVar("_Proof", HelloMessage, Welcome, Attach, Attached, Deliver, Entrust, Accepted)
-_AnyProof = HelloMessage | Welcome | Attach | Attached | Deliver | Entrust | Accepted
-_Before = Challenge | HelloMessage | Attach | Deliver | Entrust
+_Proof = TypeVar("_Proof", bound=Proved)
 
 
 def secret_fault(secret: bytes) -> str | None:
@@ -82,16 +69,16 @@ class Session:
     def _key(self, purpose: str) -> bytes:
         return hkdf_expand(self._prk, b"fastdecode " + purpose.encode())
 
-    def _mac(self, before: tuple[_Before, ...], message: _AnyProof) -> str:
+    def _mac(self, before: tuple[ControlMessage, ...], message: Proved) -> str:
         role = "S-node" if isinstance(message, HelloMessage | Attach | Entrust) else "R-node"
         text = b"\0".join(map(encode, (*before, replace(message, mac=None))))
         return hmac.digest(self._key(f"{role} {message.TYPE}"), text, "sha256").hex()
 
-    def prove(self, message: _Proof, *before: _Before) -> _Proof:
+    def prove(self, message: _Proof, *before: ControlMessage) -> _Proof:
         """`message` with its proof. `before` are the earlier messages of the connection."""
         return replace(message, mac=self._mac(before, message))
 
-    def is_proved(self, message: _AnyProof, *before: _Before) -> bool:
+    def is_proved(self, message: Proved, *before: ControlMessage) -> bool:
         """Whether `message` carries the right proof."""
         return message.mac is not None and hmac.compare_digest(message.mac, self._mac(before, message))
 
