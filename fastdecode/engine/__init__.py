@@ -9,7 +9,7 @@ rnode_control  FREE, FORK, RESIZE and STATS; what happens when an R-node is lost
 stats          counters for /metrics and /health
 state/         requests, sequences, pages, leases and prefixes
 scheduling/    what goes into the next step, and on which R-node a sequence is cached
-migration/     running sequences from one R-node to another; prompts that another S-node computes
+migration/     running sequences that migrate between R-nodes; disaggregated prefill
 
 The folders import in this order: state, scheduling, migration, engine.
 """

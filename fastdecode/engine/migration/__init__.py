@@ -1,7 +1,7 @@
 """KV pages on their way between R-nodes.
 
-migrator        moves running sequences from one R-node to another
-rebalance       which of them move because steps wait for their R-node
+migrator        migrates running sequences from one R-node to another
+rebalance       which of them migrate because steps wait for their R-node
 prefill_client  asks a prefill S-node to compute a prompt whose pages it migrates here
 prefill_worker  computes prompts for other S-nodes and migrates their pages
 """

@@ -91,7 +91,7 @@ class PrefillWorker:
         finally:
             engine.cancel(seq)
             if computed.done() and not computed.cancelled():
-                computed.exception()  # asyncio logs an error that nobody has read
+                computed.exception()  # asyncio logs an error that no code has read
 
     async def _push(self, source: tuple[RNodeLedger, Handle], pages: range, length: int, order: PrefillOrder) -> None:
         node, handle = source

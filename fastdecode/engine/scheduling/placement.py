@@ -62,7 +62,7 @@ class Placer:
     """Chooses R-nodes for waiting sequences. `nodes` is the cluster's own list, in the order of the S-Part's links."""
 
     def __init__(self, nodes: list[RNodeLedger], loads: Loads, watermark: float, max_uncached_suffix: int | None):
-        """`loads` are those of the running sequences. `watermark` and `max_uncached_suffix`: see Cluster."""
+        """`loads`: the loads by the running sequences. `watermark` and `max_uncached_suffix`: see Cluster."""
         self._nodes, self._loads = nodes, loads
         self._watermark, self._max_uncached_suffix = watermark, max_uncached_suffix
         self._chosen: dict[Sequence, int] = {}  # R-nodes of the sequences that were distributed together

@@ -56,8 +56,8 @@ def assign(
     """Distribute sequences of `lengths` tokens over R-nodes beside `loads`, so that the R-Part of a step is short.
 
     `allowed` lists for each sequence the R-nodes that have room for it, at least one. Longest first, each goes where it
-    lengthens the step least; then single moves and exchanges of two are made as long as they shorten the step. Returns
-    each sequence's R-node. `loads` is unchanged.
+    lengthens the step least; then single changes and exchanges of two are made as long as they shorten the step.
+    Returns each sequence's R-node. `loads` is unchanged.
     """
     work = Loads(loads.groups, [row[:] for row in loads.tokens])
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -89,15 +89,15 @@ def assign(
 
 
 def _score_with(
-    loads: Loads, costs: Sequence[float], moves: list[tuple[int, int, int]], lengths: Sequence[float]
+    loads: Loads, costs: Sequence[float], changes: list[tuple[int, int, int]], lengths: Sequence[float]
 ) -> tuple[float, float]:
-    """The R-Part of a step, and its evenness, after `moves` of (sequence, from R-node or -1, to R-node)."""
-    for i, source, target in moves:
+    """The R-Part of a step, and its evenness, after `changes` of (sequence, from R-node or -1, to R-node)."""
+    for i, source, target in changes:
         if source >= 0:
             loads.add(source, lengths[i], -1)
         loads.add(target, lengths[i])
     score = loads.seconds(costs), loads.evenness(costs)
-    for i, source, target in moves:
+    for i, source, target in changes:
         if source >= 0:
             loads.add(source, lengths[i])
         loads.add(target, lengths[i], -1)

@@ -77,7 +77,7 @@ class StepTimes:
         self._rr = self._rp = self._pp = self._ry = self._py = 0.0  # decayed sums of products; y: seconds
         self._costs = (0.0, 0.0)  # seconds a row, seconds a pair
         self._spread = Spread()
-        self._next: int | None = None  # the mini-batch whose prompts have waited for those of another one
+        self._next: int | None = None  # the mini-batch whose prompts have waited for the prompts of another one
 
     def begin(self, mini_batch: int, work: PromptWork, decodes: bool) -> None:
         """Record that a step begins. `decodes`: it has rows of decoding sequences."""

@@ -75,5 +75,5 @@ def _bits(tokens: Iterable[int], vocab_size: int) -> npt.NDArray[np.int32]:
 
 
 def _clearing_bits(tokens: Iterable[int], vocab_size: int) -> npt.NDArray[np.int32]:
-    """A row with all bits set but those of `tokens`."""
+    """A row with all bits set except the bits of `tokens`."""
     return ~_bits(tokens, vocab_size)

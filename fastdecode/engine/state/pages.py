@@ -5,9 +5,9 @@ and by sequences whose FREE is not acknowledged yet. It counts as used if a runn
 if a kept sequence does, else as being freed; it is free when no sequence holds it. The R-node counts references in the
 same way, but frees a page no later than this account does, so the account never shows more free pages than there are.
 
-PAGE_TOKENS tokens of a sequence are a block. An R-node keeps the layers that see all tokens apart from those of
-limited reach (sliding windows, chunked attention), so a block takes pages of both groups. A page of the second group is
-given back when no later row sees it.
+PAGE_TOKENS tokens of a sequence are a block. An R-node keeps the layers that see all tokens apart from the layers
+of limited reach (sliding windows, chunked attention), so a block takes pages of both groups. A page of the second group
+is given back when no later row sees it.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class PrefixIndex:
         """Find the entry that shares the most leading tokens with a prompt; returns it and the number of them.
 
         `hashes` are page_hashes of the prompt (or of its beginning). `computed` True looks among entries whose tokens
-        are cached, False among those that are still being prefilled. The number is at least PAGE_TOKENS and at most
+        are cached, False among entries in prefill. The number is at least PAGE_TOKENS and at most
         len(tokens) - 1, because the last token of a prompt must be computed for its logits. None: no entry shares a
         whole page.
         """

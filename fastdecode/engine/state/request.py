@@ -83,7 +83,7 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to generate. The API validates the values; the defaults are those of OpenAI's API."""
+    """How to generate. The API validates the values; OpenAI's API has the same defaults."""
 
     max_tokens: int | None = None  # None: up to the end of the context
     temperature: float = 1.0
