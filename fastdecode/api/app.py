@@ -48,7 +48,7 @@ def make_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_seconds: float = 15.0,
     stalled_after_seconds: float = 60.0,
-    hand_over_url: str | None = None,
+    prefill_url: str | None = None,
 ) -> web.Application:
     """Make the application.
 
@@ -65,13 +65,13 @@ def make_app(
         max_body_bytes: longer bodies get status 413.
         keep_alive_seconds: a stream without text for this long sends a comment.
         stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
-        hand_over_url: where other S-nodes get the K and V of streams that they continue; None: nowhere.
+        prefill_url: where other S-nodes get the K and V of streams that they continue; None: nowhere.
     """
     template = tokenizer.template_source
     forms = tool_form(tool_parser, template), reasoning_form(reasoning_parser, template)
     served = ApiModel(names, *forms, defaults, tuple(adapters))
     preparation = Preparation(engine, tokenizer)
-    runs = Runs(engine, keep_alive_seconds, hand_over_url)
+    runs = Runs(engine, keep_alive_seconds, prefill_url)
     endpoints = Endpoints(tokenizer, served, preparation, runs)
     tokenization = Tokenization(tokenizer, served, preparation, engine.max_model_len)
     created = int(time.time())

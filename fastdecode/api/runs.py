@@ -48,7 +48,7 @@ class Runs:
 
     engine: EngineClient
     keep_alive_seconds: float
-    hand_over_url: str | None = None  # see make_app
+    prefill_url: str | None = None  # see make_app
     closing: bool = False  # new requests are refused
     _runs: set[Run] = field(default_factory=set)
     _delivery: TokenDelivery = field(default_factory=TokenDelivery)
@@ -192,7 +192,7 @@ class Runs:
         await events.open()
         if run.names_tokens:
             events.write(mark({"id": answer.id, "created": answer.created, "seed": generation.sampling.seed}))
-            run.leave = partial(events.write, mark(f"{LEAVING} {self.hand_over_url or ''}".rstrip()))
+            run.leave = partial(events.write, mark(f"{LEAVING} {self.prefill_url or ''}".rstrip()))
             if self.closing:
                 run.leave()
         try:

@@ -61,9 +61,9 @@ _CHECKS = (
         lambda c: "--prefill-at and --prefill-file each say which S-nodes prefill: give one of them",
     ),
     _Check(
-        lambda c: _handover_options(c) and (not c.uses_r_nodes or c.partition != "sequences"),
+        lambda c: _prefill_options(c) and (not c.uses_r_nodes or c.partition != "sequences"),
         lambda c: (
-            f"{_handover_options(c)[0]} needs R-nodes that other ones can reach, each with whole sequences: --r-node, "
+            f"{_prefill_options(c)[0]} needs R-nodes that other ones can reach, each with whole sequences: --r-node, "
             "and --partition sequences"
         ),
     ),
@@ -113,5 +113,5 @@ def _embedded_options(config: NodeOptions) -> list[str]:
     return _given(config, *EMBEDDED_OPTIONS)
 
 
-def _handover_options(config: NodeOptions) -> list[str]:
+def _prefill_options(config: NodeOptions) -> list[str]:
     return _given(config, "prefill_at", "prefill_file", "take_from")

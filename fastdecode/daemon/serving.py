@@ -69,7 +69,7 @@ class ApiSettings:
             tool_parser=self.config.tool_parser,
             reasoning_parser=self.config.reasoning_parser,
             defaults=self.defaults,
-            hand_over_url=self.config.prefill_listen,
+            prefill_url=self.config.prefill_listen,
         )
 
 

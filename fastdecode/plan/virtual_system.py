@@ -142,7 +142,7 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class _StepInFlight:
+class _VirtualStep:
     step: VirtualStep
     future: asyncio.Future[StepOutput]
     begun: float
@@ -160,7 +160,7 @@ class VirtualRunner:
 
     in_turns: bool
     records: list[StepRecord] = field(default_factory=list)
-    _flights: list[_StepInFlight] = field(default_factory=list)
+    _flights: list[_VirtualStep] = field(default_factory=list)
     _updated: float = 0.0
     _timer: asyncio.TimerHandle | None = None
 
@@ -168,7 +168,7 @@ class VirtualRunner:
         """Begin a step; the future gets its output when it ends."""
         loop = asyncio.get_running_loop()
         self._advance(loop.time())
-        flight = _StepInFlight(step, loop.create_future(), loop.time())
+        flight = _VirtualStep(step, loop.create_future(), loop.time())
         self._flights.append(flight)
         self._set_paces()
         return flight.future

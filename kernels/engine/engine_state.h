@@ -1,6 +1,6 @@
 /* The R-engine's own types, which its files share: engine.c (thread 0 and life), jobs.c (the work of a call), turns.c
  * (the order of the calls), calls.c (the words of a slot), maintain.c (the arenas between calls), link.c (leases
- * and control operations) and transfer.c (pages to and from other R-nodes). */
+ * and control operations) and migration.c (pages to and from other R-nodes). */
 #ifndef FD_ENGINE_STATE_H
 #define FD_ENGINE_STATE_H
 

@@ -90,10 +90,10 @@ static PyObject *link_receive(link_object_t *self, PyObject *args) {
 typedef struct {
     int fd;
     fd_page_range_t range, target;
-} transfer_t;
-typedef fd_status_t transfer_fn(fd_link_t *link, fd_link_t *to, const transfer_t *t, uint64_t *done, fd_error_t *error);
+} migration_t;
+typedef fd_status_t migrate_fn(fd_link_t *link, fd_link_t *to, const migration_t *t, uint64_t *done, fd_error_t *error);
 
-static PyObject *transfer(link_object_t *self, link_object_t *to, const transfer_t *t, transfer_fn *run) {
+static PyObject *migrate(link_object_t *self, link_object_t *to, const migration_t *t, migrate_fn *run) {
     fd_link_t *link = self->link, *to_link = to ? to->link : NULL;
     if (!link || (to && !to_link)) return closed_error("the link");
     uint64_t done;
@@ -112,47 +112,48 @@ static PyObject *transfer(link_object_t *self, link_object_t *to, const transfer
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-static fd_status_t do_send(fd_link_t *link, fd_link_t *to, const transfer_t *t, uint64_t *done, fd_error_t *error) {
+static fd_status_t do_send(fd_link_t *link, fd_link_t *to, const migration_t *t, uint64_t *done, fd_error_t *error) {
     return fd_link_send_pages(link, t->fd, &t->range, done, error);
 }
-static fd_status_t do_receive_pages(fd_link_t *link, fd_link_t *to, const transfer_t *t, uint64_t *done,
+static fd_status_t do_receive_pages(fd_link_t *link, fd_link_t *to, const migration_t *t, uint64_t *done,
                                     fd_error_t *error) {
     return fd_link_receive_pages(link, t->fd, &t->range, done, error);
 }
-static fd_status_t do_fault_in(fd_link_t *link, fd_link_t *to, const transfer_t *t, uint64_t *done, fd_error_t *error) {
+static fd_status_t do_fault_in(fd_link_t *link, fd_link_t *to, const migration_t *t, uint64_t *done,
+                               fd_error_t *error) {
     return fd_link_fault_in(link, &t->range, done, error);
 }
-static fd_status_t do_copy(fd_link_t *link, fd_link_t *to, const transfer_t *t, uint64_t *done, fd_error_t *error) {
+static fd_status_t do_copy(fd_link_t *link, fd_link_t *to, const migration_t *t, uint64_t *done, fd_error_t *error) {
     return fd_link_copy_pages(link, &t->range, to, &t->target, done, error);
 }
 
-static PyObject *transfer_over(link_object_t *self, PyObject *args, transfer_fn *run) {
-    transfer_t t;
+static PyObject *migrate_over(link_object_t *self, PyObject *args, migrate_fn *run) {
+    migration_t t;
     fd_page_range_t *r = &t.range;
     unsigned long long offset;
     if (!PyArg_ParseTuple(args, "iIIIIK", &t.fd, &r->seq_index, &r->tag, &r->first, &r->n, &offset)) return NULL;
     r->offset = offset;
-    return transfer(self, NULL, &t, run);
+    return migrate(self, NULL, &t, run);
 }
 
-static PyObject *link_send_pages(link_object_t *self, PyObject *args) { return transfer_over(self, args, do_send); }
+static PyObject *link_send_pages(link_object_t *self, PyObject *args) { return migrate_over(self, args, do_send); }
 
 static PyObject *link_receive_pages(link_object_t *self, PyObject *args) {
-    return transfer_over(self, args, do_receive_pages);
+    return migrate_over(self, args, do_receive_pages);
 }
 
 static PyObject *link_fault_in(link_object_t *self, PyObject *args) {
-    transfer_t t;
+    migration_t t;
     fd_page_range_t *r = &t.range;
     unsigned long long offset;
     if (!PyArg_ParseTuple(args, "IIIIK", &r->seq_index, &r->tag, &r->first, &r->n, &offset)) return NULL;
     r->offset = offset;
-    return transfer(self, NULL, &t, do_fault_in);
+    return migrate(self, NULL, &t, do_fault_in);
 }
 
 static PyObject *link_copy_pages(link_object_t *self, PyObject *args) {
     link_object_t *to;
-    transfer_t t;
+    migration_t t;
     fd_page_range_t *r = &t.range, *target = &t.target;
     unsigned long long offset;
     if (!PyArg_ParseTuple(args, "O!IIIIIIK", Py_TYPE(self), &to, &r->seq_index, &r->tag, &target->seq_index,
@@ -160,7 +161,7 @@ static PyObject *link_copy_pages(link_object_t *self, PyObject *args) {
         return NULL;
     r->offset = target->offset = offset;
     target->first = r->first, target->n = r->n;
-    return transfer(self, to, &t, do_copy);
+    return migrate(self, to, &t, do_copy);
 }
 
 static PyObject *link_pages(link_object_t *self, PyObject *args) {

@@ -409,7 +409,7 @@ async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path):
                 options = {"prefill_nodes": RemotePrefillNodes([], model, None, [server.url])}
         urls = [server.url, None]
         clients = [
-            await stack.enter_async_context(served(engine, tokenizer, hand_over_url=url))
+            await stack.enter_async_context(served(engine, tokenizer, prefill_url=url))
             for engine, url in zip(engines, urls, strict=True)
         ]
         api, _, pool = await stack.enter_async_context(routed(*map(url_of, clients)))

@@ -117,7 +117,7 @@ class RowTensors(NamedTuple):
     o: torch.Tensor
 
 
-class _Member(NamedTuple):
+class _GroupMember(NamedTuple):
     """One member of a link in a StepGroup, in the order that transports/_native.pyi names."""
 
     port: Port
@@ -147,7 +147,7 @@ class StepLinks:
         pairs = [(rows, member) for rows in link_rows for member in rows.views.link.members]
         self._members = [(rows.views.link, member.link) for rows, member in pairs]
         members = [
-            _Member(
+            _GroupMember(
                 port=member.link.port,
                 entries=rows.entries.view(np.uint8),
                 attend_from=rows.attending.start,

@@ -2,7 +2,7 @@
 
 K and V of all heads are products of one latent row with a matrix of each head. The absorbed form multiplies the queries
 with the matrices of K and the results with those of V instead. All query heads then share one KV head: K is the latent
-row and the rotated part of K, V is the latent row. For DeepSeek-V3 that is 1088 elements a token and layer, where the
+row and the part of K with RoPE, V is the latent row. For DeepSeek-V3 that is 1088 elements a token and layer, where the
 heads themselves have 40960.
 """
 
@@ -19,16 +19,16 @@ class LatentHeads(torch.nn.Module):
     """The matrices of K and V of each head, in place of the linear that makes K and V of the latent rows."""
 
     def __init__(self, weight: torch.nn.Parameter, n_heads: int, k_size: int):
-        """weight [n_heads * (k_size + v_size), rank]; `k_size` is that of the part of K that is not rotated."""
+        """weight [n_heads * (k_size + v_size), rank]; `k_size` is that of the part of K without RoPE."""
         super().__init__()
         self.weight = weight
         heads = weight.data.view(n_heads, -1, weight.shape[1])
         self._k, self._v = heads[:, :k_size], heads[:, k_size:].transpose(1, 2)
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
-        """q [1, n_heads, rows, k_size + rotated] -> the queries of latent rows, [1, n_heads, rows, rank + rotated]."""
-        plain, rotated = q[0].split([self._k.shape[1], q.shape[3] - self._k.shape[1]], dim=2)
-        return torch.cat([plain @ self._k, rotated], dim=2)[None]
+        """q [1, n_heads, rows, k_size + rope] -> the queries of latent rows, [1, n_heads, rows, rank + rope]."""
+        plain, rope = q[0].split([self._k.shape[1], q.shape[3] - self._k.shape[1]], dim=2)
+        return torch.cat([plain @ self._k, rope], dim=2)[None]
 
     def outputs(self, o: torch.Tensor) -> torch.Tensor:
         """O of latent rows [1, rows, n_heads, rank] -> O [1, rows, n_heads, v_size]."""
@@ -40,9 +40,9 @@ def absorb(module: Any) -> None:
     heads and an R-node has room for it. Other modules stay as they are."""
     if not hasattr(module, "expand_kv") or type(getattr(module, "kv_b_proj", None)) is not torch.nn.Linear:
         return
-    rank, rotated, heads = module.kv_lora_rank, module.qk_rope_head_dim, module.num_heads
-    expanded = heads * (module.qk_nope_head_dim + rotated + module.v_head_dim)
-    if rank + rotated <= MAX_HEAD_SIZE and 2 * rank + rotated < expanded:
+    rank, rope, heads = module.kv_lora_rank, module.qk_rope_head_dim, module.num_heads
+    expanded = heads * (module.qk_nope_head_dim + rope + module.v_head_dim)
+    if rank + rope <= MAX_HEAD_SIZE and 2 * rank + rope < expanded:
         module.kv_b_proj = LatentHeads(module.kv_b_proj.weight, heads, module.qk_nope_head_dim)
         module.expand_kv = _latent_rows
 
@@ -53,6 +53,6 @@ def latent_heads(module: torch.nn.Module) -> LatentHeads | None:
     return found if isinstance(found, LatentHeads) else None
 
 
-def _latent_rows(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """latent [1, 1, rows, rank] and rotated [1, 1, rows, rotated] -> K [1, 1, rows, rank + rotated] and V."""
-    return torch.cat([latent, rotated], dim=3), latent
+def _latent_rows(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """latent [1, 1, rows, rank] and rope [1, 1, rows, rope] -> K [1, 1, rows, rank + rope] and V."""
+    return torch.cat([latent, rope], dim=3), latent
