@@ -14,7 +14,7 @@ import msgspec
 from fastdecode.engine.state.request import EngineError, GenerationFailed, TokenEvent
 from fastdecode.service import messages
 from fastdecode.service.client import Cancel, EngineClient, Request
-from fastdecode.service.messages import FROM_API, Connection, Failure, FromApi, Step
+from fastdecode.service.messages import FROM_API, Connection, Failure, FromApi
 
 log = logging.getLogger(__name__)
 
@@ -133,9 +133,9 @@ class EngineHost:
             if not isinstance(error, EngineError):  # a bug, which must not leave the client waiting
                 log.exception("a request could not be queued")
                 error = GenerationFailed("internal error; the server's log says more")
-            self._connection.send(messages.NotQueued(hosted.first, Failure.from_error(error)))
+            self._connection.send(messages.Submitted(hosted.first, Failure.from_error(error)))
         else:
-            self._connection.send(messages.Queued(hosted.first))
+            self._connection.send(messages.Submitted(hosted.first, None))
 
     # -- Outlet -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class EngineHost:
         self._send_step()
 
     def _send_step(self) -> None:
-        step = Step.from_calls(self._numbers, self._tokens, self._events)
+        step = messages.Step.from_calls(self._numbers, self._tokens, self._events)
         self._numbers, self._tokens, self._events = [], [], []
         self._connection.send(step)
 

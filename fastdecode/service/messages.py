@@ -108,17 +108,11 @@ class EngineLimits(msgspec.Struct, frozen=True, array_like=True, tag=True):
     max_queued: int
 
 
-class Queued(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The request submitted as `first` is queued."""
+class Submitted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The request submitted as `first` is queued, or why not."""
 
     first: int
-
-
-class NotQueued(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The request submitted as `first` is not queued."""
-
-    first: int
-    failure: Failure
+    failure: Failure | None
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -182,7 +176,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """AskResult with a HeartbeatAnswer. An API process whose event loop hangs does not."""
 
 
-FromEngine = EngineLimits | Queued | NotQueued | Step | AskResult | Drain | Close | Heartbeat
+FromEngine = EngineLimits | Submitted | Step | AskResult | Drain | Close | Heartbeat
 FROM_ENGINE: Decoder[FromEngine] = Decoder(FromEngine)
 
 

@@ -13,7 +13,7 @@ import msgspec
 from fastdecode.engine.state.request import EngineError, GenerationFailed, NotReady, Outlet, check_length
 from fastdecode.service import messages
 from fastdecode.service.client import Cancel, EngineStatus, Report, Request
-from fastdecode.service.messages import FROM_ENGINE, Connection, FromEngine, Method, Step
+from fastdecode.service.messages import FROM_ENGINE, Connection, FromEngine, Method
 
 log = logging.getLogger(__name__)
 
@@ -139,45 +139,42 @@ class RemoteEngine:
 
     def _take(self, message: FromEngine) -> None:
         match message:
-            case Step():
+            case messages.Step():
                 self._running.difference_update(message.ended)
                 if self._outlet is not None:
                     message.deliver(self._outlet)
-            case messages.Queued(first):
-                _resolve(self._queueing.get(first))
-            case messages.NotQueued(first, failure):
-                _fail(self._queueing.get(first), failure.error)
+            case messages.Submitted(first, failure):
+                _settle(self._queueing.get(first), failure and failure.error)
             case messages.AskResult(question, result):
-                _resolve(self._questions.get(question), result)
+                _settle(self._questions.get(question), result)
             case messages.EngineLimits():
                 self._hello.set_result(message)
             case messages.Drain(seconds):
-                _resolve(self.drain_asked, seconds)
+                _settle(self.drain_asked, seconds)
             case messages.Heartbeat():
                 self._connection.send(messages.HeartbeatAnswer())
             case messages.Close():
-                _resolve(self.drain_asked, 0.0)
+                _settle(self.drain_asked, 0.0)
                 self.close_asked.set()
 
     def _lose(self) -> None:
         """End everything that waits for the engine."""
         waits: list[asyncio.Future[Any]] = [self._hello, *self._queueing.values(), *self._questions.values()]
         for waiting in waits:
-            _fail(waiting, NotReady(_LOST))
+            _settle(waiting, NotReady(_LOST))
         running, self._running = self._running, set()
         for number in running:
             assert self._outlet is not None, "a request has named it"
             self._outlet.event(number, GenerationFailed(_LOST))
-        _resolve(self.drain_asked, None)
+        _settle(self.drain_asked, None)
         self.close_asked.set()
 
 
-def _resolve(future: asyncio.Future[Any] | None, result: Any = None) -> None:
-    """Set the result of a future, unless there is none any more, or its waiter has gone."""
-    if future is not None and not future.done():
+def _settle(future: asyncio.Future[Any] | None, result: Any = None) -> None:
+    """Set the result of a future, or its exception, unless there is none any more, or its waiter has gone."""
+    if future is None or future.done():
+        return
+    if isinstance(result, EngineError):
+        future.set_exception(result)
+    else:
         future.set_result(result)
-
-
-def _fail(future: asyncio.Future[Any] | None, error: EngineError) -> None:
-    if future is not None and not future.done():
-        future.set_exception(error)
