@@ -1,8 +1,7 @@
 """Cuts the text of a chat model into content, reasoning and tool calls while the model writes it.
 
 deltas     MessageDelta, and the interface and helpers of all parsers
-calls      a tool call written as JSON
-prose      text between tool calls
+calls      a tool call written as JSON, and the parser of text with marked calls
 reasoning  text between <think> and </think>
 hermes     tool calls of Hermes and Qwen: <tool_call>{...}</tool_call>
 llama3     tool calls of Llama 3: a bare JSON object

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 
-from fastdecode.text.output.deltas import CallDelta, MessageDelta
+from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser, split_marker
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -174,3 +175,60 @@ class CallEmitter:
     def drops(self, scanner: CallScanner) -> bool:
         """Whether this call comes after the only one allowed."""
         return not self._parallel and self.n > 0 and self._current is not scanner
+
+
+class MarkedCallParser(OutputParser):
+    """Reads text in which a marker begins each call, or each list of calls. White space before and behind a call is not
+    content."""
+
+    def __init__(self, opening: str, parallel: bool):
+        """`opening` is the marker."""
+        self._opening = opening
+        self._emitter = CallEmitter(parallel)
+        self._scanner: CallScanner | None = None  # of the call that is being read
+        self._state = "prose"  # then "opened", behind the marker
+        self._held = ""  # text that more text decides about
+        self._after_call = False
+
+    def push(self, text: str) -> MessageDelta:
+        delta = MessageDelta()
+        while text:
+            text = self._prose(text, delta) if self._state == "prose" else self._call(text, delta)
+        return delta
+
+    @abstractmethod
+    def _call(self, text: str, delta: MessageDelta) -> str:
+        """Take text behind the marker; returns what is left of it. Sets the state to "prose" behind the last call."""
+
+    def _prose(self, text: str, delta: MessageDelta) -> str:
+        """Take text up to the marker; returns what is behind it."""
+        before, behind, opened = split_marker(self._held + text, self._opening)
+        content = before.rstrip()
+        space = before[len(content) :]
+        if self._after_call:
+            content = content.lstrip()
+            space = space if content else ""
+        self._after_call = opened or (self._after_call and not content)
+        delta.content += content
+        self._held = "" if opened else space + behind
+        if not opened:
+            return ""
+        self._state = "opened"
+        return behind
+
+    def _object(self, scanner: CallScanner, text: str, delta: MessageDelta) -> str:
+        """Take text of a call's object; returns what is behind it. Text that is no such object is content."""
+        rest = scanner.push(text)
+        if scanner.broken:
+            delta.content += self._emitter.unread(scanner, self._opening)
+            self._scanner, self._state = None, "prose"
+        else:
+            self._emitter.emit(scanner, delta)
+        return rest
+
+    def finish(self) -> MessageDelta:
+        if self._state == "prose":
+            return MessageDelta(content=self._held.lstrip() if self._after_call else self._held)
+        if self._scanner is None:
+            return MessageDelta(content=self._opening + self._held if self._held else "")
+        return MessageDelta(content=self._emitter.unread(self._scanner, self._opening))

@@ -60,6 +60,15 @@ class Tool:
     strict: bool = False  # every keyword of the schema must be followed
 
 
+@dataclass(frozen=True, slots=True)
+class AllowedCalls:
+    """What a grammar of calls is made from."""
+
+    tools: Sequence[Tool]
+    parallel: bool  # there may be several calls
+    literal: Callable[[str], str]  # an added token or a text as it stands in a grammar
+
+
 class ToolForm(ABC):
     """How a family of models writes tool calls."""
 
@@ -74,13 +83,9 @@ class ToolForm(ABC):
         """A parser for one message. Without `parallel`, calls after the first one are dropped."""
 
     @abstractmethod
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, literal: Callable[[str], str], opened: bool = False
-    ) -> str:
-        """The rule `calls` and those it needs, in llguidance's dialect of Lark: at least one call of one of `tools`.
-
-        `literal(text)` is an added token or a text as it stands in the grammar. With `opened`, the grammar begins
-        behind the `opening` of the first call."""
+    def grammar(self, calls: AllowedCalls, *, opened: bool = False) -> str:
+        """The rule `calls` and those it needs, in llguidance's dialect of Lark: at least one call. With `opened`, the
+        grammar begins behind the `opening` of the first call."""
 
     def plain(self, literal: Callable[[str], str]) -> str | None:
         """The rule `plain`: a message without a call; None if this form tells calls by their `opening` alone."""
@@ -95,9 +100,3 @@ def split_marker(text: str, marker: str) -> tuple[str, str, bool]:
         return before, behind, True
     held = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if marker.startswith(text[-n:])), 0)
     return text[: len(text) - held], text[len(text) - held :], False
-
-
-def split_space(text: str) -> tuple[str, str]:
-    """The text without the white space at its end, and this white space."""
-    visible = text.rstrip()
-    return visible, text[len(visible) :]

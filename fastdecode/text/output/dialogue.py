@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fastdecode.text.grammar import GrammarError, GrammarSpec
 from fastdecode.text.output import lark, reasoning
-from fastdecode.text.output.deltas import OutputParser, PlainParser, Tool, ToolForm
+from fastdecode.text.output.deltas import AllowedCalls, OutputParser, PlainParser, Tool, ToolForm
 from fastdecode.text.output.forms import TOOL_FORMS
 from fastdecode.text.output.harmony import HarmonyForm, HarmonyParser, final_channel
 from fastdecode.text.output.reasoning import ThinkParser
@@ -63,12 +62,11 @@ class Dialogue:
 
         Raises GrammarError.
         """
-        literal = self._literal()
         spec = answer
         if self.form is not None:
-            spec = self._with_tools(self.form, literal, answer)
+            spec = self._with_tools(self.form, answer)
         elif answer is not None and self._harmony:
-            spec = GrammarSpec("lark", f"start: {final_channel(literal)} answer\n{lark.answer_rule(answer)}")
+            spec = GrammarSpec("lark", f"start: {final_channel(self._literal)} answer\n{lark.answer_rule(answer)}")
         if spec is None or spec.after is not None or self.reasoning != "think" or self._harmony:
             return spec
         if self.tokenizer.token_id(reasoning.CLOSE) is None or prompt.rstrip().endswith(reasoning.CLOSE):
@@ -78,33 +76,28 @@ class Dialogue:
             return spec
         return replace(spec, after=reasoning.CLOSE, unless=may_begin)
 
-    def _with_tools(
-        self, form: ToolForm, literal: Callable[[str], str], answer: GrammarSpec | None
-    ) -> GrammarSpec | None:
-        def calls(opened: bool = False) -> str:
-            return form.grammar(self.tools, parallel=self.parallel, literal=literal, opened=opened)
-
-        if self.must_call:
-            return GrammarSpec("lark", f"start: calls\n{calls()}")
-        if answer is not None:
-            before = final_channel(literal) if self._harmony else ""
-            return GrammarSpec("lark", f"start: calls | {before} answer\n{lark.answer_rule(answer)}\n{calls()}")
-        if not any(tool.strict for tool in self.tools):
+    def _with_tools(self, form: ToolForm, answer: GrammarSpec | None) -> GrammarSpec | None:
+        if not self.must_call and answer is None and not any(tool.strict for tool in self.tools):
             return None
+        allowed = AllowedCalls(self.tools, self.parallel, self._literal)
+        calls = form.grammar(allowed)
+        if self.must_call:
+            return GrammarSpec("lark", f"start: calls\n{calls}")
+        if answer is not None:
+            before = final_channel(self._literal) if self._harmony else ""
+            return GrammarSpec("lark", f"start: calls | {before} answer\n{lark.answer_rule(answer)}\n{calls}")
         if form.opening is not None and self.tokenizer.token_id(form.opening) is not None:
-            return GrammarSpec("lark", f"start: calls\n{calls(opened=True)}", after=form.opening)
-        if (plain := form.plain(literal)) is not None:
-            return GrammarSpec("lark", f"start: calls | plain\n{plain}\n{calls()}")
+            return GrammarSpec("lark", f"start: calls\n{form.grammar(allowed, opened=True)}", after=form.opening)
+        if (plain := form.plain(self._literal)) is not None:
+            return GrammarSpec("lark", f"start: calls | plain\n{plain}\n{calls}")
         raise GrammarError("strict tools need a tokenizer with a token for the beginning of a call")
 
-    def _literal(self) -> Callable[[str], str]:
-        def literal(text: str) -> str:
-            token = self.tokenizer.token_id(text)
-            if token is not None and self.tokenizer.is_added(token):
-                return f"<[{token}]>"
-            return json.dumps(text, ensure_ascii=False)
-
-        return literal
+    def _literal(self, text: str) -> str:
+        """An added token or a text as it stands in a grammar."""
+        token = self.tokenizer.token_id(text)
+        if token is not None and self.tokenizer.is_added(token):
+            return f"<[{token}]>"
+        return lark.text(text)
 
 
 def _thinks(prompt: str) -> bool:

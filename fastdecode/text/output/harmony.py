@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from fastdecode.text.output import lark
 from fastdecode.text.output.calls import CallEmitter, CallScanner
-from fastdecode.text.output.deltas import MessageDelta, OutputParser, Tool, ToolForm
+from fastdecode.text.output.deltas import AllowedCalls, MessageDelta, OutputParser, Tool, ToolForm
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -28,15 +28,15 @@ class HarmonyForm(ToolForm):
     def parser(self, tools: Sequence[Tool], *, parallel: bool) -> OutputParser:
         return HarmonyParser(parallel)
 
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, literal: Callable[[str], str], opened: bool = False
-    ) -> str:
+    def grammar(self, calls: AllowedCalls, *, opened: bool = False) -> str:
+        literal = calls.literal
+
         def call(name: str, arguments: str) -> str:
             header = lark.text(f"commentary to=functions.{name} ")
             return f'{literal(CHANNEL)} {header} {literal(CONSTRAIN)} "json" {literal(MESSAGE)} {arguments}'
 
         # The token <|call|> behind a call ends the generation.
-        return "\n".join([f"calls: {_thought(literal)} call", *lark.rules(tools, call)])
+        return "\n".join([f"calls: {_thought(literal)} call", *lark.rules(calls.tools, call)])
 
     def plain(self, literal: Callable[[str], str]) -> str | None:
         return f"plain: {final_channel(literal)} PLAIN\nPLAIN: /(.|\\n)*/"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from fastdecode.text.output import lark
 from fastdecode.text.output.calls import CallEmitter, CallScanner
-from fastdecode.text.output.deltas import MessageDelta, OutputParser, Tool, ToolForm
+from fastdecode.text.output.deltas import AllowedCalls, MessageDelta, OutputParser, Tool, ToolForm
 
 TAG = "<|python_tag|>"
 
@@ -19,11 +19,9 @@ class Llama3Form(ToolForm):
     def parser(self, tools: Sequence[Tool], *, parallel: bool) -> OutputParser:
         return _Llama3Parser({tool.name for tool in tools}, parallel)
 
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, literal: Callable[[str], str], opened: bool = False
-    ) -> str:
-        more = '("; " call)*' if parallel else ""
-        return "\n".join([f"calls: call {more}", *lark.rules(tools, lark.json_call("parameters"))])
+    def grammar(self, calls: AllowedCalls, *, opened: bool = False) -> str:
+        more = '("; " call)*' if calls.parallel else ""
+        return "\n".join([f"calls: call {more}", *lark.rules(calls.tools, lark.json_call("parameters"))])
 
     def plain(self, literal: Callable[[str], str]) -> str | None:
         return "plain: PLAIN\nPLAIN: /[^{](.|\\n)*/"
