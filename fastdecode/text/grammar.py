@@ -10,10 +10,11 @@ import json
 import logging
 import os
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, Literal
 
@@ -69,7 +70,7 @@ class GrammarCompiler:
         self._end_tokens = sorted(end_tokens)
         self._lock = threading.Lock()
         self._backend: Any = None  # llguidance's tokenizer, made for the first grammar
-        self._cache: OrderedDict[GrammarSpec, LLGrammar] = OrderedDict()
+        self._cached = lru_cache(_CACHED)(self._compile)
         self._masks: _MaskThread | None = None
 
     def compile(self, spec: GrammarSpec) -> LLGrammar:
@@ -77,14 +78,7 @@ class GrammarCompiler:
         if len(spec.text) > MAX_GRAMMAR_LENGTH:
             raise GrammarError(f"the grammar is longer than {MAX_GRAMMAR_LENGTH} characters")
         with self._lock:
-            if (grammar := self._cache.get(spec)) is not None:
-                self._cache.move_to_end(spec)
-                return grammar
-            grammar = self._compile(spec)
-            self._cache[spec] = grammar
-            if len(self._cache) > _CACHED:
-                self._cache.popitem(last=False)
-            return grammar
+            return self._cached(spec)
 
     def _compile(self, spec: GrammarSpec) -> LLGrammar:
         try:
@@ -193,30 +187,32 @@ class _BatchUpdate:
             state.set_mask(None if state.matcher.is_error() else mask)
 
 
+@dataclass(frozen=True, slots=True)
 class LLGrammar:
     """A compiled grammar."""
 
-    def __init__(self, matcher: Any, vocab_size: int, after: int | None, unless: int | None, thread: _MaskThread):
-        self._matcher, self._vocab_size, self._thread = matcher, vocab_size, thread
-        self._after, self._unless = after, unless
+    matcher: Any  # llguidance's, before the first token
+    vocab_size: int
+    after: int | None  # the tokens of the GrammarSpec
+    unless: int | None
+    thread: _MaskThread
 
     def start(self) -> LLGrammarState:
         """The state before the first token of a new text."""
-        return LLGrammarState(self._matcher.deep_copy(), self._vocab_size, self._after, self._unless, self._thread)
+        return LLGrammarState(self)
 
 
 class LLGrammarState:
     """Follows one text. Its mask is computed in another thread as soon as a token is known."""
 
-    def __init__(self, matcher: Any, vocab_size: int, after: int | None, unless: int | None, thread: _MaskThread):
-        self.matcher = matcher
-        self.n_words = (vocab_size + 31) // 32  # of a mask
+    def __init__(self, grammar: LLGrammar):
+        self.matcher = grammar.matcher.deep_copy()
+        self.n_words = (grammar.vocab_size + 31) // 32  # of a mask
         self.token: int | None = None  # taken, and not known to the matcher yet
-        self._after, self._unless = after, unless
+        self._after, self._unless, self._thread = grammar.after, grammar.unless, grammar.thread
         self._mask: npt.NDArray[np.int32] | None = None
-        self._thread = thread
         self._ready = threading.Event()
-        thread.submit(self)
+        self._thread.submit(self)
 
     def advance(self, token: int) -> None:
         """Take the next token of the text, which the mask allowed."""
