@@ -2,7 +2,6 @@
 
     source   ModelSource: a model's directory or GGUF file, opened once
     file     GGUFFile: the metadata and the table of tensors of a mapped file
-    types    the types that a tensor may have, and the bytes of their blocks
 
 Tensors become parameters in `fastdecode/spart/checkpoints/gguf.py`; the tokenizer is made in
 `fastdecode/text/gguf_tokenizer.py`.

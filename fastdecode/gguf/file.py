@@ -11,11 +11,9 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-
-from fastdecode.gguf.types import TYPES, TensorType
 
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -24,6 +22,42 @@ _MOST_DIMENSIONS = 4
 _LENGTH = struct.Struct("<Q")
 #: More of either than any model has; a larger number means a damaged file.
 _MOST_ENTRIES = 1 << 20
+
+
+class TensorType(NamedTuple):
+    """A type that a tensor may have."""
+
+    name: str
+    block: int  # numbers; a row is a whole number of blocks
+    bytes: int  # of a block
+
+
+#: By the ids in ggml's `enum ggml_type`.
+TYPES = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74),
+    18: TensorType("IQ3_XXS", 256, 98),
+    19: TensorType("IQ1_S", 256, 50),
+    20: TensorType("IQ4_NL", 32, 18),
+    21: TensorType("IQ3_S", 256, 110),
+    22: TensorType("IQ2_S", 256, 82),
+    23: TensorType("IQ4_XS", 256, 136),
+    29: TensorType("IQ1_M", 256, 56),
+    30: TensorType("BF16", 1, 2),
+    39: TensorType("MXFP4", 32, 17),
+}
 
 
 class GGUFError(ValueError):
@@ -127,7 +161,7 @@ class GGUFFile:
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
-            return self._scalar(kind)
+            return self._number(self._code(kind))
         kind, count = self._number("I"), self._number("Q")
         if kind == _STRING:
             if count > (len(self._map) - self._at) // 8:
@@ -140,9 +174,6 @@ class GGUFFile:
         values = np.frombuffer(self._map, "<" + code, count, self._at).tolist()
         self._at = end
         return values
-
-    def _scalar(self, kind: int) -> Any:
-        return self._number(self._code(kind))
 
     def _code(self, kind: int) -> str:
         if kind not in _SCALARS:

@@ -17,8 +17,7 @@ from models.gguf_made import QUANTISABLE, interleave, tokenizer_fields, write_gg
 from models.spart_steps import EXACT, GREEDY, linked, run, text
 from quick import quick
 
-from fastdecode.gguf.file import GGUFError, GGUFFile, GGUFTensor, find_gguf
-from fastdecode.gguf.types import TYPES
+from fastdecode.gguf.file import TYPES, GGUFError, GGUFFile, GGUFTensor, find_gguf
 from fastdecode.spart import CheckpointError, SPart, load_model, read_config
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.gguf import _UNPACKERS, _unpack
