@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from fastdecode.router.pool import Pool
 
 
-class RouterMetrics:
+class RouterMetrics(Collector):
     """Counters of one router."""
 
     def __init__(self) -> None:
@@ -29,17 +29,14 @@ class RouterMetrics:
 
     def watch(self, pool: Pool) -> None:
         """Show the S-nodes of a pool, too."""
-        self._registry.register(_SNodes(pool))
+        self._pool = pool
+        self._registry.register(self)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-
-class _SNodes(Collector):
-    def __init__(self, pool: Pool):
-        self._pool = pool
-
     def collect(self) -> list[GaugeMetricFamily]:
+        """The gauges of the S-nodes, for the registry."""
         healthy = GaugeMetricFamily(
             "fastdecode:router_s_node_healthy", "1 while the S-node takes requests.", labels=["s_node"]
         )
