@@ -36,11 +36,7 @@ export async function request(path, { body, signal } = {}) {
 /** The JSON of an answer. Throws Failure. */
 export async function requestJson(path) {
   const response = await request(path);
-  try {
-    return await response.json();
-  } catch {
-    throw new Failure(0, "The connection broke before the answer was complete.");
-  }
+  return unbroken(response.json());
 }
 
 async function failure(response) {
@@ -65,7 +61,7 @@ export async function* events(response) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await read(reader);
+      const { value, done } = await unbroken(reader.read());
       if (done) break;
       const lines = (rest + value).split("\n");
       rest = lines.pop();
@@ -81,16 +77,20 @@ export async function* events(response) {
   } finally {
     reader.cancel().catch(() => {});
   }
-  throw new Failure(0, "The connection broke before the answer was complete.");
+  throw broken();
 }
 
-async function read(reader) {
+/** What a promise of a part of an answer gives. Throws Failure, or the signal's AbortError. */
+async function unbroken(part) {
   try {
-    return await reader.read();
+    return await part;
   } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new Failure(0, "The connection broke before the answer was complete.");
+    throw error.name === "AbortError" ? error : broken();
   }
+}
+
+function broken() {
+  return new Failure(0, "The connection broke before the answer was complete.");
 }
 
 /** Resolves after a number of seconds. Rejects with an AbortError if the signal is aborted before. */

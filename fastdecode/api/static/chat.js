@@ -1,7 +1,7 @@
 // The chat: a conversation that the browser keeps, answers as they are written, errors that can be tried again.
 
 import { Failure, events, request, sleep } from "./api.js";
-import { $, count, el, number, seconds } from "./dom.js";
+import { $, button, count, el, number, seconds } from "./dom.js";
 import { copyText, render } from "./text.js";
 
 const STORE = "fastdecode.conversation";
@@ -67,11 +67,7 @@ export class Chat {
     $("system").disabled = !hasTemplate;
     $("prompt").placeholder = hasTemplate ? "Your message" : "The beginning of a text";
     const texts = hasTemplate ? QUESTIONS : BEGINNINGS;
-    $("suggestions").replaceChildren(...texts.map((text) => {
-      const button = el("button", { type: "button", className: "quiet" }, text);
-      button.addEventListener("click", () => { $("prompt").value = text; this.send(); });
-      return button;
-    }));
+    $("suggestions").replaceChildren(...texts.map((text) => button(text, () => { $("prompt").value = text; this.send(); })));
   }
 
   // ---- asking ----
@@ -198,9 +194,7 @@ export class Chat {
     const item = el("li", { className: `message ${message.role}` });
     fill(item, message);
     if (message.role === "assistant" && last) {
-      const again = el("button", { type: "button", className: "quiet" }, message.error ? "Try again" : "Write another");
-      again.addEventListener("click", () => this.again());
-      item.querySelector(".foot").append(again);
+      item.querySelector(".foot").append(button(message.error ? "Try again" : "Write another", () => this.again()));
     }
     return item;
   }
@@ -240,11 +234,7 @@ function foot(message) {
   if (message.stopped) notes.push("stopped");
   if (message.cut) notes.push("cut at the longest answer");
   const line = el("div", { className: "foot" }, el("span", { className: "faint" }, notes.join(" · ")));
-  if (message.content) {
-    const copy = el("button", { type: "button", className: "quiet" }, "Copy");
-    copy.addEventListener("click", () => copyText(copy, message.content));
-    line.append(copy);
-  }
+  if (message.content) line.append(button("Copy", (self) => copyText(self, message.content)));
   return line;
 }
 

@@ -13,6 +13,13 @@ export function el(name, properties = {}, ...children) {
   return node;
 }
 
+/** A quiet button that calls `onclick`, with itself as the argument. */
+export function button(label, onclick, className = "quiet") {
+  const node = el("button", { type: "button", className }, label);
+  node.addEventListener("click", () => onclick(node));
+  return node;
+}
+
 export function svg(name, attributes = {}, ...children) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);

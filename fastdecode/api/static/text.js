@@ -1,6 +1,6 @@
 // A model's text as elements: paragraphs, fenced code, inline code, bold. No HTML of the model reaches the page.
 
-import { el } from "./dom.js";
+import { button, el } from "./dom.js";
 
 const FENCE = /^ {0,3}```+ *([\w+#.-]*)[^\n]*\n([\s\S]*?)(?:^ {0,3}```+ *$|(?![\s\S]))/gm;
 const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*/g;
@@ -36,8 +36,7 @@ function inline(text) {
 }
 
 function codeBlock(language, code) {
-  const copy = el("button", { type: "button", className: "quiet copy" }, "Copy");
-  copy.addEventListener("click", () => copyText(copy, code));
+  const copy = button("Copy", (self) => copyText(self, code), "quiet copy");
   return el("figure", { className: "code" }, el("figcaption", {}, language || "code", copy), el("pre", {}, el("code", {}, code)));
 }
 
