@@ -11,14 +11,13 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from fastdecode import __version__
-from fastdecode.api.cluster import ClusterReport
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.endpoints import ApiModel, Endpoints
 from fastdecode.api.errors import ApiError, json_response
-from fastdecode.api.health import health
 from fastdecode.api.middleware import allow_origins, errors_as_json, log_requests, require_key
 from fastdecode.api.page import page_routes
 from fastdecode.api.preparation import Preparation
+from fastdecode.api.reports import ClusterReport, health
 from fastdecode.api.runs import Runs
 from fastdecode.api.tokenization import Tokenization
 from fastdecode.api.tracing import Tracing

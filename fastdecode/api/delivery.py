@@ -8,7 +8,7 @@ a choice without a lane, takes the way through the choice's Run (generation.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import orjson
 
@@ -62,7 +62,7 @@ class TokenDelivery:
         self._next = 0  # number of the next choice
         self._takers: dict[int, tuple[Taker, int]] = {}  # by the choice's number; the index in its request
         self._lanes: dict[int, Lane] = {}
-        self._due: list[tuple[list[int], list[int]] | tuple[int, TokenEvent | EngineError]] = []
+        self._due: list[tuple[list[int], Sequence[int | TokenEvent | EngineError]]] = []  # numbers and their events
 
     def add(self, taker: Taker, n: int) -> int:
         """Give `n` choices of a request their numbers. Returns the first one."""
@@ -88,7 +88,7 @@ class TokenDelivery:
 
     def event(self, number: int, event: TokenEvent | EngineError) -> None:
         self._hand_out_soon()
-        self._due.append((number, event))
+        self._due.append(([number], [event]))
 
     def _hand_out_soon(self) -> None:
         if not self._due:
@@ -96,18 +96,11 @@ class TokenDelivery:
 
     def _hand_out(self) -> None:
         due, self._due = self._due, []
-        for what, content in due:
-            if isinstance(what, int):
-                assert isinstance(content, TokenEvent | EngineError), "a number comes with an event"
-                self._pass_on(what, content)
-                continue
-            assert isinstance(content, list), "numbers come with tokens"
-            lanes = self._lanes
-            for number, token in zip(what, content, strict=True):
-                if (lane := lanes.get(number)) is None or not lane.take(token):
-                    self._pass_on(number, token)
-
-    def _pass_on(self, number: int, event: int | TokenEvent | EngineError) -> None:
-        if found := self._takers.get(number):  # else the choice has ended
-            taker, index = found
-            taker(index, event)
+        lanes, takers = self._lanes, self._takers
+        for numbers, events in due:
+            for number, event in zip(numbers, events, strict=True):
+                if isinstance(event, int) and (lane := lanes.get(number)) is not None and lane.take(event):
+                    continue
+                if found := takers.get(number):  # else the choice has ended
+                    taker, index = found
+                    taker(index, event)

@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from fastdecode.engine.state.request import (
-    EngineError,
-    GenerationFailed,
-    InvalidParameter,
-    InvalidPrompt,
-    NotReady,
-    Overloaded,
-    PromptTooLong,
-)
+from fastdecode.engine.state import request as engine_errors
+from fastdecode.engine.state.request import EngineError
+
+log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """An answer other than 200.
+    """An answer other than 200."""
 
-    Attributes:
-        status: HTTP status.
-        message: a sentence for the client.
-        param: the field of the request that is wrong, or None.
-        code: a machine-readable reason like OpenAI's, or None.
-        headers: additional headers of the answer.
-    """
+    status: int  # of HTTP
+    message: str  # a sentence for the client
+    _: KW_ONLY
+    param: str | None = None  # the field of the request that is wrong
+    code: str | None = None  # a machine-readable reason like OpenAI's
+    headers: dict[str, str] = field(default_factory=dict)  # additional ones of the answer
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = headers or {}
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, Any]:
@@ -63,19 +47,29 @@ def from_engine(error: EngineError, prompt_param: str | None = None) -> ApiError
     """The HTTP answer to an error of the engine. `prompt_param` is the request's field that holds the prompt."""
     message = str(error)
     match error:
-        case PromptTooLong():
+        case engine_errors.PromptTooLong():
             return ApiError(400, message, param=prompt_param, code="context_length_exceeded")
-        case InvalidPrompt():
+        case engine_errors.InvalidPrompt():
             return ApiError(400, message, param=prompt_param, code="invalid_prompt")
-        case InvalidParameter():
+        case engine_errors.InvalidParameter():
             return ApiError(400, message, param=error.name, code="invalid_value")
-        case Overloaded(retry_after=seconds):
+        case engine_errors.Overloaded(retry_after=seconds):
             return ApiError(429, message, code="overloaded", headers={"Retry-After": str(seconds)})
-        case NotReady():
+        case engine_errors.NotReady():
             return ApiError(503, message, code="not_ready", headers={"Retry-After": "5"})
-        case GenerationFailed():
+        case engine_errors.GenerationFailed():
             return ApiError(500, message, code="generation_failed")
     return ApiError(500, message)
+
+
+def from_exception(error: Exception, what: str) -> ApiError:
+    """The HTTP answer to whatever ended `what`. A bug is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineError):
+        return from_engine(error)
+    log.error("%s failed", what, exc_info=error)
+    return ApiError(500, "internal error; the server's log says more", code="internal_error")
 
 
 def json_response(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

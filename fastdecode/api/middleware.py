@@ -16,11 +16,9 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from fastdecode.api.continuation import Resume
-from fastdecode.api.errors import ApiError, from_engine
+from fastdecode.api.errors import ApiError, from_exception
 from fastdecode.api.page import is_page
-from fastdecode.engine.state.request import EngineError
 
-log = logging.getLogger(__name__)
 access_log = logging.getLogger("fastdecode.api.access")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -64,28 +62,25 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except ApiError as error:
-        return error.response()
-    except EngineError as error:
-        return from_engine(error).response()
-    except web.HTTPRequestEntityTooLarge:
-        return ApiError(
-            413, f"the body is larger than {request.client_max_size} bytes", code="body_too_large"
-        ).response()
-    except web.HTTPMethodNotAllowed as error:
-        headers = {"Allow": ", ".join(sorted(error.allowed_methods))}
-        return ApiError(
-            405, f"{request.method} is not allowed on {request.path}", code="method_not_allowed", headers=headers
-        ).response()
-    except web.HTTPNotFound:
-        return ApiError(404, f"there is no {request.path} here", code="not_found").response()
     except web.HTTPException as error:
-        return ApiError(error.status, error.reason).response()
+        return _from_aiohttp(error, request).response()
     except ConnectionError:
         raise  # the client has gone, so there is nobody to answer
-    except Exception:
-        log.exception("%s %s failed", request.method, request.path)
-        return ApiError(500, "internal error; the server's log says more", code="internal_error").response()
+    except Exception as error:
+        return from_exception(error, f"{request.method} {request.path}").response()
+
+
+def _from_aiohttp(error: web.HTTPException, request: web.Request) -> ApiError:
+    match error:
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, f"the body is larger than {request.client_max_size} bytes", code="body_too_large")
+        case web.HTTPMethodNotAllowed():
+            headers = {"Allow": ", ".join(sorted(error.allowed_methods))}
+            message = f"{request.method} is not allowed on {request.path}"
+            return ApiError(405, message, code="method_not_allowed", headers=headers)
+        case web.HTTPNotFound():
+            return ApiError(404, f"there is no {request.path} here", code="not_found")
+    return ApiError(error.status, error.reason)
 
 
 def require_key(api_keys: Iterable[str]) -> Middleware:

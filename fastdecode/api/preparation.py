@@ -50,7 +50,7 @@ class Preparation:
             self._bound_messages(decoded)
             return check(decoded)
 
-        return work() if len(body) <= _INLINE_BYTES else await self._in_thread(work)
+        return await self._do(work, quick=len(body) <= _INLINE_BYTES)
 
     def _bound_messages(self, body: Any) -> None:
         """Refuse a chat that cannot fit before its messages are checked and rendered, which takes seconds for many of
@@ -71,7 +71,7 @@ class Preparation:
             # Encoding megabytes takes seconds of a core, only to find the same.
             message = f"the prompt has at least {fewest} tokens; the context is {limit}, output included"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
-        return await self._in_thread(lambda: self._tokenizer.encode_all(texts, add_special_tokens=add_special_tokens))
+        return await self._do(lambda: self._tokenizer.encode_all(texts, add_special_tokens=add_special_tokens))
 
     async def render(self, chat: ChatRequest) -> str:
         """The text of a chat."""
@@ -86,9 +86,8 @@ class Preparation:
             return _up_to_end_of(text, chat.messages[-1]["content"]) if chat.continue_final_message else text
 
         try:
-            if sum(len(message["content"]) + _MESSAGE_COST for message in chat.messages) <= _INLINE_CHARACTERS:
-                return render()
-            return await self._in_thread(render)
+            cost = sum(len(message["content"]) + _MESSAGE_COST for message in chat.messages)
+            return await self._do(render, quick=cost <= _INLINE_CHARACTERS)
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
 
@@ -115,9 +114,7 @@ class Preparation:
                     seen += len(detokenizer.push(token))
             return Echo(whole, prompt, offsets)
 
-        if len(prompt) <= _INLINE_TOKENS or not offsets_wanted:
-            return make()
-        return await self._in_thread(make)
+        return await self._do(make, quick=len(prompt) <= _INLINE_TOKENS or not offsets_wanted)
 
     async def finish(self, generation: Generation) -> Generation:
         """`generation` with encoded bad words, if it has some."""
@@ -129,7 +126,10 @@ class Preparation:
         bad_words = tuple({tuple(word) for word in encoded if word})
         return dataclasses.replace(generation, sampling=dataclasses.replace(generation.sampling, bad_words=bad_words))
 
-    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+    async def _do(self, work: Callable[[], _T], *, quick: bool = False) -> _T:
+        """The result of work, which is done in the thread unless it is quick."""
+        if quick:
+            return work()
         if self.closing:
             raise shutting_down_error()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +13,7 @@ from fastdecode.api.answers import Answer, usage
 from fastdecode.api.chunks import Chunks
 from fastdecode.api.continuation import LEAVING, Resume, is_resumable, mark, not_resumable, resumable, token_mark
 from fastdecode.api.delivery import Lane, TokenDelivery
-from fastdecode.api.errors import ApiError, from_engine, json_response
+from fastdecode.api.errors import ApiError, from_engine, from_exception, json_response
 from fastdecode.api.generation import Choice, Echo, Piece, Run
 from fastdecode.api.middleware import notes, request_id
 from fastdecode.api.preparation import shutting_down_error
@@ -24,8 +23,6 @@ from fastdecode.api.structured import grammar_error
 from fastdecode.engine.state.request import EngineError, InvalidGrammar
 from fastdecode.service.client import EngineClient, Request
 from fastdecode.text.detokenizer import ByteDetokenizer, Detokenizer
-
-log = logging.getLogger(__name__)
 
 #: Tokens of a continued stream that are fed to its choice in one turn of the event loop.
 _REPLAYED_AT_ONCE = 1000
@@ -99,9 +96,8 @@ class Runs:
                 return await self._whole(request, prepared, run)
         finally:
             counts = usage(run.choices, prepared.generation.candidates)
-            notes().logged = {"id": prepared.answer.id} | {
-                name: counts[name] for name in ("prompt_tokens", "completion_tokens")
-            }
+            tokens = {name: counts[name] for name in ("prompt_tokens", "completion_tokens")}
+            notes().logged = {"id": answer.id, **tokens}
             if run.first_token_seconds is not None:
                 notes().logged["first_token_seconds"] = round(run.first_token_seconds, 4)
             self._runs.discard(run)
@@ -113,13 +109,9 @@ class Runs:
         generation, answer = prepared.generation, prepared.answer
         n = generation.candidates
         if (choices := len(prepared.prompts) * n) > self.engine.max_queued:
-            raise ApiError(
-                400,
-                f"{len(prepared.prompts)} prompt(s) times n={n} is {choices} choices; this server queues at most "
-                f"{self.engine.max_queued} (--max-queued)",
-                param="n" if n > 1 else answer.prompt_param,
-                code="too_many_choices",
-            )
+            asked = f"{len(prepared.prompts)} prompt(s) times n={n} is {choices} choices"
+            message = f"{asked}; this server queues at most {self.engine.max_queued} (--max-queued)"
+            raise ApiError(400, message, param="n" if n > 1 else answer.prompt_param, code="too_many_choices")
 
         def choice(index: int) -> Choice:
             p = index // n
@@ -201,15 +193,10 @@ class Runs:
             if run.names_tokens:
                 events.write(mark([]))
             await stream.write_all(self.keep_alive_seconds)
-        except (EngineError, ApiError) as error:
-            await events.fail(answer.failure(error if isinstance(error, ApiError) else from_engine(error)))
-            return events.response
         except ConnectionError:
             raise
-        except Exception:
-            log.exception("a stream failed")
-            internal = ApiError(500, "internal error; the server's log says more", code="internal_error")
-            await events.fail(answer.failure(internal))
+        except Exception as error:
+            await events.fail(answer.failure(from_exception(error, "a stream")))
             return events.response
         events.send(answer.end(usage(run.choices, generation.n), wanted=generation.include_usage))
         await events.done()

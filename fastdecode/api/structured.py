@@ -9,10 +9,11 @@ import orjson
 
 from fastdecode.api.errors import ApiError
 from fastdecode.api.fields import Fields, invalid, is_boolean, is_one_of
-from fastdecode.text.grammar import GrammarSpec
+from fastdecode.text.grammar import GrammarSpec, Kind
 
 _ANY_OBJECT = '{"type":"object"}'
 _BACKENDS = ("auto", "guidance", "llguidance")
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")  # of vLLM's constraints
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,40 +84,29 @@ def _response_format(fields: Fields) -> GrammarField | None:
 
 
 def _constraint(fields: Fields, name: str, kind: str) -> GrammarField | None:
-    """Read one of vLLM's fields; `kind` is a key of _KINDS."""
-    spec = _KINDS[kind](fields, name)
-    return None if spec is None else GrammarField(fields.param(name), spec)
+    """Read one of vLLM's fields; `kind` is one of _KINDS."""
+    form: Kind
+    match kind:
+        case "json":
+            form, text = "json_schema", _json(fields, name)
+        case "json_object":
+            form, text = "json_schema", _ANY_OBJECT if fields.boolean(name) else None
+        case "regex":
+            form, text = "regex", fields.string(name)
+        case "choice":
+            form, text = "choice", _choice(fields, name)
+        case _:
+            form, text = "lark", fields.string(name)
+    return None if text is None else GrammarField(fields.param(name), GrammarSpec(form, text))
 
 
-def _schema(fields: Fields, name: str) -> GrammarSpec | None:
-    text = _json(fields, name)
-    return None if text is None else GrammarSpec("json_schema", text)
-
-
-def _any_json(fields: Fields, name: str) -> GrammarSpec | None:
-    return GrammarSpec("json_schema", _ANY_OBJECT) if fields.boolean(name) else None
-
-
-def _regex(fields: Fields, name: str) -> GrammarSpec | None:
-    text = fields.string(name)
-    return None if text is None else GrammarSpec("regex", text)
-
-
-def _grammar(fields: Fields, name: str) -> GrammarSpec | None:
-    text = fields.string(name)
-    return None if text is None else GrammarSpec("lark", text)
-
-
-def _choice(fields: Fields, name: str) -> GrammarSpec | None:
+def _choice(fields: Fields, name: str) -> str | None:
     choices = fields.take(name)
     if choices is None:
         return None
     if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
         raise invalid(fields.param(name), "must be a list of at least one string, and no string may be empty")
-    return GrammarSpec("choice", orjson.dumps(choices).decode())
-
-
-_KINDS = {"json": _schema, "json_object": _any_json, "regex": _regex, "choice": _choice, "grammar": _grammar}
+    return orjson.dumps(choices).decode()
 
 
 def _json(fields: Fields, name: str) -> str | None:
@@ -137,6 +127,4 @@ def _json(fields: Fields, name: str) -> str | None:
 def _white_space(fields: Fields, pattern: str, disable: str) -> str | None:
     """The white space that a request asks for, a regular expression; "": none; None: the request does not say."""
     text = fields.string(pattern)
-    if fields.boolean(disable):
-        return ""
-    return text
+    return "" if fields.boolean(disable) else text

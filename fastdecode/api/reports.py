@@ -1,4 +1,5 @@
-"""/cluster: what the engine and the metrics count, in one JSON object for the page."""
+"""The node's state: /health says whether it can take requests and whether its running requests make progress, /cluster
+what the engine and the metrics count, in one JSON object for the page."""
 
 from __future__ import annotations
 
@@ -19,6 +20,41 @@ from fastdecode.service.client import EngineClient, EngineStatus
 _FRESH_SECONDS = 0.5
 #: Parts of steps in a report: with 32 layers, those of the last six steps.
 _PARTS = 200
+#: What /health says of an R-node.
+_NODE_FIELDS = (
+    *("url", "alive", "draining", "isa", "threads", "pages_used", "pages_total", "pages_max", "page_bytes"),
+    *("region_bytes", "sequences"),
+)
+
+
+def health(engine: EngineStatus, *, closing: bool, stalled_after: float) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and the body of /health.
+
+    The status is 503 while the node cannot take requests, or if it has work and has completed no step for
+    `stalled_after` seconds.
+    """
+    stats = engine.stats
+    alive = sum(node.alive for node in stats.nodes)
+    if closing:
+        status = "closing"
+    elif not alive:
+        status = "no R-node is connected"
+    elif not engine.ready:
+        status = "not ready"
+    elif engine.stalled_seconds > stalled_after:
+        status = f"stalled: no step was completed in the last {engine.stalled_seconds:.0f} s"
+    else:
+        status = "ok"
+    body = {
+        "status": status,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "kv_cache_usage": stats.kv_usage,
+        "exchange": stats.exchange,
+        "isa": sorted({node.isa for node in stats.nodes if node.alive}),
+        "nodes": [{"part": node.member} | {name: getattr(node, name) for name in _NODE_FIELDS} for node in stats.nodes],
+    }
+    return (200 if status == "ok" else 503), body
 
 
 class ClusterReport:
