@@ -102,11 +102,11 @@ class ToyLink:
         if tag != chunk.tag or len(tokens) != chunk.pos:
             raise CallRefused(Status.BAD_SEQUENCE, f"sequence {chunk.seq_index}: tag or position", self)
         pages = self.held[chunk.seq_index]
-        if len(tokens) % PAGE_TOKENS and sum(pages[-1] in held for held in self.held.values()) > 1:
+        if len(tokens) % PAGE_TOKENS and sum(pages[-1] in held for held in list(self.held.values())) > 1:
             pages[-1] = object()  # a page that is shared is copied before it is written
         tokens += chunk.tokens
         pages += [object() for _ in range(blocks_for(len(tokens)) - len(pages))]
-        if len({page for held in self.held.values() for page in held}) > self.pages:
+        if len({page for held in list(self.held.values()) for page in held}) > self.pages:
             raise CallRefused(Status.OUT_OF_PAGES, "no page left", self)
 
     def check_alive(self) -> None:
@@ -150,7 +150,7 @@ class ToyLink:
         if seq[0] in self.cache:
             raise CallRefused(Status.BAD_SEQUENCE, f"sequence {seq[0]} is in use")
         self.cache[seq[0]], self.held[seq[0]] = (seq[1], []), [object() for _ in range(blocks_for(length))]
-        if len({page for held in self.held.values() for page in held}) > self.pages:
+        if len({page for held in list(self.held.values()) for page in held}) > self.pages:
             raise CallRefused(Status.OUT_OF_PAGES, "no page left")
         TOKENS[token] = self, seq
 
