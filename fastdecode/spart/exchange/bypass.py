@@ -29,7 +29,7 @@ import torch
 
 from fastdecode.spart.exchange.base import LinkRows, StepLinks
 from fastdecode.spart.exchange.driver import DriverError
-from fastdecode.spart.exchange.graph import Stream
+from fastdecode.spart.exchange.graph import GraphStream
 from fastdecode.spart.exchange.graph_table import GraphTable, size_class
 from fastdecode.spart.exchange.stream_rows import Gate, Kernels, MappedRegion, StreamRows, step_addresses
 from fastdecode.spart.sampler.sampling import Sampler
@@ -71,7 +71,7 @@ class Captured(Protocol):
 class _Lane:
     """One mini-batch's stream and graphs, and the tensors that these share."""
 
-    def __init__(self, stream: Stream, spart: Captured, most_rows: int):
+    def __init__(self, stream: GraphStream, spart: Captured, most_rows: int):
         self.stream = stream
         self.largest: _Graph | None = None
         self.graphs: OrderedDict[tuple[tuple[DataPath, ...], int, Kind | None], _Graph] = OrderedDict()
@@ -126,7 +126,7 @@ class _DrivenLinks(StepLinks):
 class Bypass:
     """Runs the decode steps of an SPart. Used by one thread, that of the runner."""
 
-    def __init__(self, kernels: Kernels, make_stream: Callable[[], Stream], most_rows: int, proxy: Proxy | None = None):
+    def __init__(self, kernels: Kernels, make_stream: Callable[[], GraphStream], most_rows: int, proxy: Proxy | None = None):
         """`make_stream` is called once a mini-batch. Steps of more rows than the size class of `most_rows` are not
         taken. Raises DriverError."""
         self._kernels, self._driver = kernels, kernels.driver

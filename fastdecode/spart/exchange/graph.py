@@ -5,45 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
 
 
-class Stream(Protocol):
-    """A stream of operations on a device, beside the stream on which torch computes otherwise."""
-
-    handle: int  # for the driver
-
-    def current(self) -> AbstractContextManager[object]:
-        """Within it, torch's operations go into this stream."""
-
-    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """Record what `work` puts into the stream, without running it. Returns a function that runs the record, and
-        what `work` has returned: tensors that hold their values after each run."""
-
-    def check(self) -> None:
-        """Raise RuntimeError if an operation has failed."""
-
-    def synchronize(self) -> None:
-        """Wait until all operations have run."""
-
-
 class GraphStream:
-    """A Stream on a CUDA device. Its graphs share their memory, so one of them runs at a time."""
+    """A stream of operations on a CUDA device, beside the stream on which torch computes otherwise. Its graphs share
+    their memory, so one of them runs at a time."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which has loaded the weights
         self._pool = torch.cuda.graph_pool_handle()
-        self.handle: int = self._stream.cuda_stream
+        self.handle: int = self._stream.cuda_stream  # for the driver
 
     def current(self) -> AbstractContextManager[object]:
+        """Within it, torch's operations go into this stream."""
         return torch.cuda.stream(self._stream)
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        """Record what `work` puts into the stream, without running it. Returns a function that runs the record, and
+        the result of `work`: tensors that hold their values after each run."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may call the driver meanwhile.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
@@ -51,7 +36,9 @@ class GraphStream:
         return graph.replay, result
 
     def check(self) -> None:
+        """Raise RuntimeError if an operation has failed."""
         self._stream.query()
 
     def synchronize(self) -> None:
+        """Wait until all operations have run."""
         self._stream.synchronize()

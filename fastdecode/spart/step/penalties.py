@@ -123,24 +123,22 @@ def flat_rules(rules: Sequence[tuple[int, LogitRules]], vocab_size: int) -> dict
     The logits at the flat indices "biased" (int64) get "bias" (fp32) added. Those at "seen" (int64) are then penalised:
     x becomes x / r - p if x > 0, else x * r - p, with r and p from "repetition" and "penalty" (fp32).
     """
-    penalties = [(row, rule) for row, rule in rules if rule.penalises]
-    seen = [rule.seen for _, rule in penalties]
-    sizes = [len(ids) for ids, _ in seen]
-    per_row = np.array([(rule.repetition, rule.frequency, rule.presence) for _, rule in penalties], np.float32)
-    repetition, frequency, presence = per_row.reshape(-1, 3).repeat(sizes, axis=0).T
-    counts = _joined([counts for _, counts in seen], np.float32)
+    found = row_rules([rule for _, rule in rules])
+    starts = np.array([row * vocab_size for row, _ in rules], np.int64)
+    n_seen = [rule.n_penalised for _, rule in rules]
+    repetitions = np.array([rule.repetition for _, rule in rules], np.float32)
     return {
-        "biased": _joined([row * vocab_size + rule.bias_ids for row, rule in rules], np.int64),
-        "bias": _joined([rule.bias for _, rule in rules], np.float32),
-        "seen": _joined([row * vocab_size + ids for (row, _), (ids, _) in zip(penalties, seen, strict=True)], np.int64),
-        "repetition": np.ascontiguousarray(repetition),
-        "penalty": frequency * counts + presence * (counts > 0),
+        "biased": found.biased + starts.repeat([len(rule.bias_ids) for _, rule in rules]),
+        "bias": found.bias,
+        "seen": found.seen + starts.repeat(n_seen),
+        "repetition": repetitions.repeat(n_seen),
+        "penalty": found.penalty,
     }
 
 
 def padded_rules(flat: dict[str, npt.NDArray[Any]], n: int) -> dict[str, npt.NDArray[Any]]:
     """The result of `flat_rules`, with `n` entries in each array. The first entry is repeated, which changes nothing: a
-    place is read before it is written, and gets the same value each time. An entry that changes no logit stands in for
+    logit is read before it is written, and gets the same value each time. An entry that changes no logit stands in for
     it if there is none."""
     padded = {}
     for name, values in flat.items():
