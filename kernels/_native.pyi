@@ -321,7 +321,7 @@ class Joints:
         """
     def run(self, layer: int, step: _JointStep, /) -> None:
         """Finish block `layer` - 1, project block `layer`. Other Python threads run meanwhile. Raises MemoryError."""
-    def between(self, step: _JointStep, prompts: _Prompts | None, /) -> object:
+    def spart_layers(self, step: _JointStep, prompts: _Prompts | None, /) -> object:
         """The PyCapsule "fastdecode.spart_layers" (spart_layers.h) that runs the joints of a step, and attends its
         prompts. The memory of both must outlive it. Raises MemoryError, and ValueError for chunks beyond the step or
         their blocks.

@@ -304,11 +304,11 @@ class _Loading:
         """Round an LM head that has waited for the blocks, for the inputs that they give it."""
         if self._calibration is None or self._float_head is None:
             return
-        parts = quantise_head(self._float_head, 4, self._calibration.head_moments())
+        matrices = quantise_head(self._float_head, 4, self._calibration.head_moments())
         if self._head_tied:
-            weights.embedding, weights.head = self._grouped(parts)
+            weights.embedding, weights.head = self._grouped(matrices)
         else:
-            weights.head = make_linear(parts, None, self._device, self._dtype)
+            weights.head = make_linear(matrices, None, self._device, self._dtype)
         self._float_head = self._calibration = None
 
     def experts(self, names: Sequence[str], outs: Sequence[int], width: int, n: int, bias: bool) -> ExpertLinears:
@@ -318,14 +318,14 @@ class _Loading:
         linears = []
         for e in range(n):
             if "{e}" in names[0]:
-                parts = [self._matrix(name.replace("{e}", str(e))) for name in names]
+                matrices = [self._matrix(name.replace("{e}", str(e))) for name in names]
             else:
                 matrix = self._in_form(self._checkpoint.expert(names[0], e))
                 if len(outs) > 1:  # columns of gate and up alternate in the checkpoint
                     order = _in_turn(sum(outs))
                     matrix = matrix.select_rows(order) if isinstance(matrix, Quantised) else matrix[order]
-                parts = [matrix]
-            linears.append((parts, None if biases is None else biases[e]))
+                matrices = [matrix]
+            linears.append((matrices, None if biases is None else biases[e]))
         experts = make_experts(linears, self._device, self._dtype, self._bits)
         self._progress.update(n * sum(outs) * width)
         _return_free_memory()
@@ -353,9 +353,9 @@ class _Loading:
         weight = matrix.to(self._device, self._dtype, copy=True)
         return make_embedding(weight), make_dense(weight)
 
-    def _grouped(self, parts: Sequence[Quantised]) -> tuple[Embedding, Linear]:
-        """A tied embedding and LM head, whose rows are those of `parts`."""
-        linears = [GroupedLinear(part, None, self._device) for part in parts]
+    def _grouped(self, matrices: Sequence[Quantised]) -> tuple[Embedding, Linear]:
+        """A tied embedding and LM head, whose rows are those of `matrices`."""
+        linears = [GroupedLinear(matrix, None, self._device) for matrix in matrices]
         return GroupedEmbedding(linears, self._dtype, shared=True), side_by_side(linears)
 
 

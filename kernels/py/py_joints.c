@@ -217,8 +217,8 @@ static PyObject *joints_between(joints_t *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)joints_run, METH_VARARGS,
      "run(layer, (x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads)): see fd_joint_run."},
-    {"between", (PyCFunction)joints_between, METH_VARARGS,
-     "between(step, prompts): the capsule of spart_layers.h for the rows of a step."},
+    {"spart_layers", (PyCFunction)joints_between, METH_VARARGS,
+     "spart_layers(step, prompts): the capsule of spart_layers.h for the rows of a step."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {

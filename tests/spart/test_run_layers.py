@@ -29,9 +29,9 @@ def calls(monkeypatch):
     first: list[int] = []
     real = Exchange.run_layers
 
-    def counting(self, between, from_layer, *rest):
+    def counting(self, layers, from_layer, *rest):
         first.append(from_layer)
-        return real(self, between, from_layer, *rest)
+        return real(self, layers, from_layer, *rest)
 
     monkeypatch.setattr(Exchange, "run_layers", counting)
     return first
@@ -100,23 +100,23 @@ def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
     good = {"first": 0, "rows": 4, "pos": 60, "layers": model.config.n_layers}
     good |= {"head_words": attention.words(model.config.heads_of(0), 64), "window": 0, "segment": 0}
 
-    def between(first, rows, pos, layers, *layer):
+    def capsule(first, rows, pos, layers, *layer):
         step = (*[0] * 9, 4, 1)
-        return joints._native.between(step, (attention.native, 1.0, [(first, rows, pos, [(0, *layer)] * layers)]))
+        return joints._native.spart_layers(step, (attention.native, 1.0, [(first, rows, pos, [(0, *layer)] * layers)]))
 
-    assert between(*good.values())
+    assert capsule(*good.values())
     with pytest.raises(ValueError, match=match):
-        between(*(good | change).values())
+        capsule(*(good | change).values())
 
 
 def test_prompts_of_another_kind_are_refused(model):
     joints, attention = SPart(model, [])._joints._native, PackedAttention(model.dtype).native
     step = (*[0] * 9, 4, 1)
     with pytest.raises(TypeError, match="of the joints' dtype"):
-        joints.between(step, (PackedAttention(torch.float16).native, 1.0, []))
+        joints.spart_layers(step, (PackedAttention(torch.float16).native, 1.0, []))
     for prompts in ([attention, 1.0, []], (attention, 1.0, [[0, 4, 0, []]]), (joints, 1.0, [])):
         with pytest.raises(TypeError):
-            joints.between(step, prompts)
+            joints.spart_layers(step, prompts)
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
@@ -130,11 +130,11 @@ async def test_an_r_node_that_is_lost_on_the_way_costs_the_others_nothing(model,
         lossy = steps(2)[step]
         real, begun = Exchange.run_layers, []
 
-        def losing(self, between, from_layer, to_layer, timeout):
+        def losing(self, layers, from_layer, to_layer, timeout):
             if begun:
-                return real(self, between, from_layer, to_layer, timeout)
+                return real(self, layers, from_layer, to_layer, timeout)
             begun.append(from_layer)
-            times, whole = real(self, between, from_layer, from_layer + 1, timeout)
+            times, whole = real(self, layers, from_layer, from_layer + 1, timeout)
             links[1].port.kill("its R-node is gone")
             return times, whole
 

@@ -97,8 +97,8 @@ class TensorNames:
     head: str = "lm_head"  # weight [vocab_size, embed_size]
     sinks: str | None = None  # the tensor [n_q_heads] itself: each head's attention sink
     router: str | None = None
-    #: Of the experts, as `up` and `down`. "{e}" stands for the number of the expert. A name without it is that of a
-    #: tensor [experts, in, out] in which columns of gate and up alternate, with a bias of the same name and "_bias".
+    #: The names of the experts' `up` and `down`. "{e}" stands for the expert's number. A name without it is that of a
+    #: tensor [experts, in, out] in which columns of gate and up alternate, whose bias has the same name and "_bias".
     expert_up: tuple[str, ...] = ()
     expert_down: str | None = None
 

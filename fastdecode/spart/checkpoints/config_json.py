@@ -149,8 +149,8 @@ def _longrope(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
     )
 
 
-#: By the name of the scaling in config.json. Each function gets RoPE's table, the number of positions, and the number
-#: that the model was trained on before scaling.
+#: The readers by the name of the scaling in config.json. Each function gets RoPE's table, the number of positions, and
+#: the number that the model was trained on before scaling.
 _ROPES: dict[str, Callable[[dict[str, Any], int, int], Rope]] = {
     "default": _default,
     "dynamic": _default,

@@ -329,7 +329,8 @@ def _opt(config: ConfigJson) -> dict[str, Any]:
     }
 
 
-#: By the name in config.json's `architectures`. Each function returns the fields in which its family differs.
+#: The families by their names in config.json's `architectures`. Each function returns the fields in which its family
+#: differs.
 FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,

@@ -48,13 +48,13 @@ class MXFP4Checkpoint(SafetensorsCheckpoint):
         self._stacks = {name.removesuffix(_BLOCKS) for name in self.stored if name.endswith(_BLOCKS)}
 
     def names(self) -> set[str]:
-        parts = {name + end for name in self._stacks for end in (_BLOCKS, _EXPONENTS)}
-        return set(self.stored) - parts | self._stacks
+        tensors = {name + end for name in self._stacks for end in (_BLOCKS, _EXPONENTS)}
+        return set(self.stored) - tensors | self._stacks
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._stacks:
             return super().shape(name)
-        blocks, exponents = self._part(name, _BLOCKS), self._part(name, _EXPONENTS)
+        blocks, exponents = self._tensor_of(name, _BLOCKS), self._tensor_of(name, _EXPONENTS)
         if len(blocks.shape) != 4 or blocks.shape[3] != _PACKED or exponents.shape != blocks.shape[:3]:
             raise CheckpointError(
                 f"the tensors {blocks.name!r} {blocks.shape} and {exponents.name!r} {exponents.shape} are no MXFP4: "
@@ -63,7 +63,7 @@ class MXFP4Checkpoint(SafetensorsCheckpoint):
         n, outs, groups, _ = blocks.shape
         return n, groups * GROUP, outs
 
-    def _part(self, name: str, end: str) -> Stored:
+    def _tensor_of(self, name: str, end: str) -> Stored:
         stored = self.stored.get(name + end)
         if stored is None:
             raise CheckpointError(f"the checkpoint lacks the tensor {name + end!r}")

@@ -25,7 +25,7 @@ from fastdecode.spart.checkpoints.tensors import SafetensorsCheckpoint
 from fastdecode.spart.linears.quantised import GROUP, Quantised, quantise
 
 #: The tensor that shows that a module is quantised, first, and all others that may belong to it.
-_PARTS = {
+_TENSORS = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
     "packed": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale"),
@@ -47,34 +47,34 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         self._forms = self._find()  # by the name of the weight
 
     def _find(self) -> dict[str, str]:
-        """The form of each module's weight, a key of _PARTS."""
+        """The form of each module's weight, a key of _TENSORS."""
         forms = ["packed", "plain"] if self._how.method not in ("gptq", "awq") else [self._how.method]
         found = {}
         for form in forms:
             for name in self.stored:
                 module, _, end = name.rpartition(".")
-                if end == _PARTS[form][0] and (form != "plain" or self.stored[name].dtype in _NUMBERS):
+                if end == _TENSORS[form][0] and (form != "plain" or self.stored[name].dtype in _NUMBERS):
                     found[f"{module}.weight"] = form
         return found
 
     def names(self) -> set[str]:
-        parts = {self._part(name, end) for name, form in self._forms.items() for end in _PARTS[form]}
-        return set(self.stored) - parts | set(self._forms)
+        tensors = {self._tensor_name(name, end) for name, form in self._forms.items() for end in _TENSORS[form]}
+        return set(self.stored) - tensors | set(self._forms)
 
     @staticmethod
-    def _part(name: str, end: str) -> str:
+    def _tensor_name(name: str, end: str) -> str:
         return f"{name.removesuffix('weight')}{end}"
 
     def shape(self, name: str) -> tuple[int, ...]:
         form = self._forms.get(name)
         if form is None:
             return super().shape(name)
-        for end in _PARTS[form]:
-            if self._part(name, end) in self.stored or end in _MAY_LACK:
+        for end in _TENSORS[form]:
+            if self._tensor_name(name, end) in self.stored or end in _MAY_LACK:
                 continue
-            if end != "weight_scale" or self._part(name, "weight_scale_inv") not in self.stored:
-                raise CheckpointError(f"the checkpoint lacks the tensor {self._part(name, end)!r}")
-        rows, columns = self._stored(name, _PARTS[form][0])
+            if end != "weight_scale" or self._tensor_name(name, "weight_scale_inv") not in self.stored:
+                raise CheckpointError(f"the checkpoint lacks the tensor {self._tensor_name(name, end)!r}")
+        rows, columns = self._stored(name, _TENSORS[form][0])
         match form:
             case "gptq":
                 return columns, rows * (32 // self._how.bits)
@@ -85,9 +85,9 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         return rows, columns
 
     def _stored(self, name: str, end: str) -> tuple[int, int]:
-        shape = self.stored[self._part(name, end)].shape
+        shape = self.stored[self._tensor_name(name, end)].shape
         if len(shape) != 2:
-            raise CheckpointError(f"tensor {self._part(name, end)!r} has shape {shape}, not two dimensions")
+            raise CheckpointError(f"tensor {self._tensor_name(name, end)!r} has shape {shape}, not two dimensions")
         return shape[0], shape[1]
 
     def matrix(self, name: str) -> torch.Tensor | Quantised:
@@ -114,13 +114,13 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         return self._how.method
 
     def _get(self, name: str, end: str) -> torch.Tensor | None:
-        part = self._part(name, end)
-        return self.read(part) if part in self.stored else None
+        stored = self._tensor_name(name, end)
+        return self.read(stored) if stored in self.stored else None
 
     def _need(self, name: str, end: str) -> torch.Tensor:
         tensor = self._get(name, end)
         if tensor is None:
-            raise CheckpointError(f"the checkpoint lacks the tensor {self._part(name, end)!r}")
+            raise CheckpointError(f"the checkpoint lacks the tensor {self._tensor_name(name, end)!r}")
         return tensor
 
     def _gptq(self, name: str) -> Quantised:
@@ -145,7 +145,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         bits = words.shape[1] * 32 // ins
         if bits not in (4, 8):
             raise CheckpointError(
-                f"tensor {self._part(name, 'weight_packed')!r} packs {ins} numbers in {words.shape[1]} words"
+                f"tensor {self._tensor_name(name, 'weight_packed')!r} packs {ins} numbers in {words.shape[1]} words"
             )
         q = _unpack(words, bits)[:, :ins].contiguous()
         scales = self._need(name, "weight_scale").float()

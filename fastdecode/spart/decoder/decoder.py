@@ -237,8 +237,8 @@ class LayerPass(Protocol):
         """After all layers: the logits after which tokens are drawn, [drawn rows, vocab_size] in fp32 or the activation
         dtype."""
 
-    def scored_logits(self, part: slice) -> torch.Tensor:
-        """After all layers: the logits of a part of the scored rows, [rows, vocab_size] fp32."""
+    def scored_logits(self, rows: slice) -> torch.Tensor:
+        """After all layers: the logits of some of the scored rows, [rows, vocab_size] fp32."""
 
 
 class StepRows:
@@ -364,15 +364,15 @@ class StepState:
     def _run_in_c(self, clock: StepClock | None, timeout: float) -> int:
         """Run the first layers of a step that is alone on its links, as many as a call of C can. Returns how many."""
         exchange = self._exchange
-        layer_work = self._layer_work() if isinstance(exchange, Exchange) and exchange.alone else None
-        if layer_work is None:
+        layers = self._spart_layers() if isinstance(exchange, Exchange) and exchange.alone else None
+        if layers is None:
             return 0
         assert isinstance(exchange, Exchange) and clock is not None
         n_layers, done = len(self._layers), 0
         if self._prompts:  # whose rows the last layer drops
             n_layers -= 1
         while done < n_layers:
-            times, complete = exchange.run_layers(layer_work, done, n_layers, timeout)
+            times, complete = exchange.run_layers(layers, done, n_layers, timeout)
             clock.exchanged(times)
             done += len(times)
             if not complete:
@@ -383,8 +383,8 @@ class StepState:
         rows = self._drawn_rows
         return self._spart.head(self.x, rows) if len(rows) else self.x.new_empty(0, self._config.vocab_size)
 
-    def scored_logits(self, part: slice) -> torch.Tensor:
-        return self._spart.head(self.x, self._scored_rows[part]).float()
+    def scored_logits(self, rows: slice) -> torch.Tensor:
+        return self._spart.head(self.x, self._scored_rows[rows]).float()
 
     def keep(self, rows: torch.Tensor) -> bool:
         """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a
@@ -405,15 +405,15 @@ class StepState:
         if index < len(self._layers):
             self.project(self._layers[index])
 
-    def _layer_work(self) -> object | None:
-        """The work of `advance` and `attend_prompts` for all layers but the first, for Exchange.run_layers. None where
+    def _spart_layers(self) -> object | None:
+        """`advance` and `attend_prompts` of all layers but the first in C, for Exchange.run_layers. None where
         no joints can do it, or C cannot attend the prompts."""
         if self._joint_rows is None or self._joint_rows.balanced:
             return None
         if not self._prompts:
-            return self._joint_rows.layer_work(None)
+            return self._joint_rows.spart_layers(None)
         prompts = PromptChunk.native(self._prompts)
-        return None if prompts is None else self._joint_rows.layer_work(prompts)
+        return None if prompts is None else self._joint_rows.spart_layers(prompts)
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""

@@ -100,10 +100,10 @@ class JointRows:
         """True if a layer is balanced, so that not all joints can run."""
         return _balanced(self._layers)
 
-    def layer_work(self, prompts: NativePrompts | None) -> object:
+    def spart_layers(self, prompts: NativePrompts | None) -> object:
         """The capsule with which StepGroup.run_layers runs all joints but the first and attends the step's prompts.
         Only where nothing is `balanced`."""
-        return self._native.between(self._step, prompts)
+        return self._native.spart_layers(self._step, prompts)
 
 
 def _balanced(layers: Sequence[Layer]) -> bool:
@@ -134,7 +134,7 @@ def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -
     if not isinstance(ops, NativeBlockOps):
         return "kernels/decoder has no row operations for this device"
     if not ops.llama or not config.norm_first or config.rope is None:
-        return "a block has not RMS norms before its parts, RoPE and a gated SiLU"
+        return "a block has not RMS norms before attention and MLP, RoPE and a gated SiLU"
     if not all(isinstance(layer.mlp, MLP) for layer in layers):
         return "a layer has experts"
     if any(norm.weight is None for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)):

@@ -259,9 +259,9 @@ class Exchange(StepLinks):
         return self._merged is None and all(link.geometry.n_slots == 1 for link in links)
 
     def run_layers(
-        self, layer_work: object, from_layer: int, to_layer: int, timeout: float
+        self, layers: object, from_layer: int, to_layer: int, timeout: float
     ) -> tuple[npt.NDArray[np.float64], bool]:
-        """`post` and `wait` for each layer from `from_layer` to before `to_layer`, on a CPU. `layer_work` is what the
+        """`post` and `wait` for each layer from `from_layer` to before `to_layer`, on a CPU. `layers` is what the
         S-Part computes in C in and after each wait (StepGroup.run_layers). No other step can run meanwhile.
 
         Returns when the wait for each layer began and when its reply had come, float64 [layers, 2] in seconds of
@@ -269,7 +269,7 @@ class Exchange(StepLinks):
         these layers is still to be done.
         """
         self.judge(timeout)
-        failures, times = self._group.run_layers(layer_work, from_layer, to_layer, timeout)
+        failures, times = self._group.run_layers(layers, from_layer, to_layer, timeout)
         self._check(failures)
         return np.frombuffer(times).reshape(-1, 2), failures is None
 

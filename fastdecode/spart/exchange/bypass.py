@@ -126,7 +126,9 @@ class _DrivenLinks(StepLinks):
 class Bypass:
     """Runs the decode steps of an SPart. Used by one thread, that of the runner."""
 
-    def __init__(self, kernels: Kernels, make_stream: Callable[[], GraphStream], most_rows: int, proxy: Proxy | None = None):
+    def __init__(
+        self, kernels: Kernels, make_stream: Callable[[], GraphStream], most_rows: int, proxy: Proxy | None = None
+    ):
         """`make_stream` is called once a mini-batch. Steps of more rows than the size class of `most_rows` are not
         taken. Raises DriverError."""
         self._kernels, self._driver = kernels, kernels.driver
@@ -151,7 +153,7 @@ class Bypass:
             return False
         self._driver.use_here()
         self._forget_links(spart.links)
-        links = tuple(part.views.link for part in rows.link_rows)
+        links = tuple(link_rows.views.link for link_rows in rows.link_rows)
         try:
             self._graph(spart, self._lane(spart, slot), slot, links, size_class(n), self._kind(rows, size_class(n)))
         except (DriverError, RuntimeError) as error:
@@ -218,7 +220,7 @@ class Bypass:
         self, spart: Captured, rows: Any, slot: int, lane: _Lane, graph: _Graph, size: int, kind: Kind | None
     ) -> tuple[Sampler, torch.Tensor]:
         """Put the whole step into the lane's stream. Returns the sampler and the tensor that will have its results."""
-        regions = [self._region(part.views.link) for part in rows.link_rows]
+        regions = [self._region(link_rows.views.link) for link_rows in rows.link_rows]
         addresses = step_addresses(regions, slot, rows.link_rows)
         table = GraphTable(size, kind, rows.vocab_size, rows.table, addresses, rows.specs)
         table.upload(lane.inputs)
@@ -284,15 +286,15 @@ class Bypass:
     ) -> _Graph:
         table = GraphTable(size, kind, spart.model.config.vocab_size)
         with lane.stream.current():
-            parts = table.upload(lane.inputs)
+            inputs = table.upload(lane.inputs)
         q, kv, o = (x[:size] for x in lane.rows)
 
         def work(gates: Sequence[Gate]) -> None:
-            rows = StreamRows(self._kernels, lane.stream.handle, gates, (q, kv, o), parts)
+            rows = StreamRows(self._kernels, lane.stream.handle, gates, (q, kv, o), inputs)
             logits = lane.logits[:size]
-            logits.copy_(spart.whole_step(parts, rows))
+            logits.copy_(spart.whole_step(inputs, rows))
             if table.sampler is not None:
-                lane.results[: 2 * size].copy_(table.sampler.launch(logits, parts))
+                lane.results[: 2 * size].copy_(table.sampler.launch(logits, inputs))
 
         # Run once, because that loads kernels and allocates workspaces, which a capture must not do. No row is moved,
         # as the counts are 0, and no R-node is asked or waited for.

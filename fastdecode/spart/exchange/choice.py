@@ -62,7 +62,7 @@ def choose_exchange(
     whole_rows: bool = True,
 ) -> ChosenExchange:
     """The exchange for `wanted`: "auto", "staged" or "bypass". `whole_rows`: each row of a step goes to one R-node, not
-    in parts to the members of a team.
+    in pieces to the members of a team.
 
     Steps of up to `most_rows` rows are run by the bypass, whose proxy spins for `spin_us` microseconds. Raises
     BypassImpossible if "bypass" is wanted and cannot be used; "auto" takes the staged exchange then.

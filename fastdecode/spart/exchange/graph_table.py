@@ -14,7 +14,7 @@ from fastdecode.spart.sampler.sampling_kinds import MOST_RULES, Kind, rows_of_bl
 from fastdecode.spart.step.batch import SampleSpec
 from fastdecode.spart.step.step_table import StepTable
 
-#: Bytes of a table for a bias and for a penalised token: their two places, and three numbers; and for the alignment of
+#: Bytes of a table for a bias and for a penalised token: their two indices, and three numbers; and for the alignment of
 #: these arrays.
 _RULE_BYTES, _BLOCK_BYTES = 28, 5 * 16
 
@@ -54,7 +54,7 @@ class GraphTable:
         arrays."""
         inside = buffer[: self._table.nbytes]
         inside.copy_(self._table.pinned(), non_blocking=True)
-        return self._table.parts(inside)
+        return self._table.views(inside)
 
     @staticmethod
     def most_bytes(size: int, vocab_size: int) -> int:

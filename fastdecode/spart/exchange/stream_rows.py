@@ -57,7 +57,7 @@ def _release(driver: Driver, memory: np.ndarray) -> None:
 def step_addresses(regions: Sequence[MappedRegion], slot: int, rows: Sequence[LinkRows]) -> RowAddresses:
     """Where the rows of a step are in the slots; `regions` has the region of each link of `rows`."""
     y = regions[0].layout
-    slots = [region.addresses(slot, part) for region, part in zip(regions, rows, strict=True)]
+    slots = [region.addresses(slot, link_rows) for region, link_rows in zip(regions, rows, strict=True)]
     return row_addresses(slots, y.q_row_bytes, y.kv_row_bytes, y.o_row_bytes)
 
 

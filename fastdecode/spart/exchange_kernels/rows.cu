@@ -2,7 +2,7 @@
  *
  * A slot is host memory that is mapped into the device: the R-node's own memory over shared memory, else the region
  * that a carrier sends from. A row goes straight there, so no copy engine and no host thread takes part. Which slot and
- * which place in it a row has changes from step to step; the kernels look it up in tables that come with the step's
+ * which row of it a row has changes from step to step; the kernels look it up in tables that come with the step's
  * upload.
  *
  * A launch may have more blocks than the step has rows, so that one captured graph serves every step of its size class.

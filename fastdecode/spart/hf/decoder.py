@@ -125,8 +125,8 @@ class _Forward:
     def logits(self) -> torch.Tensor:
         return self._logits[: len(self._inputs["last rows"])]
 
-    def scored_logits(self, part: slice) -> torch.Tensor:
-        return self._logits[len(self._inputs["last rows"]) :][part]
+    def scored_logits(self, rows: slice) -> torch.Tensor:
+        return self._logits[len(self._inputs["last rows"]) :][rows]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,

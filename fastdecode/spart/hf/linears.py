@@ -27,7 +27,7 @@ _PRECISE = "v_proj"
 
 class Product:
     """The product of several linears with the same rows. The last rows and their product are kept until each linear has
-    taken its part."""
+    taken its outputs."""
 
     def __init__(self, linear: Linear, outs: Sequence[int]):
         """`outs` are the linears' numbers of outputs."""
@@ -37,7 +37,7 @@ class Product:
         self._product: torch.Tensor | None = None
         self._left = 0
 
-    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+    def outputs(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """The outputs of the linear `index`: x [..., in] -> [..., outs[index]], a view."""
         if self._rows is not x or self._product is None:
             self._rows, self._product, self._left = x, self.whole(x), len(self._ends) - 1
@@ -54,18 +54,18 @@ class Product:
 
 class LinearModule(torch.nn.Module):
     """A replacement for an nn.Linear: its weight is quantised, or in the order that oneDNN's kernels read. It may be
-    a part of a larger matrix."""
+    some rows of a larger matrix."""
 
     def __init__(self, module: torch.nn.Linear, product: Product, index: int):
         super().__init__()
         self.in_features, self.out_features = module.in_features, module.out_features
-        #: Without data, for code that asks a layer for its dtype or shape.
+        #: A tensor without data, for code that asks a layer for its dtype or shape.
         self.weight = torch.nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
         self.product, self.index = product, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]."""
-        return self.product.part(self.index, x)
+        return self.product.outputs(self.index, x)
 
 
 class EmbeddingModule(torch.nn.Module):
@@ -73,7 +73,7 @@ class EmbeddingModule(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Embedding, rows: GroupedEmbedding):
         super().__init__()
-        #: Without data, as LinearModule's.
+        #: A tensor without data, as LinearModule has.
         self.weight = torch.nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
         self.rows = rows
 
@@ -91,8 +91,8 @@ def quantise_embedding(model: Any, bits: int) -> None:
     weight = embedding.weight.data
     device, dtype = weight.device, weight.dtype
     tied = type(head) is torch.nn.Linear and head.weight.data_ptr() == weight.data_ptr()
-    parts = quantise_head(weight, bits) if tied else [quantise(weight, bits, ACTIVATION_BITS)]
-    linears = [GroupedLinear(part, None, device) for part in parts]
+    matrices = quantise_head(weight, bits) if tied else [quantise(weight, bits, ACTIVATION_BITS)]
+    linears = [GroupedLinear(matrix, None, device) for matrix in matrices]
     if tied:
         model.set_output_embeddings(LinearModule(head, Product(side_by_side(linears), [head.out_features]), 0))
     model.set_input_embeddings(EmbeddingModule(embedding, GroupedEmbedding(linears, dtype, shared=tied)))
@@ -134,13 +134,13 @@ def _replace(parent: torch.nn.Module, members: dict[str, torch.nn.Linear], bits:
     biases = [module.bias.data for module in modules if module.bias is not None]
     bias = torch.cat(biases) if biases else None
     device, dtype = weights[0].device, weights[0].dtype
-    parts: Sequence[torch.Tensor | Quantised] = weights
+    matrices: Sequence[torch.Tensor | Quantised] = weights
     if bits and is_head:
-        parts = quantise_head(weights[0], bits)
+        matrices = quantise_head(weights[0], bits)
     elif bits:
         own = [8 if name == _PRECISE else bits for name in members]
-        parts = [quantise(weight, n, ACTIVATION_BITS) for weight, n in zip(weights, own, strict=True)]
-    linear = make_linear(parts, bias, device, dtype)
+        matrices = [quantise(weight, n, ACTIVATION_BITS) for weight, n in zip(weights, own, strict=True)]
+    linear = make_linear(matrices, bias, device, dtype)
     product = Product(linear, [module.out_features for module in modules])
     for index, (name, module) in enumerate(members.items()):
         setattr(parent, name, LinearModule(module, product, index))
@@ -148,6 +148,6 @@ def _replace(parent: torch.nn.Module, members: dict[str, torch.nn.Linear], bits:
 
 def replaced_bytes(module: Any) -> int:
     """Bytes of memory that the products of replaced linears and a replaced embedding take."""
-    products = {part.product for part in module.modules() if isinstance(part, LinearModule)}
-    embeddings = [part.rows for part in module.modules() if isinstance(part, EmbeddingModule)]
+    products = {child.product for child in module.modules() if isinstance(child, LinearModule)}
+    embeddings = [child.rows for child in module.modules() if isinstance(child, EmbeddingModule)]
     return sum(product.linear.nbytes for product in products) + sum(rows.nbytes for rows in embeddings)

@@ -36,7 +36,7 @@ class HFModel(ServedModel):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """As far as the model's linears show it; experts that are kept in one tensor are not seen."""
+        """See ServedModel; the widest row is that of a linear, so experts that are kept in one tensor are not seen."""
         hidden = self.module.get_input_embeddings().weight.shape[1]
         head = self.module.get_output_embeddings()
         linears = (m for m in self.module.modules() if hasattr(m, "out_features") and m is not head)
@@ -88,9 +88,9 @@ def load_hf_model(
         raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
     module.eval().requires_grad_(False)
     adapters.adapt(module, split_attention)
-    for part in module.modules():
-        if hasattr(part, "warn_if_padding_and_no_attention_mask"):  # it looks at the tokens, so the host would wait
-            part.warn_if_padding_and_no_attention_mask = _no_padding
+    for child in module.modules():
+        if hasattr(child, "warn_if_padding_and_no_attention_mask"):  # it looks at the tokens, so the host would wait
+            child.warn_if_padding_and_no_attention_mask = _no_padding
     parameters = sum(parameter.numel() for parameter in module.parameters())
     bits = BITS.get(weights)
     if bits or can_pack(device, dtype):

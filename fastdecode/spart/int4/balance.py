@@ -39,7 +39,8 @@ _SEQUENCES = 4
 _LATEST = 8192
 #: FD_HADAMARD_MAX of kernels/cpu/hadamard.h.
 _LARGEST_BLOCK = 128
-#: Added to the second moments, relative to their mean eigenvalue: what the estimate says of small ones is noise.
+#: The number that is added to the second moments, relative to their mean eigenvalue, because the estimates of small
+#: eigenvalues are noise.
 _LEAST = 1e-2
 
 
@@ -221,8 +222,8 @@ def _weights(state: StepState, scale: float) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _moments(heads: torch.Tensor, n_kv: int, weights: torch.Tensor) -> torch.Tensor:
-    """Of heads [rows, n, size], n a multiple of n_kv: fp64 [n_kv, size, size], the heads of a group together. Each row
-    counts as often as `weights` [n_kv, rows of all heads of a group] says."""
+    """The second moments of heads [rows, n, size], n a multiple of n_kv: fp64 [n_kv, size, size], the heads of a group
+    together. Each row counts as often as `weights` [n_kv, rows of all heads of a group] says."""
     rows = heads.unflatten(1, (n_kv, -1)).transpose(0, 1).flatten(1, 2).double().cpu()
     moments: torch.Tensor = (rows * weights[:, :, None]).mT @ rows / rows.shape[1]
     return moments

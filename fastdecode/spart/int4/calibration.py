@@ -58,11 +58,13 @@ class CalibratedLinear(Linear):
 
     def _rounded(self, x: torch.Tensor) -> Linear:
         moments = second_moments(x)
-        parts: list[Quantised] = []
+        matrices: list[Quantised] = []
         for bits, members in groupby(zip(self._bits, self._weights, strict=True), key=lambda member: member[0]):
             weight = torch.cat([weight for _, weight in members])
-            parts.append(quantise(weight, 8, ACTIVATION_BITS) if bits == 8 else quantise_compensated(weight, moments))
-        return make_linear(parts, self._bias, weight.device, weight.dtype)
+            matrices.append(
+                quantise(weight, 8, ACTIVATION_BITS) if bits == 8 else quantise_compensated(weight, moments)
+            )
+        return make_linear(matrices, self._bias, weight.device, weight.dtype)
 
 
 class Calibration:

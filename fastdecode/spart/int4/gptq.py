@@ -22,11 +22,12 @@ from fastdecode.spart.linears.quantised import (
 
 log = logging.getLogger(__name__)
 
-#: An LM head in 4 bits keeps the first of this many parts of its rows in 8 bits. Tokenizers number frequent pieces
-#: first, and errors of their logits count most.
+#: An LM head in 4 bits keeps its first rows in 8 bits, one of this many. Tokenizers number frequent pieces first, and
+#: errors of their logits count most.
 HEAD_SHARE_IN_8_BITS = 8
 
-#: Added to the moments' diagonal, relative to its mean: the first that can be inverted. Less costs other texts more.
+#: The numbers that are added to the moments' diagonal, relative to its mean, until the moments can be inverted. A
+#: smaller number costs other texts more.
 _DAMPING = (0.05, 1.0)
 _ROWS = 4096  # rounded at a time
 
@@ -62,7 +63,7 @@ def _round_rows(weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor)
     for index, start in zip(order.tolist(), range(0, ins, GROUP), strict=True):
         columns = left[:, start : start + GROUP]
         own = factor[start : start + GROUP, start : start + GROUP]
-        scale, minimum = (part.flatten() for part in fit_4_bits(columns[:, None], levels=True)[1:])
+        scale, minimum = (values.flatten() for values in fit_4_bits(columns[:, None], levels=True)[1:])
         scales[index], mins[index] = scale, minimum
         group = columns.mT.contiguous()
         errors = torch.empty_like(group)
@@ -72,7 +73,7 @@ def _round_rows(weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor)
             errors[i] = (column - (number * scale + minimum)) / own[i, i]
             group[i + 1 :].addr_(own[i, i + 1 :], errors[i], alpha=-1)
         left[:, start + GROUP :].addmm_(errors.mT, factor[start : start + GROUP, start + GROUP :], alpha=-1)
-    q, scales, mins = (part.mT.contiguous() for part in (codes_of_levels(numbers).to(torch.uint8), scales, mins))
+    q, scales, mins = (values.mT.contiguous() for values in (codes_of_levels(numbers).to(torch.uint8), scales, mins))
     return Quantised(q, scales, mins, 0, 4, GROUP, activation_bits=ACTIVATION_BITS, table=LEVELS, hadamard=True)
 
 
@@ -120,7 +121,7 @@ def _inverse_factor(moments: torch.Tensor) -> torch.Tensor | None:
     for damping in _DAMPING:
         damped = moments.clone()
         damped.diagonal().add_(damping * mean)
-        # Of inputs in reverse order the factor is lower triangular; turned round again, its inverse is the result.
+        # The factor of inputs in reverse order is lower triangular; its inverse, turned round again, is the result.
         lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if not failed:
             identity = torch.eye(len(moments), dtype=moments.dtype, device=moments.device)

@@ -21,7 +21,7 @@ def sequences_of(config: ModelConfig, tokens: Sequence[int]) -> list[torch.Tenso
     begin = torch.tensor([] if config.bos_token_id is None else [config.bos_token_id], dtype=torch.int64)
     length = min(_LENGTH, config.max_positions) - len(begin)
     known = torch.tensor([token for token in tokens if token < config.vocab_size], dtype=torch.int64)
-    return [torch.cat([begin, part]) for part in known.split(length)]
+    return [torch.cat([begin, some]) for some in known.split(length)]
 
 
 def prompt_state(spart: SPart, sequences: Sequence[torch.Tensor]) -> StepState:

@@ -35,7 +35,7 @@ class ExpertLinears(Weight):
 
     @property
     def pooled(self) -> bool:
-        """As for Linear."""
+        """See Linear.pooled."""
         return False
 
     @abstractmethod
@@ -53,7 +53,7 @@ class LoopedExperts(ExpertLinears):
         self._linears = tuple(linears)
 
     def __call__(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-        return torch.cat([self._linears[expert](x[part]) for expert, part in rows.spans])
+        return torch.cat([self._linears[expert](x[span]) for expert, span in rows.spans])
 
     @property
     def pooled(self) -> bool:

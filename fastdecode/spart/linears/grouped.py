@@ -104,7 +104,7 @@ class GroupedLinear(Linear):
 
     def write(self, x: torch.Tensor, y: torch.Tensor, first: int) -> None:
         """Write the product of x [n, in] to y [n, width], from column `first` on; both are fp32 and contiguous."""
-        assert self._native is not None, "only the kernels for a CPU write into a part of a tensor"
+        assert self._native is not None, "only the kernels for a CPU write some columns of a tensor"
         self._native.run(x.numpy(), y.numpy(), pool_threads(), y.shape[1], first)
 
     @property

@@ -103,16 +103,16 @@ def hadamard_blocks(x: torch.Tensor) -> torch.Tensor:
     return (x.reshape(-1, GROUP) @ matrix).view(x.shape)
 
 
-def concatenate(parts: Sequence[Quantised]) -> Quantised:
+def concatenate(matrices: Sequence[Quantised]) -> Quantised:
     """One matrix of several of the same form, rows over rows."""
-    first = parts[0]
-    if len(parts) == 1:
+    first = matrices[0]
+    if len(matrices) == 1:
         return first
-    mins = [part.mins for part in parts if part.mins is not None]
+    mins = [matrix.mins for matrix in matrices if matrix.mins is not None]
     return replace(
         first,
-        q=torch.cat([part.q for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
+        q=torch.cat([matrix.q for matrix in matrices]),
+        scales=torch.cat([matrix.scales for matrix in matrices]),
         mins=torch.cat(mins) if mins else None,
     )
 
@@ -128,7 +128,7 @@ def quantise(weight: torch.Tensor, bits: int, activation_bits: int = 15) -> Quan
     rows = [weight[i : i + step].float() for i in range(0, len(weight), step)]
     hadamard = activation_bits == 8 and weight.shape[1] % GROUP == 0
     round_rows = _round_to_8 if bits == 8 else _round_to_4
-    matrix = concatenate([round_rows(part, hadamard) for part in rows])
+    matrix = concatenate([round_rows(block, hadamard) for block in rows])
     return replace(matrix, activation_bits=activation_bits)
 
 
@@ -146,7 +146,7 @@ def most_of_four(numbers: torch.Tensor) -> torch.Tensor:
     """numbers [out, in] -> [out, in / GROUP] the largest sum, by magnitude, of the positive or of the negative numbers
     among four that AVX2 multiplies in one 16-bit sum: inputs 8i, 8i + 1, 8i + 4 and 8i + 5, or the 4 others of 8."""
     fours = numbers.view(len(numbers), -1, GROUP // 8, 2, 2, 2)
-    positive, negative = (part.sum((3, 5)).amax((2, 3)) for part in (fours.clamp_min(0), (-fours).clamp_min(0)))
+    positive, negative = (side.sum((3, 5)).amax((2, 3)) for side in (fours.clamp_min(0), (-fours).clamp_min(0)))
     return torch.maximum(positive, negative)
 
 

@@ -15,38 +15,38 @@ from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, conca
 
 
 class ConcatenatedLinear(Linear):
-    """Linears of the same rows whose outputs stand side by side: parts that are stored in different forms."""
+    """Linears of the same rows whose outputs stand side by side, of matrices that are stored in different forms."""
 
-    __slots__ = ("_parts", "_writers")
+    __slots__ = ("_linears", "_writers")
 
-    def __init__(self, parts: Sequence[Linear]):
-        self._parts = tuple(parts)
-        self._writers = [part for part in parts if isinstance(part, GroupedLinear) and part.writes]
+    def __init__(self, linears: Sequence[Linear]):
+        self._linears = tuple(linears)
+        self._writers = [linear for linear in linears if isinstance(linear, GroupedLinear) and linear.writes]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(self._writers) < len(self._parts):
-            return torch.cat([part(x) for part in self._parts], dim=1)
+        if len(self._writers) < len(self._linears):
+            return torch.cat([linear(x) for linear in self._linears], dim=1)
         rows = x.float().contiguous()
-        y = torch.empty(len(x), sum(part.outs for part in self._writers))
+        y = torch.empty(len(x), sum(linear.outs for linear in self._writers))
         first = 0
-        for part in self._writers:
-            part.write(rows, y, first)
-            first += part.outs
+        for linear in self._writers:
+            linear.write(rows, y, first)
+            first += linear.outs
         return y.to(x.dtype)
 
     @property
     def pooled(self) -> bool:
-        return all(part.pooled for part in self._parts)
+        return all(linear.pooled for linear in self._linears)
 
     @property
     def native(self) -> NativeProducts:
-        if len(self._writers) < len(self._parts):
+        if len(self._writers) < len(self._linears):
             return ()
-        return tuple(native for part in self._writers for native in part.native)
+        return tuple(native for linear in self._writers for native in linear.native)
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts)
+        return sum(linear.nbytes for linear in self._linears)
 
 
 def side_by_side(linears: Sequence[Linear]) -> Linear:
@@ -76,7 +76,7 @@ class PermutedLinear(Linear):
 
 
 def make_linear(
-    parts: Sequence[torch.Tensor | Quantised],
+    matrices: Sequence[torch.Tensor | Quantised],
     bias: torch.Tensor | None,
     device: torch.device,
     dtype: torch.dtype,
@@ -87,38 +87,40 @@ def make_linear(
     Float matrices become `dtype`, or are rounded to `bits`. Neighbours of the same form become one matrix.
     """
     if bits is not None:
-        parts = [part if isinstance(part, Quantised) else quantise(part, bits, ACTIVATION_BITS) for part in parts]
+        matrices = [
+            matrix if isinstance(matrix, Quantised) else quantise(matrix, bits, ACTIVATION_BITS) for matrix in matrices
+        ]
     linears: list[Linear] = []
     done = 0
-    for form, group in groupby(parts, key=lambda part: part.form if isinstance(part, Quantised) else None):
+    for form, group in groupby(matrices, key=lambda matrix: matrix.form if isinstance(matrix, Quantised) else None):
         members = list(group)
-        outs = sum(len(part.q) if isinstance(part, Quantised) else len(part) for part in members)
-        part_bias = None if bias is None else bias[done : done + outs]
+        outs = sum(len(matrix.q) if isinstance(matrix, Quantised) else len(matrix) for matrix in members)
+        own_bias = None if bias is None else bias[done : done + outs]
         done += outs
         if form is None:
             linears.append(
-                _dense([part for part in members if isinstance(part, torch.Tensor)], part_bias, device, dtype)
+                _dense([matrix for matrix in members if isinstance(matrix, torch.Tensor)], own_bias, device, dtype)
             )
         else:
-            matrix = concatenate([part for part in members if isinstance(part, Quantised)])
-            linear: Linear = GroupedLinear(matrix, part_bias, device)
-            linears.append(linear if matrix.order is None else PermutedLinear(linear, matrix.order.to(device)))
+            whole = concatenate([matrix for matrix in members if isinstance(matrix, Quantised)])
+            linear: Linear = GroupedLinear(whole, own_bias, device)
+            linears.append(linear if whole.order is None else PermutedLinear(linear, whole.order.to(device)))
     return side_by_side(linears)
 
 
 def make_experts(
-    parts_of: Iterable[tuple[Sequence[torch.Tensor | Quantised], torch.Tensor | None]],
+    experts: Iterable[tuple[Sequence[torch.Tensor | Quantised], torch.Tensor | None]],
     device: torch.device,
     dtype: torch.dtype,
     bits: int | None = None,
 ) -> ExpertLinears:
-    """The linears of all experts. `parts_of` has the matrices and the bias of each; see make_linear."""
+    """The linears of all experts. `experts` has the matrices and the bias of each; see make_linear."""
     linears, weights, biases = [], [], []
-    for parts, bias in parts_of:
-        if device.type == "cpu" or bits is not None or any(isinstance(part, Quantised) for part in parts):
-            linears.append(make_linear(parts, bias, device, dtype, bits))
+    for matrices, bias in experts:
+        if device.type == "cpu" or bits is not None or any(isinstance(matrix, Quantised) for matrix in matrices):
+            linears.append(make_linear(matrices, bias, device, dtype, bits))
             continue
-        dense = [part.to(device, dtype) for part in parts if isinstance(part, torch.Tensor)]
+        dense = [matrix.to(device, dtype) for matrix in matrices if isinstance(matrix, torch.Tensor)]
         weights.append(torch.cat(dense))
         biases += [] if bias is None else [bias.to(device, dtype)]
     if linears:
@@ -127,9 +129,9 @@ def make_experts(
 
 
 def _dense(
-    parts: Sequence[torch.Tensor], bias: torch.Tensor | None, device: torch.device, dtype: torch.dtype
+    matrices: Sequence[torch.Tensor], bias: torch.Tensor | None, device: torch.device, dtype: torch.dtype
 ) -> Linear:
-    weight = torch.empty(sum(map(len, parts)), parts[0].shape[1], device=device, dtype=dtype)
-    for part, target in zip(parts, torch.split(weight, list(map(len, parts))), strict=True):
-        target.copy_(part)
+    weight = torch.empty(sum(map(len, matrices)), matrices[0].shape[1], device=device, dtype=dtype)
+    for matrix, target in zip(matrices, torch.split(weight, list(map(len, matrices))), strict=True):
+        target.copy_(matrix)
     return make_dense(weight, None if bias is None else bias.to(device, dtype))

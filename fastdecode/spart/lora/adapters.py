@@ -170,7 +170,7 @@ class AdapterSet:
         """The change of a linear that stacks the linears `names`; the i-th of these is [outs[i], ins]. None if no
         adapter changes any of them.
 
-        Each part has columns of A of its own, so that B is zero outside the part's rows. On a CPU the change is
+        Each linear has columns of A of its own, so that B is zero outside the linear's rows. On a CPU the change is
         computed in fp32, because oneDNN's 16-bit products of few rows take several times as long as fp32 ones.
         """
         dtype = torch.float32 if device.type == "cpu" else dtype
@@ -182,12 +182,12 @@ class AdapterSet:
         b = torch.zeros(len(self._adapters), rank, sum(outs))
         for i, adapter in enumerate(self._adapters):
             column = row = 0
-            for name, part_rank, out in zip(names, ranks, outs, strict=True):
+            for name, own_rank, out in zip(names, ranks, outs, strict=True):
                 if name in adapter.modules:
                     down, up = adapter.factors(name)
                     a[i, :, column : column + len(down)] = down.T
                     b[i, column : column + len(down), row : row + out] = up.T
-                column, row = column + part_rank, row + out
+                column, row = column + own_rank, row + out
         return Change(a.to(device, dtype), b.to(device, dtype))
 
     def _rank(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Attention of some rows to some keys by torch's fused kernels, with the sums that merge it with another part."""
+"""Attention of some rows to some keys by torch's fused kernels, and the sums that merge it with that to other keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def attend(
     n = m.
 
     Returns O [batch, heads, n, e] and, in fp32 [batch, heads, n], the logarithm of the sum of each row's exponentiated
-    scores. These logarithms merge attention over two parts of the keys exactly: the second part's share of O is
+    scores. These logarithms merge attention over two sets of keys exactly: the second set's share of O is
     sigmoid(second - first) (FlashAttention, arXiv 2205.14135, section 3.1). torch's public function does not return
     them, so `attend` calls the kernels behind that function. K and V may be expanded over heads; no mask and no score
     matrix is made.

@@ -3,7 +3,7 @@
 A prompt that is prefilled in one chunk needs only its own rows. For a prompt of several chunks, the K and V of the
 earlier chunks are staged here until the last chunk has passed all layers. On a CPU a chunk attends by kernels/decoder,
 to K and V that are packed in blocks. torch attends to the chunk's own rows causally and to all earlier ones, in two
-parts that are merged, so no mask is made that grows with the prompt.
+products that are merged, so no mask is made that grows with the prompt.
 """
 
 from __future__ import annotations
@@ -198,23 +198,21 @@ class PromptChunk:
         attention: PackedAttention | None,
     ):
         self.key, self.chunk, self.rows = key, chunk, rows
-        self._heads_of = config.heads_of
-        self._scale, self._windows = config.softmax_scale, config.windows
-        self._options, self._kv_layers = config.options, config.kv_layers
         self.prompt, self._attention = prompt, attention
+        self._config, self._kv_layers, self._scale = config, config.kv_layers, config.softmax_scale
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
         self._unstaged: dict[Heads, Blocks] = {}
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         """Attention of the chunk's rows q and kv, whose O rows are written to `out`; the layer's heads stand at the
         beginning of these rows. A layer that shares the K and V of another gets that layer's rows as `kv`."""
-        heads = self._heads_of(layer)
+        heads = self._config.heads_of(layer)
         n, pos, store = len(q), self.chunk.pos, self._kv_layers[layer]
         q, out = heads_in(q, 0, heads.n_q, heads.k_size), heads_in(out, 0, heads.n_q, heads.v_size)
         k = heads_in(kv, 0, heads.n_kv, heads.k_size).transpose(0, 1)
         v = heads_in(kv, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size).transpose(0, 1)
         window, segment = self._limits(layer)
-        scoring = scoring_of(self._options, layer, len(self._windows), heads, q.device)
+        scoring = scoring_of(self._config.options, layer, self._config.n_layers, heads, q.device)
         if self.prompt is not None and store == layer:
             self.prompt.stage(layer, k, v, pos)
         if self._attention is not None:
@@ -248,16 +246,16 @@ class PromptChunk:
         """The chunks of a step for C, which packs their K and V and attends, layer by layer. None if it cannot: where
         torch attends, and where layers share K and V or have sinks."""
         first = chunks[0]
-        own = first._kv_layers == tuple(range(len(first._windows)))
-        if first._attention is None or first._options.sinks or not own:
+        own = first._kv_layers == tuple(range(first._config.n_layers))
+        if first._attention is None or first._config.options.sinks or not own:
             return None
         return first._attention.native, first._scale, [chunk._native() for chunk in chunks]
 
     def _native(self) -> NativeChunk:
         """The chunk for C."""
         layers = []
-        for layer in range(len(self._windows)):
-            heads = self._heads_of(layer)
+        for layer in range(self._config.n_layers):
+            heads = self._config.heads_of(layer)
             if isinstance(self.prompt, PackedPrompt):
                 blocks = self.prompt.blocks(layer)
             else:
@@ -268,9 +266,9 @@ class PromptChunk:
 
     def _limits(self, layer: int) -> tuple[int, int]:
         """The window and the segment of a layer, 0 where the chunk's rows do not reach beyond it."""
-        segment = self._options.segments[layer] if self._options.segments else 0
+        segment = self._config.options.segments[layer] if self._config.options.segments else 0
         stop = self.chunk.pos + len(self.chunk.tokens)
-        window, segment = (limit if limit < stop else 0 for limit in (self._windows[layer], segment))
+        window, segment = (limit if limit < stop else 0 for limit in (self._config.windows[layer], segment))
         return window, segment
 
     def _attend_by_torch(
@@ -317,7 +315,7 @@ class PromptChunk:
         step = BLOCK_ROWS
         if not scoring.is_plain:  # scores are made
             step = max(1, min(step, _BLOCK_SCORES // (q.shape[0] * q.shape[1] * (pos + n))))
-        parts = []
+        outputs = []
         for start in range(0, n, step):
             stop, own = min(n, start + step), pos + start
             # The earliest position that a row of the block attends to.
@@ -332,8 +330,8 @@ class PromptChunk:
                 )
             else:
                 attended = scoring.attend(block, k[:, 0, keys], v[:, 0, keys], mask, own, first, self._scale)
-            parts.append(attended)
-        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+            outputs.append(attended)
+        return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
 
     def _mask(self, window: int, segment: int, own: int, n: int, first: int, like: torch.Tensor) -> torch.Tensor:
         """Additive mask [n, positions from `first`] of rows whose positions begin at `own`, made once a step."""

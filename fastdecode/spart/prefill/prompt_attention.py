@@ -14,7 +14,7 @@ from fastdecode.spart.threads import pool_threads
 
 #: Tokens of a block.
 BLOCK_TOKENS = 64
-#: The prompts of a step, for Joints.between of kernels/_native.pyi: the attention, the scale of scores, and the chunks.
+#: A step's prompts, for Joints.spart_layers of kernels/_native.pyi: the attention, the scale of scores, the chunks.
 NativePrompts = tuple[_native.PromptAttention, float, list["NativeChunk"]]
 #: A chunk's first row in the step, its rows, its position, and for each layer the address of the blocks' words, the
 #: words of a head, the window and the segment.

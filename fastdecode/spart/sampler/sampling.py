@@ -107,9 +107,9 @@ class Sampler:
         sampled: list[Sampled] = []
         short: list[int] = []
         for block in self._blocks:
-            part, rows = block.read(values)
+            drawn, rows = block.read(values)
             short += [len(sampled) + i for i in rows]
-            sampled += part
+            sampled += drawn
         if short:
             table = StepTable()
             again = Sampler([self._specs[i] for i in short], self._vocab, table, top_p_prefix=self._vocab)
@@ -304,19 +304,19 @@ class _Block:
         x.div_(self._get(uploaded, "temperature")[:, None])
         for group in self._top_k:
             chosen = self._get(uploaded, group.name)
-            part = x if len(group.rows) == n else x.index_select(0, chosen)
+            filtered = x if len(group.rows) == n else x.index_select(0, chosen)
             last = self._get(uploaded, f"{group.name} last")[:, None]
-            best = part.topk(group.width, dim=1).values
+            best = filtered.topk(group.width, dim=1).values
             floor = best.gather(1, last.clamp(min=0)).masked_fill_(last < 0, -torch.inf)
-            self._drop_below(x, part, floor, chosen, -torch.inf)
+            self._drop_below(x, filtered, floor, chosen, -torch.inf)
         x.exp_()
         reached = torch.ones(n, dtype=torch.bool, device=rows.device)
         for group in self._top_p:
             chosen = self._get(uploaded, group.name)
-            part = x if len(group.rows) == n else x.index_select(0, chosen)
+            filtered = x if len(group.rows) == n else x.index_select(0, chosen)
             mass = self._get(uploaded, f"{group.name} mass")[:, None]
-            floor, enough = _nucleus_floor(part, mass, group.width)
-            self._drop_below(x, part, floor, chosen, 0.0)
+            floor, enough = _nucleus_floor(filtered, mass, group.width)
+            self._drop_below(x, filtered, floor, chosen, 0.0)
             reached.index_copy_(0, chosen, enough)
         if self._has_min_p:
             x.masked_fill_(x < self._get(uploaded, "min-p")[:, None], 0.0)
@@ -325,13 +325,13 @@ class _Block:
 
     @staticmethod
     def _drop_below(
-        x: torch.Tensor, part: torch.Tensor, floor: torch.Tensor, chosen: torch.Tensor, value: float
+        x: torch.Tensor, filtered: torch.Tensor, floor: torch.Tensor, chosen: torch.Tensor, value: float
     ) -> None:
-        """Set numbers less than floor [len(part), 1] to `value`, in the rows `chosen` of x. `part` is a copy of these
-        rows, or x itself."""
-        part.masked_fill_(part < floor, value)
-        if part is not x:
-            x.index_copy_(0, chosen, part)
+        """Set numbers less than floor [len(filtered), 1] to `value`, in the rows `chosen` of x. `filtered` is a copy of
+        these rows, or x itself."""
+        filtered.masked_fill_(filtered < floor, value)
+        if filtered is not x:
+            x.index_copy_(0, chosen, filtered)
 
     # -- on the host ----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ MIN_TEMPERATURE = 1e-5
 TOP_P_PREFIX = 1024
 #: Rows are sampled in blocks whose weights take at most this much memory, in bytes.
 BLOCK_BYTES = 32 << 20
-#: The most places of biases, and of penalties, that the blocks of a captured step have together.
+#: The most entries of biases, and of penalties, that the blocks of a captured step have together.
 MOST_RULES = 1 << 16
 _LEAST_RULES = 1 << 10
 

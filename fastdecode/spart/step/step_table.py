@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-#: Every array starts at a multiple of this many bytes, so that a part of the buffer can be viewed in its own dtype.
+#: Every array starts at a multiple of this many bytes, so that its bytes in the buffer can be viewed in its own dtype.
 _ALIGNMENT = 16
 
 
@@ -42,7 +42,7 @@ class StepTable:
         """
         if device.type == "cpu":
             return {name: torch.from_numpy(values) for name, values in self._arrays.items()}
-        return self.parts(self.pinned().to(device, non_blocking=True)) if self._arrays else {}
+        return self.views(self.pinned().to(device, non_blocking=True)) if self._arrays else {}
 
     def pinned(self) -> torch.Tensor:
         """All arrays in one buffer of pinned memory."""
@@ -61,7 +61,7 @@ class StepTable:
         for name, values in self._arrays.items():
             buffer[offsets[name] : offsets[name] + values.nbytes] = values.view(np.uint8)
 
-    def parts(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arrays as views of a tensor that holds what `pack` has written, on any device."""
         offsets, _ = self._offsets()
         return {
