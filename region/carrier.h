@@ -14,8 +14,7 @@
  *
  * The counts are those of the step that was armed last. No function may block, and none may need Python's GIL.
  */
-#ifndef FD_CARRIER_H
-#define FD_CARRIER_H
+#pragma once
 
 #include "doorbell.h"
 
@@ -67,5 +66,3 @@ static inline void fd_shm_r_send(void *self, uint32_t slot, fd_message_t message
 }
 
 static const fd_carrier_ops_t fd_shm_r_ops __attribute__((unused)) = {.send = fd_shm_r_send, .wakes = true};
-
-#endif

@@ -5,8 +5,7 @@
  * the two steps on each side makes at least one thread see the other (Dekker's argument), so no wake-up is lost.
  * Every sleep has a time limit, because a hostile peer may write any of these words at any time.
  */
-#ifndef FD_DOORBELL_H
-#define FD_DOORBELL_H
+#pragma once
 
 #include <errno.h>
 #include <limits.h>
@@ -118,5 +117,3 @@ static inline void fd_poison_all(void *region, const fd_geometry_t *g) {
         fd_futex_wake(&slot->layer_reply, true);
     }
 }
-
-#endif

@@ -4,8 +4,7 @@
  * and each ISA's table of kernels (kernels/attention) follow from them. A format's number is its place in its table. It
  * goes over the wire, so a new format is added at the end.
  */
-#ifndef FD_FORMATS_H
-#define FD_FORMATS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -41,5 +40,3 @@ static const char *const fd_kv_dtype_names[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_
 
 /* Bytes of one element of an activation row. */
 static inline size_t fd_act_bytes(uint32_t act_dtype) { return act_dtype == FD_ACT_FP32 ? 4 : 2; }
-
-#endif

@@ -1,6 +1,5 @@
 /* How Python hands a geometry and a region to C. For the extension modules only; include Python.h first. */
-#ifndef FD_PY_GEOMETRY_H
-#define FD_PY_GEOMETRY_H
+#pragma once
 
 #include "region.h"
 
@@ -46,5 +45,3 @@ static inline int fd_py_region(PyObject *object, const fd_geometry_t *g, Py_buff
     PyBuffer_Release(view);
     return -1;
 }
-
-#endif

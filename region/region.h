@@ -43,8 +43,7 @@
  * Code that reads memory which a peer can write treats it as hostile: it copies the header and the table, checks the
  * copy and uses the copy.
  */
-#ifndef FD_REGION_H
-#define FD_REGION_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -236,5 +235,3 @@ static inline const char *fd_arm_error(const fd_geometry_t *g, const fd_arm_t *a
         if (a->reserved[i]) return "reserved field is not zero";
     return NULL;
 }
-
-#endif

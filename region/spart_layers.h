@@ -1,7 +1,6 @@
 /* The functions with which the S-Part computes its share of each layer, for a port that runs the layers of a step
  * without Python. The S-Part passes them in a capsule of this name. */
-#ifndef FD_SPART_LAYERS_H
-#define FD_SPART_LAYERS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -15,5 +14,3 @@ typedef struct {
     int (*compute_meanwhile)(void *self, uint32_t layer);
     void *self;
 } fd_spart_layers_t;
-
-#endif

@@ -4,8 +4,7 @@
  * for a layer. If it does what thread 0 would do, the layer begins at once, and no thread has to be woken or to give up
  * its core.
  */
-#ifndef FD_STAND_IN_H
-#define FD_STAND_IN_H
+#pragma once
 
 typedef enum {
     FD_STAND_IN_TAKEN, /* thread 0 is awake, or another thread stands in */
@@ -24,5 +23,3 @@ typedef struct {
 
 /* A PyCapsule of this name points to an fd_stand_in_t, which is valid as long as the capsule. */
 #define FD_STAND_IN_CAPSULE "fastdecode.stand_in"
-
-#endif

@@ -1,6 +1,5 @@
 /* Whether and why one end of a link is down: a flag for data threads, a sentence, and an eventfd for the event loop. */
-#ifndef FD_LINK_STATE_H
-#define FD_LINK_STATE_H
+#pragma once
 
 #include <pthread.h>
 #include <stdint.h>
@@ -61,5 +60,3 @@ static inline void fd_link_down_reason(fd_link_state_t *link, char out[256]) {
     memcpy(out, link->reason, sizeof link->reason);
     pthread_mutex_unlock(&link->lock);
 }
-
-#endif

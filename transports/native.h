@@ -1,6 +1,5 @@
 /* Declarations that the files of fastdecode.transports._native share. */
-#ifndef FD_NATIVE_H
-#define FD_NATIVE_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -30,5 +29,3 @@ int fd_py_verbs(PyObject *object, void *out);
 PyObject *fd_py_verbs_fds(PyObject *module, PyObject *args);
 
 extern PyType_Spec fd_py_port_spec, fd_py_r_port_spec, fd_py_group_spec, fd_py_proxy_spec;
-
-#endif

@@ -7,8 +7,7 @@
  *
  * A refusal, and fd_port_disarm, lead back to IDLE. fd_port_arm in phase ARMED abandons the step.
  */
-#ifndef FD_PORT_H
-#define FD_PORT_H
+#pragma once
 
 #include <poll.h>
 
@@ -123,5 +122,3 @@ extern const fd_carrier_ops_t fd_shm_s_ops_standing_in;
 /* No R-node: the carrier answers every message itself at once, and O rows stay as they are. `self` is the port. For
  * measurements of the S-Part alone, and to warm a device up. */
 extern const fd_carrier_ops_t fd_loopback_ops;
-
-#endif

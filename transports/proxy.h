@@ -9,8 +9,7 @@
  * At the end of a step the device writes the completion word of its mini-batch, which the proxy turns into an event
  * that a thread can sleep on.
  */
-#ifndef FD_PROXY_H
-#define FD_PROXY_H
+#pragma once
 
 #include "port.h"
 
@@ -45,5 +44,3 @@ const char *fd_proxy_begin(fd_proxy_t *proxy, fd_port_t *port, uint32_t slot, ui
 fd_port_result_t fd_proxy_end(fd_proxy_t *proxy, fd_port_t *port, uint32_t slot, fd_report_t *report);
 
 void fd_proxy_free(fd_proxy_t *proxy); /* joins the thread; every slot must have ended */
-
-#endif

@@ -1,6 +1,5 @@
 /* The StepGroup object, which py_group.c, py_layers.c and py_wait_any.c share. */
-#ifndef FD_PY_GROUP_H
-#define FD_PY_GROUP_H
+#pragma once
 
 #include "py_port.h"
 
@@ -51,5 +50,3 @@ void fd_py_group_gather(const GroupObject *self, size_t n);
 
 /* The method run_layers of _native.pyi. */
 PyObject *fd_py_group_run_layers(GroupObject *self, PyObject *args);
-
-#endif

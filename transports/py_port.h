@@ -1,6 +1,5 @@
 /* The object of both ends of a link, which py_port.c and py_group.c share. */
-#ifndef FD_PY_PORT_H
-#define FD_PY_PORT_H
+#pragma once
 
 #include "native.h"
 
@@ -29,5 +28,3 @@ bool fd_py_port_is_local(const PortObject *self);
 
 /* The function wait_any of _native.pyi. */
 PyObject *fd_py_wait_any(PyObject *module, PyObject *args);
-
-#endif

@@ -14,8 +14,7 @@
  * A WRITE interrupts no thread at the other end, so no thread there can be woken: the R-engine polls these words even
  * while it is idle, and a waiter on the S side sleeps in short naps.
  */
-#ifndef FD_RDMA_POSTER_H
-#define FD_RDMA_POSTER_H
+#pragma once
 
 #include "region/carrier.h"
 #include "link_state.h"
@@ -60,5 +59,3 @@ void fd_poster_probe(fd_poster_t *poster);
 void fd_poster_stop(fd_poster_t *poster);
 
 void fd_poster_free(fd_poster_t *poster); /* after fd_poster_stop */
-
-#endif

@@ -18,8 +18,7 @@
  * fd_pump_ops.poll: a thread of the S-Part, or an idle R-engine. That saves a wake-up and a hand-over between threads.
  * At other times the receiving thread receives.
  */
-#ifndef FD_TCP_PUMP_H
-#define FD_TCP_PUMP_H
+#pragma once
 
 #include "region/carrier.h"
 #include "link_state.h"
@@ -54,5 +53,3 @@ void fd_pump_stop(fd_pump_t *pump);
 
 /* After fd_pump_stop. */
 void fd_pump_free(fd_pump_t *pump);
-
-#endif

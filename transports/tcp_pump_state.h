@@ -1,6 +1,5 @@
 /* The TCP pump's own types, which tcp_pump.c (sending and life) and tcp_receive.c share. */
-#ifndef FD_TCP_PUMP_STATE_H
-#define FD_TCP_PUMP_STATE_H
+#pragma once
 
 #include <sys/uio.h>
 
@@ -118,5 +117,3 @@ void *fd_pump_rx_main(void *pump);
 
 /* `poll` of fd_carrier_ops_t. */
 bool fd_pump_poll(void *pump, bool go_on);
-
-#endif

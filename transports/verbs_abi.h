@@ -6,8 +6,7 @@
  * that fastdecode uses, so that it builds without the headers of libibverbs. tests/c/verbs_abi.c compares them with the
  * headers where those are installed.
  */
-#ifndef FD_VERBS_ABI_H
-#define FD_VERBS_ABI_H
+#pragma once
 
 #include <stdint.h>
 
@@ -102,5 +101,3 @@ struct fd_ibv_context {
     int cmd_fd;
     int async_fd;
 };
-
-#endif

@@ -1,7 +1,6 @@
 /* Changes that few models make to their scores before the softmax: soft-capping (Gemma 2) and position biases (ALiBi).
  * The block functions call adjust_scores, which is not inlined, so other models pay for one untaken branch a chunk. */
-#ifndef FD_ADJUST_SIMD_H
-#define FD_ADJUST_SIMD_H
+#pragma once
 
 #include "softmax_simd.h"
 
@@ -49,5 +48,3 @@ static __attribute__((noinline)) void adjust_scores(const block_t *b, float scor
         }
     }
 }
-
-#endif

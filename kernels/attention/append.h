@@ -10,8 +10,7 @@
  * The integer conversions write uint8_t, or uint32_t if `as_words`. row_pair_to_int4 converts K to bytes and V to
  * words.
  */
-#ifndef FD_APPEND_H
-#define FD_APPEND_H
+#pragma once
 
 #include <string.h>
 
@@ -132,5 +131,3 @@ FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_s
                                   const float *v, uint32_t hadamard) {                                                 \
         append(dtype, chunk, head_size, v_size, t, k, v, hadamard);                                                    \
     }
-
-#endif

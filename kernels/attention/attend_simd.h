@@ -35,8 +35,7 @@
  * overwrites the lanes of masked tokens with -infinity before it uses them. The kernel does not read V beyond the last
  * token that some row of the block sees, or (integers) multiplies it by zero.
  */
-#ifndef FD_ATTEND_SIMD_H
-#define FD_ATTEND_SIMD_H
+#pragma once
 
 #include "cpu/hadamard.h"
 #include "merge_simd.h"
@@ -292,5 +291,3 @@ FD_INLINE void attend(const fd_kv_dtype_t dtype, const fd_attend_t *a, const blo
     for (uint32_t r = 0; r < rows; r += FD_PANEL_ROWS)
         attend_panel(dtype, a, blocks, r, rows - r < FD_PANEL_ROWS ? rows - r : FD_PANEL_ROWS);
 }
-
-#endif

@@ -11,8 +11,7 @@
  *
  *   m = max_j s_j,   l = sum_j exp(s_j - m),   acc = sum_j exp(s_j - m) V_j,   O = acc / l
  */
-#ifndef FD_ATTENTION_H
-#define FD_ATTENTION_H
+#pragma once
 
 #include <math.h>
 #include <stddef.h>
@@ -114,5 +113,3 @@ static inline float fd_add_sink(float l, float m, float sink) { return l == 0.0f
 /* Never NULL for a valid dtype and a supported ISA. */
 const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa);
 const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa);
-
-#endif

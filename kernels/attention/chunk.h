@@ -39,8 +39,7 @@
  * |x| would overflow. An int4 token whose scale would be below FD_TINY is stored with
  * scale 0.
  */
-#ifndef FD_CHUNK_H
-#define FD_CHUNK_H
+#pragma once
 
 #include "attention.h"
 #include "cpu/compiler.h"
@@ -232,5 +231,3 @@ FD_INLINE void fd_clip(uint64_t start, uint64_t end, uint64_t base, uint32_t *lo
     *lo = start <= base ? 0 : start - base >= FD_PAGE_TOKENS ? FD_PAGE_TOKENS : (uint32_t)(start - base);
     *hi = end <= base ? 0 : end - base >= FD_PAGE_TOKENS ? FD_PAGE_TOKENS : (uint32_t)(end - base);
 }
-
-#endif

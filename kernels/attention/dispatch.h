@@ -1,7 +1,6 @@
 /* The tables that the ISA files define and dispatch.c returns; a table has one entry for each KV format
  * (region/formats.h). */
-#ifndef FD_DISPATCH_H
-#define FD_DISPATCH_H
+#pragma once
 
 #include "attention.h"
 
@@ -32,6 +31,4 @@ extern const fd_vec_ops_t fd_vec_ops_avx2, fd_vec_ops_avx512;
 #if FD_ARM64
 extern const fd_kv_ops_t fd_kv_ops_neon[FD_KV_DTYPES];
 extern const fd_vec_ops_t fd_vec_ops_neon;
-#endif
-
 #endif

@@ -1,6 +1,5 @@
 /* The kv_* primitives that AVX2 shares with AVX-VNNI. ISA files include this within their target. */
-#ifndef FD_KV_AVX2_H
-#define FD_KV_AVX2_H
+#pragma once
 
 #include "chunk.h"
 #include "cpu/vec_avx2.h"
@@ -79,5 +78,3 @@ FD_INLINE vec_t kv_sum_weights(fd_kv_dtype_t format, const void *weights, uint32
                                                     _mm256_setzero_si256()));
     return _mm256_cvtepi32_ps(sum);
 }
-
-#endif

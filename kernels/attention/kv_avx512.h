@@ -1,6 +1,5 @@
 /* The kv_* primitives of AVX-512's F, BW, DQ and VL. ISA files include this within their target. */
-#ifndef FD_KV_AVX512_H
-#define FD_KV_AVX512_H
+#pragma once
 
 #include "chunk.h"
 #include "cpu/vec_avx512.h"
@@ -28,5 +27,3 @@ FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_
     *scale = vec_bits(format == FD_KV_INT8 ? x : _mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
     *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(_mm512_slli_epi32(x, 16));
 }
-
-#endif

@@ -9,8 +9,7 @@
  * The products are written in assembly, because gcc 12 copies the sum before each intrinsic, and that copy costs as
  * much as the product.
  */
-#ifndef FD_KV_VNNI_H
-#define FD_KV_VNNI_H
+#pragma once
 
 #include "kv_avx512.h"
 
@@ -98,5 +97,3 @@ FD_INLINE vec_t kv_sum_weights(fd_kv_dtype_t format, const void *weights, uint32
     }
     return format == FD_KV_BF16 ? sum : vec_from_int(sum);
 }
-
-#endif

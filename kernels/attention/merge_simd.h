@@ -1,6 +1,5 @@
 /* merge and finish (fd_vec_ops_t), written with the vec_* primitives of the including file. */
-#ifndef FD_MERGE_SIMD_H
-#define FD_MERGE_SIMD_H
+#pragma once
 
 #include <math.h>
 #include <string.h>
@@ -33,5 +32,3 @@ FD_INLINE void finish(void *o, const float *acc, const float *l, uint32_t rows, 
     for (uint32_t r = 0; r < rows; r++)
         finish_row((uint8_t *)o + r * row_bytes, acc + (size_t)r * v_size, NO_BIAS, l[r], v_size, act_dtype);
 }
-
-#endif

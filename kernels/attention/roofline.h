@@ -1,8 +1,7 @@
 /* The roofline of Williams, Waterman & Patterson, "Roofline" (CACM 52(4), 2009): how fast pinned threads can read
  * memory, which bounds a kernel that must read every byte once.
  */
-#ifndef FD_ROOFLINE_H
-#define FD_ROOFLINE_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -15,5 +14,3 @@ double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32
 
 /* Says how a variant reads; NULL if there is no such variant. */
 const char *fd_read_variant(uint32_t variant);
-
-#endif

@@ -1,6 +1,5 @@
 /* The row conversions that append.h asks for, written with the vec_* primitives of the including file. */
-#ifndef FD_ROWS_SIMD_H
-#define FD_ROWS_SIMD_H
+#pragma once
 
 #include "chunk.h"
 
@@ -137,5 +136,3 @@ FD_SHARED void row_pair_to_int4(void *k_dst, const float *k, void *v_dst, const 
     rows_to_int4(rows, 2, n);
     affine[0] = rows[0].affine, affine[1] = rows[1].affine;
 }
-
-#endif

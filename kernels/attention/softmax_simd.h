@@ -1,7 +1,6 @@
 /* Online softmax of a block of query rows over one chunk (attend_simd.h): it turns scores into the weights that
  * multiply V. This file also has the prefetch policy, the default primitives and the types that a block works on. */
-#ifndef FD_SOFTMAX_SIMD_H
-#define FD_SOFTMAX_SIMD_H
+#pragma once
 
 #include <math.h>
 #include <string.h>
@@ -311,5 +310,3 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
         }
     }
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* The two matrix products of a block of query rows, in register tiles (attend_simd.h): scores, and weights times V. */
-#ifndef FD_TILES_SIMD_H
-#define FD_TILES_SIMD_H
+#pragma once
 
 #include "adjust_simd.h"
 #include "softmax_simd.h"
@@ -297,5 +296,3 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const blo
         static const block_fn blocks[MAX_BLOCK] = {FD_TABLE_##most(name)};                                             \
         attend(dtype, a, blocks);                                                                                      \
     }
-
-#endif

@@ -4,8 +4,7 @@
  * FD_BAD_CALL and FD_BAD_SEQUENCE: the arguments are wrong. FD_OUT_OF_PAGES and FD_INTERNAL: memory is short.
  * FD_LINK_CLOSED: a socket has failed. A function whose name ends in _error only checks: it returns why not, or NULL.
  */
-#ifndef FD_ERROR_H
-#define FD_ERROR_H
+#pragma once
 
 #include <stdio.h>
 
@@ -19,5 +18,3 @@ typedef struct {
 
 /* Reports an error to the caller, whose fd_error_t is at `error`; evaluates to `kind`. */
 #define FD_FAIL(kind, ...) (snprintf(error->text, sizeof error->text, __VA_ARGS__), error->status = (kind))
-
-#endif

@@ -22,8 +22,7 @@
  * numbers that a step copied while it held the mutex. The arena stays mapped until the link is removed, so an outdated
  * page number reads or writes memory of this lease only.
  */
-#ifndef FD_KVCACHE_H
-#define FD_KVCACHE_H
+#pragma once
 
 #include "attention/attention.h"
 #include "memory.h"
@@ -152,5 +151,3 @@ static inline uint8_t *fd_kv_chunk(const fd_kvcache_t *kv, uint32_t store, uint3
 static inline void fd_kvcache_copy(const fd_kvcache_t *kv, fd_page_copy_t copy, uint32_t plane) {
     memcpy(fd_kv_plane(kv, plane, copy.dst), fd_kv_plane(kv, plane, copy.src), kv->planes.plane_bytes);
 }
-
-#endif

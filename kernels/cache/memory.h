@@ -1,6 +1,5 @@
 /* The memory of the KV-cache: how it is mapped, faulted in and given back to the OS, and on which NUMA node it lies. */
-#ifndef FD_MEMORY_H
-#define FD_MEMORY_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -48,5 +47,3 @@ void fd_memory_give_back(uint8_t *from, size_t bytes);
 /* Makes the calling thread, and the threads that it starts, allocate memory of NUMA node `node` only. Returns 0 or
  * errno. */
 int fd_memory_bind(uint32_t node);
-
-#endif

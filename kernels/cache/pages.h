@@ -10,8 +10,7 @@
  *
  * The blocks belong to a buddy allocator: 2^i pages of a stretch, at a multiple of 2^i, with i at most
  * FD_MAX_STRETCH_ORDER. */
-#ifndef FD_PAGES_H
-#define FD_PAGES_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -41,5 +40,3 @@ void fd_pages_destroy(fd_pages_t *p);
  * free. */
 uint32_t fd_pages_take(fd_pages_t *p, uint32_t after);
 void fd_pages_put(fd_pages_t *p, uint32_t page);
-
-#endif

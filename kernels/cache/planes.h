@@ -7,8 +7,7 @@
  * The layers are divided into sections, and a page holds the layers of one section. All layers of a section are of
  * limited reach, or none is, so that the pages of windowed layers can be given back.
  */
-#ifndef FD_PLANES_H
-#define FD_PLANES_H
+#pragma once
 
 #include "region/formats.h"
 
@@ -44,5 +43,3 @@ typedef struct {
 /* Chooses the planes of `n` layers so that the pages take little more memory than the layers. Fills in stores[n]. Takes
  * time in proportion to n * n for each size that the layers have. */
 fd_planes_t fd_planes_of(const fd_stored_t *layers, uint32_t n, fd_kv_dtype_t dtype, fd_store_t *stores);
-
-#endif

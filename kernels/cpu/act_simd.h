@@ -1,8 +1,7 @@
 /* Rows of activations, in fp32, fp16 or bf16, to and from fp32; written with the vec_* primitives of the including
  * file.
  */
-#ifndef FD_ACT_SIMD_H
-#define FD_ACT_SIMD_H
+#pragma once
 
 #include <string.h>
 
@@ -53,5 +52,3 @@ FD_INLINE void finish_row(void *o, const float *acc, float bias, float l, uint32
         for (; i < n; i++) to[i] = fd_fp32_to_bf16((acc[i] + bias) * scale);
     }
 }
-
-#endif

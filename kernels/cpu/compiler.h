@@ -1,6 +1,5 @@
 /* What the kernels ask of a compiler: the architecture, the target of a file, inlining and unrolling. */
-#ifndef FD_COMPILER_H
-#define FD_COMPILER_H
+#pragma once
 
 #if defined(__x86_64__)
 #define FD_X86 1
@@ -44,5 +43,3 @@
 /* A function that runs once for a row or a head. Each file has one copy of it, because inlined copies would be many KB
  * of code that seldom runs. */
 #define FD_SHARED static __attribute__((noinline, unused))
-
-#endif

@@ -1,6 +1,5 @@
 /* 2^x, written with the vec_* primitives of the including file. */
-#ifndef FD_EXP2_SIMD_H
-#define FD_EXP2_SIMD_H
+#pragma once
 
 #include "compiler.h"
 
@@ -17,5 +16,3 @@ FD_INLINE vec_t vec_exp2_of_float(vec_t x) {
     p = vec_fma(p, r, vec_set1(0x1.62e4bap-1f));
     return vec_scale2(vec_fma(p, r, vec_set1(1.0f)), x, EXP2_FLUSH);
 }
-
-#endif

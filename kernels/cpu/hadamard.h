@@ -6,8 +6,7 @@
  * all channels of its block (QuaRot, arXiv 2404.00456). O is a sum of rows of V, so the same transform of O, which is
  * its own inverse, undoes that of V.
  */
-#ifndef FD_HADAMARD_H
-#define FD_HADAMARD_H
+#pragma once
 
 #include <math.h>
 #include <stdint.h>
@@ -106,5 +105,3 @@ FD_INLINE void fd_add_hadamard(float *x, uint32_t n, float value) {
     for (uint32_t size = FD_HADAMARD_MAX; size >= 8; size /= 2)
         for (; n >= size; x += size, n -= size) *x += value * sqrtf((float)size);
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* Conversions of fp16 (IEEE 754 binary16) and bf16 in portable C. They round to nearest even, keep subnormals and quiet
  * NaN; F16C and torch give the same results, bit for bit.
  */
-#ifndef FD_HALF_H
-#define FD_HALF_H
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -50,5 +49,3 @@ static inline uint16_t fd_fp32_to_bf16(float x) {
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40u);
     return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* The instruction sets (ISAs) that kernels are compiled for, and which of them this machine has. */
-#ifndef FD_ISA_H
-#define FD_ISA_H
+#pragma once
 
 #include "compiler.h"
 
@@ -26,5 +25,3 @@ int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unkno
 
 /* Whether the processor is by AMD. The answer is cached, because cpuid traps in a virtual machine. */
 int fd_by_amd(void);
-
-#endif

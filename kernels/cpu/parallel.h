@@ -4,8 +4,7 @@
  * Here the caller takes parts until none is left and then waits only for workers that hold a part. A worker that waits
  * for the next loop yields its core to whoever needs it, such as an R-node's threads, and soon sleeps.
  */
-#ifndef FD_PARALLEL_H
-#define FD_PARALLEL_H
+#pragma once
 
 #include <stddef.h>
 
@@ -15,5 +14,3 @@
  * moves from core to core. */
 void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, size_t parts, size_t least,
                  unsigned threads);
-
-#endif

@@ -1,6 +1,5 @@
 /* The vec_* primitives with 8 lanes of AVX2, FMA and F16C. ISA files include this within their target. */
-#ifndef FD_VEC_AVX2_H
-#define FD_VEC_AVX2_H
+#pragma once
 
 #include <immintrin.h>
 
@@ -101,5 +100,3 @@ FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
 FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
 FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
 FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) { vec_store_int(p, x, zero); }
-
-#endif

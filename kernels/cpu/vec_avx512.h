@@ -1,6 +1,5 @@
 /* The vec_* primitives with 16 lanes of AVX-512 F, BW, DQ and VL. ISA files include this within their target. */
-#ifndef FD_VEC_AVX512_H
-#define FD_VEC_AVX512_H
+#pragma once
 
 #include <immintrin.h>
 #include <string.h>
@@ -121,5 +120,3 @@ FD_INLINE vec_t vec_pin(vec_t x) {
     __asm__ volatile("" : "+v"(x));
     return x;
 }
-
-#endif

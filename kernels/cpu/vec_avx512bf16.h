@@ -1,6 +1,5 @@
 /* The vectors of AVX-512 with BF16: vec_avx512.h, and products of bf16 pairs. */
-#ifndef FD_VEC_AVX512BF16_H
-#define FD_VEC_AVX512BF16_H
+#pragma once
 
 #include "vec_avx512.h"
 
@@ -12,5 +11,3 @@ FD_INLINE vec_t vec_add_pairs(vec_t sums, vec_t y, vec_t x) {
 FD_INLINE vec_t vec_round_pairs(vec_t x, vec_t y) { return vec_bits((__m512i)_mm512_cvtne2ps_pbh(y, x)); }
 
 #define FD_BF16_PAIRS
-
-#endif

@@ -1,6 +1,5 @@
 /* The vec_* primitives with 4 lanes of Armv8.0-A's Advanced SIMD, which converts fp16 but cannot multiply it. */
-#ifndef FD_VEC_NEON_H
-#define FD_VEC_NEON_H
+#pragma once
 
 #include <arm_neon.h>
 #include <string.h>
@@ -88,5 +87,3 @@ FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
 FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
 FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
 FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) { vec_store_int(p, x, zero); }
-
-#endif

@@ -4,8 +4,7 @@
  *
  * A single row's products take microseconds, less than Python takes to ask for them.
  */
-#ifndef FD_JOINT_H
-#define FD_JOINT_H
+#pragma once
 
 #include "region/region.h"
 #include "row_ops.h"
@@ -56,5 +55,3 @@ size_t fd_joint_scratch(const fd_joints_t *j, size_t rows);
 /* Finishes block `layer - 1`, if there is one, and projects block `layer`, if there is one. FD_INTERNAL if memory runs
  * out. */
 fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch, unsigned threads);
-
-#endif

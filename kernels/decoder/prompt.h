@@ -7,8 +7,7 @@
  * no such limit). Blocks are attended to one after another, by online softmax (Milakov and Gimelshein, arXiv
  * 1805.02867), so a row's result depends neither on the other rows nor on how the prompt is cut into chunks.
  */
-#ifndef FD_PROMPT_H
-#define FD_PROMPT_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -61,5 +60,3 @@ void fd_prompt_pack(const fd_prompt_ops_t *ops, const fd_prompt_pack_t *o, unsig
 
 /* Computes all rows of all heads in up to `threads` threads. FD_INTERNAL if memory runs out. */
 fd_status_t fd_prompt_attend(const fd_prompt_ops_t *ops, const fd_prompt_t *o, unsigned threads);
-
-#endif

@@ -1,6 +1,5 @@
 /* Attention of all prompts of a step, layer by layer, without Python in between. */
-#ifndef FD_PROMPT_CHUNKS_H
-#define FD_PROMPT_CHUNKS_H
+#pragma once
 
 #include "joint.h"
 #include "prompt.h"
@@ -27,5 +26,3 @@ typedef struct {
  * runs out. */
 fd_status_t fd_prompt_chunks_attend(const fd_prompt_chunks_t *c, size_t layer, const fd_joints_t *j,
                                     const fd_joint_rows_t *r, unsigned threads);
-
-#endif

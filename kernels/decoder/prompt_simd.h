@@ -5,8 +5,7 @@
  * tile broadcasts words of its rows and multiplies them with whole vectors of words: of K, words lie side by side for
  * the keys of a panel, of V for the dimensions. A word is a number in fp32, or a pair of bf16.
  */
-#ifndef FD_PROMPT_SIMD_H
-#define FD_PROMPT_SIMD_H
+#pragma once
 
 #include <math.h>
 #include <stdlib.h>
@@ -329,5 +328,3 @@ FD_INLINE fd_status_t attend_part(const uint32_t dtype, const int pairs, const f
         [FD_ACT_FP16] = {block_words_fp16, pack_fp16, attend_fp16},                                                    \
         [FD_ACT_BF16] = {block_words_bf16, pack_bf16, attend_bf16},                                                    \
     };
-
-#endif

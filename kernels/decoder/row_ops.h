@@ -1,8 +1,7 @@
 /* The S-Part's operations between products, on a CPU: each reads and writes its rows once. Rows are in an activation
  * dtype and computed in fp32. A row's result does not depend on the other rows.
  */
-#ifndef FD_ROW_OPS_H
-#define FD_ROW_OPS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -51,5 +50,3 @@ const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype, const char **na
 void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads);
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads);
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads);
-
-#endif

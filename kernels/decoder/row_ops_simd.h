@@ -1,6 +1,5 @@
 /* fd_row_ops_t of an ISA, written with its vec_* primitives. The including file names the ISA: FD_ROW_OPS(isa). */
-#ifndef FD_ROW_OPS_SIMD_H
-#define FD_ROW_OPS_SIMD_H
+#pragma once
 
 #include <math.h>
 
@@ -153,5 +152,3 @@ FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t r
         [FD_ACT_FP16] = {norm_fp16, gate_fp16, rope_fp16},                                                             \
         [FD_ACT_BF16] = {norm_bf16, gate_bf16, rope_bf16},                                                             \
     };
-
-#endif

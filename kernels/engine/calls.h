@@ -1,7 +1,6 @@
 /* The words of a slot: what a peer asks for, and how the engine answers. Thread 0 calls these functions, except the
  * last. */
-#ifndef FD_CALLS_H
-#define FD_CALLS_H
+#pragma once
 
 #include "engine_state.h"
 
@@ -29,5 +28,3 @@ void fd_slot_end_layer(fd_link_t *link, uint32_t slot, uint64_t kv_bytes, uint64
 /* Fails the steps that thread 0 has not finished, now that it no longer serves this link. Sends nothing: the owner of
  * the link ends the connection itself. */
 void fd_link_refuse_waiting(fd_link_t *link);
-
-#endif

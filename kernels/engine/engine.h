@@ -8,8 +8,7 @@
  * while it plans a step. Between calls the threads maintain the memory of the leases, a slice at a time: if so
  * configured, they fault it in ahead of use and give free pages back to the OS.
  */
-#ifndef FD_ENGINE_H
-#define FD_ENGINE_H
+#pragma once
 
 #include "attention/attention.h"
 #include "region/carrier.h"
@@ -127,5 +126,3 @@ fd_status_t fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uin
 fd_status_t fd_link_grow(fd_link_t *link, uint32_t n_pages, fd_error_t *error);
 void fd_link_stats(fd_link_t *link, fd_link_stats_t *out);
 void fd_link_prefault(fd_link_t *link, fd_prefault_t *out);
-
-#endif

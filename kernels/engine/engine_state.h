@@ -1,8 +1,7 @@
 /* The R-engine's own types, which its files share: engine.c (thread 0 and life), jobs.c (the work of a call), turns.c
  * (the order of the calls), calls.c (the words of a slot), maintain.c (the arenas between calls), link.c (leases
  * and control operations) and migration.c (pages to and from other R-nodes). */
-#ifndef FD_ENGINE_STATE_H
-#define FD_ENGINE_STATE_H
+#pragma once
 
 #include <pthread.h>
 
@@ -176,5 +175,3 @@ struct fd_engine {
 void fd_poll_carriers(fd_engine_t *e, bool go_on);
 /* Thread 0 does one slice of the maintenance that is due. False if none is. */
 bool fd_maintain(fd_engine_t *e);
-
-#endif

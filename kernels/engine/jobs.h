@@ -8,8 +8,7 @@
  * Nothing that one thread writes for each item is read by another: a thread counts what it has done and publishes it
  * when it finds no more to claim. Starting a job writes two cache lines, whatever the number of threads.
  */
-#ifndef FD_JOBS_H
-#define FD_JOBS_H
+#pragma once
 
 #include "engine_state.h"
 
@@ -53,5 +52,3 @@ void fd_wake_all(fd_engine_t *e);
 
 /* False if a thread that has been idle since `idle_since` should sleep. */
 bool fd_keep_spinning(const fd_engine_t *e, uint64_t idle_since);
-
-#endif

@@ -1,6 +1,5 @@
 /* A link's S-node describes the attention of each layer by an fd_layer_t, beyond the geometry. */
-#ifndef FD_LAYERS_H
-#define FD_LAYERS_H
+#pragma once
 
 #include "attention/attention.h"
 #include "cache/planes.h"
@@ -97,5 +96,3 @@ static inline const char *fd_layer_error(const fd_layer_t *layers, uint32_t i, c
     if (y->hadamard > FD_HADAMARD_ALL) return "unknown Hadamard transforms";
     return NULL;
 }
-
-#endif

@@ -3,8 +3,7 @@
  * Positions are cut into blocks of FD_PAGE_TOKENS, and block b belongs to part b % n. The S-node speaks of positions in
  * the whole sequence. Here the kept tokens of a sequence follow each other without gaps, so that the cache and the
  * kernels know nothing of parts: the token at position p is the fd_part_length(part, p)-th that is kept, if it is. */
-#ifndef FD_PARTS_H
-#define FD_PARTS_H
+#pragma once
 
 #include "region/region.h"
 
@@ -28,5 +27,3 @@ static inline uint32_t fd_part_length(fd_part_t part, uint64_t length) {
 static inline bool fd_part_keeps(fd_part_t part, uint32_t pos) {
     return !fd_is_part(part) || pos / FD_PAGE_TOKENS % part.n == part.index;
 }
-
-#endif

@@ -23,8 +23,7 @@
  * Layers of one kind have the same heads and see equally far (fd_same_kind). A layer skips the pages that it does not
  * see.
  */
-#ifndef FD_PLAN_H
-#define FD_PLAN_H
+#pragma once
 
 #include "cache/kvcache.h"
 #include "parts.h"
@@ -129,5 +128,3 @@ static inline size_t fd_padded_floats(size_t floats) { return fd_round_up(floats
 static inline size_t fd_partial_floats(uint32_t rows, uint32_t v_size) {
     return fd_padded_floats((size_t)rows * v_size) + 2 * fd_padded_floats(rows);
 }
-
-#endif

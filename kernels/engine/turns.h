@@ -10,8 +10,7 @@
  * All threads work on one job, the main job. Once all of its items are claimed, the next job becomes the main job, so
  * several calls are under way at once if one call does not fill the threads.
  */
-#ifndef FD_TURNS_H
-#define FD_TURNS_H
+#pragma once
 
 #include "jobs.h"
 
@@ -25,5 +24,3 @@ void fd_turns_work(fd_engine_t *e);
 /* Ends the work on the calls of a link that leaves. Returns false if threads still work on one; call this again then.
  * Calls that are not done stay unanswered. */
 bool fd_turns_leave(fd_engine_t *e, fd_link_t *link);
-
-#endif

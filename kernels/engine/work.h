@@ -1,7 +1,6 @@
 /* The work of a thread on an item (plan.h) of a call: the thread appends the new K and V rows, attends and writes O
  * rows. */
-#ifndef FD_WORK_H
-#define FD_WORK_H
+#pragma once
 
 #include "layers.h"
 #include "plan.h"
@@ -62,5 +61,3 @@ bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_
 /* Does item `i` of the `n_items` that the step's copies are cut into, from where it was left. Returns false if it has
  * stopped before the end; any thread may go on with the item. At least one plane of a page is copied. */
 bool fd_work_copy(const fd_work_t *w, fd_step_t *step, uint32_t i, uint32_t n_items, const fd_stop_t *stop);
-
-#endif

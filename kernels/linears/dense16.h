@@ -8,8 +8,7 @@
  * Layout: outputs stand in panels of ops->panel; a panel is [ins / ops->together][panel][together], and its last
  * numbers are zero where outputs end.
  */
-#ifndef FD_DENSE16_H
-#define FD_DENSE16_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -49,5 +48,3 @@ void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const
 /* y = x W^T + b in up to `threads` threads. */
 void fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
                          unsigned threads);
-
-#endif

@@ -2,8 +2,7 @@
  * tile of TILE_ROWS rows by TILE_VECTORS vectors of sums fits into the registers, and FD_BF16_PAIRS where rows are bf16
  * and the ISA has products of bf16 pairs.
  */
-#ifndef FD_DENSE16_SIMD_H
-#define FD_DENSE16_SIMD_H
+#pragma once
 
 #include <string.h>
 
@@ -123,6 +122,4 @@ FD_INLINE void multiply(const uint32_t dtype, const fd_dense16_t *l, const void 
         [FD_ACT_FP16] = {PANEL, TOGETHER, sizeof(in_t), multiply_fp16},                                                \
         [FD_ACT_BF16] = {PANEL, TOGETHER, sizeof(in_t), multiply_bf16},                                                \
     };
-#endif
-
 #endif

@@ -27,8 +27,7 @@
  * inputs; a chunk has 64 numbers, number 4 * lane + input, one a byte (8 bits). With 4 bits, a byte's low half belongs
  * to an even chunk and its high half to the odd chunk after it. scales and mins are fp16, [tile][group][lane].
  */
-#ifndef FD_LINEAR_H
-#define FD_LINEAR_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -105,5 +104,3 @@ fd_status_t fd_linear_run(const fd_linear_t *l, const fd_linear_ops_t *ops, cons
 
 /* The weights of one output: row [ins]. */
 void fd_linear_row(const fd_linear_t *l, uint32_t out, float *row);
-
-#endif

@@ -1,7 +1,6 @@
 /* The integer vectors of linear_simd.h with 256 bits, for AVX2 and AVX-VNNI: a vector has 8 of a tile's 16 outputs. An
  * ISA's file includes this within its target. */
-#ifndef FD_LINEAR_IVEC256_H
-#define FD_LINEAR_IVEC256_H
+#pragma once
 
 #include "linear_kinds.h"
 #include "cpu/vec_avx2.h"
@@ -23,5 +22,3 @@ FD_INLINE void unpack_chunks(const uint8_t *w, const uint8_t *table, const kind_
     *even = _mm256_shuffle_epi8(numbers, *even);
     *odd = _mm256_shuffle_epi8(numbers, *odd);
 }
-
-#endif

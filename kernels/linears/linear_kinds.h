@@ -1,6 +1,5 @@
 /* The kinds of matrices that have code of their own in the kernels. */
-#ifndef FD_LINEAR_KINDS_H
-#define FD_LINEAR_KINDS_H
+#pragma once
 
 #include "linear.h"
 
@@ -10,5 +9,3 @@ typedef enum {
     BYTES,   /* 8 bits */
     HADAMARD /* 8 bits, transformed; transformed matrices of 4 bits are NIBBLES or CODES */
 } kind_t;
-
-#endif

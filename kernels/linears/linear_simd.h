@@ -8,8 +8,7 @@
  *   dot_block         adds the products of a block's numbers with one pass over n rows of inputs to dot [n]
  *   dot_offset, dot_steps   see round_row.h
  */
-#ifndef FD_LINEAR_SIMD_H
-#define FD_LINEAR_SIMD_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -154,5 +153,3 @@ static void tile_rows_from(const fd_linear_t *l, uint32_t tile, const fd_linear_
     FD_SOME_ROWS(2)
     FD_SOME_ROWS(1)
 }
-
-#endif

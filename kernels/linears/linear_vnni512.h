@@ -1,7 +1,6 @@
 /* What linear_simd.h needs, with AVX-512 VNNI: a vector has a tile's 16 outputs, and vpdpbusd adds 4 inputs of each. An
  * ISA's file includes this within its target. */
-#ifndef FD_LINEAR_VNNI512_H
-#define FD_LINEAR_VNNI512_H
+#pragma once
 
 #include "linear_kinds.h"
 #include "cpu/vec_avx512.h"
@@ -56,5 +55,3 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, co
 }
 
 #include "linear_simd.h"
-
-#endif

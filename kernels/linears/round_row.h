@@ -7,8 +7,7 @@
  * constant that the ISA adds to the weights to make them signed or unsigned dot_steps    the largest multiple with one
  * pass, at most 127
  */
-#ifndef FD_ROUND_ROW_H
-#define FD_ROUND_ROW_H
+#pragma once
 
 #include <math.h>
 #include <string.h>
@@ -102,5 +101,3 @@ static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const 
         out->starts[at] = offset * sum;
     }
 }
-
-#endif

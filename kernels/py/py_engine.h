@@ -1,6 +1,5 @@
 /* The objects REngine and REngineLink, which py_engine.c and py_engine_link.c share. Include Python.h first. */
-#ifndef FD_PY_ENGINE_H
-#define FD_PY_ENGINE_H
+#pragma once
 
 #include "engine/engine.h"
 
@@ -38,5 +37,3 @@ static inline PyObject *engine_error(const fd_error_t *error, PyObject *exceptio
 
 extern PyTypeObject *fd_py_engine_link_type;
 bool fd_engine_link_add_type(PyObject *module);
-
-#endif

@@ -1,7 +1,6 @@
 /* Converts the layers of a link (layers.h) from Python. For py_engine.c only; include Python.h first. Functions return
  * true, or false with an exception set. */
-#ifndef FD_PY_LAYERS_H
-#define FD_PY_LAYERS_H
+#pragma once
 
 #include "engine/layers.h"
 #include "py_object.h"
@@ -106,5 +105,3 @@ static bool get_layers(layer_args_t *a, const fd_geometry_t *g, fd_layer_t *laye
                                  .hadamard = a->hadamard};
     return get_heads(a->heads, g, layers) && get_softcaps(a->softcaps, n, layers);
 }
-
-#endif

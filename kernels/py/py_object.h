@@ -3,8 +3,7 @@
  * A function here that can fail returns true, or false with an exception set; a function that makes an object returns
  * NULL then.
  */
-#ifndef FD_PY_OBJECT_H
-#define FD_PY_OBJECT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -38,5 +37,3 @@ typedef struct {
     const char *isa;
 } fd_py_kernels_t;
 extern PyMemberDef fd_py_isa_member[];
-
-#endif

@@ -1,6 +1,5 @@
 /* The functions of Python's objects, for other objects in C. Include Python.h first. */
-#ifndef FD_PY_PRODUCTS_H
-#define FD_PY_PRODUCTS_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -16,5 +15,3 @@ bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product);   
  * model `j` and the activation dtype `act`. Returns memory to be freed with PyMem_Free, or NULL with an exception. In
  * py_prompt.c. */
 fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, uint32_t act, const fd_joints_t *j, size_t rows);
-
-#endif

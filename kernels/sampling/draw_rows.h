@@ -2,8 +2,7 @@
  * race of spart/sampler/draws.py. A row is read once from memory, and all further work on it stays in a core's
  * cache. A row's token does not depend on the other rows, nor on the number of threads.
  */
-#ifndef FD_DRAW_ROWS_H
-#define FD_DRAW_ROWS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -55,5 +54,3 @@ fd_draw_rows_fn *fd_draw_rows_of(fd_isa_t isa, const char **name);
 
 /* Draws `rows` rows by as many of `threads` threads as pay. FD_INTERNAL if there is no memory. */
 fd_status_t fd_draw_rows(fd_draw_rows_fn *draw, const fd_draw_t *o, size_t rows, unsigned threads);
-
-#endif

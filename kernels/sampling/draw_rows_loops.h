@@ -1,8 +1,7 @@
 /* fd_draw_rows_fn in loops that a compiler turns into vector instructions of the including file's target:
  * FD_DRAW_ROWS(isa).
  */
-#ifndef FD_DRAW_ROWS_LOOPS_H
-#define FD_DRAW_ROWS_LOOPS_H
+#pragma once
 
 #include <math.h>
 #include <stdbool.h>
@@ -327,5 +326,3 @@ FD_INLINE fd_status_t draw_rows(const fd_draw_t *o, size_t row, size_t n) {
 #define FD_DRAW_ROWS(isa)                                                                                              \
     fd_status_t fd_draw_rows_##isa(const fd_draw_t *o, size_t row, size_t n);                                          \
     fd_status_t fd_draw_rows_##isa(const fd_draw_t *o, size_t row, size_t n) { return draw_rows(o, row, n); }
-
-#endif

@@ -6,8 +6,7 @@
  * below with pseudo-random inputs, for compilers without libFuzzer. PROGRAM [inputs [first seed [seconds]]] runs at
  * least that many inputs, for at least that many seconds. tests/c/test_fuzz.py builds and runs them.
  */
-#ifndef FD_FUZZ_H
-#define FD_FUZZ_H
+#pragma once
 
 #include <stdint.h>
 #include <stdio.h>
@@ -73,6 +72,4 @@ int main(int argc, char **argv) {
     fuzz_end();
     return 0;
 }
-#endif
-
 #endif

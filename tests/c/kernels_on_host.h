@@ -6,8 +6,7 @@
  *
  * Threads run one after the other, so a kernel that needs shared memory or barriers does not work here.
  */
-#ifndef KERNELS_ON_HOST_H
-#define KERNELS_ON_HOST_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -79,5 +78,3 @@ NOT_CHECKED void __tsan_write_range(void *p, size_t n) { check_access(p, n, true
 NOT_CHECKED void __tsan_func_entry(void *p) { (void)p; }
 NOT_CHECKED void __tsan_func_exit(void *p) { (void)p; }
 NOT_CHECKED void __tsan_init(void) {}
-
-#endif

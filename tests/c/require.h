@@ -1,6 +1,5 @@
 /* REQUIRE(condition): prints the condition and aborts if it does not hold. */
-#ifndef FD_REQUIRE_H
-#define FD_REQUIRE_H
+#pragma once
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,5 +11,3 @@
             abort();                                                                                                   \
         }                                                                                                              \
     } while (0)
-
-#endif

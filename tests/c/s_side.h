@@ -1,6 +1,5 @@
 /* The S side's words for the programs of tests/c that drive an R-engine without a port. */
-#ifndef FD_S_SIDE_H
-#define FD_S_SIDE_H
+#pragma once
 
 #include <sched.h>
 
@@ -61,5 +60,3 @@ static inline bool s_side_replied(fd_slot_t *slot, uint32_t word) {
     s_side_leave();
     return reply == word;
 }
-
-#endif

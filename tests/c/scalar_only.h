@@ -1,7 +1,6 @@
 /* The choice of kernels for programs that link only the scalar ones, because the vector kernels take long to compile.
  * Include this in one file of a program, instead of linking kernels/attention/dispatch.c. */
-#ifndef FD_SCALAR_ONLY_H
-#define FD_SCALAR_ONLY_H
+#pragma once
 
 #include "attention/chunk.h"
 #include "attention/dispatch.h"
@@ -14,5 +13,3 @@ void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t h
 }
 const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa) { return (void)isa, &fd_kv_ops_scalar[dtype]; }
 const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa) { return (void)isa, &fd_vec_ops_scalar; }
-
-#endif

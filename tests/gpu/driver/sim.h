@@ -13,8 +13,7 @@
  * It does not have: several devices, the default stream, forks within a capture, kernels with shared memory or
  * barriers, a GPU's memory model (every access here is seen in the order of the host's).
  */
-#ifndef SIM_H
-#define SIM_H
+#pragma once
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -156,5 +155,3 @@ int sim_submit(stream_t *stream, op_t op);
 void sim_release_modules(void);
 /* Runs on a queue's thread. */
 void sim_run_kernel(const op_t *op);
-
-#endif
