@@ -132,7 +132,7 @@ def _write_permuted(args: argparse.Namespace) -> int:
     config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
     config |= {"architectures": ["LlamaForCausalLM"], "dtype": str(TORCH_DTYPES[args.dtype]).removeprefix("torch.")}
     _save(args.out, {name: tensor for name, tensor in model.state_dict().items() if name in parameters}, config)
-    Tokenizer.from_dir(path).save(args.out / "tokenizer.json")
+    (args.out / "tokenizer.json").write_text(Tokenizer.from_dir(path).to_json(), encoding="utf-8")
     (args.out / "tokenizer_config.json").write_text(json.dumps({}) + "\n")
     return sum(tensor.numel() for tensor in parameters.values())
 

@@ -10,9 +10,9 @@ from functools import partial
 from aiohttp import web
 
 from fastdecode.api.answers import Answer, usage
-from fastdecode.api.chunks import Chunks
-from fastdecode.api.continuation import LEAVING, Resume, is_resumable, mark, not_resumable, resumable, token_mark
-from fastdecode.api.delivery import Lane, TokenDelivery
+from fastdecode.api.choice_stream import ChoiceStream
+from fastdecode.api.continuation import LEAVING, Resume, is_resumable, mark, not_resumable, resumable
+from fastdecode.api.delivery import TokenDelivery
 from fastdecode.api.errors import ApiError, from_engine, from_exception, json_response
 from fastdecode.api.generation import Choice, Echo, Piece, Run
 from fastdecode.api.middleware import notes, request_id
@@ -22,7 +22,7 @@ from fastdecode.api.sse import EventStream
 from fastdecode.api.structured import grammar_error
 from fastdecode.engine.state.request import EngineError, InvalidGrammar
 from fastdecode.service.client import EngineClient, Request
-from fastdecode.text.detokenizer import ByteDetokenizer, Detokenizer
+from fastdecode.text.detokenizer import Detokenizer
 
 #: Tokens of a continued stream that are fed to its choice in one turn of the event loop.
 _REPLAYED_AT_ONCE = 1000
@@ -180,7 +180,7 @@ class Runs:
         generation, answer = prepared.generation, prepared.answer
         headers = {"X-Request-Id": request_id(request) or answer.id, **notes().headers}
         events = EventStream(request, headers, named=answer.named_events)
-        stream = _ChoiceStream(events, Chunks(answer, generation, run.choices), run, self._texts)
+        stream = ChoiceStream(events, answer, generation, run, self._texts)
         await events.open()
         if run.names_tokens:
             events.write(mark({"id": answer.id, "created": answer.created, "seed": generation.sampling.seed}))
@@ -201,44 +201,6 @@ class Runs:
         events.send(answer.end(usage(run.choices, generation.n), wanted=generation.include_usage))
         await events.done()
         return events.response
-
-
-class _ChoiceStream:
-    """Writes the pieces of a run's choices to a stream, and opens a lane to each choice that can take one."""
-
-    def __init__(self, events: EventStream, chunks: Chunks, run: Run, texts: dict[int, bytes]):
-        """`texts`: see Lane."""
-        self._events, self._chunks, self._run, self._texts = events, chunks, run, texts
-        self._without_lane: dict[int, ByteDetokenizer] = {}
-        if not run.names_tokens:  # else each event is followed by its token
-            self._without_lane = {choice.index: direct for choice in run.choices if (direct := choice.direct)}
-
-    async def write_all(self, keep_alive_seconds: float) -> None:
-        """Write all pieces to come, and a comment after each `keep_alive_seconds` without one."""
-        events, run = self._events, self._run
-        run.offer_to(self._offer)
-        while (ready := await run.pieces(keep_alive_seconds - events.quiet_seconds)) is not None:
-            for index, pieces in ready.items():
-                for piece in pieces:
-                    self._write(index, piece)
-            if events.quiet_seconds >= keep_alive_seconds:
-                events.keep_alive()
-            await events.drain()
-
-    def _offer(self, index: int, piece: Piece) -> bool:
-        """Write a piece at once, unless the client leaves too much unread: then this returns False."""
-        if self._events.full:
-            return False
-        self._write(index, piece)
-        if index in self._without_lane and (around := self._chunks.around_text(index)) is not None:
-            detokenizer = self._without_lane.pop(index)
-            lane = Lane(self._events, around, detokenizer, self._texts, lambda: self._run.is_read)
-            self._run.open_lane(index, lane)
-        return True
-
-    def _write(self, index: int, piece: Piece) -> None:
-        events = self._chunks.events(index, piece)
-        self._events.write(events + token_mark(index, piece.tokens) if piece.tokens else events)
 
 
 def _best(choices: Sequence[Choice], candidates: int, n: int) -> list[Choice]:

@@ -41,7 +41,7 @@ class EventStream:
     def __init__(self, request: web.Request, headers: dict[str, str], *, named: bool = False):
         """`named`: every event has a line with its `type`, and none is `[DONE]`, as in OpenAI's Responses API."""
         self._request, self._named = request, named
-        self._event = named_event if named else event
+        self.encode = named_event if named else event
         self._time = asyncio.get_running_loop().time
         self._last = self._time()  # when something was last sent
         self._chunked = request.version >= HttpVersion11  # RFC 9112, section 7.1; HTTP/1.0 ends with the connection
@@ -91,7 +91,7 @@ class EventStream:
 
     def send(self, events: Iterable[Any]) -> None:
         """Write each event's JSON."""
-        self.write(b"".join(map(self._event, events)))
+        self.write(b"".join(map(self.encode, events)))
 
     def keep_alive(self) -> None:
         """Send a comment, which clients skip and which keeps proxies from closing the connection."""

@@ -56,15 +56,8 @@ Cancel = Callable[[int], None]
 class EngineClient(Protocol):
     """An engine. All of its methods belong to the event loop in which it was made."""
 
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of a sequence, prompt and output together."""
-        ...
-
-    @property
-    def max_queued(self) -> int:
-        """The most requests that wait for others to end; one with more choices can never be queued."""
-        ...
+    max_model_len: int  # tokens of a sequence, prompt and output together
+    max_queued: int  # the most requests that wait for others to end; one with more choices can never be queued
 
     async def submit(self, request: Request, outlet: Outlet, first: int) -> Cancel:
         """Queue the choices of a request, all or none; if the caller is cancelled, none.

@@ -25,18 +25,11 @@ class LocalEngine:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, model: str):
         """Makes the metrics of the model named `model` the engine's observer."""
         self._engine = engine
+        self.max_model_len, self.max_queued = engine.max_model_len, engine.max_queued
         self._grammars = GrammarCompiler(tokenizer, engine.end_tokens)
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._metrics = Metrics(model, lambda: engine.stats)
         engine.observer = self._metrics
-
-    @property
-    def max_model_len(self) -> int:
-        return self._engine.max_model_len
-
-    @property
-    def max_queued(self) -> int:
-        return self._engine.max_queued
 
     async def submit(self, request: Request, outlet: Outlet, first: int) -> Cancel:
         params, spec = request.params, request.grammar

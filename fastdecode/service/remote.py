@@ -28,12 +28,13 @@ class RemoteEngine:
     def __init__(self, connection: Connection[FromEngine]):
         loop = asyncio.get_running_loop()
         self._connection = connection
+        self.max_model_len = self.max_queued = 0  # until the engine has said them
         self._outlet: Outlet | None = None  # that of the first request
         self._running: set[int] = set()  # the numbers of the choices that have not ended
         self._queueing: dict[int, asyncio.Future[None]] = {}  # by the number of the first choice
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._numbers = itertools.count()  # of questions
-        self._hello: asyncio.Future[messages.EngineLimits] = loop.create_future()
+        self._hello: asyncio.Future[None] = loop.create_future()
         #: The seconds that the engine's process gives running requests before it ends; None: it has ended already.
         self.drain_asked: asyncio.Future[float | None] = loop.create_future()
         self.close_asked = asyncio.Event()  # also set when the engine's process has ended
@@ -48,14 +49,6 @@ class RemoteEngine:
         engine = cls(await Connection.open(sock, FROM_ENGINE))
         await engine._hello
         return engine
-
-    @property
-    def max_model_len(self) -> int:
-        return self._hello.result().max_model_len
-
-    @property
-    def max_queued(self) -> int:
-        return self._hello.result().max_queued
 
     async def submit(self, request: Request, outlet: Outlet, first: int) -> Cancel:
         for prompt in request.prompts:  # here already, because the engine's process would have to decode it first
@@ -148,7 +141,8 @@ class RemoteEngine:
             case messages.AskResult(question, result):
                 _settle(self._questions.get(question), result)
             case messages.EngineLimits():
-                self._hello.set_result(message)
+                self.max_model_len, self.max_queued = message.max_model_len, message.max_queued
+                self._hello.set_result(None)
             case messages.Drain(seconds):
                 _settle(self.drain_asked, seconds)
             case messages.Heartbeat():

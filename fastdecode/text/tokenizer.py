@@ -55,10 +55,6 @@ class Tokenizer:
         self._shrink = _shrink(backend) if self._byte_level else None
         self._longest_token = max(len(text.encode()) for text in backend.get_vocab(with_added_tokens=True))
 
-    def save(self, path: Path) -> None:
-        """Write the tokenizer as a tokenizer.json."""
-        self._backend.save(str(path))
-
     @classmethod
     def from_dir(cls, model: str | Path | ModelSource, *, chat_template: str | None = None) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the chat template of a directory, or a GGUF file's metadata.
