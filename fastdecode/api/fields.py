@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import orjson
 
 from fastdecode.api.errors import ApiError
 
 MAX_KEYS = 50_000  #: of all objects of a body together; orjson takes some 30 ms for them
+_Default = TypeVar("_Default")
 _KEY_END = re.compile(rb'"\s*:')
 
 
@@ -56,12 +57,7 @@ class Fields:
             raise invalid(self.param(name), "must be true or false")
         return value
 
-    @overload
-    def integer(self, name: str, low: int, high: int, default: int) -> int: ...
-    @overload
-    def integer(self, name: str, low: int, high: int, default: None = None) -> int | None: ...
-
-    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int | None:
+    def integer(self, name: str, low: int, high: int, default: _Default) -> int | _Default:
         value: int | None = self.take(name)
         if value is None:
             return default

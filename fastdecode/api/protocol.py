@@ -116,7 +116,7 @@ def parse_completion(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> Com
     if len(prompts) * best_of > MAX_CHOICES:
         name = "n" if best_of == n else "best_of"
         raise invalid(name, f"{len(prompts)} prompts times {name}={best_of} is more than {MAX_CHOICES} choices")
-    logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
+    logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS, None)
     echo = fields.boolean("echo")
     max_tokens = _max_tokens(fields, _DEFAULT_COMPLETION_TOKENS, 0 if echo else 1)
     generation = _generation(fields, defaults, n=n, max_tokens=max_tokens, logprobs=logprobs, special=True)
@@ -140,7 +140,7 @@ def parse_chat(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> ChatReque
     n = fields.integer("n", 1, MAX_N, 1)
     max_tokens = _max_tokens(fields, None)
     wants_logprobs = fields.boolean("logprobs")
-    top_logprobs = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    top_logprobs = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS, None)
     if top_logprobs is not None and not wants_logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     logprobs = (top_logprobs or 0) if wants_logprobs else None
@@ -158,8 +158,8 @@ def parse_chat(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> ChatReque
 
 def _max_tokens(fields: Fields, default: int | None, least: int = 1) -> int | None:
     """Read max_completion_tokens and max_tokens, its old name."""
-    max_tokens = fields.integer("max_tokens", least, _MAX_INT)
-    max_completion_tokens = fields.integer("max_completion_tokens", least, _MAX_INT)
+    max_tokens = fields.integer("max_tokens", least, _MAX_INT, None)
+    max_completion_tokens = fields.integer("max_completion_tokens", least, _MAX_INT, None)
     if max_tokens is not None and max_completion_tokens not in (None, max_tokens):
         raise invalid("max_tokens", "is the old name of max_completion_tokens; give one of them")
     return next((given for given in (max_completion_tokens, max_tokens) if given is not None), default)
@@ -171,7 +171,7 @@ def _generation(
     """Read the fields that both endpoints have in common. `special`: the default of add_special_tokens."""
     model = fields.string("model")
     top_k = fields.integer("top_k", -1, _MAX_INT, defaults.top_k)
-    prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
+    prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS, None)
     sampling = SamplingParams(
         # A request that wants no token gets one all the same, which is not shown: its prompt must be computed.
         max_tokens=1 if max_tokens == 0 else max_tokens,
@@ -224,7 +224,7 @@ def _generation(
 
 
 def _seed(fields: Fields) -> int | None:
-    seed = fields.integer("seed", -(2**63), 2**63 - 1)
+    seed = fields.integer("seed", -(2**63), 2**63 - 1, None)
     return None if seed is None else seed % 2**63
 
 
@@ -236,7 +236,7 @@ def _min_tokens(fields: Fields, max_tokens: int | None) -> int:
 
 
 def _truncate(fields: Fields) -> int | None:
-    kept = fields.integer("truncate_prompt_tokens", -1, _MAX_INT)
+    kept = fields.integer("truncate_prompt_tokens", -1, _MAX_INT, None)
     if kept == 0:
         raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
     return kept

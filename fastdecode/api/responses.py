@@ -47,7 +47,7 @@ def parse_response(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> tuple
     if instructions is not None:
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = messages
-    most = fields.integer("max_output_tokens", 1, 2**31 - 1)
+    most = fields.integer("max_output_tokens", 1, 2**31 - 1, None)
     if most is not None:
         chat["max_completion_tokens"] = most
     tools, choice = fields.take("tools") or [], fields.take("tool_choice")

@@ -14,18 +14,13 @@ class RouterMetrics(Collector):
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "fastdecode:router_requests", "Requests sent to an S-node.", ["s_node"], registry=self._registry
-        )
-        self.retries = Counter(
-            "fastdecode:router_retries", "Requests sent to a further S-node.", registry=self._registry
-        )
-        self.continued = Counter(
-            "fastdecode:router_continued_streams", "Streams continued at another S-node.", registry=self._registry
-        )
-        self.broken = Counter(
-            "fastdecode:router_broken_streams", "Streams whose S-node was lost.", registry=self._registry
-        )
+        self.requests = self._counter("requests", "Requests sent to an S-node.", "s_node")
+        self.retries = self._counter("retries", "Requests sent to a further S-node.")
+        self.continued = self._counter("continued_streams", "Streams continued at another S-node.")
+        self.broken = self._counter("broken_streams", "Streams whose S-node was lost.")
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(f"fastdecode:router_{name}", documentation, labels, registry=self._registry)
 
     def watch(self, pool: Pool) -> None:
         """Show the S-nodes of a pool, too."""
