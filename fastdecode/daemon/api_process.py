@@ -21,7 +21,7 @@ from fastdecode.daemon.process import freeze, set_up_logging
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.demo import model_dir
 from fastdecode.engine.state.request import NotReady
-from fastdecode.gguf.source import ModelSource
+from fastdecode.gguf.file import ModelSource
 from fastdecode.service.remote import RemoteEngine
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from fastdecode.api.tracing import Tracing, check_available
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_files import CHAT_MODEL
 from fastdecode.daemon.option_values import ConfigError
-from fastdecode.gguf.source import ModelSource
+from fastdecode.gguf.file import ModelSource
 from fastdecode.service.client import EngineClient
 from fastdecode.text.tokenizer import Tokenizer
 

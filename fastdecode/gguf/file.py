@@ -1,4 +1,4 @@
-"""GGUFFile: the metadata and the table of tensors of a GGUF file, version 2 or 3.
+"""GGUFFile: the metadata and the table of tensors of a GGUF file, version 2 or 3. ModelSource: the files of a model.
 
 The file is mapped and every offset and length in it is checked against its size before it is used, so that a file that
 was cut off is refused at once. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -196,3 +196,25 @@ def find_gguf(path: str | Path) -> Path | None:
         names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
         raise GGUFError(f"{path} has {len(files)} GGUF files; name one of them: {names}")
     return files[0] if files else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A Hugging Face directory with safetensors, or one GGUF file with config, tokenizer and weights."""
+
+    path: Path  # as it was named: a directory or a GGUF file
+    gguf: GGUFFile | None  # None: a directory without one
+
+    @classmethod
+    def open(cls, model: str | Path | ModelSource) -> ModelSource:
+        """The source of a model that a path names; a source is returned as it is. Raises GGUFError."""
+        if isinstance(model, ModelSource):
+            return model
+        file = find_gguf(model)
+        return cls(Path(model), None if file is None else GGUFFile(file))
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of the files that hold the weights."""
+        files = self.path.glob("*.safetensors") if self.gguf is None else [self.gguf.path]
+        return sum(file.stat().st_size for file in files)

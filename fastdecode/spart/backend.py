@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastdecode.gguf.source import ModelSource
+from fastdecode.gguf.file import ModelSource
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
 from fastdecode.spart.checkpoints.config_file import open_source, read_config
 

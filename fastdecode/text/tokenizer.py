@@ -15,8 +15,7 @@ import orjson
 import tokenizers
 from tokenizers import AddedToken
 
-from fastdecode.gguf.file import GGUFError
-from fastdecode.gguf.source import ModelSource
+from fastdecode.gguf.file import GGUFError, ModelSource
 from fastdecode.text.chat_template import ChatTemplate, ChatTemplateError
 from fastdecode.text.gguf_tokenizer import GGUFTokenizerError, read_tokenizer
 

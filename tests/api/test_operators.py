@@ -19,7 +19,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.process import JsonFormatter
 from fastdecode.daemon.serving import ApiSettings
-from fastdecode.gguf.source import ModelSource
+from fastdecode.gguf.file import ModelSource
 
 ASK = {"model": MODEL, "prompt": "x"}
 ORIGIN = "https://chat.example.org"

@@ -25,7 +25,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.engine.state.request import InvalidParameter, SamplingParams
-from fastdecode.gguf.source import ModelSource
+from fastdecode.gguf.file import ModelSource
 from fastdecode.spart import CheckpointError, load_model
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.linears import products

@@ -17,7 +17,7 @@ from models.quantised_checks import EXACT, edit_config, error_of_logits
 from quick import quick
 from safetensors.torch import load_file, save_file
 
-from fastdecode.gguf.source import ModelSource
+from fastdecode.gguf.file import ModelSource
 from fastdecode.spart import CheckpointError, load_model, read_config
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.linears.stack import PermutedLinear

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastdecode.gguf.file import GGUFError
-from fastdecode.gguf.source import ModelSource
+from fastdecode.gguf.file import GGUFError, ModelSource
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
 from fastdecode.spart.checkpoints.config_json import read_json
 from fastdecode.spart.checkpoints.families import make_config
