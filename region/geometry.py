@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import _native
+from . import _native, wire
 from .contract import ACT_DTYPES
 
 #: Largest region and largest slot that this end creates, whatever the peer asks for. A slot holds all rows of one call,
@@ -29,14 +29,14 @@ class Geometry:
     `v_size`; 0 stands for `head_size`. A layer may have fewer or smaller heads (transports.base.LayerOptions).
     """
 
-    n_slots: int
-    max_rows: int
-    n_layers: int
-    n_q_heads: int
-    n_kv_heads: int
-    head_size: int
-    act_dtype: str  # one of ACT_DTYPES
-    v_size: int = 0
+    n_slots: wire.U32
+    max_rows: wire.U32
+    n_layers: wire.U32
+    n_q_heads: wire.U32
+    n_kv_heads: wire.U32
+    head_size: wire.U32
+    act_dtype: wire.ActDtype
+    v_size: wire.U32 = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "v_size", self.v_size or self.head_size)

@@ -31,10 +31,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from fastdecode.region import wire
 from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.region.geometry import Geometry
 from fastdecode.region.region import Region
@@ -89,16 +90,16 @@ class HadamardHeads(enum.IntFlag):
 class LayerOptions:
     """Options of the layers' attention that few models use (fd_layer_t of kernels/engine/layers.h). Empty: unused."""
 
-    segments: tuple[int, ...] = ()  # each layer's segment in tokens, chunked attention; 0: none
-    kv_layers: tuple[int, ...] = ()  # the layer whose K and V each layer attends to: itself, or an earlier one
-    softcaps: tuple[float, ...] = ()  # a score s of a layer becomes cap * tanh(s / cap); 0: the scores stay as they are
-    sinks: bytes = b""  # fp32, little-endian, [n_layers, n_q_heads]: one more score of each head, without a V
-    slopes: bytes = b""  # fp32, little-endian, [n_q_heads]: ALiBi's slopes
-    #: (query heads, KV heads, size of a Q or K head, size of a V or O head) of each layer, if layers differ in them
-    heads: tuple[tuple[int, int, int, int], ...] = ()
+    segments: wire.PerLayer = ()  # each layer's segment in tokens, chunked attention; 0: none
+    kv_layers: wire.PerLayer = ()  # the layer whose K and V each layer attends to: itself, or an earlier one
+    softcaps: wire.Softcaps = ()  # a score s of a layer becomes cap * tanh(s / cap); 0: the scores stay as they are
+    sinks: wire.Base64 = b""  # fp32, little-endian, [n_layers, n_q_heads]: one more score of each head, without a V
+    slopes: wire.Base64 = b""  # fp32, little-endian, [n_q_heads]: ALiBi's slopes
+    heads: wire.HeadsPerLayer = ()  # if layers differ in them
     #: (i, n): the R-node keeps the i-th part of n of every sequence's tokens (kernels/engine/parts.h)
-    part: tuple[int, int] = (0, 1)
-    hadamard: HadamardHeads = HadamardHeads(0)  # the R-node transforms the others if kv_dtype needs it
+    part: wire.Part = (0, 1)
+    #: HadamardHeads; the R-node transforms the others if kv_dtype needs it
+    hadamard: Annotated[int, wire.integer(int(HadamardHeads.QK | HadamardHeads.VO))] = 0
 
     def stored(self, windows: tuple[int, ...]) -> dict[str, Any]:
         """What decides on the size of a KV page, `windows` (Hello.windows) included, as keyword arguments of
@@ -112,11 +113,11 @@ class Hello:
     """The link that an S-node asks an R-node for."""
 
     geometry: Geometry
-    kv_dtype: str  # one of KV_DTYPES
-    windows: tuple[int, ...]  # each layer's sliding window in tokens; 0: full attention
-    softmax_scale: float
-    kv_bytes: int | None  # KV-cache memory to lease at once; None: all free memory of the R-node
-    max_seqs: int
+    kv_dtype: wire.KvDtype
+    windows: wire.PerLayer  # each layer's sliding window in tokens; 0: full attention
+    softmax_scale: wire.Positive
+    kv_bytes: wire.Bytes | None  # KV-cache memory to lease at once; None: all free memory of the R-node
+    max_seqs: wire.U32
     layers: LayerOptions = LayerOptions()
 
 
@@ -124,16 +125,16 @@ class Hello:
 class Lease:
     """The share of an R-node's KV-cache that the R-node has granted to a link."""
 
-    n_pages: int  # pages of PAGE_TOKENS tokens, for the layers of one section
-    max_pages: int  # the most pages that RESIZE can make of it, while the R-node has them free
-    max_seqs: int  # sequence indexes are 0 .. max_seqs - 1
-    page_bytes: int  # bytes of one page
-    isa: str  # the instruction set that the R-engine computes with
-    threads: int  # of the R-engine
-    node: str  # the R-node's name for logs and metrics
-    full_sections: int = 1  # pages that PAGE_TOKENS tokens take for the layers that see all tokens
-    limited_sections: int = 0  # and for the layers of limited reach (windows, segments)
-    reach: int = 0  # tokens that a token sees in those layers, at most
+    n_pages: wire.Count  # pages of PAGE_TOKENS tokens, for the layers of one section
+    max_pages: wire.Count  # the most pages that RESIZE can make of it, while the R-node has them free
+    max_seqs: wire.Count  # sequence indexes are 0 .. max_seqs - 1
+    page_bytes: wire.PageBytes  # bytes of one page
+    isa: wire.Isa  # the instruction set that the R-engine computes with
+    threads: wire.Count  # of the R-engine
+    node: wire.Name  # the R-node's name for logs and metrics
+    full_sections: wire.Sections = 1  # pages that PAGE_TOKENS tokens take for the layers that see all tokens
+    limited_sections: wire.Sections = 0  # and for the layers of limited reach (windows, segments)
+    reach: wire.U32 = 0  # tokens that a token sees in those layers, at most
 
 
 class Member(NamedTuple):

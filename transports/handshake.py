@@ -34,13 +34,13 @@ Without a secret there are no proofs and no MACs, and every process that can rea
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from fastdecode.region.contract import PROTOCOL_VERSION
-from fastdecode.region.geometry import Geometry, GeometryError, region_layout
+from fastdecode.region.geometry import GeometryError, region_layout
 
-from .base import HadamardHeads, Hello, LayerOptions, Lease, LinkRefused, TransportError
+from .base import Hello, Lease, LinkRefused, TransportError
 from .frames import MAX_FRAME_AFTER_AUTH, FrameSocket
 from .messages import (
     Accepted,
@@ -50,7 +50,6 @@ from .messages import (
     Deliver,
     Entrust,
     HelloMessage,
-    Message,
     RefusedMessage,
     VersionMismatch,
     Welcome,
@@ -73,11 +72,6 @@ class Ticket:
 
     token: str
     session: Session | None  # None: the nodes have no secret
-
-
-def _fields(message: Message, kind: type[Any]) -> dict[str, Any]:
-    """The fields of the dataclass `kind` that `message` has, as arguments of its constructor."""
-    return {field.name: getattr(message, field.name) for field in fields(kind) if hasattr(message, field.name)}
 
 
 # ---- S side ----
@@ -141,26 +135,12 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         region_bytes = region_layout(hello.geometry).region_bytes
     except GeometryError as error:
         raise TransportError(str(error)) from None
-    layers = asdict(hello.layers)
-    rotated = layers.pop("hadamard")
-    message = HelloMessage(
-        version=PROTOCOL_VERSION,
-        nonce=secrets.token_hex(32),
-        mac=None,
-        region_bytes=region_bytes,
-        kv_dtype=hello.kv_dtype,
-        windows=hello.windows,
-        softmax_scale=hello.softmax_scale,
-        kv_bytes=hello.kv_bytes,
-        max_seqs=hello.max_seqs,
-        **asdict(hello.geometry),
-        rotated=rotated,
-        **layers,
-    )
+    nonce = secrets.token_hex(32)
+    message = HelloMessage(version=PROTOCOL_VERSION, nonce=nonce, mac=None, region_bytes=region_bytes, hello=hello)
     session = None if secret is None else Session(secret, message.nonce, challenge.nonce)
     answer = await _answer(conn, challenge, message, Welcome, session, _unproved(challenge))
     conn.max_frame = MAX_FRAME_AFTER_AUTH
-    lease = Lease(**_fields(answer, Lease))
+    lease = answer.lease
     # The S-node allocates by these numbers, so an R-node may grant less than was asked for and no more.
     if lease.max_seqs > hello.max_seqs:
         raise LinkRefused(f"the R-node grants {lease.max_seqs} sequences, asked for were {hello.max_seqs}")
@@ -231,7 +211,7 @@ class Handshake:
     def verify_hello(self, secret: bytes | None) -> Hello:
         """Check the proof and the geometry of HELLO, and return the request. Raises LinkRefused."""
         message = self.verify(HelloMessage, secret)
-        geometry = Geometry(**_fields(message, Geometry))
+        geometry = message.hello.geometry
         try:
             region_bytes = region_layout(geometry).region_bytes
         except GeometryError as error:
@@ -241,8 +221,7 @@ class Handshake:
                 f"the two nodes lay regions out differently: {message.region_bytes} bytes at the S-node, "
                 f"{region_bytes} here ({geometry})"
             )
-        layers = LayerOptions(**_fields(message, LayerOptions), hadamard=HadamardHeads(message.rotated))
-        return Hello(geometry=geometry, layers=layers, **_fields(message, Hello))
+        return message.hello
 
     def verify(self, kind: type[_Stranger], secret: bytes | None) -> _Stranger:
         """The peer's message, which is of this kind, after a check of its proof. Raises LinkRefused."""
@@ -265,7 +244,7 @@ class Handshake:
 
     async def welcome(self, lease: Lease, token: str) -> None:
         """Send WELCOME with the lease and the token. Raises LinkDown."""
-        await self._confirm(Welcome(mac=None, token=token, **asdict(lease)))
+        await self._confirm(Welcome(mac=None, token=token, lease=lease))
         self.conn.max_frame = MAX_FRAME_AFTER_AUTH
 
     def verify_attach(self, session: Session | None) -> None:

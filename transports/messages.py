@@ -6,22 +6,28 @@ field is an error too: both ends have the same protocol version, so such a field
 
 from __future__ import annotations
 
+import functools
 import reprlib
-from collections.abc import Sequence
-from typing import Annotated, ClassVar, get_args, get_type_hints
+from collections.abc import Hashable
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import orjson
 from msgspec import Meta
 
-from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, MAX_LAYERS, MAX_SECTIONS, PROTOCOL_VERSION
+from fastdecode.region import wire
+from fastdecode.region.contract import PROTOCOL_VERSION
 
-from .base import HadamardHeads, TransportError
+from .base import Hello, Lease, TransportError
 
 #: Most handles of one message; a frame of 1 MiB has room for this many.
 MAX_HANDLES = 32768
 #: The counter by which an R-node that is about to end says so in its answer to a PING.
 LEAVING = "leaving"
+#: Fields whose own fields stand on the wire beside those of the message.
+_PARTS = ("hello", "geometry", "layers", "lease")
+#: Fields that have another name on the wire.
+_WIRE_NAMES = {"hadamard": "rotated"}
 
 
 class ProtocolError(TransportError):
@@ -35,54 +41,7 @@ class VersionMismatch(ProtocolError):
         super().__init__(f"protocol version mismatch: the peer has {_show(theirs)}, this end {PROTOCOL_VERSION}")
 
 
-# ---- types of fields; an error quotes the description ----
-
-
-def _int(high: int, low: int = 0) -> Meta:
-    return Meta(ge=low, le=high, description=f"an integer within {low}..{high}")
-
-
-def _text(most: int) -> Meta:
-    return Meta(max_length=most, description=f"a string of at most {most} characters")
-
-
-def _hex(n_bytes: int) -> Meta:
-    return Meta(pattern=rf"^[0-9a-f]{{{2 * n_bytes}}}\Z", description=f"{2 * n_bytes} hexadecimal digits")
-
-
-def _one_of(names: Sequence[str]) -> Meta:
-    return Meta(pattern=rf"^({'|'.join(names)})\Z", description="one of " + ", ".join(names))
-
-
-def _list(most: int, items: str) -> Meta:
-    return Meta(max_length=most, description=f"a list of at most {most} {items}")
-
-
-_U32S = f"integers within 0..{2**32 - 1}"
-U32 = Annotated[int, _int(2**32 - 1)]
-#: A number of something of which there is at least one.
-Count = Annotated[int, _int(2**32 - 1, 1)]
-Flag = Annotated[bool, Meta(description="true or false")]
-#: Some JSON implementations do not represent integers above 2**53 exactly.
-RequestId = Annotated[int, _int(2**53)]
-Bytes = Annotated[int, _int(2**52)]  # 4 PiB
-PageBytes = Annotated[int, _int(2**52, 1)]
-#: A key, a nonce, a token, a digest or a MAC.
-Hex32 = Annotated[str, _hex(32)]
-Name = Annotated[str, _text(256)]
-Url = Annotated[str, _text(1024)]
-Sentence = Annotated[str, _text(4096)]
-Base64 = Annotated[bytes, Meta(description="bytes in base64")]
-#: A peer may write a whole number without a point. It stays an int, because proofs cover the message's bytes.
-Positive = Annotated[
-    Annotated[int, Meta(gt=0)] | Annotated[float, Meta(gt=0)], Meta(description="a finite number greater than 0")
-]
-_NotNegative = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0)]
-Softcaps = Annotated[tuple[_NotNegative, ...], _list(MAX_LAYERS, "finite numbers of at least 0")]
-PerLayer = Annotated[tuple[U32, ...], _list(MAX_LAYERS, _U32S)]
-
-
-class ControlMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ControlMessage(msgspec.Struct, frozen=True):
     TYPE: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
@@ -92,7 +51,7 @@ class ControlMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Proved(ControlMessage, frozen=True):
     """`mac` is a proof of the shared secret (session.py), null without one."""
 
-    mac: Hex32 | None
+    mac: wire.Hex32 | None
 
 
 # The hand-shake. The R-node sends CHALLENGE. The S-node answers with HELLO, to open a link, or with ATTACH, to add the
@@ -100,45 +59,24 @@ class Proved(ControlMessage, frozen=True):
 
 
 class Challenge(ControlMessage, frozen=True):
-    version: U32
-    nonce: Hex32
-    needs_secret: Flag
-    node: Name
+    version: wire.U32
+    nonce: wire.Hex32
+    needs_secret: wire.Flag
+    node: wire.Name
 
 
 class HelloMessage(Proved, frozen=True):
-    """base.Hello on the wire. `region_bytes` is the region's size as the S-node computes it; the R-node compares it.
-    The fields from `segments` on are those of base.LayerOptions, whose `hadamard` is called `rotated` here."""
+    """`region_bytes` is the region's size as the S-node computes it; the R-node compares it."""
 
-    version: U32
-    nonce: Hex32
-    n_slots: U32
-    max_rows: U32
-    n_layers: U32
-    n_q_heads: U32
-    n_kv_heads: U32
-    head_size: U32
-    act_dtype: Annotated[str, _one_of(ACT_DTYPES)]
-    v_size: U32
-    region_bytes: Bytes
-    kv_dtype: Annotated[str, _one_of(KV_DTYPES)]
-    windows: PerLayer
-    softmax_scale: Positive
-    kv_bytes: Bytes | None
-    max_seqs: U32
-    segments: PerLayer
-    kv_layers: PerLayer
-    softcaps: Softcaps
-    sinks: Base64
-    slopes: Base64
-    heads: Annotated[tuple[tuple[U32, U32, U32, U32], ...], _list(MAX_LAYERS, f"quadruples of {_U32S}")]
-    part: Annotated[tuple[U32, U32], Meta(description=f"a pair of {_U32S}")]
-    rotated: Annotated[int, _int(int(HadamardHeads.QK | HadamardHeads.VO))]
+    version: wire.U32
+    nonce: wire.Hex32
+    region_bytes: wire.Bytes
+    hello: Hello
 
 
 class Attach(Proved, frozen=True):
-    version: U32
-    token: Hex32
+    version: wire.U32
+    token: wire.Hex32
 
 
 class Attached(Proved, frozen=True):
@@ -146,19 +84,10 @@ class Attached(Proved, frozen=True):
 
 
 class Welcome(Proved, frozen=True):
-    """base.Lease on the wire. ATTACH presents the `token`, which is valid once."""
+    """ATTACH presents the `token`, which is valid once."""
 
-    token: Hex32
-    n_pages: Count
-    max_pages: Count
-    max_seqs: Count
-    page_bytes: PageBytes
-    isa: Annotated[str, _text(32)]
-    threads: Count
-    node: Name
-    full_sections: Annotated[int, _int(MAX_SECTIONS)]
-    limited_sections: Annotated[int, _int(MAX_SECTIONS)]
-    reach: U32
+    token: wire.Hex32
+    lease: Lease
 
 
 # A migration connection, over which an R-node sends pages of a sequence to another one (migration.py). The receiving
@@ -170,17 +99,17 @@ class Welcome(Proved, frozen=True):
 class Deliver(Proved, frozen=True):
     """`token` is that of a RECEIVE, and is valid once. Both ends must have pages of `page_bytes`."""
 
-    version: U32
-    nonce: Hex32
-    token: Hex32
-    page_bytes: PageBytes
+    version: wire.U32
+    nonce: wire.Hex32
+    token: wire.Hex32
+    page_bytes: wire.PageBytes
 
 
 class Next(ControlMessage, frozen=True):
     """`token` and `page_bytes` as in DELIVER."""
 
-    token: Hex32
-    page_bytes: PageBytes
+    token: wire.Hex32
+    page_bytes: wire.PageBytes
 
 
 # A connection between two S-nodes, over which one asks the other to compute a prompt
@@ -191,22 +120,22 @@ class Next(ControlMessage, frozen=True):
 class Entrust(Proved, frozen=True):
     """`model` is a digest of the model and the KV-cache's format, in which both ends must agree."""
 
-    version: U32
-    nonce: Hex32
-    model: Hex32
+    version: wire.U32
+    nonce: wire.Hex32
+    model: wire.Hex32
 
 
 class PromptMessage(ControlMessage, frozen=True):
     """A prompt to compute: the ids of its tokens (uint32, little-endian), and the R-node at `url` that takes the pages
     for `token`. The other fields are those of engine.migration.prefill_client.Order."""
 
-    tokens: Base64
-    adapter: Name | None
-    cache_salt: Sentence
-    client: Name
-    priority: Annotated[int, _int(2**53, -(2**53))]
-    url: Url
-    token: Hex32
+    tokens: wire.Base64
+    adapter: wire.Name | None
+    cache_salt: wire.Sentence
+    client: wire.Name
+    priority: Annotated[int, wire.integer(2**53, -(2**53))]
+    url: wire.Url
+    token: wire.Hex32
 
 
 class Accepted(Proved, frozen=True):
@@ -217,13 +146,13 @@ class Pages(ControlMessage, frozen=True):
     """`n_pages` pages from page `first` on follow. `length`: the tokens of the whole sequence, if these pages are its
     last ones; else 0."""
 
-    first: U32
-    n_pages: U32
-    length: U32
+    first: wire.U32
+    n_pages: wire.U32
+    length: wire.U32
 
 
 class RefusedMessage(ControlMessage, frozen=True):
-    reason: Sentence
+    reason: wire.Sentence
 
 
 # The data path of an RDMA link. After ATTACHED the S-node sends ENDPOINT, and the R-node sends its own ENDPOINT
@@ -237,68 +166,68 @@ class EndpointMessage(ControlMessage, frozen=True):
     bytes. The peer writes to the region with `rkey` and `address` (64 bits, hexadecimal).
     """
 
-    qpn: Annotated[int, _int(2**24 - 1)]
-    psn: Annotated[int, _int(2**24 - 1)]
-    gid: Annotated[str, _hex(16)]
-    lid: Annotated[int, _int(2**16 - 1)]
-    mtu: Annotated[int, _int(4096, 256)]
-    rkey: U32
-    address: Annotated[str, _hex(8)]
+    qpn: Annotated[int, wire.integer(2**24 - 1)]
+    psn: Annotated[int, wire.integer(2**24 - 1)]
+    gid: Annotated[str, wire.hexadecimal(16)]
+    lid: Annotated[int, wire.integer(2**16 - 1)]
+    mtu: Annotated[int, wire.integer(4096, 256)]
+    rkey: wire.U32
+    address: Annotated[str, wire.hexadecimal(8)]
 
 
 # An open link. The S-node sends a request, and the R-node answers with OK or ERROR of the same id.
 
 
 class _Numbered(ControlMessage, frozen=True):
-    id: RequestId
+    id: wire.RequestId
 
 
 class Free(_Numbered, frozen=True):
     """`handles` are (seq_index, tag) pairs."""
 
-    handles: Annotated[list[tuple[U32, U32]], _list(MAX_HANDLES, f"pairs of {_U32S}")]
+    handles: Annotated[list[tuple[wire.U32, wire.U32]], wire.list_of(MAX_HANDLES, f"pairs of {wire.U32S}")]
 
 
 class Trim(_Numbered, frozen=True):
-    seq_index: U32
-    tag: U32
-    length: U32
+    seq_index: wire.U32
+    tag: wire.U32
+    length: wire.U32
 
 
 class Fork(_Numbered, frozen=True):
-    src: U32
-    src_tag: U32
-    dst: U32
-    dst_tag: U32
-    length: U32
+    src: wire.U32
+    src_tag: wire.U32
+    dst: wire.U32
+    dst_tag: wire.U32
+    length: wire.U32
 
 
 class Resize(_Numbered, frozen=True):
     """Ask for a lease of `n_pages` pages in all; the R-node comes as near as it can."""
 
-    n_pages: Count
+    n_pages: wire.Count
 
 
 class Receive(_Numbered, frozen=True):
     """Let the empty sequence hold `length` tokens, which another R-node may send once with `token`."""
 
-    seq_index: U32
-    tag: U32
-    length: Count
-    token: Hex32
+    seq_index: wire.U32
+    tag: wire.U32
+    length: wire.Count
+    token: wire.Hex32
 
 
 class Push(_Numbered, frozen=True):
     """Send pages of a sequence to the R-node at `url`, for which `token` is valid; `first` to `length` as in PAGES. The
     answer comes once that R-node has them. Other requests are answered meanwhile."""
 
-    seq_index: U32
-    tag: U32
-    first: U32
-    n_pages: U32
-    length: U32
-    url: Url
-    token: Hex32
+    seq_index: wire.U32
+    tag: wire.U32
+    first: wire.U32
+    n_pages: wire.U32
+    length: wire.U32
+    url: wire.Url
+    token: wire.Hex32
 
 
 class Stats(_Numbered, frozen=True):
@@ -319,8 +248,8 @@ class Ok(_Numbered, frozen=True):
 class ErrorMessage(_Numbered, frozen=True):
     """`status` is an fd_status_t of region/region.h. With `id` 0 the message answers no request: it ends the link."""
 
-    status: U32
-    message: Sentence
+    status: wire.U32
+    message: wire.Sentence
 
 
 HandShake = Challenge | HelloMessage | Attach | Attached | Welcome | Deliver | Entrust | Accepted | RefusedMessage
@@ -332,7 +261,10 @@ _KINDS: dict[str, type[Message]] = {kind.TYPE: kind for kind in get_args(Message
 
 def encode(message: ControlMessage) -> bytes:
     """The message as JSON with sorted keys. Equal messages give equal bytes, so a MAC can cover them."""
-    return orjson.dumps({"type": message.TYPE} | msgspec.to_builtins(message), option=orjson.OPT_SORT_KEYS)
+    fields = {"type": message.TYPE} | msgspec.to_builtins(message)
+    for part in _PARTS:
+        fields |= fields.pop(part, {})
+    return orjson.dumps({_WIRE_NAMES.get(name, name): v for name, v in fields.items()}, option=orjson.OPT_SORT_KEYS)
 
 
 def decode(body: bytes) -> Message:
@@ -347,25 +279,40 @@ def decode(body: bytes) -> Message:
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ProtocolError(f"unknown control message type {_show(name)}")
+    hints = _wire_hints(kind)
     # The version is checked before the fields, because another version's message may have other fields.
-    if "version" in kind.__struct_fields__ and fields.get("version") != PROTOCOL_VERSION:
+    if "version" in hints and fields.get("version") != PROTOCOL_VERSION:
         raise VersionMismatch(fields.get("version"))
+    for name in fields.keys() ^ hints.keys():
+        raise ProtocolError(f"{kind.TYPE}: {'unknown' if name in fields else 'missing'} field {_show(name)}")
+    values = fields | {name: fields[wired] for name, wired in _WIRE_NAMES.items() if wired in fields}
     try:
-        return msgspec.convert(fields, kind)
+        # Every part finds its fields beside the message's own, and leaves the others alone.
+        inner = values | dict.fromkeys(_PARTS, values)
+        return msgspec.convert(values | dict.fromkeys(_PARTS, inner), kind)
     except msgspec.ValidationError:
         raise ProtocolError(_fault(kind, fields)) from None
 
 
+@functools.cache
+def _wire_hints(kind: Hashable) -> dict[str, Any]:
+    """The types of the fields that a message has on the wire."""
+    hints: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if name in _PARTS:
+            hints |= _wire_hints(hint)
+        elif get_origin(hint) is not ClassVar:
+            hints[_WIRE_NAMES.get(name, name)] = hint
+    return hints
+
+
 def _fault(kind: type[Message], fields: dict[str, object]) -> str:
-    """Why `fields` are not those of a message of this kind."""
-    for name in fields.keys() ^ set(kind.__struct_fields__):
-        return f"{kind.TYPE}: {'unknown' if name in fields else 'missing'} field {_show(name)}"
-    hints = get_type_hints(kind, include_extras=True)
-    for name, value in fields.items():
+    """Why the values of `fields` are not those of a message of this kind."""
+    for name, hint in _wire_hints(kind).items():
         try:
-            msgspec.convert(value, hints[name])
+            msgspec.convert(fields[name], hint)
         except msgspec.ValidationError:
-            return f"{kind.TYPE}.{name}: expected {_description(hints[name])}, got {_show(value)}"
+            return f"{kind.TYPE}.{name}: expected {_description(hint)}, got {_show(fields[name])}"
     raise AssertionError("msgspec refused a message whose fields are all right")
 
 

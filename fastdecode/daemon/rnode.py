@@ -20,7 +20,7 @@ from fastdecode.daemon.machine import numa_nodes
 from fastdecode.daemon.migrations import Inbox, IncomingSequence, Migrations, refusals
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory
-from fastdecode.region.contract import KV_DTYPES, MAX_PAGES, MAX_SEQS, PAGE_TOKENS
+from fastdecode.region.contract import MAX_PAGES, MAX_SEQS, PAGE_TOKENS
 from fastdecode.transports import registry
 from fastdecode.transports.base import CallRefused, Hello, Lease, LinkRefused, Server
 
@@ -248,10 +248,6 @@ def _check_hello(hello: Hello) -> None:
     """Raise LinkRefused for a HELLO that no R-node grants."""
     if len(hello.windows) != hello.geometry.n_layers:
         raise LinkRefused(f"HELLO has {len(hello.windows)} attention windows for {hello.geometry.n_layers} layers")
-    if hello.kv_dtype not in KV_DTYPES:
-        raise LinkRefused(f"unknown KV-cache dtype {hello.kv_dtype!r}, known are {', '.join(KV_DTYPES)}")
-    if not (math.isfinite(hello.softmax_scale) and hello.softmax_scale > 0):
-        raise LinkRefused(f"the softmax scale {hello.softmax_scale} is not a positive number")
     if not 1 <= hello.max_seqs <= MAX_SEQS:
         raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{MAX_SEQS}")
 
