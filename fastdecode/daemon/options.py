@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def _size(help: str, *, role: str = "sr") -> Any:
     return _option(help, role=role, parse=parse_bytes, metavar="SIZE")
 
 
+#: Options of one role.
+_s_option = partial(_option, role="s")
+_s_file = partial(_file, role="s")
+_s_size = partial(_size, role="s")
+_r_option = partial(_option, role="r")
+_r_size = partial(_size, role="r")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
     """The options of a node. None: the node chooses the value at start, from the machine or the model."""
@@ -65,268 +74,229 @@ class NodeOptions:
     )
     check: bool = _option("print a report of the machine and, with --model, of the model, and exit", False)
 
-    model: Path | None = _option(
+    model: Path | None = _s_option(
         "Hugging Face model directory, GGUF file, or 'chat' for a small model to talk to; default: the demo model",
-        role="s",
         parse=Path,
         metavar="PATH",
     )
-    served_model_name: tuple[str, ...] = _option(
+    served_model_name: tuple[str, ...] = _s_option(
         "the model's name in the API, or several; default: the directory's name",
         (),
-        role="s",
         metavar="NAME",
         many=True,
     )
-    chat_template: Path | None = _file("file with a chat template (Jinja) to use instead of the model's own", role="s")
-    generation_config: str = _option(
+    chat_template: Path | None = _s_file("file with a chat template (Jinja) to use instead of the model's own")
+    generation_config: str = _s_option(
         "defaults of sampling. auto: from the model's generation_config.json; none: OpenAI's",
         "auto",
-        role="s",
         choices=("auto", "none"),
     )
-    host: str = _option("address that the API listens on", "127.0.0.1", role="s")
-    port: int = _option("port that the API listens on; 0: any free one", 8000, role="s", parse=option_values.port)
-    api_processes: int = _option(
+    host: str = _s_option("address that the API listens on", "127.0.0.1")
+    port: int = _s_option("port that the API listens on; 0: any free one", 8000, parse=option_values.port)
+    api_processes: int = _s_option(
         "processes that serve the API, beside the engine's; 0: the engine's process serves the API, for debugging",
         1,
-        role="s",
         parse=option_values.non_negative,
         metavar="N",
     )
-    api_key_file: Path | None = _file(
-        "file with the keys, one a line, of which clients must present one; default: no key is needed", role="s"
+    api_key_file: Path | None = _s_file(
+        "file with the keys, one a line, of which clients must present one; default: no key is needed"
     )
-    ssl_certfile: Path | None = _file("certificate chain (PEM) with which the API is served over TLS", role="s")
-    ssl_keyfile: Path | None = _file("private key (PEM) of --ssl-certfile; default: it is in that file", role="s")
-    cors_origin: tuple[str, ...] = _option(
+    ssl_certfile: Path | None = _s_file("certificate chain (PEM) with which the API is served over TLS")
+    ssl_keyfile: Path | None = _s_file("private key (PEM) of --ssl-certfile; default: it is in that file")
+    cors_origin: tuple[str, ...] = _s_option(
         "origin of web pages that may use the API (repeatable), e.g. https://chat.example.org; '*': all pages",
         (),
-        role="s",
         metavar="ORIGIN",
     )
-    no_access_log: bool = _option("do not log a line for every request", False, role="s")
-    otlp_traces_endpoint: str | None = _option(
+    no_access_log: bool = _s_option("do not log a line for every request", False)
+    otlp_traces_endpoint: str | None = _s_option(
         "URL that takes OpenTelemetry's spans of the requests by OTLP over HTTP, e.g. http://localhost:4318/v1/traces "
         "(extra otel)",
-        role="s",
         metavar="URL",
     )
-    tool_parser: str = _option(
+    tool_parser: str = _s_option(
         "how the model writes tool calls; auto: as its chat template says",
         "auto",
-        role="s",
         choices=("auto", *TOOL_FORMS),
     )
-    reasoning_parser: str = _option(
+    reasoning_parser: str = _s_option(
         "how the model writes its reasoning, which chats get as reasoning_content; none: as a part of the content",
         "auto",
-        role="s",
         choices=("auto", "none", *REASONING_FORMS),
     )
-    r_node: tuple[str, ...] = _option(
+    r_node: tuple[str, ...] = _s_option(
         "an R-node to use (repeatable); default: an embedded R-node, over shared memory",
         (),
-        role="s",
         parse=option_values.url,
         metavar="URL",
     )
-    r_nodes_file: Path | None = _file(
+    r_nodes_file: Path | None = _s_file(
         "file with the R-nodes to use, one URL a line; R-nodes that join or leave it are taken up or emptied while the "
         "node runs",
-        role="s",
     )
-    r_nodes_dns: str | None = _option(
+    r_nodes_dns: str | None = _s_option(
         "use an R-node at each address of a host name, tcp://host:port, as the name resolves from time to time",
-        role="s",
         parse=option_values.named_host,
         metavar="URL",
     )
-    partition: str = _option(
+    partition: str = _s_option(
         "sequences: each R-node holds whole sequences; heads: each R-node of --r-node holds a part of the KV heads of "
         "every sequence; tokens: each one holds a part of the tokens of every sequence",
         "sequences",
-        role="s",
         choices=PARTITIONS,
     )
-    prefill_listen: str | None = _option(
+    prefill_listen: str | None = _s_option(
         "URL at which this S-node computes prompts for other ones: tcp://host:port",
-        role="s",
         parse=option_values.tcp_url,
         metavar="URL",
     )
-    prefill_at: tuple[str, ...] = _option(
+    prefill_at: tuple[str, ...] = _s_option(
         "the --prefill-listen of an S-node that is to compute this one's long prompts (repeatable)",
         (),
-        role="s",
         parse=option_values.tcp_url,
         metavar="URL",
     )
-    prefill_file: Path | None = _file(
-        "file with such URLs, one a line, in place of --prefill-at; changes of the file are followed", role="s"
+    prefill_file: Path | None = _s_file(
+        "file with such URLs, one a line, in place of --prefill-at; changes of the file are followed"
     )
-    take_from: tuple[str, ...] = _option(
+    take_from: tuple[str, ...] = _s_option(
         "the --prefill-listen of an S-node whose streams this one takes over with their K and V when that one drains "
         "behind a router (repeatable)",
         (),
-        role="s",
         parse=option_values.tcp_url,
         metavar="URL",
     )
-    connect_seconds: float = _option(
-        "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=option_values.seconds
+    connect_seconds: float = _s_option(
+        "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, parse=option_values.seconds
     )
-    reconnect_seconds: float = _option(
+    reconnect_seconds: float = _s_option(
         "how long requests wait for an R-node when the last one has been lost, before they end with an error",
         10.0,
-        role="s",
         parse=option_values.seconds,
     )
-    backend: str = _option(
+    backend: str = _s_option(
         "native: the decoder of fastdecode; transformers: any model of transformers; auto: native if it can",
         "auto",
-        role="s",
         choices=("auto", "native", "transformers"),
     )
-    device: str = _option("where the S-Part runs", "auto", role="s", choices=("auto", "cpu", "cuda"))
-    exchange: str = _option(
+    device: str = _s_option("where the S-Part runs", "auto", choices=("auto", "cpu", "cuda"))
+    exchange: str = _s_option(
         "how a GPU and the R-nodes exchange rows. bypass: the GPU's streams ring the R-nodes and wait for them; "
         "staged: the host does so; auto: bypass if the check at start passes, else staged",
         "auto",
-        role="s",
         choices=EXCHANGES,
     )
-    dtype: str = _option(
+    dtype: str = _s_option(
         "dtype of weights and activations; auto: the checkpoint's dtype, or one that the CPU computes fast",
         "auto",
-        role="s",
         parse=option_values.dtype,
         choices=("auto", "fp32", "bf16", "fp16"),
     )
-    weights: str = _option(
+    weights: str = _s_option(
         "format of the weights in memory. auto: as stored; dense: in --dtype; int8, int4: rounded at load",
         "auto",
-        role="s",
         choices=WEIGHTS,
     )
-    no_calibration: bool = _option(
+    no_calibration: bool = _s_option(
         "int4: round each weight to the nearest number, not by the inputs of a text: loads sooner, answers worse",
         False,
-        role="s",
     )
-    lora: tuple[tuple[str, Path], ...] = _option(
+    lora: tuple[tuple[str, Path], ...] = _s_option(
         "a LoRA adapter in PEFT's format (repeatable), which requests choose by NAME as their model",
         (),
-        role="s",
         parse=option_values.named_directory,
         metavar="NAME=DIR",
     )
-    kv_dtype: str = _option(
+    kv_dtype: str = _s_option(
         "format of the KV-cache; int8-int4: K in int8, V in int4",
         "fp16",
-        role="s",
         parse=option_values.dtype,
         choices=KV_DTYPES,
     )
-    kv_lease: int | None = _size(
+    kv_lease: int | None = _s_size(
         "KV-cache memory to lease from each R-node at once and for good; default: a lease that grows on demand, or all "
         "of an embedded R-node",
-        role="s",
     )
-    max_model_len: int | None = _option(
+    max_model_len: int | None = _s_option(
         "longest sequence (prompt and output); default: the model's limit",
-        role="s",
         parse=option_values.positive,
         metavar="TOKENS",
     )
-    mini_batches: int | None = _option(
+    mini_batches: int | None = _s_option(
         "mini-batches in flight: the S-Part of one overlaps the R-Part of another; default: 2, or 1 if both parts take "
         "turns on the same cores",
-        role="s",
         parse=option_values.positive,
     )
-    max_batch_size: int = _option("most sequences in a mini-batch", 256, role="s", parse=option_values.positive)
-    max_batch_tokens: int = _option(
+    max_batch_size: int = _s_option("most sequences in a mini-batch", 256, parse=option_values.positive)
+    max_batch_tokens: int = _s_option(
         "most rows in a step: decoding sequences and prompt tokens together",
         512,
-        role="s",
         parse=option_values.positive,
     )
-    schedule: str = _option(
+    schedule: str = _s_option(
         "which requests start when there is room. greedy: all; stable: those with which the forecast KV load stays "
         "even and within the cache",
         "greedy",
-        role="s",
         choices=("greedy", "stable"),
     )
-    speculate: str = _option(
+    speculate: str = _s_option(
         "suffix:K: guess up to K tokens of a sequence from its own text and verify them in one step, which leaves the "
         "output as it is; off: guess none",
         "off",
-        role="s",
         parse=option_values.speculation,
         metavar="off|suffix:K",
     )
-    target_tbt_ms: float = _option(
+    target_tbt_ms: float = _s_option(
         "milliseconds between two tokens of a stream that should not be exceeded: while a stream runs, prompts are "
         "cut into chunks that keep it, and sequences that would make steps longer wait; 0: no bound, prompts take up "
         "to --max-batch-tokens rows of every step",
         200.0,
-        role="s",
         parse=option_values.milliseconds,
         metavar="MS",
     )
-    gpu_memory_utilization: float = _option(
+    gpu_memory_utilization: float = _s_option(
         "part of a GPU's memory that may be in use: weights, steps, and K and V of prompts that take several steps",
         0.9,
-        role="s",
         parse=option_values.part,
         metavar="PART",
     )
-    staging_memory: int | None = _size(
+    staging_memory: int | None = _s_size(
         "memory of the S-Part for the K and V of prompts that take several steps. Default: what is left of a GPU's; "
         "R-nodes attend for longer prompts. Or an eighth of a CPU's available one; a longer prompt is taken alone",
-        role="s",
     )
-    max_queued: int = _option(
+    max_queued: int = _s_option(
         "most requests that wait for others to end; the API refuses further ones with status 429",
         1024,
-        role="s",
         parse=option_values.non_negative,
     )
-    no_prefix_cache: bool = _option(
+    no_prefix_cache: bool = _s_option(
         "compute every prompt as a whole: share no KV-cache between sequences, and keep none of ended sequences",
         False,
-        role="s",
     )
-    s_threads: int | None = _option(
+    s_threads: int | None = _s_option(
         "threads of the S-Part on a CPU; default: all cores, or the cores that an embedded R-node leaves",
-        role="s",
         parse=option_values.positive,
     )
 
-    tune: str = _option(
+    tune: str = _s_option(
         "threads and mini-batches of an S-Part on a CPU with an embedded R-node, unless an option says them. auto: the "
         "fastest in a measurement of some seconds at the first start, remembered for the machine and the model; "
         "always: of a new measurement; off: all cores in turns",
         "auto",
-        role="s",
         choices=("auto", "always", "off"),
     )
 
-    listen: tuple[str, ...] = _option(
+    listen: tuple[str, ...] = _r_option(
         "URL that S-nodes connect to (repeatable): tcp://host:port, shm:///path/to/socket, rdma://host:port",
         (),
-        role="r",
         parse=option_values.url,
         metavar="URL",
     )
-    insecure: bool = _option(
-        "listen on an address that other hosts can reach even without --secret-file", False, role="r"
-    )
+    insecure: bool = _r_option("listen on an address that other hosts can reach even without --secret-file", False)
 
-    max_lease: int | None = _size(
-        "the most KV-cache memory that one link may lease, so the most of one S-node; default: all of it", role="r"
+    max_lease: int | None = _r_size(
+        "the most KV-cache memory that one link may lease, so the most of one S-node; default: all of it"
     )
 
     kv_memory: int | None = _size(
