@@ -1,5 +1,5 @@
 /* Appends a token to a chunk; every ISA uses this code. The including file defines the conversion of a row before it
- * includes this file (rows_simd.h does so with vectors, attention_scalar.c without). n is a multiple of 8:
+ * includes this file (rows_simd.h does so). n is a multiple of 8:
  *
  *   void row_to_fp16(uint16_t *dst, const float *src, uint32_t n)                     saturates
  *   void row_to_bf16(uint16_t *dst, const float *src, uint32_t n)

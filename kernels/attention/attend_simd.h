@@ -58,8 +58,9 @@ FD_INLINE void init_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head
     memset(state, 0, sizeof *state);
     state->m = -INFINITY;
     state->q_scale = 1.0f;
-    if (!fd_kv_is_int(format)) {
+    if (!multiplies_ints(format)) {
         kv_store_query(format, multipliers, q, head_size);
+        for (uint32_t d = 0; fd_kv_is_int(format) && d < head_size; d++) state->q_sum += q[d];
         return;
     }
     vec_t max = vec_zero(), sum = vec_zero();

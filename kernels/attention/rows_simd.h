@@ -3,10 +3,13 @@
 
 #include "chunk.h"
 
+/* The order of the operands keeps NaN. */
+FD_INLINE vec_t saturate_fp16(vec_t x) { return vec_max(vec_set1(-FD_FP16_MAX), vec_min(vec_set1(FD_FP16_MAX), x)); }
+
 FD_INLINE void row_to_fp16(uint16_t *dst, const float *src, uint32_t n) {
     uint32_t i = 0;
-    for (; i + LANES <= n; i += LANES) vec_store_fp16(dst + i, vec_saturate_fp16(vec_load(src + i)));
-    if (i < n) vec_store_fp16_half(dst + i, vec_saturate_fp16(vec_load_half(src + i)));
+    for (; i + LANES <= n; i += LANES) vec_store_fp16(dst + i, saturate_fp16(vec_load(src + i)));
+    if (i < n) vec_store_fp16_half(dst + i, saturate_fp16(vec_load_half(src + i)));
 }
 
 FD_INLINE void row_to_bf16(uint16_t *dst, const float *src, uint32_t n) {

@@ -53,15 +53,19 @@ FD_INLINE int early_lines_per_tile(const fd_kv_dtype_t dtype, const int rows) {
     return prefetch_next_page_early(dtype, rows) ? 3 : 0;
 }
 
+/* Whether K or V of this format is multiplied in integers. An integer format with multipliers of 32 bits is multiplied
+ * in fp32, by queries and weights that are not rounded, after kv_unpack has subtracted the zero point. */
+FD_INLINE int multiplies_ints(fd_kv_dtype_t format) { return fd_kv_is_int(format) && kv_bits(format) < 32; }
+
 /* vec_exp2_of_float with a polynomial whose degree depends on the format; the largest relative error is 3e-6 for 16-bit
  * multipliers and 9e-5 for 8-bit multipliers, far below their own rounding error. */
 FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t format, vec_t x) {
     const vec_t r = vec_fraction(x);
     vec_t p;
-    if (fd_kv_is_int(format) && kv_bits(format) == 8) {
+    if (multiplies_ints(format) && kv_bits(format) == 8) {
         p = vec_fma(vec_set1(0x1.3baaaep-4f), r, vec_set1(0x1.d23786p-3f));
         p = vec_fma(p, r, vec_set1(0x1.63e65ap-1f));
-    } else if (fd_kv_is_int(format)) {
+    } else if (multiplies_ints(format)) {
         p = vec_fma(vec_set1(0x1.b7f738p-7f), r, vec_set1(0x1.abf866p-5f));
         p = vec_fma(p, r, vec_set1(0x1.ee2452p-3f));
         p = vec_fma(p, r, vec_set1(0x1.62d6c6p-1f));
@@ -74,7 +78,7 @@ FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t format, vec_t x) {
 /* Default primitives. An ISA file replaces one by defining FD_OWN_<NAME> and the function kv_<name> before it includes
  * this file. */
 
-/* Stores a query row of a float format as multipliers. */
+/* Stores a query row of a format that is multiplied in floats as multipliers. */
 #ifndef FD_OWN_STORE_QUERY
 FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, uint32_t head_size) {
     memcpy(to, q, head_size * sizeof *q);
@@ -159,7 +163,7 @@ typedef struct {
     float bias[LANES]; /* integer formats: sum of weights times the offsets of V, lane by lane */
     float m;           /* the largest score so far */
     float q_scale;     /* the scale of the query's integers; 1 for float formats */
-    float q_sum;       /* the sum of the query's integers */
+    float q_sum; /* the sum of the query's integers, or of its floats where an integer format is multiplied in fp32 */
 } row_state_t;
 
 /* The work of one block in one chunk. */

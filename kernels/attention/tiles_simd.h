@@ -145,10 +145,11 @@ FD_INLINE int n_sums(const fd_kv_dtype_t format, const int rows) {
     return rows == 1 && kv_parts(format) > 1 && !kv_narrow_words(format) ? 2 : rows;
 }
 
-/* The sum of row r and vector i; a single row's two sums are added. */
+/* The sum of row r and vector i as floats; a single row's two sums are added. */
 FD_INLINE vec_t read_sum(const fd_kv_dtype_t format, const int rows, vec_t sum[][MAX_VECS], int r, int i) {
-    if (n_sums(format, rows) == rows) return sum[r][i];
-    return fd_kv_is_int(format) ? vec_add_int(sum[0][i], sum[1][i]) : vec_add(sum[0][i], sum[1][i]);
+    const int one = n_sums(format, rows) == rows;
+    if (!multiplies_ints(format)) return one ? sum[r][i] : vec_add(sum[0][i], sum[1][i]);
+    return vec_from_int(one ? sum[r][i] : vec_add_int(sum[0][i], sum[1][i]));
 }
 
 /* Half of the bytes of a tile whose vectors are `depth` words deep; 0 if two blocks do not share its prefetches. The
@@ -184,12 +185,12 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
         if (fd_kv_is_int(format)) {
             __builtin_prefetch(ahead + (steps * vecs + i) * LANES * word, 0, PREFETCH_LOCALITY);
             kv_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size, t), &scale, &offset);
-            offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(format)), offset);
+            if (multiplies_ints(format)) offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(format)), offset);
         }
         FD_UNROLL
         for (int r = 0; r < rows; r++) {
             vec_t s = read_sum(format, rows, sum, r, i);
-            if (fd_kv_is_int(format)) s = vec_fma(vec_from_int(s), scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
+            if (fd_kv_is_int(format)) s = vec_fma(s, scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
             vec_store(&scores[r][t], s);
         }
     }
@@ -230,7 +231,7 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
         vec_t x = read_sum(format, rows, sum, r, i);
         if (fd_kv_is_int(format)) {
             const vec_t old = vec_mul(half ? vec_load_half(acc) : vec_load(acc), vec_set1(rescale[r]));
-            x = vec_fma(vec_from_int(x), vec_set1(weight_scale[r]), old);
+            x = vec_fma(x, vec_set1(weight_scale[r]), old);
         }
         if (half) vec_store_half(acc, x);
         else vec_store(acc, x);

@@ -68,10 +68,6 @@ FD_INLINE vec_t vec_load_bf16(const void *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16));
 }
 FD_INLINE void vec_store_fp16(void *p, vec_t x) { _mm_storeu_si128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
-/* The order of the operands keeps NaN. */
-FD_INLINE vec_t vec_saturate_fp16(vec_t x) {
-    return _mm256_max_ps(_mm256_set1_ps(-FD_FP16_MAX), _mm256_min_ps(_mm256_set1_ps(FD_FP16_MAX), x));
-}
 FD_INLINE void vec_store_bf16(void *p, vec_t x) {
     const __m256i u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
@@ -93,10 +89,4 @@ FD_INLINE void vec_store_int(void *p, vec_t x, int zero) {
     _mm256_storeu_si256(p, _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(zero)));
 }
 
-/* With 8 lanes there are no half vectors, because head sizes are multiples of 8; the templates need these names. */
-FD_INLINE vec_t vec_load_half(const float *p) { return vec_load(p); }
-FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
-FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
-FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
-FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
-FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) { vec_store_int(p, x, zero); }
+#include "vec_no_halves.h"

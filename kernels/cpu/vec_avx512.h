@@ -63,10 +63,6 @@ FD_INLINE void vec_store_fp16(void *p, vec_t x) {
 FD_INLINE void vec_store_fp16_half(void *p, vec_t x) {
     _mm_storeu_si128(p, _mm256_cvtps_ph(_mm512_castps512_ps256(x), _MM_FROUND_TO_NEAREST_INT));
 }
-/* The order of the operands keeps NaN. */
-FD_INLINE vec_t vec_saturate_fp16(vec_t x) {
-    return _mm512_max_ps(_mm512_set1_ps(-FD_FP16_MAX), _mm512_min_ps(_mm512_set1_ps(FD_FP16_MAX), x));
-}
 /* Does not use vcvtneps2bf16, which flushes subnormals to zero. */
 FD_INLINE void vec_store_bf16(void *p, vec_t x) {
     const __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));

@@ -60,10 +60,6 @@ FD_INLINE vec_t vec_select(vec_t x, uint64_t bits, float fill) {
 FD_INLINE vec_t vec_load_fp16(const void *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 FD_INLINE vec_t vec_load_bf16(const void *p) { return vec_bits(vshll_n_u16(vld1_u16(p), 16)); }
 FD_INLINE void vec_store_fp16(void *p, vec_t x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
-/* The order of the operands keeps NaN. */
-FD_INLINE vec_t vec_saturate_fp16(vec_t x) {
-    return vec_max(vec_set1(-FD_FP16_MAX), vec_min(vec_set1(FD_FP16_MAX), x));
-}
 FD_INLINE void vec_store_bf16(void *p, vec_t x) {
     const uint32x4_t u = vec_ints(x), odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
     const uint32x4_t rounded = vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7fff)), odd);
@@ -80,10 +76,4 @@ FD_INLINE void vec_store_int(void *p, vec_t x, int zero) {
     vst1q_s32(p, vaddq_s32(vcvtnq_s32_f32(x), vdupq_n_s32(zero)));
 }
 
-/* With 4 lanes there are no half vectors, because head sizes are multiples of 8; the templates need these names. */
-FD_INLINE vec_t vec_load_half(const float *p) { return vec_load(p); }
-FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
-FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
-FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
-FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
-FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) { vec_store_int(p, x, zero); }
+#include "vec_no_halves.h"
