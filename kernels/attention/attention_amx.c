@@ -225,7 +225,7 @@ FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t 
         }
         vec_t scale = vec_zero(), offset = vec_zero();
         if (fd_kv_is_int(format)) {
-            kv_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size, i * LANES), &scale, &offset);
+            load_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size, i * LANES), &scale, &offset);
             __builtin_prefetch(prefetch_from(b, fd_chunk_k_affine(dtype, b->head_size, i * LANES)), 0,
                                PREFETCH_LOCALITY);
             offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(format)), offset);

@@ -14,13 +14,6 @@ FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
 }
 FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
 
-/* Loads the scale and the centre (0 for int8) of LANES tokens. */
-FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
-    const uint32x4_t x = vld1q_u32(p);
-    *scale = vec_bits(format == FD_KV_INT8 ? x : vandq_u32(x, vdupq_n_u32(0xffff0000u)));
-    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(vshlq_n_u32(x, 16));
-}
-
 /* At most 16 of the 32 registers hold sums; the others hold 4 vectors of K or V, before and after unpacking, and a
  * broadcast multiplier. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {

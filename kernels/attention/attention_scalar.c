@@ -11,13 +11,6 @@ FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
 }
 FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
 
-/* Loads the scale and the centre (0 for int8) of LANES tokens. */
-FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
-    const vec_t x = vec_load(p);
-    *scale = format == FD_KV_INT8 ? x : vec_and_bits(x, 0xffff0000u);
-    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(vec_ints(x) << 16);
-}
-
 /* x86-64 has 16 registers of 4 lanes. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) { return rows > 1 ? 2 : 4; }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }

@@ -20,13 +20,6 @@ FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
 }
 FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
 
-/* Loads the scale and the centre (0 for int8) of LANES tokens. */
-FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
-    const __m256i x = _mm256_loadu_si256(p);
-    *scale = vec_bits(format == FD_KV_INT8 ? x : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
-    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(_mm256_slli_epi32(x, 16));
-}
-
 /* Integers are multiplied as groups of four bytes, unsigned times signed. In scores the stored integers of K are the
  * unsigned side and the query the signed side. In outputs of int8 the weights are the unsigned side, and kv_unpack
  * makes V signed, with zero point 0. */

@@ -20,10 +20,3 @@ FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) {
     if (format == FD_KV_FP16) return _mm512_zextps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
     return _mm512_maskz_loadu_ps(HALF, p);
 }
-
-/* Loads the scale and the centre (0 for int8) of LANES tokens. */
-FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
-    const __m512i x = _mm512_loadu_si512(p);
-    *scale = vec_bits(format == FD_KV_INT8 ? x : _mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
-    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(_mm512_slli_epi32(x, 16));
-}

@@ -75,6 +75,13 @@ FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t format, vec_t x) {
     return vec_scale2(vec_fma(p, r, vec_set1(1.0f)), x, EXP2_FLUSH);
 }
 
+/* Loads the scale and the centre (0 for int8) of LANES tokens from their affine words. */
+FD_INLINE void load_affine(const fd_kv_dtype_t format, const uint8_t *p, vec_t *scale, vec_t *centre) {
+    const vec_t x = vec_load((const float *)p);
+    *scale = format == FD_KV_INT8 ? x : vec_and_bits(x, 0xffff0000u);
+    *centre = format == FD_KV_INT8 ? vec_zero() : vec_low_bf16(x);
+}
+
 /* Default primitives. An ISA file replaces one by defining FD_OWN_<NAME> and the function kv_<name> before it includes
  * this file. */
 
@@ -265,7 +272,7 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
         for (uint32_t i = first; i < last; i++) {
             const size_t at = i * LANES * sizeof(uint32_t);
             if (at % LINE == 0) __builtin_prefetch(ahead + at, 0, PREFETCH_LOCALITY);
-            kv_affine(format, affine + at, &scale[i], &offset[i]);
+            load_affine(format, affine + at, &scale[i], &offset[i]);
             if (kv_bits(format) == 16)
                 offset[i] = vec_fma(scale[i], vec_set1(-(float)kv_v_zero_point(format)), offset[i]);
             if (full) continue;

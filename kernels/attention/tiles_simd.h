@@ -184,7 +184,7 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
         vec_t scale = vec_zero(), offset = vec_zero();
         if (fd_kv_is_int(format)) {
             __builtin_prefetch(ahead + (steps * vecs + i) * LANES * word, 0, PREFETCH_LOCALITY);
-            kv_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size, t), &scale, &offset);
+            load_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size, t), &scale, &offset);
             if (multiplies_ints(format)) offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(format)), offset);
         }
         FD_UNROLL

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <immintrin.h>
+#include <stdint.h>
 
 #include "compiler.h"
-#include "half.h"
 
 typedef __m256 vec_t;
 
@@ -49,6 +49,8 @@ FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(_mm256_add_epi32
 FD_INLINE vec_t vec_and_bits(vec_t x, uint32_t bits) {
     return vec_bits(_mm256_and_si256(vec_ints(x), _mm256_set1_epi32((int)bits)));
 }
+/* The bf16 in the low half of every lane. */
+FD_INLINE vec_t vec_low_bf16(vec_t x) { return vec_bits(_mm256_slli_epi32(vec_ints(x), 16)); }
 /* Copies the 32 bits at p into every lane. */
 FD_INLINE vec_t vec_broadcast(const void *p) { return _mm256_broadcast_ss(p); }
 /* Pins the computation of x to this point (vec_avx512.h). */

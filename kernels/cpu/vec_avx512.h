@@ -2,10 +2,10 @@
 #pragma once
 
 #include <immintrin.h>
+#include <stdint.h>
 #include <string.h>
 
 #include "compiler.h"
-#include "half.h"
 
 typedef __m512 vec_t;
 
@@ -42,6 +42,8 @@ FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(_mm512_add_epi32
 FD_INLINE vec_t vec_and_bits(vec_t x, uint32_t bits) {
     return vec_bits(_mm512_and_si512(vec_ints(x), _mm512_set1_epi32((int)bits)));
 }
+/* The bf16 in the low half of every lane. */
+FD_INLINE vec_t vec_low_bf16(vec_t x) { return vec_bits(_mm512_slli_epi32(vec_ints(x), 16)); }
 /* Copies the 32 bits at p into every lane. */
 FD_INLINE vec_t vec_broadcast(const void *p) {
     int32_t x;

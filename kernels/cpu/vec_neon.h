@@ -2,10 +2,10 @@
 #pragma once
 
 #include <arm_neon.h>
+#include <stdint.h>
 #include <string.h>
 
 #include "compiler.h"
-#include "half.h"
 
 typedef float32x4_t vec_t;
 
@@ -45,6 +45,8 @@ FD_INLINE int vec_any_above(vec_t x, vec_t y) { return vmaxvq_u32(vcgtq_f32(x, y
 FD_INLINE vec_t vec_from_int(vec_t x) { return vcvtq_f32_s32(vreinterpretq_s32_f32(x)); }
 FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(vaddq_u32(vec_ints(x), vec_ints(y))); }
 FD_INLINE vec_t vec_and_bits(vec_t x, uint32_t bits) { return vec_bits(vandq_u32(vec_ints(x), vdupq_n_u32(bits))); }
+/* The bf16 in the low half of every lane. */
+FD_INLINE vec_t vec_low_bf16(vec_t x) { return vec_bits(vshlq_n_u32(vec_ints(x), 16)); }
 /* Copies the 32 bits at p into every lane. */
 FD_INLINE vec_t vec_broadcast(const void *p) {
     uint32_t x;

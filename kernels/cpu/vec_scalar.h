@@ -59,6 +59,8 @@ FD_INLINE int vec_any_above(vec_t x, vec_t y) {
 }
 FD_INLINE vec_t vec_from_int(vec_t x) { return __builtin_convertvector((ints_t)x, vec_t); }
 FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(vec_ints(x) + vec_ints(y)); }
+/* The bf16 in the low half of every lane. */
+FD_INLINE vec_t vec_low_bf16(vec_t x) { return vec_bits(vec_ints(x) << 16); }
 FD_INLINE vec_t vec_broadcast(const void *p) {
     float x;
     memcpy(&x, p, sizeof x);
