@@ -66,7 +66,7 @@ FD_INLINE void init_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head
     vec_t max = vec_zero(), sum = vec_zero();
     for (uint32_t d = 0; d < head_size; d += LANES) max = vec_max(max, kv_size(format, 0, load_tail(q, d, head_size)));
     /* The sums of more than 256 products of 16 bits and 8 bits would not fit into 32 bits. */
-    const int halve = format == FD_KV_INT8 && kv_bits(format) == 16 && head_size > 256;
+    const int halve = fd_elem_bits(format) == 8 && kv_bits(format) == 16 && head_size > 256;
     const float largest = vec_reduce_max(max), qmax = halve ? kv_qmax(format, 0) / 2 : kv_qmax(format, 0);
     const int nonzero = largest >= (slopes ? 1e-20f : FD_TINY);
     if (nonzero) state->q_scale = largest / qmax;

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from attention.emulated import NEON, SCALAR, is_emulated, kernels, params
-from attention.kernel_budget import INTEGERS, budget, unit
+from attention.kernel_budget import budget, unit
 from attention.kernel_reference import Cache, Partial, aligned_bytes, assert_close, normal, queries, reference
-from attention.kv_accuracy import hadamard, stored, stored_kv
+from attention.kv_accuracy import INTEGERS, hadamard, stored, stored_kv
 from quick import quick
 
 from fastdecode.kernels import _native as native
@@ -97,7 +97,7 @@ def test_isas_agree_with_the_operating_system() -> None:
     assert native.isa_best() == ISAS[-1]
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "int8-int4"])
+@pytest.mark.parametrize("kv_dtype", INTEGERS)
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_caller_may_transform_in_place_of_a_kernel(isa: str, kv_dtype: str) -> None:
     for head_size, of_caller in itertools.product(

@@ -7,9 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attention.emulated import SCALAR
-from attention.kv_accuracy import multiplied
-
-INTEGERS = ("int8", "int4", "int8-int4")
+from attention.kv_accuracy import INTEGERS, multiplied
 
 
 class Budget(NamedTuple):

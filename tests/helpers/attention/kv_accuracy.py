@@ -22,6 +22,8 @@ from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.transports.base import Link
 
 _ALIGNED = 64
+#: KV formats that store integers.
+INTEGERS = ("int8", "int4", "int8-int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def stored_kv(k: np.ndarray, v: np.ndarray, kv_dtype: str) -> tuple[np.ndarray, 
     v_format = v_format or k_format
     # The transform is its own inverse.
     stored_v = hadamard(stored(hadamard(v), v_format)) if v_format == "int4" else stored(v, v_format)
-    if k_format not in ("int8", "int4"):
+    if kv_dtype not in INTEGERS:
         return stored(k, k_format), stored_v
     return hadamard(stored(hadamard(k), k_format)), stored_v
 
