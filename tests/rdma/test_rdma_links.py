@@ -7,7 +7,6 @@ test_rdma_vm.py runs them there.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from ipaddress import IPv6Address
 import numpy as np
 import pytest
 from engines.token_stream import submit
+from msgspec.structs import replace
 from nodes.rnode_process import Held, RNodeProcess, start_executor_threads
 from wire.link_driver import CYCLES, HANG_S, NOTICED_S, Driver, Payloads, hello, until
 
@@ -83,11 +83,11 @@ async def test_only_the_links_own_region_can_be_written(node, monkeypatch, elsew
     other = Driver(bystander, wanted)
     await step_of(other)
     changes = {
-        "wrong key": lambda peer: dataclasses.replace(peer, rkey=peer.rkey ^ 0x5500),
-        "beyond the region": lambda peer: dataclasses.replace(
+        "wrong key": lambda peer: replace(peer, rkey=peer.rkey ^ 0x5500),
+        "beyond the region": lambda peer: replace(
             peer, address=(int(peer.address, 16) + bystander.layout.region_bytes).to_bytes(8).hex()
         ),
-        "another link's region": lambda peer: dataclasses.replace(peer, rkey=peers[0].rkey, address=peers[0].address),
+        "another link's region": lambda peer: replace(peer, rkey=peers[0].rkey, address=peers[0].address),
     }
     with monkeypatch.context() as patch:
         change_peer(patch, changes[elsewhere])
