@@ -53,7 +53,7 @@ _NO_CODE = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 
 
 def rooms(root: Path) -> list[Path]:
-    """The folders of the package, also those that are links to folders beside it."""
+    """The folders of the package, links to folders beside the package included."""
     return sorted(path for path in (root / "fastdecode").iterdir() if path.is_dir() and path.name != "__pycache__")
 
 

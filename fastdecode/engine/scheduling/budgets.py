@@ -22,7 +22,7 @@ def pairs(start: float, n: float) -> float:
 
 @dataclass(slots=True)
 class StepBudget:
-    """What is left of a step for chunks of prompts.
+    """The budget of a step for chunks of prompts.
 
     A chunk of n rows behind `start` tokens costs n rows and `row_cost` * n + `pair_cost` * pairs of work, where
     `pairs` counts the keys that its rows attend to. `least` rows are granted whatever the work, so that a prompt always
