@@ -44,10 +44,11 @@ FD_INLINE float vec_reduce_add(vec_t x) { return (x[0] + x[1]) + (x[2] + x[3]); 
 /* Rounds lanes within 2^22: 1.5 * 2^23 has no fraction bits. x must not be a product that a compiler may fuse with the
  * addition, unless the product is exact. */
 FD_INLINE vec_t vec_round(vec_t x) { return x + 0x1.8p23f - 0x1.8p23f; }
-/* floor(x) within the range of int32. */
+/* floor(x) within the range of int32, and any integer outside of it. */
 FD_INLINE ints_t vec_floor(vec_t x) {
     const ints_t truncated = __builtin_convertvector(x, ints_t);
-    return truncated + (__builtin_convertvector(truncated, vec_t) > x);
+    const ints_t above = __builtin_convertvector(truncated, vec_t) > x;
+    return (ints_t)((words_t)truncated + (words_t)above); /* unsigned: what stands for -infinity wraps */
 }
 FD_INLINE vec_t vec_fraction(vec_t x) { return x - __builtin_convertvector(vec_floor(x), vec_t); }
 FD_INLINE vec_t vec_scale2(vec_t y, vec_t x, float limit) {
