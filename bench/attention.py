@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from fastdecode.bench import attention_kernels
 from fastdecode.bench.attention_peers import PEERS, AttentionPeer, check, installed
 from fastdecode.bench.attention_report import print_report, summary
 from fastdecode.bench.options import print_result, refuse_unsupported
@@ -62,13 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     repeatable("--head-size", {"type": int}, "elements of a head; default: 64, 128")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument(
-        "--kv-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV of each cell; default: 2GiB"
-    )
-    parser.add_argument(
-        "--peer-kv-bytes",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="KV of each peer; default: as --kv-bytes (less saves time, but may fit into the last-level cache)",
+        "--kv-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV of each cell and peer; default: 2GiB"
     )
     parser.add_argument(
         "--scattered",
@@ -139,15 +134,10 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "rounds": args.rounds,
         "judge_below": args.judge_below,
         "kv_bytes": args.kv_bytes,
-        "peer_kv_bytes": _peer_kv_bytes(args),
         "peers_absent": [name for name in wanted if name not in present] if "sweep" in parts else [],
         "rows": rows,
         "summary": summary(rows),
     }
-
-
-def _peer_kv_bytes(args: argparse.Namespace) -> int:
-    return min(int(args.peer_kv_bytes or args.kv_bytes), int(args.kv_bytes))
 
 
 def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, Shape]]:
@@ -160,7 +150,7 @@ def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, Shape]]:
     groups = (1,) if part == "one-thread" else args.group or (1, 4, 8)
     for kv_dtype, head_size, group in itertools.product(dtypes, sizes, groups):
         if part == "in-cache":
-            page = _native.chunk_bytes(kv_dtype, head_size)
+            page = attention_kernels.chunk_bytes(kv_dtype, head_size)
             contexts: Sequence[int] = [max(1, _in_cache_bytes() // page) * PAGE_TOKENS]
         else:
             contexts = args.context or ((512, 4096, 32768) if part == "sweep" else (_ONE_THREAD_CONTEXT,))
@@ -292,12 +282,9 @@ def _measure_peers(
     with ExitStack() as stack:
         peers: dict[str, AttentionPeer] = {}
         for name in names:
+            how = {"scattered": args.scattered} if PEERS[name] is OtherVersionAttention else {}
             try:
-                peer: AttentionPeer
-                if PEERS[name] is OtherVersionAttention:
-                    peer = OtherVersionAttention(shape, kv_dtype, _peer_kv_bytes(args), len(cpus), args.scattered)
-                else:
-                    peer = PEERS[name](shape, kv_dtype, _peer_kv_bytes(args), len(cpus))
+                peer = PEERS[name](shape, kv_dtype, args.kv_bytes, len(cpus), **how)
             except ValueError as error:
                 tqdm.write(f"{name} cannot run {kv_dtype}, head size {shape.head_size}: {error}", file=sys.stderr)
                 continue
@@ -324,11 +311,11 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
     The R-engine is left out because it sleeps between calls, and a core that slept is cold for calls of microseconds.
     """
     data, isa = Data.of(shape), args.isa or _native.isa_best()
-    n_pages, kv_bytes = shape.context // PAGE_TOKENS, _native.chunk_bytes(kv_dtype, shape.head_size)
+    n_pages, kv_bytes = shape.context // PAGE_TOKENS, attention_kernels.chunk_bytes(kv_dtype, shape.head_size)
     kv_bytes *= n_pages
     pages = np.frombuffer(huge_pages(kv_bytes), np.uint8)[:kv_bytes]
     k, v = (x[:, 0].astype(np.float32) for x in (data.k, data.v))
-    _native.kv_append(isa, kv_dtype, pages, 0, k, v)
+    attention_kernels.kv_append(isa, kv_dtype, pages, 0, k, v)
     q = (data.q.astype(np.float32) * np.float32(shape.head_size**-0.5)).reshape(1, 1, shape.group, -1)
     acc, m, l = np.empty_like(q), *(np.empty(q.shape[:3], np.float32) for _ in range(2))  # noqa: E741
     usable = os.sched_getaffinity(0)
@@ -340,7 +327,7 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
             def attend(times: int) -> float:
                 start = time.perf_counter()
                 order, last = list(range(n_pages)) * times, n_pages * times * PAGE_TOKENS - 1
-                _native.kv_attend(isa, kv_dtype, pages, order, 0, q, last, 0, acc, m, l)
+                attention_kernels.kv_attend(isa, kv_dtype, pages, order, 0, q, last, 0, acc, m, l)
                 return time.perf_counter() - start
 
             times = max(1, int(100 * _IN_CACHE_SECONDS / attend(100)))

@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from fastdecode.daemon.config_files import find_model
 from fastdecode.demo import model_dir
 from fastdecode.gguf.file import find_gguf
+from fastdecode.spart.checkpoints.families import make_config
+from fastdecode.spart.loader import block_linears
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.text.tokenizer import Tokenizer
 
@@ -99,19 +101,12 @@ def _tensors(args: argparse.Namespace) -> Iterator[tuple[str, torch.Tensor]]:
     def weight(rows: int, columns: int) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * float(columns**-0.5)).to(dtype)
 
-    q, kv = args.heads * args.head_size, args.kv_heads * args.head_size
     yield "model.embed_tokens.weight", weight(args.vocab, args.hidden)
+    for name, (outs, ins) in block_linears(make_config(_config(args))).items():
+        yield f"{name}.weight", weight(outs, ins)
     for i in range(args.layers):
-        layer = f"model.layers.{i}."
-        yield layer + "input_layernorm.weight", torch.ones(args.hidden, dtype=dtype)
-        yield layer + "self_attn.q_proj.weight", weight(q, args.hidden)
-        yield layer + "self_attn.k_proj.weight", weight(kv, args.hidden)
-        yield layer + "self_attn.v_proj.weight", weight(kv, args.hidden)
-        yield layer + "self_attn.o_proj.weight", weight(args.hidden, q)
-        yield layer + "post_attention_layernorm.weight", torch.ones(args.hidden, dtype=dtype)
-        yield layer + "mlp.gate_proj.weight", weight(args.intermediate, args.hidden)
-        yield layer + "mlp.up_proj.weight", weight(args.intermediate, args.hidden)
-        yield layer + "mlp.down_proj.weight", weight(args.hidden, args.intermediate)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"model.layers.{i}.{norm}.weight", torch.ones(args.hidden, dtype=dtype)
     yield "model.norm.weight", torch.ones(args.hidden, dtype=dtype)
     yield "lm_head.weight", weight(args.vocab, args.hidden)
 

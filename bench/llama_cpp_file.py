@@ -19,17 +19,6 @@ KV_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "q8_0", "int4"
 #: Format of the weights -> name and number of the file's type.
 _FILE_TYPES = {"int8": ("Q8_0", 7), "int4": ("Q4_0", 2)}
 _DENSE_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 32)}
-_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
 def gguf_of(load: PeerLoad, folder: Path) -> Path:
@@ -78,11 +67,14 @@ def _write(directory: Path, dtype: torch.dtype, path: Path) -> None:
     if head_size := config.get("head_dim"):
         writer.add_key_length(head_size)
         writer.add_value_length(head_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     kind = gguf.GGMLQuantizationType[_DENSE_TYPES[dtype][0]]
     for part in sorted(directory.glob("*.safetensors")):
         with safe_open(part, "pt") as tensors:
             for name in tqdm(tensors.keys(), desc="writing GGUF", leave=False):
-                values, stored = tensors.get_tensor(name).float(), _stored_name(name)
+                values, stored = tensors.get_tensor(name).float(), names.get_name(name, (".weight",))
+                if stored is None:
+                    raise ValueError(f"llama.cpp has no tensor {name} in a Llama checkpoint")
                 turned = {"attn_q": heads, "attn_k": kv_heads}.get(stored.split(".")[-2])
                 if turned:  # llama.cpp wants the two elements of a pair of RoPE side by side
                     shape = values.shape
@@ -94,12 +86,3 @@ def _write(directory: Path, dtype: torch.dtype, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _stored_name(name: str) -> str:
-    """ "model.layers.1.mlp.up_proj.weight" -> "blk.1.ffn_up.weight"."""
-    stem, _, end = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        number, _, module = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{number}.{_NAMES[module]}.{end}"
-    return {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[stem] + f".{end}"

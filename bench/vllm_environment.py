@@ -19,12 +19,11 @@ def needed_vllm_python() -> str:
     raise ValueError("the vllm peer needs FASTDECODE_VLLM_PYTHON, the python of an environment with vLLM")
 
 
+#: What the environment of a vLLM process has beside this process's.
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+
+
 def vllm_env(kv_gib: int) -> dict[str, str]:
-    """What the environment of a vLLM process on all cores has beside this process's, with `kv_gib` GiB of KV-cache."""
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, usable_cpus())),
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "HF_HUB_OFFLINE": "1",
-    }
+    """The same for a process on all cores with `kv_gib` GiB of KV-cache."""
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, usable_cpus()))}
+    return QUIET | threads | {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}

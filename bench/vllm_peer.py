@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdecode.bench.attention_process import ProcessAttention
 from fastdecode.bench.shape import Data, Shape
-from fastdecode.bench.vllm_environment import vllm_python
+from fastdecode.bench.vllm_environment import QUIET, vllm_python
 
 #: KV format -> nearest format of vLLM's cache.
 _FORMATS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "int8": "fp8", "int4": "fp8", "int8-int4": "fp8"}
@@ -24,11 +24,7 @@ class VllmPagedAttention(ProcessAttention):
     needs = "FASTDECODE_VLLM_PYTHON, the python of an environment with vLLM,"
     python = staticmethod(vllm_python)
     _worker_name = "vllm_attention"
-    _environment: ClassVar[dict[str, str]] = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    _environment: ClassVar[dict[str, str]] = QUIET
 
     def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int):
         """Raises ValueError if vLLM does not support the shape or format, RuntimeError if the worker ends."""

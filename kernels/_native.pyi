@@ -1,4 +1,4 @@
-from collections.abc import Buffer, Iterable, Sequence
+from collections.abc import Buffer, Sequence
 from typing import TypedDict, final
 
 #: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES, v_size
@@ -7,71 +7,13 @@ _Geometry = Sequence[int]
 #: Most threads of an REngine.
 MAX_THREADS: int
 
-# ---- attention (attention.h), for tests and measurements ----
-#
-# Dtypes and ISAs are given by name. Buffers are C-contiguous; m, l, acc, q, k, v and dst are float32. Each function
-# raises ValueError, before it writes anything, for an unknown dtype, for an ISA that this machine lacks and for
-# buffers whose dtypes, shapes or sizes do not fit.
+# ---- instruction sets (cpu/isa.h) ----
 
 def isa_best() -> str:
     """The best ISA that this CPU and OS support."""
 
 def isa_supported() -> list[str]:
     """The ISAs that this CPU and OS support, slowest first."""
-
-def isa_of_kernels(isa: str, kv_dtype: str, /) -> str:
-    """The ISA that the kernels chosen for `isa` and `kv_dtype` name."""
-
-def chunk_bytes(kv_dtype: str, head_size: int, v_size: int = ..., /) -> int:
-    """Bytes of a chunk: K and V of one page and KV head in one layer. `v_size` is that of V, by default `head_size`."""
-
-def kv_append(
-    isa: str, kv_dtype: str, chunks: Buffer, first_token_slot: int, k: Buffer, v: Buffer, hadamard: int = 0, /
-) -> None:
-    """Append `k` [n, head_size] and `v` [n, v_size] to the consecutive `chunks` (bytes, 64-byte aligned).
-
-    Row i becomes token `first_token_slot` + i, counted from the start of the first chunk.
-    """
-
-def kv_attend(
-    isa: str,
-    kv_dtype: str,
-    chunks: Buffer,
-    order: Iterable[int] | None,
-    first_token: int,
-    q: Buffer,
-    q_pos: int,
-    window: int,
-    acc: Buffer,
-    m: Buffer,
-    l: Buffer,
-    o: Buffer | None = None,
-    *,
-    segment: int = 0,
-    softcap: float = 0.0,
-    slopes: Buffer | None = None,
-    sinks: Buffer | None = None,
-    hadamard: int = 0,
-) -> None:
-    """Attend q [heads, q_len, group, head_size] to pages of `heads` chunks each (fd_attend_t of attention.h).
-
-    `order` holds the indexes in `chunks` of the pages to read, None: all of them in order. `first_token`, a multiple of
-    PAGE_TOKENS, is the position of the first page's first token. Query token j is at position `q_pos` + j; `window` 0:
-    it sees all positions before. The softmax scale is 1.
-
-    Writes the partial result: acc [heads, q_len, group, v_size], and m and l [heads, q_len, group]. With `o`, shaped as
-    acc, it writes acc / l to `o`, and the contents of acc are undefined. `segment`, `softcap`, `slopes` and `sinks`,
-    the latter two [heads, group], and `hadamard` are those of fd_attend_t.
-    """
-
-def attend_merge(isa: str, m: Buffer, l: Buffer, acc: Buffer, m2: Buffer, l2: Buffer, acc2: Buffer, /) -> None:
-    """Merge the partial results (m2, l2, acc2) into (m, l, acc) by log-sum-exp: m, l [rows], acc [rows, head_size]."""
-
-def attend_finish(isa: str, o: Buffer, acc: Buffer, l: Buffer, act_dtype: str, /) -> None:
-    """Write acc [rows, head_size] / l [rows] to `o`, as elements of `act_dtype`; 0 where l is 0."""
-
-def load_act(isa: str, dst: Buffer, src: Buffer, act_dtype: str, scale: float, /) -> None:
-    """Write `scale` times the elements of `src`, which are of `act_dtype`, to dst [n]."""
 
 # ---- the roofline of memory reads (roofline.h), for measurements ----
 

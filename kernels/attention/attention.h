@@ -21,7 +21,7 @@
 #include "region/formats.h"
 
 /* The size of a chunk in bytes: K, V and scales; a multiple of 64. Sizes of heads count elements. */
-size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size);
+FD_EXPORT size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size);
 
 /* Prefetches the cache lines that append writes for token t. */
 void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t);
@@ -38,7 +38,9 @@ enum { FD_HADAMARD_QK = 1, FD_HADAMARD_VO = 2, FD_HADAMARD_ALL = 3 };
  * pages. `heads` may exceed 1 only if heads * q_len * group <= FD_PANEL_ROWS.
  *
  * Memory beyond the causal limit in the last chunk is uninitialised. A kernel may load it, but nothing there (NaN and
- * infinity included) may reach the result. The OS fills fresh pages with zeros; reused pages hold old data. */
+ * infinity included) may reach the result. The OS fills fresh pages with zeros; reused pages hold old data.
+ *
+ * bench/attention_kernels.py lists the same fields. */
 typedef struct {
     /* chunks[i] is the first head's chunk for positions first_token + [i * 128, (i + 1) * 128). */
     const uint8_t *const *chunks;
@@ -111,5 +113,5 @@ typedef struct {
 static inline float fd_add_sink(float l, float m, float sink) { return l == 0.0f ? l : l + expf(sink - m); }
 
 /* Never NULL for a valid dtype and a supported ISA. */
-const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa);
-const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa);
+FD_EXPORT const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa);
+FD_EXPORT const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa);

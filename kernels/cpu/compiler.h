@@ -43,3 +43,6 @@
 /* A function that runs once for a row or a head. Each file has one copy of it, because inlined copies would be many KB
  * of code that seldom runs. */
 #define FD_SHARED static __attribute__((noinline, unused))
+
+/* A function that bench/attention_kernels.py calls by ctypes; all others are hidden (-fvisibility=hidden). */
+#define FD_EXPORT __attribute__((visibility("default")))

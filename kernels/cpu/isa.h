@@ -21,7 +21,7 @@ fd_isa_t fd_isa_best(void);
 int fd_isa_supported(fd_isa_t isa);
 /* "scalar", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "neon" */
 const char *fd_isa_name(fd_isa_t isa);
-int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unknown */
+FD_EXPORT int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unknown */
 
 /* Whether the processor is by AMD. The answer is cached, because cpuid traps in a virtual machine. */
 int fd_by_amd(void);

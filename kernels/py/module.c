@@ -1,10 +1,11 @@
-/* The CPython module fastdecode.kernels._native: attention for tests and measurements, the R-engine, and
- * the S-Part's quantised linears, row operations, attention of prompts and draws of tokens. */
+/* The CPython module fastdecode.kernels._native: the R-engine, and the S-Part's quantised linears, row operations,
+ * attention of prompts and draws of tokens. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdbool.h>
 
-extern PyMethodDef fd_attention_methods[];     /* py_attention.c */
+#include "cpu/isa.h"
+
 extern PyMethodDef fd_engine_methods[];        /* py_engine.c */
 extern PyMethodDef fd_roofline_methods[];      /* py_roofline.c */
 bool fd_engine_add_types(PyObject *module);    /* py_engine.c */
@@ -15,8 +16,27 @@ bool fd_prompt_add_types(PyObject *module);    /* py_prompt.c */
 bool fd_joints_add_types(PyObject *module);    /* py_joints.c */
 bool fd_draw_rows_add_types(PyObject *module); /* py_draw_rows.c */
 
+static PyObject *isa_best(PyObject *self, PyObject *unused) { return PyUnicode_FromString(fd_isa_name(fd_isa_best())); }
+
+static PyObject *isa_supported(PyObject *self, PyObject *unused) {
+    PyObject *names = PyList_New(0);
+    for (int i = 0; names && i < FD_ISAS; i++) {
+        if (!fd_isa_supported((fd_isa_t)i)) continue;
+        PyObject *name = PyUnicode_FromString(fd_isa_name((fd_isa_t)i));
+        if (!name || PyList_Append(names, name)) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+static PyMethodDef isa_methods[] = {
+    {"isa_best", isa_best, METH_NOARGS, "isa_best() -> str: the best ISA that this CPU and OS support."},
+    {"isa_supported", isa_supported, METH_NOARGS, "isa_supported() -> list[str], slowest first."},
+    {NULL, NULL, 0, NULL},
+};
+
 static int exec_module(PyObject *module) {
-    PyMethodDef *const methods[] = {fd_attention_methods, fd_engine_methods, fd_roofline_methods};
+    PyMethodDef *const methods[] = {isa_methods, fd_engine_methods, fd_roofline_methods};
     bool (*const add_types[])(PyObject *) = {
         fd_linears_add_types, fd_dense16_add_types,   fd_row_ops_add_types, fd_prompt_add_types,
         fd_joints_add_types,  fd_draw_rows_add_types, fd_engine_add_types,
@@ -33,7 +53,7 @@ static PyModuleDef_Slot slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "fastdecode.kernels._native",
-    .m_doc = "C attention over KV pages, the R-engine, and the S-Part's products, row operations and draws.",
+    .m_doc = "The R-engine, and the S-Part's products, row operations and draws.",
     .m_slots = slots,
 };
 

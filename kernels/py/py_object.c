@@ -37,13 +37,6 @@ bool fd_py_choose_isa(const char *name, fd_isa_t *isa) {
     return FD_PY_FAIL(PyExc_ValueError, "%s '%s' cannot be used; this machine has %s", what, name, has);
 }
 
-bool fd_py_index(PyObject *name, const char *const *names, unsigned n, const char *kind, unsigned *index) {
-    const char *text = PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
-    for (*index = 0; text && *index < n; ++*index)
-        if (!strcmp(text, names[*index])) return true;
-    return !PyErr_Occurred() && FD_PY_FAIL(PyExc_ValueError, "unknown %s %R", kind, name);
-}
-
 bool fd_py_view(PyObject *o, const char *name, int flags, Py_buffer *view) {
     if (PyObject_GetBuffer(o, view, flags | PyBUF_C_CONTIGUOUS) == 0) return true;
     if (!PyErr_ExceptionMatches(PyExc_BufferError)) return false;

@@ -23,9 +23,6 @@ bool fd_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept);
 /* Picks the ISA called `name`, else the one in FASTDECODE_ISA, else the best. */
 bool fd_py_choose_isa(const char *name, fd_isa_t *isa);
 
-/* The index of a name among `n` names of a kind. */
-bool fd_py_index(PyObject *name, const char *const *names, unsigned n, const char *kind, unsigned *index);
-
 /* Takes the buffer of the argument `name`, C-contiguous and with the further `flags`. The caller releases the view. */
 bool fd_py_view(PyObject *o, const char *name, int flags, Py_buffer *view);
 /* The same for a buffer that must have `size` bytes. */

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attention import kernel_calls
 from attention.emulated import NEON, SCALAR, kernels, params
 
 from fastdecode.kernels import _native as native
@@ -85,9 +86,9 @@ def test_finish_divides_and_writes_no_further_than_asked(isa: str, act_dtype: st
 
 def test_lengths_that_do_not_agree_are_refused() -> None:
     with pytest.raises(ValueError, match="length"):
-        native.load_act("scalar", np.zeros(3, np.float32), np.zeros(4, np.uint16), "fp16", 1.0)
+        kernel_calls.load_act("scalar", np.zeros(3, np.float32), np.zeros(4, np.uint16), "fp16", 1.0)
     acc, l = np.zeros((2, 3), np.float32), np.ones(2, np.float32)  # noqa: E741
     with pytest.raises(ValueError, match="length"):
-        native.attend_finish("scalar", np.zeros(7, np.uint16), acc, l, "bf16")
+        kernel_calls.attend_finish("scalar", np.zeros(7, np.uint16), acc, l, "bf16")
     with pytest.raises(ValueError, match="shapes"):
-        native.attend_finish("scalar", np.zeros(6, np.uint16), acc, l[:1], "bf16")
+        kernel_calls.attend_finish("scalar", np.zeros(6, np.uint16), acc, l[:1], "bf16")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from attention import kernel_calls
 from attention.emulated import NEON, SCALAR, is_emulated, kernels, params
 from attention.kernel_budget import budget, unit
 from attention.kernel_reference import Cache, Partial, aligned_bytes, assert_close, normal, queries, reference
@@ -79,7 +80,7 @@ def expected(case: Case, kv_dtype: str | None) -> Partial:
 @by_kv_dtype
 @pytest.mark.parametrize("isa", ISAS)
 def test_kernels_are_those_of_the_isa_asked_for(isa: str, kv_dtype: str) -> None:
-    assert native.isa_of_kernels(isa, kv_dtype) == isa
+    assert kernel_calls.isa_of_kernels(isa, kv_dtype) == isa
 
 
 @pytest.mark.quick
@@ -243,7 +244,7 @@ def test_int8_rounds_a_product_before_it_rounds_to_an_integer(isa: str) -> None:
 def test_appending_token_by_token_equals_appending_at_once(isa: str, kv_dtype: str) -> None:
     rng = np.random.default_rng(5)
     k, v = normal(rng, 150, 80), normal(rng, 150, 80)
-    at_once, one_by_one = (aligned_bytes(3 * native.chunk_bytes(kv_dtype, 80)) for _ in range(2))
+    at_once, one_by_one = (aligned_bytes(3 * kernel_calls.chunk_bytes(kv_dtype, 80)) for _ in range(2))
     kernels(isa).kv_append(isa, kv_dtype, at_once, 0, k, v)
     for t in range(150):
         kernels(isa).kv_append(isa, kv_dtype, one_by_one, t, k[t : t + 1], v[t : t + 1])
@@ -329,7 +330,7 @@ def test_output_written_directly_equals_finished_output(isa: str, kv_dtype: str)
 @by_isa
 def test_output_of_rows_that_see_nothing_is_zero(isa: str) -> None:
     q = np.ones((2, 1, 3, 24), np.float32)
-    chunks = aligned_bytes(2 * native.chunk_bytes("fp16", 24))
+    chunks = aligned_bytes(2 * kernel_calls.chunk_bytes("fp16", 24))
     m, l, acc, o = (np.full(s, np.nan, np.float32) for s in (q.shape[:3], q.shape[:3], q.shape, q.shape))
     kernels(isa).kv_attend(isa, "fp16", chunks, None, 5 * PAGE_TOKENS, q, 4 * PAGE_TOKENS, 0, acc, m, l, o)
     assert not o.any()
@@ -428,7 +429,7 @@ def test_kernels_write_no_further_than_asked(isa: str, kv_dtype: str) -> None:
     rng = np.random.default_rng(10)
     for head_size, group in itertools.product([8, 24, 40, 256], [1, 3, 7, 9]):
         k, v, q = normal(rng, 3, head_size), normal(rng, 3, head_size), normal(rng, 1, group, head_size)
-        chunk_bytes = native.chunk_bytes(kv_dtype, head_size)
+        chunk_bytes = kernel_calls.chunk_bytes(kv_dtype, head_size)
         memory = aligned_bytes(chunk_bytes + 64, 0xA5)
         kernels(isa).kv_append(isa, kv_dtype, memory[:chunk_bytes], PAGE_TOKENS - 3, k, v)
         assert (memory[chunk_bytes:] == 0xA5).all(), head_size
@@ -441,7 +442,7 @@ def test_kernels_write_no_further_than_asked(isa: str, kv_dtype: str) -> None:
 def test_chunk_bytes_are_the_formats_and_keep_alignment() -> None:
     for head_size in range(8, 513, 8):
         elements = 2 * PAGE_TOKENS * head_size
-        sizes = [native.chunk_bytes(kv_dtype, head_size) for kv_dtype in KV_DTYPES]
+        sizes = [kernel_calls.chunk_bytes(kv_dtype, head_size) for kv_dtype in KV_DTYPES]
         affine = 2 * PAGE_TOKENS * 4
         wide, narrow, mixed = (n + affine for n in (elements, elements // 2, elements * 3 // 4))
         assert sizes == [4 * elements, 2 * elements, 2 * elements, wide, narrow, mixed]
@@ -455,14 +456,14 @@ def test_int8_int4_holds_k_as_int8_does_and_v_as_int4_does(isa: str) -> None:
         k, v = normal(rng, PAGE_TOKENS, head_size), normal(rng, PAGE_TOKENS, head_size)
         chunks, k_bytes = {}, {"int8": PAGE_TOKENS * (head_size + 4), "int4": PAGE_TOKENS * (head_size // 2 + 4)}
         for kv_dtype in ("int8", "int4", "int8-int4"):
-            chunks[kv_dtype] = aligned_bytes(native.chunk_bytes(kv_dtype, head_size))
+            chunks[kv_dtype] = aligned_bytes(kernel_calls.chunk_bytes(kv_dtype, head_size))
             kernels(isa).kv_append(isa, kv_dtype, chunks[kv_dtype], 0, k, v)
         want = np.concatenate([chunks["int8"][: k_bytes["int8"]], chunks["int4"][k_bytes["int4"] :]])
         assert np.array_equal(chunks["int8-int4"], want), head_size
 
 
 def test_bad_arguments_are_refused() -> None:
-    chunk = aligned_bytes(native.chunk_bytes("fp32", 8))
+    chunk = aligned_bytes(kernel_calls.chunk_bytes("fp32", 8))
     row, wide = np.zeros((1, 8), np.float32), np.zeros((2, 16), np.float32)
     q, state = np.zeros((1, 1, 1, 8), np.float32), np.zeros((1, 1, 1), np.float32)
     two_heads = aligned_bytes(2 * len(chunk))
@@ -471,10 +472,10 @@ def test_bad_arguments_are_refused() -> None:
     read_only.flags.writeable = False
 
     def append(isa="scalar", kv_dtype="fp32", chunks=chunk, slot=0, k=row, v=row) -> None:
-        native.kv_append(isa, kv_dtype, chunks, slot, k, v)
+        kernel_calls.kv_append(isa, kv_dtype, chunks, slot, k, v)
 
     def attend(chunks=chunk, order=None, first=0, q=q, q_pos=0, acc=q, m=state, l=state, o=None) -> None:
-        native.kv_attend("scalar", "fp32", chunks, order, first, q, q_pos, 0, acc.copy(), m.copy(), l.copy(), o)
+        kernel_calls.kv_attend("scalar", "fp32", chunks, order, first, q, q_pos, 0, acc.copy(), m.copy(), l.copy(), o)
 
     append(slot=PAGE_TOKENS - 1)
     attend()
@@ -512,4 +513,4 @@ def test_bad_arguments_are_refused() -> None:
             call(**arguments)
     for head_size in (0, 4, 12, 584, 1 << 31):
         with pytest.raises(ValueError, match="head size"):
-            native.chunk_bytes("fp16", head_size)
+            kernel_calls.chunk_bytes("fp16", head_size)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from attention import kernel_calls
 from attention.emulated import NEON, kernels, params
 from attention.kernel_budget import budget, unit
 from attention.kernel_reference import Cache, aligned_bytes, assert_close, normal, queries, reference
@@ -172,7 +173,7 @@ def test_a_long_int8_row_of_largest_values_does_not_overflow(isa: str) -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    chunk = aligned_bytes(native.chunk_bytes("fp32", 8))
+    chunk = aligned_bytes(kernel_calls.chunk_bytes("fp32", 8))
     q, state = np.zeros((1, 1, 2, 8), np.float32), np.zeros((1, 1, 2), np.float32)
     for options in (
         {"slopes": np.zeros((1, 3), np.float32)},
@@ -182,4 +183,6 @@ def test_bad_options_are_refused() -> None:
         {"segment": -1},
     ):
         with pytest.raises(ValueError):
-            native.kv_attend("scalar", "fp32", chunk, None, 0, q, 0, 0, q.copy(), state.copy(), state.copy(), **options)
+            kernel_calls.kv_attend(
+                "scalar", "fp32", chunk, None, 0, q, 0, 0, q.copy(), state.copy(), state.copy(), **options
+            )

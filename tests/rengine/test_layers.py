@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from attention import kernel_calls
 from attention.rengine_peer import BF16, KV_FP16, KV_FP32, Geometry, Link
 
 from fastdecode.kernels import _native
@@ -112,7 +113,7 @@ def test_layers_that_share_take_no_memory(engine_of) -> None:
 )
 def test_a_page_takes_little_more_memory_than_its_layers(heads: list, kv_dtype: int) -> None:
     g = Geometry(1, 1, len(heads), 16, 8, 512)
-    chunks = sum(n_kv * _native.chunk_bytes(KV_DTYPES[kv_dtype], k, v) for _, n_kv, k, v in heads)
+    chunks = sum(n_kv * kernel_calls.chunk_bytes(KV_DTYPES[kv_dtype], k, v) for _, n_kv, k, v in heads)
     assert chunks <= _native.page_bytes(g.tuple(), kv_dtype, heads=heads) <= 1.17 * chunks
 
 

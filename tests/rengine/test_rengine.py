@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from attention import kernel_calls
 from attention.rengine_peer import FP16, KV_FP16, KV_FP32, Geometry, Link
 
 from fastdecode.kernels import _native
@@ -88,7 +89,7 @@ def test_kv_bytes_of_a_report_are_the_pages_read(links):
     link = links(Geometry(n_layers=1, n_kv_heads=2, n_q_heads=4, head_size=16, max_rows=300), n_pages=16, windows=[180])
     link.fill(0, 300)
     reply = link.begin(0, [(0, 1, True)]).call(0)  # position 300 sees 121..300: pages 0, 1, 2
-    assert reply.kv_bytes == 3 * link.g.n_kv_heads * _native.chunk_bytes("fp32", 16)
+    assert reply.kv_bytes == 3 * link.g.n_kv_heads * kernel_calls.chunk_bytes("fp32", 16)
     stats = link.lease.stats()
     assert (stats["calls"], stats["rows"], stats["refused"]) == (2, 301, 0)
     assert stats["kv_bytes"] == reply.kv_bytes and 0 < reply.busy_ns <= stats["busy_ns"]
@@ -288,7 +289,7 @@ def test_the_carrier_sends_each_verdict_and_each_reply(engines, links):
 def test_leases_share_one_budget(engines, links):
     g = Geometry()
     page = _native.page_bytes(g.tuple(), KV_FP16)
-    assert page == g.n_layers * g.n_kv_heads * _native.chunk_bytes("fp16", g.head_size)
+    assert page == g.n_layers * g.n_kv_heads * kernel_calls.chunk_bytes("fp16", g.head_size)
     engine = engines(1, kv_bytes=10 * page)
     a = links(g, KV_FP16, 6, engine=engine)
     assert engine.kv_free == 4 * page

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from attention import kernel_calls
 from attention.arena_memory import (
     BIG,
     MIB,
@@ -161,7 +162,7 @@ def test_new_pages_are_faulted_in_ahead_of_use():
 def test_the_memory_of_free_pages_goes_back_in_every_layer():
     """The layers lie apart, and none ends with a whole OS page."""
     g = Geometry(n_slots=1, max_rows=512, n_layers=5, n_q_heads=1, n_kv_heads=1, head_size=24)
-    chunk = _native.chunk_bytes("int8", 24)
+    chunk = kernel_calls.chunk_bytes("int8", 24)
     assert 33 * chunk % OS_PAGE
     with growing(11, 40, g=g, kv_dtype=KV_INT8, huge_pages="off", trim_idle_s=0.05) as link:
         append(link, 0, 11 * PAGE_TOKENS)

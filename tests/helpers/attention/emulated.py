@@ -1,4 +1,4 @@
-"""The kernels of another architecture, run under emulation, behind the same functions as `_native`'s.
+"""The kernels of another architecture, run under emulation, behind the same functions as `kernel_calls`'s.
 
 `NEON` and `SCALAR` are aarch64's, run by qemu-user from programs that a cross compiler builds. A test that gets its
 kernels from `kernels(isa)` holds them to the same bounds as this machine's own.
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from sources.folders import INCLUDES, ROOT
 
-from fastdecode.kernels import _native as native
+from attention import kernel_calls
 from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES
 
 NEON, SCALAR = "neon under qemu", "scalar under qemu"
@@ -78,7 +78,7 @@ _APPEND, _ATTEND, _MERGE, _FINISH, _LOAD_ACT = range(5)
 
 
 class _Emulated:
-    """Takes the arguments of `_native`'s functions, but does not check them."""
+    """Takes the arguments of `kernel_calls`'s functions, but does not check them."""
 
     def __init__(self) -> None:
         self.peer = subprocess.Popen([EMULATOR, cross_build(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -152,7 +152,7 @@ class _Emulated:
         v_size = acc.shape[3]
         none = np.empty(0, np.float32)
         if order is None:
-            order = list(range(chunks.nbytes // native.chunk_bytes(kv_dtype, head_size, v_size) // heads))
+            order = list(range(chunks.nbytes // kernel_calls.chunk_bytes(kv_dtype, head_size, v_size) // heads))
         self.ask(
             isa,
             _ATTEND,
@@ -186,5 +186,5 @@ _emulated = functools.cache(_Emulated)
 
 
 def kernels(isa: str):
-    """The object that runs an ISA: `_native` or an emulator. It has kv_append, kv_attend, attend_* and load_act."""
-    return _emulated() if is_emulated(isa) else native
+    """What runs an ISA: `kernel_calls` or an emulator. It has kv_append, kv_attend, attend_* and load_act."""
+    return _emulated() if is_emulated(isa) else kernel_calls

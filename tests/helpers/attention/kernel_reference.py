@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attention import kernel_calls
 from attention.emulated import kernels
 from attention.kernel_budget import Budget, unit
-from fastdecode.kernels import _native as native
 from fastdecode.region.contract import PAGE_TOKENS
 
 
@@ -70,7 +70,7 @@ class Cache:
         self, isa: str, kv_dtype: str, k: np.ndarray, v: np.ndarray, fill: int = 0xFF, hadamard: int = 0
     ) -> None:
         self.isa, self.kv_dtype, self.v_size = isa, kv_dtype, v.shape[1]
-        n, chunk_bytes = len(k) // PAGE_TOKENS + 2, native.chunk_bytes(kv_dtype, k.shape[1], v.shape[1])
+        n, chunk_bytes = len(k) // PAGE_TOKENS + 2, kernel_calls.chunk_bytes(kv_dtype, k.shape[1], v.shape[1])
         run = aligned_bytes(n * chunk_bytes, fill)
         kernels(isa).kv_append(isa, kv_dtype, run, 0, k, v, *([hadamard] if hadamard else []))
         self.order = random.Random(n).sample(range(n), n)

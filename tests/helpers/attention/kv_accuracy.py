@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fastdecode.kernels import _native
+from attention import kernel_calls
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model, SPart
 from fastdecode.spart.exchange import SlotViews
@@ -174,18 +174,18 @@ def reference(case: Case, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 def attend(isa: str, kv_dtype: str, case: Case, q_len: int = 1) -> np.ndarray:
     """O [rows, group, head_size] as the kernels compute it, `q_len` rows a call."""
     tokens, head_size = case.k.shape
-    chunk = _native.chunk_bytes(kv_dtype, head_size)
+    chunk = kernel_calls.chunk_bytes(kv_dtype, head_size)
     n = -(-tokens // PAGE_TOKENS)
     memory = np.full(n * chunk + _ALIGNED, 0xFF, np.uint8)  # bytes that are not written read as NaN
     memory = memory[-memory.ctypes.data % _ALIGNED :][: n * chunk]
-    _native.kv_append(isa, kv_dtype, memory, 0, case.k, case.v)
+    kernel_calls.kv_append(isa, kv_dtype, memory, 0, case.k, case.v)
     acc, o = np.empty(case.q.shape, np.float32), np.empty(case.q.shape, np.float32)
     m, l = (np.empty(case.q.shape[:2], np.float32) for _ in range(2))  # noqa: E741
     for start in range(0, len(case.q), q_len):
         rows = slice(start, min(start + q_len, len(case.q)))
         out = acc[None, rows], m[None, rows], l[None, rows], o[None, rows]
         q_pos = tokens - len(case.q) + start
-        _native.kv_attend(isa, kv_dtype, memory, None, 0, case.q[None, rows], q_pos, case.window, *out)
+        kernel_calls.kv_attend(isa, kv_dtype, memory, None, 0, case.q[None, rows], q_pos, case.window, *out)
     return o
 
 
