@@ -130,7 +130,10 @@ def _computes(linear: Linear, act_dtype: str) -> bool:
 
 
 def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -> str | None:
-    """The reason why a model's blocks are computed operation by operation, or None if it has joints."""
+    """The reason why a model's blocks are computed operation by operation, or None if it has joints.
+
+    A block with an option that kernels/decoder does not know needs a reason: a joint would ignore the option.
+    """
     if not isinstance(ops, NativeBlockOps):
         return "kernels/decoder has no row operations for this device"
     if not ops.llama or not config.norm_first or config.rope is None:
