@@ -12,7 +12,11 @@ from .frames import FrameSocket
 from .session import secret_fault
 
 #: URL scheme -> module of this package. A module is imported when its scheme is first used.
-SCHEMES = {"shm": ".shm", "tcp": ".tcp", "rdma": ".rdma"}
+SCHEMES = {
+    "shm": ".shm",
+    "tcp": ".tcp",
+    "rdma": ".rdma",
+}
 
 #: Default of `spin_us`. A small reply over shared memory takes tens of microseconds.
 SPIN_US = 50
