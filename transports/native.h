@@ -6,6 +6,7 @@
 
 #include "port.h"
 #include "region/py_geometry.h"
+#include "region/py_types.h"
 #include "rdma_poster.h"
 #include "tcp_pump.h"
 

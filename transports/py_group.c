@@ -21,9 +21,7 @@ static void group_dealloc(GroupObject *self) {
     PyMem_Free(self->members);
     PyMem_Free(self->awaited);
     PyMem_Free(self->member_of);
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free((PyObject *)self);
-    Py_DECREF(type);
+    fd_py_free(self);
 }
 
 static size_t n_bytes(const uint32_t range[2]) { return range[1] - range[0]; }
@@ -381,7 +379,7 @@ static PyObject *group_disarm(GroupObject *self, PyObject *unused) {
 static PyMethodDef group_methods[] = {
     {"arm", (PyCFunction)group_arm, METH_NOARGS, NULL},
     {"ring", (PyCFunction)group_ring, METH_O, NULL},
-    {"wait", (PyCFunction)(void (*)(void))group_wait, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"wait", FD_PY_KEYWORDS(group_wait), NULL},
     {"disarm", (PyCFunction)group_disarm, METH_NOARGS, NULL},
     {"run_layers", (PyCFunction)fd_py_group_run_layers, METH_VARARGS, NULL},
     {0},
@@ -395,9 +393,4 @@ static PyType_Slot group_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec fd_py_group_spec = {
-    .name = "fastdecode.transports._native.StepGroup",
-    .basicsize = sizeof(GroupObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = group_slots,
-};
+PyType_Spec fd_py_group_spec = FD_PY_TYPE("fastdecode.transports._native.StepGroup", GroupObject, group_slots);

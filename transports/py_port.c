@@ -135,9 +135,7 @@ static void port_dealloc(PortObject *self) {
     if (self->pump) fd_pump_free(self->pump);
     if (self->poster) fd_poster_free(self->poster);
     Py_XDECREF(self->stand_in);
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free((PyObject *)self);
-    Py_DECREF(type);
+    fd_py_free(self);
 }
 
 /* ---- methods ---- */
@@ -210,7 +208,7 @@ static PyMethodDef port_methods[] = {
 };
 
 static PyMethodDef r_port_methods[] = {
-    {"start", (PyCFunction)(void (*)(void))r_port_start, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"start", FD_PY_KEYWORDS(r_port_start), NULL},
     {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
     {"kill", (PyCFunction)port_kill, METH_O, NULL},
     {"close", (PyCFunction)port_close, METH_NOARGS, NULL},
@@ -228,24 +226,23 @@ static PyGetSetDef port_getset[] = {
     {0},
 };
 
-#define PORT_SPEC(type, doc, new, methods)                                                                             \
-    {                                                                                                                  \
-        .name = "fastdecode.transports._native." type,                                                                 \
-        .basicsize = sizeof(PortObject),                                                                               \
-        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,                                                        \
-        .slots =                                                                                                       \
-            (PyType_Slot[]){                                                                                           \
-                {Py_tp_doc, doc},                                                                                      \
-                {Py_tp_new, new},                                                                                      \
-                {Py_tp_dealloc, port_dealloc},                                                                         \
-                {Py_tp_methods, methods},                                                                              \
-                {Py_tp_members, port_members},                                                                         \
-                {Py_tp_getset, port_getset},                                                                           \
-                {0, NULL},                                                                                             \
-            },                                                                                                         \
-    }
-
-PyType_Spec fd_py_port_spec =
-    PORT_SPEC("Port", "The S side of a link's data path; see _native.pyi.", port_new, port_methods);
-PyType_Spec fd_py_r_port_spec =
-    PORT_SPEC("RPort", "The R side of a TCP or RDMA link's data path; see _native.pyi.", r_port_new, r_port_methods);
+static PyType_Slot port_slots[] = {
+    {Py_tp_doc, "The S side of a link's data path; see _native.pyi."},
+    {Py_tp_new, port_new},
+    {Py_tp_dealloc, port_dealloc},
+    {Py_tp_methods, port_methods},
+    {Py_tp_members, port_members},
+    {Py_tp_getset, port_getset},
+    {0, NULL},
+};
+static PyType_Slot r_port_slots[] = {
+    {Py_tp_doc, "The R side of a TCP or RDMA link's data path; see _native.pyi."},
+    {Py_tp_new, r_port_new},
+    {Py_tp_dealloc, port_dealloc},
+    {Py_tp_methods, r_port_methods},
+    {Py_tp_members, port_members},
+    {Py_tp_getset, port_getset},
+    {0, NULL},
+};
+PyType_Spec fd_py_port_spec = FD_PY_TYPE("fastdecode.transports._native.Port", PortObject, port_slots);
+PyType_Spec fd_py_r_port_spec = FD_PY_TYPE("fastdecode.transports._native.RPort", PortObject, r_port_slots);

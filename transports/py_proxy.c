@@ -27,9 +27,7 @@ static void proxy_dealloc(ProxyObject *self) {
         fd_proxy_free(proxy);
         Py_END_ALLOW_THREADS
     }
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free((PyObject *)self);
-    Py_DECREF(type);
+    fd_py_free(self);
 }
 
 static PyObject *proxy_begin(ProxyObject *self, PyObject *args) {
@@ -117,9 +115,4 @@ static PyType_Slot proxy_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec fd_py_proxy_spec = {
-    .name = "fastdecode.transports._native.Proxy",
-    .basicsize = sizeof(ProxyObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = proxy_slots,
-};
+PyType_Spec fd_py_proxy_spec = FD_PY_TYPE("fastdecode.transports._native.Proxy", ProxyObject, proxy_slots);

@@ -65,9 +65,7 @@ static PyObject *dense16_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
 static void dense16_dealloc(dense16_t *self) {
     for (int i = 0; i < BUFFERS; i++) PyBuffer_Release(&self->buffers[i]);
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
-    Py_DECREF(type);
+    fd_py_free(self);
 }
 
 static PyObject *dense16_run(dense16_t *self, PyObject *args) {
@@ -135,12 +133,7 @@ static PyType_Slot slots[] = {
     {Py_tp_members, fd_py_isa_member},
     {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "fastdecode.kernels._native.Dense16Linear",
-    .basicsize = sizeof(dense16_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.Dense16Linear", dense16_t, slots);
 
 /* Outputs have no room between rows: such a product is the only one of its rows. */
 static fd_status_t multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {

@@ -53,11 +53,6 @@ static PyType_Slot slots[] = {
     {Py_tp_members, fd_py_isa_member},
     {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "fastdecode.kernels._native.RowDraws",
-    .basicsize = sizeof(row_draws_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.RowDraws", row_draws_t, slots);
 
 bool fd_draw_rows_add_types(PyObject *module) { return fd_py_add_type(module, &spec, NULL); }

@@ -115,10 +115,8 @@ static void stop_engine(engine_object_t *self) {
 }
 
 static void engine_dealloc(engine_object_t *self) {
-    PyTypeObject *type = Py_TYPE(self);
     stop_engine(self);
-    type->tp_free(self);
-    Py_DECREF(type);
+    fd_py_free(self);
 }
 
 static PyObject *engine_close(engine_object_t *self, PyObject *unused) {
@@ -232,11 +230,11 @@ static PyGetSetDef engine_getset[] = {
 };
 
 static PyMethodDef engine_methods[] = {
-    {"add_link", (PyCFunction)(void (*)(void))engine_add_link, METH_VARARGS | METH_KEYWORDS,
+    {"add_link", FD_PY_KEYWORDS(engine_add_link),
      "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, carrier=None, max_pages=0, *, "
      "segments=None, kv_layers=None, softcaps=None, sinks=None, slopes=None, heads=None, part=(0, 1), hadamard=0)\n"
      "-> REngineLink"},
-    {"pages_within", (PyCFunction)(void (*)(void))engine_pages_within, METH_VARARGS | METH_KEYWORDS,
+    {"pages_within", FD_PY_KEYWORDS(engine_pages_within),
      "pages_within(geometry, kv_dtype, bytes, grows, *, windows=None, segments=None, kv_layers=None, heads=None) -> "
      "int: "
      "the most pages that a lease of `bytes` may have"},
@@ -255,12 +253,7 @@ static PyType_Slot engine_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec engine_spec = {
-    .name = "fastdecode.kernels._native.REngine",
-    .basicsize = sizeof(engine_object_t),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = engine_slots,
-};
+static PyType_Spec engine_spec = FD_PY_TYPE("fastdecode.kernels._native.REngine", engine_object_t, engine_slots);
 
 static PyObject *py_bind_memory(PyObject *module, PyObject *args) {
     unsigned node;
@@ -273,10 +266,10 @@ static PyObject *py_bind_memory(PyObject *module, PyObject *args) {
 PyMethodDef fd_engine_methods[] = {
     {"bind_memory", py_bind_memory, METH_VARARGS,
      "bind_memory(node): allocate only from this NUMA node, in this thread and the threads that it starts"},
-    {"page_bytes", (PyCFunction)(void (*)(void))py_page_bytes, METH_VARARGS | METH_KEYWORDS,
+    {"page_bytes", FD_PY_KEYWORDS(py_page_bytes),
      "page_bytes(geometry, kv_dtype, *, windows=None, segments=None, kv_layers=None, heads=None) -> int: bytes of a "
      "page"},
-    {"page_sections", (PyCFunction)(void (*)(void))py_page_sections, METH_VARARGS | METH_KEYWORDS,
+    {"page_sections", FD_PY_KEYWORDS(py_page_sections),
      "page_sections(geometry, kv_dtype, *, windows=None, segments=None, kv_layers=None, heads=None) -> (pages of a "
      "block "
      "for the layers that see all tokens, pages for those of limited reach, their reach)"},

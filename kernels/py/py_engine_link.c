@@ -30,12 +30,10 @@ static void remove_link(link_object_t *self) {
 }
 
 static void link_dealloc(link_object_t *self) {
-    PyTypeObject *type = Py_TYPE(self);
     remove_link(self);
     Py_XDECREF(self->carrier);
     Py_XDECREF(self->owner);
-    type->tp_free(self);
-    Py_DECREF(type);
+    fd_py_free(self);
 }
 
 static PyObject *link_close(link_object_t *self, PyObject *unused) {

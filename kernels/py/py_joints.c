@@ -100,9 +100,7 @@ static void joints_dealloc(joints_t *self) {
     PyMem_Free(self->layers);
     PyMem_RawFree(self->scratch);
     Py_XDECREF(self->products);
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
-    Py_DECREF(type);
+    fd_py_free(self);
 }
 
 /* The rows of a step, and the threads that compute them. */
@@ -228,11 +226,6 @@ static PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "fastdecode.kernels._native.Joints",
-    .basicsize = sizeof(joints_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.Joints", joints_t, slots);
 
 bool fd_joints_add_types(PyObject *module) { return fd_py_add_type(module, &spec, NULL); }

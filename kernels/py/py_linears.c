@@ -89,9 +89,7 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static void linear_dealloc(linear_t *self) {
     for (int i = 0; i < BUFFERS; i++) PyBuffer_Release(&self->buffers[i]);
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
-    Py_DECREF(type);
+    fd_py_free(self);
 }
 
 static PyObject *linear_run(linear_t *self, PyObject *args) {
@@ -165,12 +163,7 @@ static PyType_Slot slots[] = {
     {Py_tp_members, fd_py_isa_member},
     {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "fastdecode.kernels._native.QuantisedLinear",
-    .basicsize = sizeof(linear_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.QuantisedLinear", linear_t, slots);
 
 static fd_status_t multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
     const linear_t *self = linear;

@@ -5,14 +5,11 @@
  */
 #pragma once
 
-#include <stdbool.h>
 #include <stddef.h>
 #include <structmember.h>
 
 #include "cpu/isa.h"
-
-/* Sets an exception and is false. */
-#define FD_PY_FAIL(exception, ...) (PyErr_Format(exception, __VA_ARGS__) != NULL)
+#include "region/py_types.h"
 
 /* The memory at an address that Python gives as an integer; 0 is NULL. */
 #define FD_ADDRESS(number) ((void *)(uintptr_t)(number))

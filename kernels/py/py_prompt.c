@@ -184,11 +184,6 @@ static PyType_Slot slots[] = {
     {Py_tp_members, fd_py_isa_member},
     {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "fastdecode.kernels._native.PromptAttention",
-    .basicsize = sizeof(prompt_attention_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.PromptAttention", prompt_attention_t, slots);
 
 bool fd_prompt_add_types(PyObject *module) { return fd_py_add_type(module, &spec, &prompt_attention_type); }

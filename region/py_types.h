@@ -1,0 +1,26 @@
+/* What the Python types of the extension modules share. Include Python.h first. */
+#pragma once
+
+#include <stdbool.h>
+
+/* Sets an exception and is false. */
+#define FD_PY_FAIL(exception, ...) (PyErr_Format(exception, __VA_ARGS__) != NULL)
+
+/* The PyType_Spec of a type whose objects are the C struct `object`. */
+#define FD_PY_TYPE(type, object, type_slots)                                                                           \
+    {                                                                                                                  \
+        .name = type,                                                                                                  \
+        .basicsize = sizeof(object),                                                                                   \
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,                                                        \
+        .slots = type_slots,                                                                                           \
+    }
+
+/* The function and the flags of a method that takes keyword arguments, for a PyMethodDef. */
+#define FD_PY_KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
+
+/* Frees an object of such a type: the end of its Py_tp_dealloc. */
+static inline void fd_py_free(void *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
