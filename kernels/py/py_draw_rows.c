@@ -20,21 +20,17 @@ static PyObject *row_draws_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 }
 
 static PyObject *run(row_draws_t *self, PyObject *args) {
-    unsigned long long logits, rows, masks, biased, bias, seen, penalty, tokens, flags, weights;
     fd_draw_t o;
-    Py_ssize_t n, vocab, mask_words;
+    size_t n;
     unsigned threads;
-    if (!PyArg_ParseTuple(args, "KIKnnKnKKKKKKKI", &logits, &o.dtype, &rows, &n, &vocab, &masks, &mask_words, &biased,
-                          &bias, &seen, &penalty, &tokens, &flags, &weights, &threads))
+    if (!PyArg_ParseTuple(args, "KIKnnKnKKKKKKKI", FD_ADDRESS(o.logits), &o.dtype, FD_ADDRESS(o.rows), &n, &o.vocab,
+                          FD_ADDRESS(o.masks), &o.mask_words, FD_ADDRESS(o.biased), FD_ADDRESS(o.bias),
+                          FD_ADDRESS(o.seen), FD_ADDRESS(o.penalty), FD_ADDRESS(o.tokens), FD_ADDRESS(o.flags),
+                          FD_ADDRESS(o.weights), &threads))
         return NULL;
-    o.logits = FD_ADDRESS(logits), o.rows = FD_ADDRESS(rows), o.vocab = (size_t)vocab;
-    o.masks = FD_ADDRESS(masks), o.mask_words = (size_t)mask_words;
-    o.biased = FD_ADDRESS(biased), o.bias = FD_ADDRESS(bias), o.seen = FD_ADDRESS(seen),
-    o.penalty = FD_ADDRESS(penalty);
-    o.tokens = FD_ADDRESS(tokens), o.flags = FD_ADDRESS(flags), o.weights = FD_ADDRESS(weights);
     fd_status_t status;
     Py_BEGIN_ALLOW_THREADS
-    status = fd_draw_rows(self->draw, &o, (size_t)n, threads);
+    status = fd_draw_rows(self->draw, &o, n, threads);
     Py_END_ALLOW_THREADS
     if (status != FD_OK) return PyErr_NoMemory();
     Py_RETURN_NONE;

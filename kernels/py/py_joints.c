@@ -39,13 +39,11 @@ static bool read_products(PyObject *parts, uint32_t act, size_t ins, size_t outs
 }
 
 static bool read_layer(const fd_joints_t *j, uint32_t act, PyObject *o, fd_joint_layer_t *layer) {
-    unsigned long long attention_norm, mlp_norm, q_norm, k_norm;
     PyObject *qkv, *out, *up, *down;
     if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "a layer is a tuple");
-    if (!PyArg_ParseTuple(o, "KKKKOOOO", &attention_norm, &mlp_norm, &q_norm, &k_norm, &qkv, &out, &up, &down))
+    if (!PyArg_ParseTuple(o, "KKKKOOOO", FD_ADDRESS(layer->attention_norm), FD_ADDRESS(layer->mlp_norm),
+                          FD_ADDRESS(layer->q_norm), FD_ADDRESS(layer->k_norm), &qkv, &out, &up, &down))
         return false;
-    layer->attention_norm = FD_ADDRESS(attention_norm), layer->mlp_norm = FD_ADDRESS(mlp_norm);
-    layer->q_norm = FD_ADDRESS(q_norm), layer->k_norm = FD_ADDRESS(k_norm);
     const size_t q = j->q_heads * j->head_size, kv = j->kv_heads * j->head_size;
     return read_products(qkv, act, j->hidden, q + 2 * kv, &layer->qkv) &&
            read_products(out, act, q, j->hidden, &layer->o) &&
@@ -111,31 +109,21 @@ typedef struct {
 
 /* Reads x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads, and makes room for the rows. */
 static bool read_step(joints_t *self, PyObject *tuple, step_t *step) {
-    unsigned long long x, o, q, kv, cos, sin;
-    Py_ssize_t q_stride, kv_stride, pairs, rows;
-    if (!PyArg_ParseTuple(tuple, "KKKnKnKKnnI", &x, &o, &q, &q_stride, &kv, &kv_stride, &cos, &sin, &pairs, &rows,
+    fd_joint_rows_t *r = &step->rows;
+    Py_ssize_t rows;
+    if (!PyArg_ParseTuple(tuple, "KKKnKnKKnnI", FD_ADDRESS(r->x), FD_ADDRESS(r->o), FD_ADDRESS(r->q), &r->q_stride,
+                          FD_ADDRESS(r->kv), &r->kv_stride, FD_ADDRESS(r->cos), FD_ADDRESS(r->sin), &r->pairs, &rows,
                           &step->threads))
         return false;
     if (rows < 0) return FD_PY_FAIL(PyExc_ValueError, "%zd rows", rows);
-    if ((size_t)rows > self->scratch_rows) {
+    r->rows = (size_t)rows;
+    if (r->rows > self->scratch_rows) {
         PyMem_RawFree(self->scratch);
-        self->scratch = PyMem_RawMalloc(fd_joint_scratch(&self->joints, (size_t)rows));
-        self->scratch_rows = self->scratch ? (size_t)rows : 0;
+        self->scratch = PyMem_RawMalloc(fd_joint_scratch(&self->joints, r->rows));
+        self->scratch_rows = self->scratch ? r->rows : 0;
     }
     if (rows && !self->scratch) return PyErr_NoMemory() != NULL;
     if (!step->threads) step->threads = 1;
-    step->rows = (fd_joint_rows_t){
-        .x = FD_ADDRESS(x),
-        .o = FD_ADDRESS(o),
-        .q = FD_ADDRESS(q),
-        .kv = FD_ADDRESS(kv),
-        .q_stride = (size_t)q_stride,
-        .kv_stride = (size_t)kv_stride,
-        .cos = FD_ADDRESS(cos),
-        .sin = FD_ADDRESS(sin),
-        .pairs = (size_t)pairs,
-        .rows = (size_t)rows,
-    };
     return true;
 }
 

@@ -11,8 +11,9 @@
 #include "cpu/isa.h"
 #include "region/py_types.h"
 
-/* The memory at an address that Python gives as an integer; 0 is NULL. */
-#define FD_ADDRESS(number) ((void *)(uintptr_t)(number))
+/* A pointer as the unit K of a format writes it: Python gives the address as an integer, 0 for NULL. */
+#define FD_ADDRESS(pointer) ((unsigned long long *)&(pointer))
+_Static_assert(sizeof(void *) == sizeof(unsigned long long), "the unit K fills a pointer");
 
 /* Adds a type to the module under its name, and keeps it in *kept for tests of objects, if `kept` is not NULL. */
 bool fd_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept);

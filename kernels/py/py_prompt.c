@@ -38,30 +38,20 @@ static PyObject *why_not(PyObject *type, PyObject *args) {
     return PyUnicode_FromFormat("%s has no attention of prompts for the dtype", fd_isa_name(isa));
 }
 
-/* (words, head_words, kv_heads, k_size, v_size) */
-#define BLOCKS "(Knnnn)"
-
-static fd_prompt_blocks_t blocks_of(unsigned long long words, const Py_ssize_t sizes[4]) {
-    return (fd_prompt_blocks_t){FD_ADDRESS(words), (size_t)sizes[0], (size_t)sizes[1], (size_t)sizes[2],
-                                (size_t)sizes[3]};
-}
-
 static PyObject *block_words(prompt_attention_t *self, PyObject *args) {
-    Py_ssize_t k_size, v_size;
+    size_t k_size, v_size;
     if (!PyArg_ParseTuple(args, "nn", &k_size, &v_size)) return NULL;
-    return PyLong_FromSize_t(self->ops->block_words((size_t)k_size, (size_t)v_size));
+    return PyLong_FromSize_t(self->ops->block_words(k_size, v_size));
 }
 
 static PyObject *pack(prompt_attention_t *self, PyObject *args) {
-    unsigned long long words, k, v;
-    Py_ssize_t sizes[4], pos, n, k_head, k_row, v_head, v_row;
+    fd_prompt_blocks_t b;
+    fd_prompt_pack_t o = {.blocks = &b};
     unsigned threads;
-    if (!PyArg_ParseTuple(args, BLOCKS "KKnnnnnnI", &words, &sizes[0], &sizes[1], &sizes[2], &sizes[3], &k, &v, &pos,
-                          &n, &k_head, &k_row, &v_head, &v_row, &threads))
+    if (!PyArg_ParseTuple(args, "(Knnnn)KKnnnnnnI", FD_ADDRESS(b.words), &b.head_words, &b.kv_heads, &b.k_size,
+                          &b.v_size, FD_ADDRESS(o.k), FD_ADDRESS(o.v), &o.pos, &o.n, &o.k_head, &o.k_row, &o.v_head,
+                          &o.v_row, &threads))
         return NULL;
-    const fd_prompt_blocks_t blocks = blocks_of(words, sizes);
-    const fd_prompt_pack_t o = {&blocks,        FD_ADDRESS(k), FD_ADDRESS(v),  (size_t)pos,  (size_t)n,
-                                (size_t)k_head, (size_t)k_row, (size_t)v_head, (size_t)v_row};
     Py_BEGIN_ALLOW_THREADS
     fd_prompt_pack(self->ops, &o, threads);
     Py_END_ALLOW_THREADS
@@ -69,28 +59,13 @@ static PyObject *pack(prompt_attention_t *self, PyObject *args) {
 }
 
 static PyObject *attend(prompt_attention_t *self, PyObject *args) {
-    unsigned long long words, q, out, sinks;
-    Py_ssize_t sizes[4], q_row, out_row, rows, pos, group, window, segment;
-    float scale;
+    fd_prompt_blocks_t b;
+    fd_prompt_t o = {.blocks = &b};
     unsigned threads;
-    if (!PyArg_ParseTuple(args, BLOCKS "KKKnnnnnnnfI", &words, &sizes[0], &sizes[1], &sizes[2], &sizes[3], &q, &out,
-                          &sinks, &q_row, &out_row, &rows, &pos, &group, &window, &segment, &scale, &threads))
+    if (!PyArg_ParseTuple(args, "(Knnnn)KKKnnnnnnnfI", FD_ADDRESS(b.words), &b.head_words, &b.kv_heads, &b.k_size,
+                          &b.v_size, FD_ADDRESS(o.q), FD_ADDRESS(o.out), FD_ADDRESS(o.sinks), &o.q_row, &o.out_row,
+                          &o.rows, &o.pos, &o.group, &o.window, &o.segment, &o.scale, &threads))
         return NULL;
-    const fd_prompt_blocks_t blocks = blocks_of(words, sizes);
-    const fd_prompt_t o = {
-        .blocks = &blocks,
-        .q = FD_ADDRESS(q),
-        .out = FD_ADDRESS(out),
-        .sinks = FD_ADDRESS(sinks),
-        .q_row = (size_t)q_row,
-        .out_row = (size_t)out_row,
-        .rows = (size_t)rows,
-        .pos = (size_t)pos,
-        .group = (size_t)group,
-        .window = (size_t)window,
-        .segment = (size_t)segment,
-        .scale = scale,
-    };
     fd_status_t status;
     Py_BEGIN_ALLOW_THREADS
     status = fd_prompt_attend(self->ops, &o, threads);
@@ -126,14 +101,14 @@ static bool read_chunk(const fd_prompt_ops_t *ops, PyObject *o, const fd_joints_
     const char *wrong = first < 0 || n < 1 || pos < 0 ? "a chunk has no rows, or begins before 0" : NULL;
     if ((size_t)PyList_GET_SIZE(list) != j->n_layers) wrong = "a chunk does not have the model's layers";
     for (size_t i = 0; i < j->n_layers && !wrong; i++) {
-        unsigned long long words;
+        uint32_t *words;
         Py_ssize_t head_words, window, segment;
         PyObject *layer = PyList_GET_ITEM(list, (Py_ssize_t)i);
         if (!is_tuple(layer) || !PyArg_ParseTuple(layer, "Knnn;a chunk's layer is (words, head_words, window, segment)",
-                                                  &words, &head_words, &window, &segment))
+                                                  FD_ADDRESS(words), &head_words, &window, &segment))
             return false;
         layers[i] = (fd_prompt_layer_t){
-            .blocks = {FD_ADDRESS(words), (size_t)head_words, j->kv_heads, j->head_size, j->head_size},
+            .blocks = {words, (size_t)head_words, j->kv_heads, j->head_size, j->head_size},
             .window = (size_t)window,
             .segment = (size_t)segment,
         };

@@ -35,58 +35,39 @@ static PyObject *why_not(PyObject *type, PyObject *args) {
 }
 
 static PyObject *norm(row_ops_t *self, PyObject *args) {
-    unsigned long long x, y, weight, out;
     fd_norm_rows_t o;
-    Py_ssize_t rows, width;
+    size_t rows;
     unsigned threads;
-    if (!PyArg_ParseTuple(args, "KKfKfKnnI", &x, &y, &o.scale, &weight, &o.eps, &out, &rows, &width, &threads))
+    if (!PyArg_ParseTuple(args, "KKfKfKnnI", FD_ADDRESS(o.x), FD_ADDRESS(o.y), &o.scale, FD_ADDRESS(o.weight), &o.eps,
+                          FD_ADDRESS(o.out), &rows, &o.width, &threads))
         return NULL;
-    o.x = FD_ADDRESS(x), o.y = FD_ADDRESS(y), o.weight = FD_ADDRESS(weight), o.out = FD_ADDRESS(out),
-    o.width = (size_t)width;
     Py_BEGIN_ALLOW_THREADS
-    fd_norm_rows(self->ops, &o, (size_t)rows, threads);
+    fd_norm_rows(self->ops, &o, rows, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
 static PyObject *gate(row_ops_t *self, PyObject *args) {
-    unsigned long long x, out;
-    Py_ssize_t rows, width;
+    fd_gate_rows_t o;
+    size_t rows;
     unsigned threads;
-    if (!PyArg_ParseTuple(args, "KKnnI", &x, &out, &rows, &width, &threads)) return NULL;
-    const fd_gate_rows_t o = {FD_ADDRESS(x), FD_ADDRESS(out), (size_t)width};
+    if (!PyArg_ParseTuple(args, "KKnnI", FD_ADDRESS(o.x), FD_ADDRESS(o.out), &rows, &o.width, &threads)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    fd_gate_rows(self->ops, &o, (size_t)rows, threads);
+    fd_gate_rows(self->ops, &o, rows, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
 static PyObject *rope(row_ops_t *self, PyObject *args) {
-    unsigned long long qkv, q_norm, k_norm, cos, sin, q, kv;
-    float eps;
-    Py_ssize_t q_stride, kv_stride, rows, q_heads, kv_heads, head_size, pairs;
+    fd_rope_rows_t o;
+    size_t rows;
     unsigned threads;
-    if (!PyArg_ParseTuple(args, "KKKfKKKnKnnnnnnI", &qkv, &q_norm, &k_norm, &eps, &cos, &sin, &q, &q_stride, &kv,
-                          &kv_stride, &rows, &q_heads, &kv_heads, &head_size, &pairs, &threads))
+    if (!PyArg_ParseTuple(args, "KKKfKKKnKnnnnnnI", FD_ADDRESS(o.qkv), FD_ADDRESS(o.q_norm), FD_ADDRESS(o.k_norm),
+                          &o.eps, FD_ADDRESS(o.cos), FD_ADDRESS(o.sin), FD_ADDRESS(o.q), &o.q_stride, FD_ADDRESS(o.kv),
+                          &o.kv_stride, &rows, &o.q_heads, &o.kv_heads, &o.head_size, &o.pairs, &threads))
         return NULL;
-    const fd_rope_rows_t o = {
-        .qkv = FD_ADDRESS(qkv),
-        .q_norm = FD_ADDRESS(q_norm),
-        .k_norm = FD_ADDRESS(k_norm),
-        .q = FD_ADDRESS(q),
-        .kv = FD_ADDRESS(kv),
-        .cos = FD_ADDRESS(cos),
-        .sin = FD_ADDRESS(sin),
-        .eps = eps,
-        .q_stride = (size_t)q_stride,
-        .kv_stride = (size_t)kv_stride,
-        .q_heads = (size_t)q_heads,
-        .kv_heads = (size_t)kv_heads,
-        .head_size = (size_t)head_size,
-        .pairs = (size_t)pairs,
-    };
     Py_BEGIN_ALLOW_THREADS
-    fd_rope_rows(self->ops, &o, (size_t)rows, threads);
+    fd_rope_rows(self->ops, &o, rows, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
