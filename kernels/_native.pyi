@@ -115,8 +115,8 @@ class Dense16Linear:
         cls, dtype: int, act: int, outs: int, ins: int, weights: Buffer, bias: Buffer | None
     ) -> Dense16Linear: ...
     @staticmethod
-    def why_not(dtype: int, act: int, /) -> str | None:
-        """The reason why the ISA has no such products, or None if it has."""
+    def supports(dtype: int, act: int, /) -> bool:
+        """Whether the ISA has such products."""
     @staticmethod
     def pack(dtype: int, act: int, outs: int, ins: int, weights: Buffer, packed: Buffer, /) -> None:
         """Write weights [outs, ins] to `packed` in the order of the kernels. Raises ValueError like the constructor."""
@@ -141,8 +141,8 @@ class PromptAttention:
 
     def __new__(cls, act_dtype: int) -> PromptAttention: ...
     @staticmethod
-    def why_not(act_dtype: int, /) -> str | None:
-        """The reason why the ISA has no such functions, or None if it has."""
+    def supports(act_dtype: int, /) -> bool:
+        """Whether the ISA has such functions."""
     @property
     def isa(self) -> str:
         """The ISA of the functions."""
@@ -190,8 +190,8 @@ class RowOps:
 
     def __new__(cls, act_dtype: int) -> RowOps: ...
     @staticmethod
-    def why_not(act_dtype: int, /) -> str | None:
-        """The reason why the ISA has no such operations, or None if it has."""
+    def supports(act_dtype: int, /) -> bool:
+        """Whether the ISA has such operations."""
     @property
     def isa(self) -> str:
         """The ISA of the functions."""

@@ -11,26 +11,23 @@ extern const fd_prompt_ops_t fd_prompt_bf16_avx512bf16;
 extern const fd_prompt_ops_t fd_prompt_neon[FD_ACT_DTYPES];
 #endif
 
-const fd_prompt_ops_t *fd_prompt_ops(fd_isa_t isa, uint32_t act_dtype, const char **name) {
+const fd_prompt_ops_t *fd_prompt_ops(fd_isa_t isa, uint32_t act_dtype) {
+    if (act_dtype >= FD_ACT_DTYPES) return NULL;
 #if FD_X86
     switch (isa) {
     case FD_ISA_AVX2:
-    case FD_ISA_AVXVNNI: *name = "avx2"; return &fd_prompt_avx2[act_dtype];
+    case FD_ISA_AVXVNNI: return &fd_prompt_avx2[act_dtype];
     case FD_ISA_AMX:
         if (act_dtype == FD_ACT_BF16) return NULL; /* torch multiplies bf16 with AMX, which is faster */
         __attribute__((fallthrough));
     case FD_ISA_AVX512BF16:
-        if (act_dtype == FD_ACT_BF16) {
-            *name = "avx512bf16";
-            return &fd_prompt_bf16_avx512bf16;
-        }
+        if (act_dtype == FD_ACT_BF16) return &fd_prompt_bf16_avx512bf16;
         __attribute__((fallthrough));
     case FD_ISA_AVX512:
-    case FD_ISA_AVX512VNNI: *name = "avx512"; return &fd_prompt_avx512[act_dtype];
+    case FD_ISA_AVX512VNNI: return &fd_prompt_avx512[act_dtype];
     default: return NULL;
     }
 #elif FD_ARM64
-    *name = "neon";
     return isa == FD_ISA_NEON ? &fd_prompt_neon[act_dtype] : NULL;
 #else
     return NULL;

@@ -45,6 +45,7 @@ typedef struct {
 
 /* One ISA's functions for one activation dtype. */
 typedef struct {
+    const char *isa;
     size_t (*block_words)(size_t k_size, size_t v_size);
     /* Packs the tokens of one KV head that belong to one block. */
     void (*pack)(const fd_prompt_pack_t *o, size_t head, size_t block);
@@ -52,8 +53,8 @@ typedef struct {
     fd_status_t (*attend)(const fd_prompt_t *o, size_t head, size_t row, size_t n);
 } fd_prompt_ops_t;
 
-/* The functions of an ISA that this machine supports, and its name; NULL if the ISA has none. */
-const fd_prompt_ops_t *fd_prompt_ops(fd_isa_t isa, uint32_t act_dtype, const char **name);
+/* The functions of an ISA that this machine supports; NULL if it has none for the dtype. */
+const fd_prompt_ops_t *fd_prompt_ops(fd_isa_t isa, uint32_t act_dtype);
 
 /* Packs tokens of all heads, in up to `threads` threads. The positions before `pos` were packed before. */
 void fd_prompt_pack(const fd_prompt_ops_t *ops, const fd_prompt_pack_t *o, unsigned threads);

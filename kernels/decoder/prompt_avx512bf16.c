@@ -13,7 +13,7 @@ FD_BEGIN_TARGET(FD_AVX512 ",avx512bf16")
 
 FD_PROMPT_FUNCTIONS(bf16, FD_ACT_BF16, 1)
 extern const fd_prompt_ops_t fd_prompt_bf16_avx512bf16;
-const fd_prompt_ops_t fd_prompt_bf16_avx512bf16 = {block_words_bf16, pack_bf16, attend_bf16};
+const fd_prompt_ops_t fd_prompt_bf16_avx512bf16 = {"avx512bf16", block_words_bf16, pack_bf16, attend_bf16};
 
 FD_END_TARGET
 #endif

@@ -324,7 +324,7 @@ FD_INLINE fd_status_t attend_part(const uint32_t dtype, const int pairs, const f
     FD_PROMPT_FUNCTIONS(fp16, FD_ACT_FP16, 0)                                                                          \
     FD_PROMPT_FUNCTIONS(bf16, FD_ACT_BF16, 0)                                                                          \
     const fd_prompt_ops_t fd_prompt_##isa[FD_ACT_DTYPES] = {                                                           \
-        [FD_ACT_FP32] = {block_words_fp32, pack_fp32, attend_fp32},                                                    \
-        [FD_ACT_FP16] = {block_words_fp16, pack_fp16, attend_fp16},                                                    \
-        [FD_ACT_BF16] = {block_words_bf16, pack_bf16, attend_bf16},                                                    \
+        [FD_ACT_FP32] = {#isa, block_words_fp32, pack_fp32, attend_fp32},                                              \
+        [FD_ACT_FP16] = {#isa, block_words_fp16, pack_fp16, attend_fp16},                                              \
+        [FD_ACT_BF16] = {#isa, block_words_bf16, pack_bf16, attend_bf16},                                              \
     };

@@ -10,14 +10,12 @@ extern const fd_row_ops_t fd_row_ops_avx2[FD_ACT_DTYPES], fd_row_ops_avx512[FD_A
 extern const fd_row_ops_t fd_row_ops_neon[FD_ACT_DTYPES];
 #endif
 
-const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype, const char **name) {
-    if (isa == FD_ISA_SCALAR) return NULL;
+const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype) {
+    if (isa == FD_ISA_SCALAR || act_dtype >= FD_ACT_DTYPES) return NULL;
 #if FD_X86
-    const int wide = isa != FD_ISA_AVX2 && isa != FD_ISA_AVXVNNI;
-    *name = wide ? "avx512" : "avx2";
-    return wide ? &fd_row_ops_avx512[act_dtype] : &fd_row_ops_avx2[act_dtype];
+    if (isa == FD_ISA_AVX2 || isa == FD_ISA_AVXVNNI) return &fd_row_ops_avx2[act_dtype];
+    return &fd_row_ops_avx512[act_dtype];
 #elif FD_ARM64
-    *name = "neon";
     return &fd_row_ops_neon[act_dtype];
 #else
     return NULL;

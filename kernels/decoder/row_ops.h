@@ -38,13 +38,14 @@ typedef struct {
 
 /* One ISA's functions for one activation dtype; each computes `n` rows from `row` on. */
 typedef struct {
+    const char *isa;
     void (*norm)(const fd_norm_rows_t *o, size_t row, size_t n);
     void (*gate)(const fd_gate_rows_t *o, size_t row, size_t n);
     void (*rope)(const fd_rope_rows_t *o, size_t row, size_t n);
 } fd_row_ops_t;
 
-/* The functions of an ISA that this machine supports, and its name; NULL if the ISA has none. */
-const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype, const char **name);
+/* The functions of an ISA that this machine supports; NULL if it has none for the dtype. */
+const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype);
 
 /* Runs one of them over `rows` rows of `elements` numbers each, by as many of `threads` threads as pay. */
 void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads);

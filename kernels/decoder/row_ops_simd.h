@@ -148,7 +148,7 @@ FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t r
     FD_ROW_OPS_OF(isa, fp16, FD_ACT_FP16)                                                                              \
     FD_ROW_OPS_OF(isa, bf16, FD_ACT_BF16)                                                                              \
     const fd_row_ops_t fd_row_ops_##isa[FD_ACT_DTYPES] = {                                                             \
-        [FD_ACT_FP32] = {norm_fp32, gate_fp32, rope_fp32},                                                             \
-        [FD_ACT_FP16] = {norm_fp16, gate_fp16, rope_fp16},                                                             \
-        [FD_ACT_BF16] = {norm_bf16, gate_bf16, rope_bf16},                                                             \
+        [FD_ACT_FP32] = {#isa, norm_fp32, gate_fp32, rope_fp32},                                                       \
+        [FD_ACT_FP16] = {#isa, norm_fp16, gate_fp16, rope_fp16},                                                       \
+        [FD_ACT_BF16] = {#isa, norm_bf16, gate_bf16, rope_bf16},                                                       \
     };

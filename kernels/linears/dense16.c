@@ -11,23 +11,16 @@ extern const fd_dense16_ops_t fd_dense16_avx512bf16;
 extern const fd_dense16_ops_t fd_dense16_neon[FD_ACT_DTYPES];
 #endif
 
-const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t act, const char **name) {
-    if (isa == FD_ISA_SCALAR || dtype == FD_ACT_FP32) return NULL;
-    if (act != FD_ACT_FP32) {
+const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t act) {
+    if (isa == FD_ISA_SCALAR || (dtype != FD_ACT_FP16 && dtype != FD_ACT_BF16)) return NULL;
 #if FD_X86
-        if (isa == FD_ISA_AVX512BF16 && act == FD_ACT_BF16 && dtype == FD_ACT_BF16) {
-            *name = "avx512bf16";
-            return &fd_dense16_avx512bf16;
-        }
+    if (isa == FD_ISA_AVX512BF16 && act == FD_ACT_BF16 && dtype == FD_ACT_BF16) return &fd_dense16_avx512bf16;
 #endif
-        return NULL;
-    }
+    if (act != FD_ACT_FP32) return NULL;
 #if FD_X86
-    const int wide = isa != FD_ISA_AVX2 && isa != FD_ISA_AVXVNNI;
-    *name = wide ? "avx512" : "avx2";
-    return wide ? &fd_dense16_avx512[dtype] : &fd_dense16_avx2[dtype];
+    if (isa == FD_ISA_AVX2 || isa == FD_ISA_AVXVNNI) return &fd_dense16_avx2[dtype];
+    return &fd_dense16_avx512[dtype];
 #elif FD_ARM64
-    *name = "neon";
     return &fd_dense16_neon[dtype];
 #else
     return NULL;

@@ -31,6 +31,7 @@ enum {
 
 /* One ISA's functions for weights and rows of some dtypes. */
 typedef struct {
+    const char *isa;
     size_t panel;        /* outputs */
     size_t together;     /* inputs of an output that stand side by side; `ins` is a multiple of them */
     size_t number_bytes; /* of an input or an output */
@@ -38,9 +39,9 @@ typedef struct {
     void (*multiply)(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel);
 } fd_dense16_ops_t;
 
-/* The functions of an ISA that this machine supports, and its name; NULL if there are none for fp16 or bf16 weights
- * (`dtype`) and fp32 or bf16 rows (`act`), both fd_act_dtype_t. */
-const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t act, const char **name);
+/* The functions of an ISA that this machine supports, for fp16 or bf16 weights (`dtype`) and fp32 or bf16 rows (`act`),
+ * both fd_act_dtype_t; NULL if it has none. */
+const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t act);
 
 /* Copies weights [outs][ins] into panels. */
 void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to);

@@ -83,7 +83,7 @@ static inline int32_t fd_linear_inputs(const int8_t *x) {
 
 /* One ISA's kernels. */
 typedef struct {
-    const char *name;
+    const char *isa;
     uint32_t wants_signed; /* of transformed matrices of 8 bits, signed numbers */
     /* Rounds the row x [ins] into row `row` of `out`. A block with an infinity or NaN gets the scale NaN. */
     void (*round_row)(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out);

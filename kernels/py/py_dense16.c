@@ -18,23 +18,20 @@ typedef struct {
 
 static PyTypeObject *dense16_type;
 
-static const fd_dense16_ops_t *choose(unsigned dtype, unsigned act, const char **name) {
+static const fd_dense16_ops_t *choose(unsigned dtype, unsigned act) {
     fd_isa_t isa;
     if (!fd_py_choose_isa(NULL, &isa)) return NULL;
-    const int known = dtype < FD_ACT_DTYPES && act < FD_ACT_DTYPES;
-    const fd_dense16_ops_t *ops = known ? fd_dense16_ops(isa, dtype, act, name) : NULL;
+    const fd_dense16_ops_t *ops = fd_dense16_ops(isa, dtype, act);
     if (!ops)
         PyErr_Format(PyExc_ValueError, "%s has no products with 16-bit weights of these dtypes", fd_isa_name(isa));
     return ops;
 }
 
-static PyObject *why_not(PyObject *type, PyObject *args) {
+static PyObject *supports(PyObject *type, PyObject *args) {
     unsigned dtype, act;
     fd_isa_t isa;
-    const char *name;
     if (!PyArg_ParseTuple(args, "II", &dtype, &act) || !fd_py_choose_isa(NULL, &isa)) return NULL;
-    if (dtype < FD_ACT_DTYPES && act < FD_ACT_DTYPES && fd_dense16_ops(isa, dtype, act, &name)) Py_RETURN_NONE;
-    return PyUnicode_FromFormat("%s has no products with 16-bit weights of these dtypes", fd_isa_name(isa));
+    return PyBool_FromLong(fd_dense16_ops(isa, dtype, act) != NULL);
 }
 
 static size_t packed_bytes(const fd_dense16_ops_t *ops, size_t outs, size_t ins) {
@@ -47,12 +44,11 @@ static PyObject *dense16_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     PyObject *weights, *bias;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIOO", keys, &dtype, &act, &outs, &ins, &weights, &bias))
         return NULL;
-    const char *name = NULL;
-    const fd_dense16_ops_t *ops = choose(dtype, act, &name);
+    const fd_dense16_ops_t *ops = choose(dtype, act);
     if (!ops) return NULL;
     dense16_t *self = (dense16_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    self->ops = ops, self->head.isa = name, self->act = act;
+    self->ops = ops, self->head.isa = ops->isa, self->act = act;
     Py_buffer *w = &self->buffers[WEIGHTS], *b = &self->buffers[BIAS];
     if (!outs || !ins || ins % ops->together) PyErr_Format(PyExc_ValueError, "no such linear: %u x %u", outs, ins);
     else if (fd_py_bytes(weights, "weights", packed_bytes(ops, outs, ins), w) && bias != Py_None)
@@ -89,8 +85,7 @@ static PyObject *dense16_run(dense16_t *self, PyObject *args) {
 static PyObject *dense16_packed_bytes(PyObject *type, PyObject *args) {
     unsigned dtype, act, outs, ins;
     if (!PyArg_ParseTuple(args, "IIII", &dtype, &act, &outs, &ins)) return NULL;
-    const char *name;
-    const fd_dense16_ops_t *ops = choose(dtype, act, &name);
+    const fd_dense16_ops_t *ops = choose(dtype, act);
     return ops ? PyLong_FromSize_t(packed_bytes(ops, outs, ins)) : NULL;
 }
 
@@ -98,8 +93,7 @@ static PyObject *dense16_pack(PyObject *type, PyObject *args) {
     unsigned dtype, act, outs, ins;
     Py_buffer from, to;
     if (!PyArg_ParseTuple(args, "IIIIy*w*", &dtype, &act, &outs, &ins, &from, &to)) return NULL;
-    const char *name;
-    const fd_dense16_ops_t *ops = choose(dtype, act, &name);
+    const fd_dense16_ops_t *ops = choose(dtype, act);
     if (ops && ins % ops->together)
         PyErr_Format(PyExc_ValueError, "%u inputs are not a multiple of %zu", ins, ops->together);
     else if (ops && ((size_t)from.len != (size_t)outs * ins * sizeof(uint16_t) ||
@@ -117,7 +111,7 @@ static PyObject *dense16_pack(PyObject *type, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"why_not", why_not, METH_VARARGS | METH_STATIC, "why_not(dtype, act): why there are no such products, or None."},
+    {"supports", supports, METH_VARARGS | METH_STATIC, "supports(dtype, act): whether the ISA has such products."},
     {"run", (PyCFunction)dense16_run, METH_VARARGS, "run(x, y, threads): y [rows, outs] = x [rows, ins] W^T + b."},
     {"pack", dense16_pack, METH_VARARGS | METH_STATIC,
      "pack(dtype, act, outs, ins, weights, packed): weights [outs, ins] in the order of the kernels."},

@@ -7,7 +7,7 @@
 
 typedef struct {
     fd_py_kernels_t head;
-    fd_draw_rows_fn *draw;
+    const fd_draw_ops_t *ops;
 } row_draws_t;
 
 static PyObject *row_draws_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -15,7 +15,7 @@ static PyObject *row_draws_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     fd_isa_t isa;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "", keys) || !fd_py_choose_isa(NULL, &isa)) return NULL;
     row_draws_t *self = (row_draws_t *)type->tp_alloc(type, 0);
-    if (self) self->draw = fd_draw_rows_of(isa, &self->head.isa);
+    if (self) self->ops = fd_draw_ops(isa), self->head.isa = self->ops->isa;
     return (PyObject *)self;
 }
 
@@ -30,7 +30,7 @@ static PyObject *run(row_draws_t *self, PyObject *args) {
         return NULL;
     fd_status_t status;
     Py_BEGIN_ALLOW_THREADS
-    status = fd_draw_rows(self->draw, &o, n, threads);
+    status = fd_draw_rows(self->ops, &o, n, threads);
     Py_END_ALLOW_THREADS
     if (status != FD_OK) return PyErr_NoMemory();
     Py_RETURN_NONE;

@@ -62,9 +62,8 @@ static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                                      &head_size, &eps, &scale, &PyTuple_Type, &layers) ||
         !fd_py_choose_isa(NULL, &isa))
         return NULL;
-    const char *name;
     const unsigned most = 1u << 24;
-    const fd_row_ops_t *ops = act < FD_ACT_DTYPES ? fd_row_ops(isa, act, &name) : NULL;
+    const fd_row_ops_t *ops = fd_row_ops(isa, act);
     if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
     if (!hidden || !inner || !q_heads || !kv_heads || !head_size || hidden > most || inner > most || q_heads > most ||
         kv_heads > most || head_size > most || !PyTuple_GET_SIZE(layers))

@@ -69,7 +69,7 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!fd_py_choose_isa(NULL, &isa)) return NULL;
     linear_t *self = (linear_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    self->ops = fd_linear_ops(isa), self->head.isa = self->ops->name;
+    self->ops = fd_linear_ops(isa), self->head.isa = self->ops->isa;
     fd_linear_t *l = &self->linear;
     *l = (fd_linear_t){.outs = outs, .ins = ins, .bits = bits, .passes = passes, .hadamard = hadamard, .zero = zero};
     l->group_blocks = group / FD_LINEAR_BLOCK;

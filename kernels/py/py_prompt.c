@@ -20,22 +20,18 @@ static PyObject *prompt_attention_new(PyTypeObject *type, PyObject *args, PyObje
     unsigned act_dtype;
     fd_isa_t isa;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "I", keys, &act_dtype) || !fd_py_choose_isa(NULL, &isa)) return NULL;
-    if (act_dtype >= FD_ACT_DTYPES) return PyErr_Format(PyExc_ValueError, "no such activation dtype: %u", act_dtype);
-    const char *name = NULL;
-    const fd_prompt_ops_t *ops = fd_prompt_ops(isa, act_dtype, &name);
-    if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no attention of prompts", fd_isa_name(isa));
+    const fd_prompt_ops_t *ops = fd_prompt_ops(isa, act_dtype);
+    if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no attention of prompts for this dtype", fd_isa_name(isa));
     prompt_attention_t *self = (prompt_attention_t *)type->tp_alloc(type, 0);
-    if (self) self->ops = ops, self->act = act_dtype, self->head.isa = name;
+    if (self) self->ops = ops, self->act = act_dtype, self->head.isa = ops->isa;
     return (PyObject *)self;
 }
 
-static PyObject *why_not(PyObject *type, PyObject *args) {
+static PyObject *supports(PyObject *type, PyObject *args) {
     unsigned act_dtype;
     fd_isa_t isa;
-    const char *name;
     if (!PyArg_ParseTuple(args, "I", &act_dtype) || !fd_py_choose_isa(NULL, &isa)) return NULL;
-    if (act_dtype < FD_ACT_DTYPES && fd_prompt_ops(isa, act_dtype, &name)) Py_RETURN_NONE;
-    return PyUnicode_FromFormat("%s has no attention of prompts for the dtype", fd_isa_name(isa));
+    return PyBool_FromLong(fd_prompt_ops(isa, act_dtype) != NULL);
 }
 
 static PyObject *block_words(prompt_attention_t *self, PyObject *args) {
@@ -143,7 +139,7 @@ fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, uint32_t act, const fd_join
 }
 
 static PyMethodDef methods[] = {
-    {"why_not", why_not, METH_VARARGS | METH_STATIC, "why_not(act_dtype): why there are no such functions, or None."},
+    {"supports", supports, METH_VARARGS | METH_STATIC, "supports(act_dtype): whether the ISA has such functions."},
     {"block_words", (PyCFunction)block_words, METH_VARARGS, "block_words(k_size, v_size)"},
     {"pack", (PyCFunction)pack, METH_VARARGS,
      "pack((words, head_words, kv_heads, k_size, v_size), k, v, pos, n, k_head, k_row, v_head, v_row, threads)"},

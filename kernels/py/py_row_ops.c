@@ -16,22 +16,18 @@ static PyObject *row_ops_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     unsigned act_dtype;
     fd_isa_t isa;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "I", keys, &act_dtype) || !fd_py_choose_isa(NULL, &isa)) return NULL;
-    if (act_dtype >= FD_ACT_DTYPES) return PyErr_Format(PyExc_ValueError, "no such activation dtype: %u", act_dtype);
-    const char *name = NULL;
-    const fd_row_ops_t *ops = fd_row_ops(isa, act_dtype, &name);
-    if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations", fd_isa_name(isa));
+    const fd_row_ops_t *ops = fd_row_ops(isa, act_dtype);
+    if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
     row_ops_t *self = (row_ops_t *)type->tp_alloc(type, 0);
-    if (self) self->ops = ops, self->head.isa = name;
+    if (self) self->ops = ops, self->head.isa = ops->isa;
     return (PyObject *)self;
 }
 
-static PyObject *why_not(PyObject *type, PyObject *args) {
+static PyObject *supports(PyObject *type, PyObject *args) {
     unsigned act_dtype;
     fd_isa_t isa;
-    const char *name;
     if (!PyArg_ParseTuple(args, "I", &act_dtype) || !fd_py_choose_isa(NULL, &isa)) return NULL;
-    if (act_dtype < FD_ACT_DTYPES && fd_row_ops(isa, act_dtype, &name)) Py_RETURN_NONE;
-    return PyUnicode_FromFormat("%s has no row operations for the dtype", fd_isa_name(isa));
+    return PyBool_FromLong(fd_row_ops(isa, act_dtype) != NULL);
 }
 
 static PyObject *norm(row_ops_t *self, PyObject *args) {
@@ -73,7 +69,7 @@ static PyObject *rope(row_ops_t *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"why_not", why_not, METH_VARARGS | METH_STATIC, "why_not(act_dtype): why there are no such operations, or None."},
+    {"supports", supports, METH_VARARGS | METH_STATIC, "supports(act_dtype): whether the ISA has such operations."},
     {"norm", (PyCFunction)norm, METH_VARARGS, "norm(x, y, scale, weight, eps, out, rows, width, threads)"},
     {"gate", (PyCFunction)gate, METH_VARARGS, "gate(x, out, rows, width, threads)"},
     {"rope", (PyCFunction)rope, METH_VARARGS,

@@ -46,11 +46,15 @@ typedef struct {
     float *weights;
 } fd_draw_t;
 
-/* Draws `n` rows from `row` on. FD_INTERNAL if there is no memory. */
-typedef fd_status_t fd_draw_rows_fn(const fd_draw_t *o, size_t row, size_t n);
+/* The function that is compiled for one ISA, or for the ABI's baseline, "base". */
+typedef struct {
+    const char *isa;
+    /* Draws `n` rows from `row` on. FD_INTERNAL if there is no memory. */
+    fd_status_t (*draw)(const fd_draw_t *o, size_t row, size_t n);
+} fd_draw_ops_t;
 
-/* The function of an ISA that this machine supports, and the name of the ISA that it is compiled for. */
-fd_draw_rows_fn *fd_draw_rows_of(fd_isa_t isa, const char **name);
+/* The function for an ISA that this machine supports. */
+const fd_draw_ops_t *fd_draw_ops(fd_isa_t isa);
 
 /* Draws `rows` rows by as many of `threads` threads as pay. FD_INTERNAL if there is no memory. */
-fd_status_t fd_draw_rows(fd_draw_rows_fn *draw, const fd_draw_t *o, size_t rows, unsigned threads);
+fd_status_t fd_draw_rows(const fd_draw_ops_t *ops, const fd_draw_t *o, size_t rows, unsigned threads);

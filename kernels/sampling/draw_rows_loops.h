@@ -1,4 +1,4 @@
-/* fd_draw_rows_fn in loops that a compiler turns into vector instructions of the including file's target:
+/* fd_draw_ops_t in loops that a compiler turns into vector instructions of the including file's target:
  * FD_DRAW_ROWS(isa).
  */
 #pragma once
@@ -323,6 +323,4 @@ FD_INLINE fd_status_t draw_rows(const fd_draw_t *o, size_t row, size_t n) {
     return FD_OK;
 }
 
-#define FD_DRAW_ROWS(isa)                                                                                              \
-    fd_status_t fd_draw_rows_##isa(const fd_draw_t *o, size_t row, size_t n);                                          \
-    fd_status_t fd_draw_rows_##isa(const fd_draw_t *o, size_t row, size_t n) { return draw_rows(o, row, n); }
+#define FD_DRAW_ROWS(isa) const fd_draw_ops_t fd_draw_ops_##isa = {#isa, draw_rows};

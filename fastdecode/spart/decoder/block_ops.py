@@ -90,14 +90,14 @@ class VectorOps:
     """kernels/decoder's operations on rows of one dtype on a CPU: [..., width] tensors, C-contiguous."""
 
     def __init__(self, dtype: torch.dtype):
-        """Raises ValueError for a dtype that `why_not` refuses."""
+        """Raises ValueError for a dtype that the CPU does not support."""
         self.dtype = dtype
         self._native = _native.RowOps(act_code(dtype))
 
     @staticmethod
-    def why_not(dtype: torch.dtype) -> str | None:
-        """The reason why this CPU has no operations on rows of a dtype, or None if it has."""
-        return _native.RowOps.why_not(act_code(dtype))
+    def supports(dtype: torch.dtype) -> bool:
+        """Whether this CPU has operations on rows of a dtype."""
+        return _native.RowOps.supports(act_code(dtype))
 
     @property
     def isa(self) -> str:
@@ -169,7 +169,7 @@ class NativeBlockOps(BlockOps):
     """The operations of models with RMS norms, RoPE or SiLU by kernels/decoder, on a CPU."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
-        """Raises ValueError for a dtype that VectorOps.why_not refuses."""
+        """Raises ValueError for a dtype that VectorOps does not support."""
         super().__init__(config, dtype)
         self.vectors = VectorOps(dtype)
         self._rms = config.norm == "rms"
@@ -214,5 +214,5 @@ def _clamped(config: ModelConfig) -> bool:
 
 def make_block_ops(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> BlockOps:
     """The operations for a model's activations in `dtype` on `device`."""
-    native = device.type == "cpu" and VectorOps.why_not(dtype) is None
+    native = device.type == "cpu" and VectorOps.supports(dtype)
     return NativeBlockOps(config, dtype) if native else BlockOps(config, dtype)

@@ -23,7 +23,7 @@ _ROUNDINGS = 0.02
 def use_row_ops(module: Any, dtype: torch.dtype) -> None:
     """Let RMS norms, and MLPs with a SiLU gate, of a model on a CPU use the vector operations for `dtype`, where this
     CPU has them."""
-    if VectorOps.why_not(dtype) is not None:
+    if not VectorOps.supports(dtype):
         return
     ops = VectorOps(dtype)
     for child in list(module.modules()):

@@ -19,20 +19,17 @@ from fastdecode.spart.threads import pool_threads
 
 def keeps16(device: torch.device) -> bool:
     """True if 16-bit weights stay 16-bit in memory for fp32 activations on a device."""
-    return why_no_products(device, torch.float32) is None
+    return _has_products(device, torch.float32)
 
 
 def multiplies_bf16(device: torch.device, ins: int) -> bool:
     """True if Linear16 multiplies bf16 rows of `ins` numbers on a device."""
-    return ins % 2 == 0 and why_no_products(device, torch.bfloat16) is None
+    return ins % 2 == 0 and _has_products(device, torch.bfloat16)
 
 
-def why_no_products(device: torch.device, act: torch.dtype) -> str | None:
-    """The reason why kernels/linears has no products of 16-bit weights with rows in `act` on a device; None if it
-    has."""
-    if device.type != "cpu":
-        return f"kernels/linears does not run on {device.type}"
-    return _native.Dense16Linear.why_not(act_code(torch.bfloat16), act_code(act))
+def _has_products(device: torch.device, act: torch.dtype) -> bool:
+    """Whether kernels/linears multiplies bf16 weights and rows in `act` on a device."""
+    return device.type == "cpu" and _native.Dense16Linear.supports(act_code(torch.bfloat16), act_code(act))
 
 
 def exact16(weight: torch.Tensor) -> torch.Tensor | None:
@@ -55,7 +52,7 @@ class Linear16(Linear):
         """`weight` [out, in] in fp16 or bf16, on the CPU, is copied; `bias` [out] is kept in fp32; `act` is the
         activations' dtype.
 
-        Raises ValueError for activations that `why_no_products` refuses.
+        Raises ValueError for activations without such products on this CPU.
         """
         outs, ins = weight.shape
         dtype, rows = act_code(weight.dtype), act_code(act)

@@ -40,7 +40,7 @@ class PackedAttention:
     """
 
     def __init__(self, dtype: torch.dtype):
-        """Raises ValueError for a dtype for which this CPU has no such functions; see why_no_packed_attention."""
+        """Raises ValueError for a dtype for which this CPU has no such functions; see make_prompt_attention."""
         self.dtype = dtype
         self.native = _native.PromptAttention(act_code(dtype))
 
@@ -106,17 +106,8 @@ class PackedAttention:
         )
 
 
-def why_no_packed_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why torch attends a model's prompts, for rows in `dtype` on `device`; None if kernels/decoder does."""
-    if device.type != "cpu":
-        return f"kernels/decoder does not run on {device.type}"
-    if shape.options.softcaps or shape.options.slopes:
-        return "the model caps or slopes its scores"
-    if dtype not in ACT_NAMES:
-        return f"rows in {dtype} have no functions"
-    return _native.PromptAttention.why_not(act_code(dtype))
-
-
 def make_prompt_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> PackedAttention | None:
-    """The native attention for a model's rows in `dtype` on `device`, or None where torch computes it."""
-    return PackedAttention(dtype) if why_no_packed_attention(shape, device, dtype) is None else None
+    """The native attention for a model's rows in `dtype` on `device`. None where torch computes it: on other devices
+    than a CPU, for models that cap or slope their scores, and for dtypes that the CPU has no functions for."""
+    native = device.type == "cpu" and not shape.options.softcaps and not shape.options.slopes and dtype in ACT_NAMES
+    return PackedAttention(dtype) if native and _native.PromptAttention.supports(act_code(dtype)) else None
