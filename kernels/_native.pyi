@@ -1,5 +1,5 @@
 from collections.abc import Buffer, Sequence
-from typing import TypedDict, final
+from typing import TypedDict, Unpack, final
 
 #: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES, v_size
 _Geometry = Sequence[int]
@@ -271,17 +271,27 @@ class Joints:
 
 # ---- the R-engine (engine.h, memory.h) ----
 
+class _StoredLayers(TypedDict, total=False):
+    """What decides on the size of a page, for each layer, beside the windows; see REngine.add_link."""
+
+    segments: Sequence[int] | None
+    kv_layers: Sequence[int] | None
+    heads: Sequence[Sequence[int]] | None
+
+class _Layers(_StoredLayers, total=False):
+    """What the layers' attention does beside the windows; see REngine.add_link. Left-out options are unused."""
+
+    softcaps: Sequence[float] | None
+    sinks: Buffer | None
+    slopes: Buffer | None
+    part: tuple[int, int]
+    hadamard: int
+
 def bind_memory(node: int, /) -> None:
     """Allocate only from NUMA node `node`, in this thread and the threads that it starts later. Raises OSError."""
 
 def page_bytes(
-    geometry: _Geometry,
-    kv_dtype: int,
-    *,
-    windows: Sequence[int] | None = None,
-    segments: Sequence[int] | None = None,
-    kv_layers: Sequence[int] | None = None,
-    heads: Sequence[Sequence[int]] | None = None,
+    geometry: _Geometry, kv_dtype: int, *, windows: Sequence[int] | None = None, **layers: Unpack[_StoredLayers]
 ) -> int:
     """Bytes of one page. `kv_dtype` is an index of region.contract.KV_DTYPES; the other arguments are those of
     REngine.add_link.
@@ -290,13 +300,7 @@ def page_bytes(
     """
 
 def page_sections(
-    geometry: _Geometry,
-    kv_dtype: int,
-    *,
-    windows: Sequence[int] | None = None,
-    segments: Sequence[int] | None = None,
-    kv_layers: Sequence[int] | None = None,
-    heads: Sequence[Sequence[int]] | None = None,
+    geometry: _Geometry, kv_dtype: int, *, windows: Sequence[int] | None = None, **layers: Unpack[_StoredLayers]
 ) -> tuple[int, int, int]:
     """How many pages PAGE_TOKENS tokens take: for the layers that see all tokens, and for those of limited reach; then
     that reach in tokens, 0 if there are no such layers. Arguments and errors are those of page_bytes."""
@@ -362,15 +366,7 @@ class REngine:
         windows: Sequence[int],
         carrier: object | None = None,
         max_pages: int = 0,
-        *,
-        segments: Sequence[int] | None = None,
-        kv_layers: Sequence[int] | None = None,
-        softcaps: Sequence[float] | None = None,
-        sinks: Buffer | None = None,
-        slopes: Buffer | None = None,
-        heads: Sequence[Sequence[int]] | None = None,
-        part: tuple[int, int] = (0, 1),
-        hadamard: int = 0,
+        **layers: Unpack[_Layers],
     ) -> REngineLink:
         """Grant a lease of `n_pages` pages and `max_seqs` sequence indexes, and serve the calls in `region`.
 
@@ -393,9 +389,7 @@ class REngine:
         grows: bool,
         *,
         windows: Sequence[int] | None = None,
-        segments: Sequence[int] | None = None,
-        kv_layers: Sequence[int] | None = None,
-        heads: Sequence[Sequence[int]] | None = None,
+        **layers: Unpack[_StoredLayers],
     ) -> int:
         """The most pages that take at most `bytes` of the budget, in a lease that grows or in one that does not.
 

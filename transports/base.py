@@ -30,7 +30,7 @@ import enum
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -101,11 +101,16 @@ class LayerOptions:
     #: HadamardHeads; the R-node transforms the others if kv_dtype needs it
     hadamard: Annotated[int, wire.integer(int(HadamardHeads.QK | HadamardHeads.VO))] = 0
 
+    def used(self) -> dict[str, Any]:
+        """The options that are used, as keyword arguments of kernels._native.REngine.add_link."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in options.items() if value}
+
     def stored(self, windows: tuple[int, ...]) -> dict[str, Any]:
         """What decides on the size of a KV page, `windows` (Hello.windows) included, as keyword arguments of
         kernels._native.page_bytes and page_sections and of REngine.pages_within."""
-        names = ("segments", "kv_layers", "heads")
-        return {"windows": windows or None} | {name: getattr(self, name) or None for name in names}
+        stored = {name: value for name, value in self.used().items() if name in ("segments", "kv_layers", "heads")}
+        return stored | {"windows": windows or None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,6 @@ class RNode:
         except ValueError as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
         n_pages, max_pages = self._size_lease(pages, hello.kv_bytes, region.nbytes)
-        layers = hello.layers
         try:
             link = self._engine.add_link(
                 region,
@@ -161,14 +160,7 @@ class RNode:
                 hello.windows,
                 carrier,
                 max_pages,
-                segments=layers.segments or None,
-                kv_layers=layers.kv_layers or None,
-                softcaps=layers.softcaps or None,
-                sinks=layers.sinks or None,
-                slopes=layers.slopes or None,
-                heads=layers.heads or None,
-                part=layers.part,
-                hadamard=layers.hadamard,
+                **hello.layers.used(),
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
