@@ -9,11 +9,6 @@
 /* MAX_BLOCK may not exceed LANES, because online_softmax computes the rescale factors of a block in one vector. */
 enum { MAX_BLOCK = 4 };
 
-FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
-    return format == FD_KV_FP16 ? vec_load_fp16(p) : vec_load((const float *)p);
-}
-FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
-
 /* At most 16 of the 32 registers hold sums; the others hold 4 vectors of K or V, before and after unpacking, and a
  * broadcast multiplier. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {

@@ -6,11 +6,6 @@
 
 enum { MAX_BLOCK = 4 };
 
-FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
-    return format == FD_KV_FP16 ? vec_load_fp16(p) : vec_load((const float *)p);
-}
-FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
-
 /* x86-64 has 16 registers of 4 lanes. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) { return rows > 1 ? 2 : 4; }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }

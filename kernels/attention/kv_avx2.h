@@ -15,11 +15,6 @@ FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
 /* gcc keeps some of the sums of six rows by two vectors in memory, and two blocks of three rows are faster. */
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP32 || dtype == FD_KV_FP16 ? 5 : 4; }
 
-FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
-    return format == FD_KV_FP16 ? vec_load_fp16(p) : _mm256_loadu_ps((const float *)p);
-}
-FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
-
 /* Integers are multiplied as groups of four bytes, unsigned times signed. In scores the stored integers of K are the
  * unsigned side and the query the signed side. In outputs of int8 the weights are the unsigned side, and kv_unpack
  * makes V signed, with zero point 0. */

@@ -13,9 +13,7 @@ FD_INLINE void store_word_bytes(void *to, __m512i x) {
     _mm_storeu_si128(to, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(x), word_order()));
 }
 
-FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
-    return format == FD_KV_FP16 ? vec_load_fp16(p) : _mm512_loadu_ps(p);
-}
+#define FD_OWN_LOAD_HALF
 FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) {
     if (format == FD_KV_FP16) return _mm512_zextps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
     return _mm512_maskz_loadu_ps(HALF, p);

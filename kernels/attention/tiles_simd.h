@@ -4,6 +4,15 @@
 #include "adjust_simd.h"
 #include "softmax_simd.h"
 
+/* Loads LANES words of K or V: fp16 converted to fp32, others as raw 32 bits. */
+FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
+    return format == FD_KV_FP16 ? vec_load_fp16(p) : vec_load((const float *)p);
+}
+/* Loads LANES / 2 words and zeros. Only ISAs with 16 lanes call it; they replace it, as softmax_simd.h says. */
+#ifndef FD_OWN_LOAD_HALF
+FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
+#endif
+
 /* The multipliers of a block of rows in memory. The 32 bits that multiply part u of word s for row r are at byte
  * s * word_stride + u * part_stride + r * row_stride. Queries are interleaved (kv_pack_query_rows), so that one step
  * touches few cache lines. Weights lie row by row, as online_softmax stored them. */
