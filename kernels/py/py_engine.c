@@ -8,7 +8,6 @@
 
 #include "py_engine.h"
 #include "region/py_geometry.h"
-#include "py_object.h"
 #include "py_layers.h"
 
 /* Chooses the planes of a page. */
@@ -73,36 +72,23 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return PyErr_Format(PyExc_ValueError, "trim_idle_s is not a time in seconds");
     if (threads < 1 || threads > FD_MAX_THREADS)
         return PyErr_Format(PyExc_ValueError, "%u threads are not within 1..%d", threads, FD_MAX_THREADS);
-    int *pins = NULL;
-    if (cpus != Py_None) {
-        pins = PyMem_Calloc(threads, sizeof *pins);
-        if (!pins) return PyErr_NoMemory();
-        if (!convert_ints(cpus, "cpus", threads, 0, INT_MAX, pins, true)) {
-            PyMem_Free(pins);
-            return NULL;
-        }
-    }
+    int pins[FD_MAX_THREADS];
+    if (cpus != Py_None && !convert_ints(cpus, "cpus", threads, 0, INT_MAX, pins, true)) return NULL;
     engine_object_t *self = (engine_object_t *)type->tp_alloc(type, 0);
-    if (!self) {
-        PyMem_Free(pins);
-        return NULL;
-    }
+    if (!self) return NULL;
     config.threads = self->threads = threads;
-    config.cpus = pins;
+    config.cpus = cpus == Py_None ? NULL : pins;
     config.spin_us = spin_us;
     config.kv_bytes = kv_bytes;
     config.prefault = prefault;
     config.trim_idle_ns = (uint64_t)(trim_idle_s * 1e9);
-    self->isa = config.isa;
+    self->head.isa = fd_isa_name(config.isa);
     self->pid = getpid();
     fd_error_t error;
-    if (!(self->engine = fd_engine_new(&config, &error))) engine_error(&error, PyExc_RuntimeError);
-    PyMem_Free(pins);
-    if (!self->engine) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    return (PyObject *)self;
+    self->engine = fd_engine_new(&config, &error);
+    if (self->engine) return (PyObject *)self;
+    Py_DECREF(self);
+    return engine_error(&error, PyExc_RuntimeError);
 }
 
 static void stop_engine(engine_object_t *self) {
@@ -146,18 +132,14 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
     lease.layers = layers;
     link_object_t *link = NULL;
     if (get_layers(&a, &g, layers)) link = (link_object_t *)fd_py_engine_link_type->tp_alloc(fd_py_engine_link_type, 0);
-    if (!link) {
-        release_layer_args(&a);
-        return NULL;
-    }
     fd_error_t error;
-    if (fd_py_region(region, &g, &link->region) == 0) {
+    if (link && fd_py_region(region, &g, &link->region) == 0) {
         link->link = fd_engine_add_link(self->engine, link->region.buf, &g, &lease, target, &error);
         if (!link->link) engine_error(&error, PyExc_MemoryError);
     }
     release_layer_args(&a); /* the engine has copied the layers */
-    if (!link->link) {
-        Py_DECREF(link);
+    if (!link || !link->link) {
+        Py_XDECREF(link);
         return NULL;
     }
     link->owner = (engine_object_t *)Py_NewRef(self);
@@ -181,14 +163,6 @@ static PyObject *engine_pages_within(engine_object_t *self, PyObject *args, PyOb
         return NULL;
     if (!self->engine) return closed_error("the R-engine");
     return PyLong_FromUnsignedLongLong(fd_engine_pages_within(self->engine, planes, bytes, grows));
-}
-
-static PyObject *engine_get_isa(engine_object_t *self, void *unused) {
-    return PyUnicode_FromString(fd_isa_name(self->isa));
-}
-
-static PyObject *engine_get_threads(engine_object_t *self, void *unused) {
-    return PyLong_FromUnsignedLong(self->threads);
 }
 
 static PyObject *engine_get_kv_free(engine_object_t *self, void *unused) {
@@ -220,9 +194,13 @@ static PyObject *engine_get_stand_in(engine_object_t *self, void *unused) {
     return capsule;
 }
 
+static PyMemberDef engine_members[] = {
+    {"isa", T_STRING, offsetof(engine_object_t, head.isa), READONLY, "name of the instruction set in use"},
+    {"threads", T_UINT, offsetof(engine_object_t, threads), READONLY, "number of threads"},
+    {0},
+};
+
 static PyGetSetDef engine_getset[] = {
-    {"isa", (getter)engine_get_isa, NULL, "name of the instruction set in use", NULL},
-    {"threads", (getter)engine_get_threads, NULL, "number of threads", NULL},
     {"kv_free", (getter)engine_get_kv_free, NULL, "bytes of the budget that no lease has", NULL},
     {"eventfd", (getter)engine_get_eventfd, NULL, "eventfd that wakes the engine, for callers in this process", NULL},
     {"stand_in", (getter)engine_get_stand_in, NULL, "capsule of stand_in.h for Ports of this process", NULL},
@@ -230,14 +208,8 @@ static PyGetSetDef engine_getset[] = {
 };
 
 static PyMethodDef engine_methods[] = {
-    {"add_link", FD_PY_KEYWORDS(engine_add_link),
-     "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, carrier=None, max_pages=0, *, "
-     "segments=None, kv_layers=None, softcaps=None, sinks=None, slopes=None, heads=None, part=(0, 1), hadamard=0)\n"
-     "-> REngineLink"},
-    {"pages_within", FD_PY_KEYWORDS(engine_pages_within),
-     "pages_within(geometry, kv_dtype, bytes, grows, *, windows=None, segments=None, kv_layers=None, heads=None) -> "
-     "int: "
-     "the most pages that a lease of `bytes` may have"},
+    {"add_link", FD_PY_KEYWORDS(engine_add_link), "Grant a lease and serve the calls in a region."},
+    {"pages_within", FD_PY_KEYWORDS(engine_pages_within), "The most pages that a lease of `bytes` may have."},
     {"close", (PyCFunction)engine_close, METH_NOARGS, "Join the threads. All links must be closed."},
     {0},
 };
@@ -249,6 +221,7 @@ static PyType_Slot engine_slots[] = {
     {Py_tp_new, engine_new},
     {Py_tp_dealloc, engine_dealloc},
     {Py_tp_methods, engine_methods},
+    {Py_tp_members, engine_members},
     {Py_tp_getset, engine_getset},
     {0, NULL},
 };
@@ -265,14 +238,10 @@ static PyObject *py_bind_memory(PyObject *module, PyObject *args) {
 
 PyMethodDef fd_engine_methods[] = {
     {"bind_memory", py_bind_memory, METH_VARARGS,
-     "bind_memory(node): allocate only from this NUMA node, in this thread and the threads that it starts"},
-    {"page_bytes", FD_PY_KEYWORDS(py_page_bytes),
-     "page_bytes(geometry, kv_dtype, *, windows=None, segments=None, kv_layers=None, heads=None) -> int: bytes of a "
-     "page"},
+     "Allocate only from a NUMA node, in this thread and the threads that it starts."},
+    {"page_bytes", FD_PY_KEYWORDS(py_page_bytes), "Bytes of a page."},
     {"page_sections", FD_PY_KEYWORDS(py_page_sections),
-     "page_sections(geometry, kv_dtype, *, windows=None, segments=None, kv_layers=None, heads=None) -> (pages of a "
-     "block "
-     "for the layers that see all tokens, pages for those of limited reach, their reach)"},
+     "Pages of a block, for the layers that see all tokens and for those of limited reach, and their reach."},
     {0},
 };
 

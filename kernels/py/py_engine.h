@@ -2,13 +2,12 @@
 #pragma once
 
 #include "engine/engine.h"
+#include "py_object.h"
 
 typedef struct {
-    PyObject_HEAD
+    fd_py_kernels_t head;
     fd_engine_t *engine;
-    uint32_t threads;
-    fd_isa_t isa;
-    uint32_t n_links;
+    uint32_t threads, n_links;
     pid_t pid; /* of the process that started the threads: a child forked from it has the object only */
 } engine_object_t;
 

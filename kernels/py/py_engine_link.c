@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include "py_engine.h"
-#include "py_object.h"
 
 PyTypeObject *fd_py_engine_link_type;
 
@@ -84,23 +83,26 @@ static PyObject *link_receive(link_object_t *self, PyObject *args) {
     return change(self, args, "III:receive", do_receive);
 }
 
-/* Runs a function on bytes of pages of a sequence of `self` and, if it is not NULL, of one of the link `to`. */
+/* Bytes of pages of a sequence that go over a descriptor, or to a sequence of the link `to`. */
 typedef struct {
     int fd;
+    fd_link_t *to;
     fd_page_range_t range, target;
 } migration_t;
-typedef fd_status_t migrate_fn(fd_link_t *link, fd_link_t *to, const migration_t *t, uint64_t *done, fd_error_t *error);
+typedef fd_status_t migrate_fn(fd_link_t *link, const migration_t *t, uint64_t *done, fd_error_t *error);
 
-static PyObject *migrate(link_object_t *self, link_object_t *to, const migration_t *t, migrate_fn *run) {
-    fd_link_t *link = self->link, *to_link = to ? to->link : NULL;
-    if (!link || (to && !to_link)) return closed_error("the link");
+/* Runs a function on `t`, whose `to` is that of the object `to`, or NULL. */
+static PyObject *migrate(link_object_t *self, link_object_t *to, migration_t *t, migrate_fn *run) {
+    fd_link_t *link = self->link;
+    t->to = to ? to->link : NULL;
+    if (!link || (to && !t->to)) return closed_error("the link");
     uint64_t done;
     fd_error_t error;
     fd_status_t status;
     self->users++;
     if (to) to->users++;
     Py_BEGIN_ALLOW_THREADS
-    status = run(link, to_link, t, &done, &error);
+    status = run(link, t, &done, &error);
     Py_END_ALLOW_THREADS
     if (to) to->users--;
     self->users--;
@@ -110,19 +112,17 @@ static PyObject *migrate(link_object_t *self, link_object_t *to, const migration
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-static fd_status_t do_send(fd_link_t *link, fd_link_t *to, const migration_t *t, uint64_t *done, fd_error_t *error) {
+static fd_status_t do_send(fd_link_t *link, const migration_t *t, uint64_t *done, fd_error_t *error) {
     return fd_link_send_pages(link, t->fd, &t->range, done, error);
 }
-static fd_status_t do_receive_pages(fd_link_t *link, fd_link_t *to, const migration_t *t, uint64_t *done,
-                                    fd_error_t *error) {
+static fd_status_t do_receive_pages(fd_link_t *link, const migration_t *t, uint64_t *done, fd_error_t *error) {
     return fd_link_receive_pages(link, t->fd, &t->range, done, error);
 }
-static fd_status_t do_fault_in(fd_link_t *link, fd_link_t *to, const migration_t *t, uint64_t *done,
-                               fd_error_t *error) {
+static fd_status_t do_fault_in(fd_link_t *link, const migration_t *t, uint64_t *done, fd_error_t *error) {
     return fd_link_fault_in(link, &t->range, done, error);
 }
-static fd_status_t do_copy(fd_link_t *link, fd_link_t *to, const migration_t *t, uint64_t *done, fd_error_t *error) {
-    return fd_link_copy_pages(link, &t->range, to, &t->target, done, error);
+static fd_status_t do_copy(fd_link_t *link, const migration_t *t, uint64_t *done, fd_error_t *error) {
+    return fd_link_copy_pages(link, &t->range, t->to, &t->target, done, error);
 }
 
 static PyObject *migrate_over(link_object_t *self, PyObject *args, migrate_fn *run) {
@@ -209,32 +209,23 @@ static PyObject *link_get_eventfd(link_object_t *self, void *unused) {
 static PyGetSetDef link_getset[] = {
     {"eventfd", (getter)link_get_eventfd, NULL, "eventfd that wakes the engine, for a peer", NULL},
     {"prefault", (getter)link_get_prefault, NULL,
-     "(bytes faulted in so far, bytes to fault in, errno that stopped it or 0)", NULL},
+     "Bytes faulted in so far, bytes to fault in, and the errno that stopped it or 0.", NULL},
     {0},
 };
 
 static PyMethodDef link_methods[] = {
-    {"free", (PyCFunction)link_free, METH_VARARGS, "free(seq_index, tag): free a sequence's pages"},
-    {"trim", (PyCFunction)link_trim, METH_VARARGS,
-     "trim(seq_index, tag, length): keep only the first `length` tokens of a sequence"},
-    {"fork", (PyCFunction)link_fork, METH_VARARGS,
-     "fork(src, src_tag, dst, dst_tag, length): let the empty `dst` share the first `length` tokens of `src`"},
-    {"grow", (PyCFunction)link_grow, METH_VARARGS, "grow(n_pages): let the lease have this many pages"},
-    {"receive", (PyCFunction)link_receive, METH_VARARGS,
-     "receive(seq_index, tag, length): let an empty sequence hold tokens that `receive_pages` brings"},
-    {"fault_in", (PyCFunction)link_fault_in, METH_VARARGS,
-     "fault_in(seq_index, tag, first, n, offset) -> bytes that have memory now"},
-    {"send_pages", (PyCFunction)link_send_pages, METH_VARARGS,
-     "send_pages(fd, seq_index, tag, first, n, offset) -> bytes sent now"},
-    {"receive_pages", (PyCFunction)link_receive_pages, METH_VARARGS,
-     "receive_pages(fd, seq_index, tag, first, n, offset) -> bytes received now"},
-    {"copy_pages", (PyCFunction)link_copy_pages, METH_VARARGS,
-     "copy_pages(link, seq_index, tag, to_index, to_tag, first, n, offset) -> bytes copied now"},
-    {"pages", (PyCFunction)link_pages, METH_VARARGS,
-     "pages(seq_index, tag) -> the numbers of a sequence's pages, in order"},
+    {"free", (PyCFunction)link_free, METH_VARARGS, "Free a sequence's pages."},
+    {"trim", (PyCFunction)link_trim, METH_VARARGS, "Keep only the first tokens of a sequence."},
+    {"fork", (PyCFunction)link_fork, METH_VARARGS, "Let an empty sequence share the first tokens of another."},
+    {"grow", (PyCFunction)link_grow, METH_VARARGS, "Let the lease have more pages."},
+    {"receive", (PyCFunction)link_receive, METH_VARARGS, "Let an empty sequence wait for its pages."},
+    {"fault_in", (PyCFunction)link_fault_in, METH_VARARGS, "Let the OS find memory for pages to be received."},
+    {"send_pages", (PyCFunction)link_send_pages, METH_VARARGS, "Send pages of a sequence over a socket."},
+    {"receive_pages", (PyCFunction)link_receive_pages, METH_VARARGS, "Receive what send_pages sends."},
+    {"copy_pages", (PyCFunction)link_copy_pages, METH_VARARGS, "Copy pages of a sequence to another link."},
+    {"pages", (PyCFunction)link_pages, METH_VARARGS, "The numbers of a sequence's pages, in order."},
     {"stats", (PyCFunction)link_stats, METH_NOARGS, "The counters of fd_link_stats_t, by name."},
-    {"close", (PyCFunction)link_close, METH_NOARGS,
-     "Remove the link from the engine and free its lease; waits for a call in progress. Idempotent."},
+    {"close", (PyCFunction)link_close, METH_NOARGS, "Remove the link from the engine and free its lease."},
     {0},
 };
 
