@@ -111,12 +111,10 @@ static PyObject *dense16_pack(PyObject *type, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"supports", supports, METH_VARARGS | METH_STATIC, "supports(dtype, act): whether the ISA has such products."},
-    {"run", (PyCFunction)dense16_run, METH_VARARGS, "run(x, y, threads): y [rows, outs] = x [rows, ins] W^T + b."},
-    {"pack", dense16_pack, METH_VARARGS | METH_STATIC,
-     "pack(dtype, act, outs, ins, weights, packed): weights [outs, ins] in the order of the kernels."},
-    {"packed_bytes", dense16_packed_bytes, METH_VARARGS | METH_STATIC,
-     "packed_bytes(dtype, act, outs, ins): the size of `packed`."},
+    {"supports", supports, METH_VARARGS | METH_STATIC, "Whether the ISA has products for two dtypes."},
+    {"run", (PyCFunction)dense16_run, METH_VARARGS, "y [rows, outs] = x [rows, ins] W^T + b."},
+    {"pack", dense16_pack, METH_VARARGS | METH_STATIC, "Copy weights into the order of the kernels."},
+    {"packed_bytes", dense16_packed_bytes, METH_VARARGS | METH_STATIC, "The bytes of packed weights."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {

@@ -37,9 +37,7 @@ static PyObject *run(row_draws_t *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"run", (PyCFunction)run, METH_VARARGS,
-     "run(logits, dtype, rows, n, vocab, masks, mask_words, biased, bias, seen, penalty, tokens, flags, weights, "
-     "threads)"},
+    {"run", (PyCFunction)run, METH_VARARGS, "Draw the next tokens of rows (fd_draw_t)."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {

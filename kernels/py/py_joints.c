@@ -54,36 +54,27 @@ static bool read_layer(const fd_joints_t *j, uint32_t act, PyObject *o, fd_joint
 static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keys[] = {"act_dtype", "hidden", "inner",          "q_heads", "kv_heads",
                            "head_size", "eps",    "residual_scale", "layers",  NULL};
-    unsigned act, hidden, inner, q_heads, kv_heads, head_size;
-    float eps, scale;
+    unsigned act;
+    fd_joints_t j = {0};
     PyObject *layers;
     fd_isa_t isa;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIIIffO!", keys, &act, &hidden, &inner, &q_heads, &kv_heads,
-                                     &head_size, &eps, &scale, &PyTuple_Type, &layers) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnnffO!", keys, &act, &j.hidden, &j.inner, &j.q_heads,
+                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &PyTuple_Type, &layers) ||
         !fd_py_choose_isa(NULL, &isa))
         return NULL;
-    const unsigned most = 1u << 24;
-    const fd_row_ops_t *ops = fd_row_ops(isa, act);
-    if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
-    if (!hidden || !inner || !q_heads || !kv_heads || !head_size || hidden > most || inner > most || q_heads > most ||
-        kv_heads > most || head_size > most || !PyTuple_GET_SIZE(layers))
+    const size_t most = 1u << 24;
+    j.ops = fd_row_ops(isa, act);
+    if (!j.ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
+    if (!j.hidden || !j.inner || !j.q_heads || !j.kv_heads || !j.head_size || j.hidden > most || j.inner > most ||
+        j.q_heads > most || j.kv_heads > most || j.head_size > most || !PyTuple_GET_SIZE(layers))
         return PyErr_Format(PyExc_ValueError, "no such model");
     joints_t *self = (joints_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     const size_t n = (size_t)PyTuple_GET_SIZE(layers);
     self->act = act;
     self->layers = PyMem_Calloc(n, sizeof *self->layers);
-    self->joints = (fd_joints_t){.ops = ops,
-                                 .number_bytes = fd_act_bytes(act),
-                                 .hidden = hidden,
-                                 .inner = inner,
-                                 .q_heads = q_heads,
-                                 .kv_heads = kv_heads,
-                                 .head_size = head_size,
-                                 .eps = eps,
-                                 .scale = scale,
-                                 .n_layers = n,
-                                 .layers = self->layers};
+    j.number_bytes = fd_act_bytes(act), j.n_layers = n, j.layers = self->layers;
+    self->joints = j;
     self->products = Py_NewRef(layers);
     if (!self->layers) PyErr_NoMemory();
     for (size_t i = 0; self->layers && i < n; i++)
@@ -146,64 +137,60 @@ static PyObject *joints_run(joints_t *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* The joints of one step, and its prompts. */
+/* The S-Part's layers of one step: its joints, and the attention of its prompts. */
 typedef struct {
     fd_spart_layers_t contract; /* what the capsule points to */
     joints_t *joints;
     step_t step;
     fd_prompt_chunks_t *prompts; /* or NULL */
-} between_t;
+} spart_layers_t;
 
-static int between_run(void *self, uint32_t layer) {
-    const between_t *between = self;
-    if (layer > between->joints->joints.n_layers || between->step.rows.rows > between->joints->scratch_rows) return -1;
-    return run_joint(between->joints, layer, &between->step) == FD_OK ? 0 : -1;
+static int compute_rows(void *self, uint32_t layer) {
+    const spart_layers_t *s = self;
+    if (layer > s->joints->joints.n_layers || s->step.rows.rows > s->joints->scratch_rows) return -1;
+    return run_joint(s->joints, layer, &s->step) == FD_OK ? 0 : -1;
 }
 
-static int between_attend(void *self, uint32_t layer) {
-    const between_t *between = self;
-    if (layer >= between->prompts->n_layers) return -1;
-    return fd_prompt_chunks_attend(between->prompts, layer, &between->joints->joints, &between->step.rows,
-                                   between->step.threads) == FD_OK
-               ? 0
-               : -1;
+static int attend_prompts(void *self, uint32_t layer) {
+    const spart_layers_t *s = self;
+    if (layer >= s->prompts->n_layers) return -1;
+    const fd_status_t status =
+        fd_prompt_chunks_attend(s->prompts, layer, &s->joints->joints, &s->step.rows, s->step.threads);
+    return status == FD_OK ? 0 : -1;
 }
 
-static void between_free(PyObject *capsule) {
-    between_t *between = PyCapsule_GetContext(capsule);
-    Py_DECREF(between->joints);
-    PyMem_Free(between->prompts);
-    PyMem_Free(between);
+static void spart_layers_free(spart_layers_t *s) {
+    Py_DECREF(s->joints);
+    PyMem_Free(s->prompts);
+    PyMem_Free(s);
 }
 
-static PyObject *joints_between(joints_t *self, PyObject *args) {
+static void capsule_free(PyObject *capsule) { spart_layers_free(PyCapsule_GetContext(capsule)); }
+
+static PyObject *joints_spart_layers(joints_t *self, PyObject *args) {
     PyObject *step, *prompts, *capsule = NULL;
     if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &step, &prompts)) return NULL;
-    between_t *between = PyMem_Calloc(1, sizeof *between);
-    if (!between) return PyErr_NoMemory();
-    between->contract = (fd_spart_layers_t){between_run, NULL, between};
-    bool good = read_step(self, step, &between->step);
+    spart_layers_t *s = PyMem_Calloc(1, sizeof *s);
+    if (!s) return PyErr_NoMemory();
+    s->contract = (fd_spart_layers_t){compute_rows, NULL, s};
+    s->joints = (joints_t *)Py_NewRef(self);
+    bool good = read_step(self, step, &s->step);
     if (good && prompts != Py_None) {
-        between->prompts = fd_py_prompt_chunks(prompts, self->act, &self->joints, between->step.rows.rows);
-        between->contract.compute_meanwhile = between_attend;
-        good = between->prompts != NULL;
+        s->prompts = fd_py_prompt_chunks(prompts, self->act, &self->joints, s->step.rows.rows);
+        s->contract.compute_meanwhile = attend_prompts;
+        good = s->prompts != NULL;
     }
-    if (good) capsule = PyCapsule_New(&between->contract, FD_SPART_LAYERS_CAPSULE, between_free);
-    if (!capsule) {
-        PyMem_Free(between->prompts);
-        PyMem_Free(between);
-        return NULL;
-    }
-    between->joints = (joints_t *)Py_NewRef(self);
-    PyCapsule_SetContext(capsule, between);
+    if (good) capsule = PyCapsule_New(&s->contract, FD_SPART_LAYERS_CAPSULE, capsule_free);
+    if (capsule) PyCapsule_SetContext(capsule, s);
+    else spart_layers_free(s);
     return capsule;
 }
 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)joints_run, METH_VARARGS,
-     "run(layer, (x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads)): see fd_joint_run."},
-    {"spart_layers", (PyCFunction)joints_between, METH_VARARGS,
-     "spart_layers(step, prompts): the capsule of spart_layers.h for the rows of a step."},
+     "Finish a block of a step's rows and project the next one (fd_joint_run)."},
+    {"spart_layers", (PyCFunction)joints_spart_layers, METH_VARARGS,
+     "The capsule of spart_layers.h for the rows of a step."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {

@@ -148,11 +148,9 @@ static PyObject *linear_read_rows(linear_t *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"wants_signed", linear_wants_signed, METH_NOARGS | METH_STATIC,
-     "wants_signed(): whether transformed matrices of 8 bits are stored as signed numbers, with negated sums."},
-    {"run", (PyCFunction)linear_run, METH_VARARGS,
-     "run(x, y, threads, width=outs, first=0): y [rows, first:first+outs of width] = x [rows, ins] W^T + b."},
-    {"read_rows", (PyCFunction)linear_read_rows, METH_VARARGS,
-     "read_rows(ids, first, y): y [n, ins] gets the rows ids [n] - first of W, as far as W has such rows."},
+     "Whether transformed matrices of 8 bits are stored as signed numbers, with negated sums."},
+    {"run", (PyCFunction)linear_run, METH_VARARGS, "Columns of y [rows, width] = x [rows, ins] W^T + b."},
+    {"read_rows", (PyCFunction)linear_read_rows, METH_VARARGS, "Copy rows of W, as far as W has them."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {

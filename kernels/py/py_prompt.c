@@ -139,13 +139,10 @@ fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, uint32_t act, const fd_join
 }
 
 static PyMethodDef methods[] = {
-    {"supports", supports, METH_VARARGS | METH_STATIC, "supports(act_dtype): whether the ISA has such functions."},
-    {"block_words", (PyCFunction)block_words, METH_VARARGS, "block_words(k_size, v_size)"},
-    {"pack", (PyCFunction)pack, METH_VARARGS,
-     "pack((words, head_words, kv_heads, k_size, v_size), k, v, pos, n, k_head, k_row, v_head, v_row, threads)"},
-    {"attend", (PyCFunction)attend, METH_VARARGS,
-     "attend((words, head_words, kv_heads, k_size, v_size), q, out, sinks, q_row, out_row, rows, pos, group, window, "
-     "segment, scale, threads)"},
+    {"supports", supports, METH_VARARGS | METH_STATIC, "Whether the ISA has functions for a dtype."},
+    {"block_words", (PyCFunction)block_words, METH_VARARGS, "32-bit words of a block."},
+    {"pack", (PyCFunction)pack, METH_VARARGS, "Pack tokens (fd_prompt_pack_t)."},
+    {"attend", (PyCFunction)attend, METH_VARARGS, "Attend rows (fd_prompt_t)."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {

@@ -69,12 +69,10 @@ static PyObject *rope(row_ops_t *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"supports", supports, METH_VARARGS | METH_STATIC, "supports(act_dtype): whether the ISA has such operations."},
-    {"norm", (PyCFunction)norm, METH_VARARGS, "norm(x, y, scale, weight, eps, out, rows, width, threads)"},
-    {"gate", (PyCFunction)gate, METH_VARARGS, "gate(x, out, rows, width, threads)"},
-    {"rope", (PyCFunction)rope, METH_VARARGS,
-     "rope(qkv, q_norm, k_norm, eps, cos, sin, q, q_stride, kv, kv_stride, rows, q_heads, kv_heads, head_size, pairs, "
-     "threads)"},
+    {"supports", supports, METH_VARARGS | METH_STATIC, "Whether the ISA has operations for a dtype."},
+    {"norm", (PyCFunction)norm, METH_VARARGS, "Add and normalise rows (fd_norm_rows_t)."},
+    {"gate", (PyCFunction)gate, METH_VARARGS, "SiLU-gate rows (fd_gate_rows_t)."},
+    {"rope", (PyCFunction)rope, METH_VARARGS, "Normalise and turn the heads of rows (fd_rope_rows_t)."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {
