@@ -43,16 +43,16 @@ static const char *columns_error(const member_t *m) {
     return NULL;
 }
 
-static int take_member(GroupObject *self, member_t *m, PyObject *tuple) {
+static bool take_member(GroupObject *self, member_t *m, PyObject *tuple) {
     PyObject *port, *columns = Py_None;
     if (!PyArg_ParseTuple(tuple,
                           "O!y*IIII|O;a member is (port, table, attend_from, attend_to, append_from, append_to, "
                           "columns)",
                           fd_py_port_type, &port, &m->table, &m->attend_from, &m->attend_to, &m->append_from,
                           &m->append_to, &columns))
-        return -1;
+        return false;
     m->port = (PortObject *)Py_NewRef(port);
-    if (columns != Py_None && PyObject_GetBuffer(columns, &m->columns, PyBUF_SIMPLE)) return -1;
+    if (columns != Py_None && PyObject_GetBuffer(columns, &m->columns, PyBUF_SIMPLE)) return false;
     const fd_layout_t *y = &m->port->port.layout;
     const char *wrong = NULL;
     if (self->slot >= m->port->port.geometry.n_slots) wrong = "the slot is beyond the region";
@@ -62,13 +62,10 @@ static int take_member(GroupObject *self, member_t *m, PyObject *tuple) {
     else if (n_attend(m) + (uint64_t)n_append(m) > m->port->port.geometry.max_rows)
         wrong = "a member has more rows than its slot";
     else if (m->columns.obj) wrong = columns_error(m);
-    if (wrong) {
-        PyErr_SetString(PyExc_ValueError, wrong);
-        return -1;
-    }
+    if (wrong) return FD_PY_FAIL(PyExc_ValueError, "%s", wrong);
     self->local &= fd_py_port_is_local(m->port);
     self->bytes_per_layer += n_attend(m) * y->q_row_bytes + (n_attend(m) + n_append(m)) * y->kv_row_bytes;
-    return 0;
+    return true;
 }
 
 /* Why a member's rows are not in the step's row buffers, or NULL. */
@@ -94,33 +91,29 @@ static const char *rows_error(const GroupObject *self, const member_t *m) {
 }
 
 /* Takes a buffer of rows, and the bytes of one. */
-static int take_buffer(PyObject *rows, int flags, Py_buffer *buffer, size_t *row_bytes) {
-    if (PyObject_GetBuffer(rows, buffer, flags | PyBUF_ND)) return -1;
-    if (buffer->ndim != 2) {
-        PyErr_SetString(PyExc_ValueError, "a step's buffers have two dimensions, rows and their columns");
-        return -1;
-    }
+static bool take_buffer(PyObject *rows, int flags, Py_buffer *buffer, size_t *row_bytes) {
+    if (PyObject_GetBuffer(rows, buffer, flags | PyBUF_ND)) return false;
+    if (buffer->ndim != 2)
+        return FD_PY_FAIL(PyExc_ValueError, "a step's buffers have two dimensions, rows and their columns");
     *row_bytes = (size_t)(buffer->shape[1] * buffer->itemsize);
-    return 0;
+    return true;
 }
 
 /* Takes the step's row buffers, or none of them, and checks that they hold every member's rows. */
-static int take_rows(GroupObject *self, PyObject *q, PyObject *kv, PyObject *o) {
+static bool take_rows(GroupObject *self, PyObject *q, PyObject *kv, PyObject *o) {
     const char *wrong = NULL;
     if (q == Py_None && kv == Py_None && o == Py_None) {
         self->bytes_per_layer = 0;
         for (size_t i = 0; i < self->n; i++)
             if (self->members[i].columns.obj) wrong = "a member with columns needs the step's buffers";
     } else {
-        if (take_buffer(q, PyBUF_SIMPLE, &self->q, &self->q_row_bytes) ||
-            take_buffer(kv, PyBUF_SIMPLE, &self->kv, &self->kv_row_bytes) ||
-            take_buffer(o, PyBUF_WRITABLE, &self->o, &self->o_row_bytes))
-            return -1;
+        if (!take_buffer(q, PyBUF_SIMPLE, &self->q, &self->q_row_bytes) ||
+            !take_buffer(kv, PyBUF_SIMPLE, &self->kv, &self->kv_row_bytes) ||
+            !take_buffer(o, PyBUF_WRITABLE, &self->o, &self->o_row_bytes))
+            return false;
         for (size_t i = 0; i < self->n && !wrong; i++) wrong = rows_error(self, &self->members[i]);
     }
-    if (!wrong) return 0;
-    PyErr_SetString(PyExc_ValueError, wrong);
-    return -1;
+    return !wrong || FD_PY_FAIL(PyExc_ValueError, "%s", wrong);
 }
 
 static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -144,9 +137,9 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     for (size_t i = 0; i < n; i++) {
         self->n = i + 1;
-        if (take_member(self, &self->members[i], PySequence_Fast_GET_ITEM(members, (Py_ssize_t)i))) goto fail;
+        if (!take_member(self, &self->members[i], PySequence_Fast_GET_ITEM(members, (Py_ssize_t)i))) goto fail;
     }
-    if (take_rows(self, q, kv, o)) goto fail;
+    if (!take_rows(self, q, kv, o)) goto fail;
     Py_DECREF(members);
     return (PyObject *)self;
 fail:
@@ -183,10 +176,7 @@ static int add_result(GroupObject *self, PyObject **failures, size_t i, const fd
 /* ---- calls ---- */
 
 bool fd_py_group_begin(GroupObject *self, size_t *n) {
-    if (self->busy) {
-        PyErr_SetString(PyExc_RuntimeError, "another thread uses this group");
-        return false;
-    }
+    if (self->busy) return FD_PY_FAIL(PyExc_RuntimeError, "another thread uses this group");
     self->busy = true;
     *n = 0;
     for (size_t i = 0; i < self->n; i++) {

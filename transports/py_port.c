@@ -9,8 +9,7 @@ PyObject *fd_py_text(const char *text) { return PyUnicode_DecodeUTF8(text, (Py_s
 PyObject *fd_py_down_error(fd_link_state_t *link) {
     char reason[256];
     fd_link_down_reason(link, reason);
-    PyErr_SetString(PyExc_ConnectionError, reason);
-    return NULL;
+    return PyErr_Format(PyExc_ConnectionError, "%s", reason);
 }
 
 PyObject *fd_py_down_reason(fd_link_state_t *link) {
@@ -153,10 +152,7 @@ bool fd_py_port_is_local(const PortObject *self) { return !self->pump && !self->
 int fd_py_timeout(PyObject *object, void *out) {
     const double timeout = PyFloat_AsDouble(object);
     if (PyErr_Occurred()) return 0;
-    if (!(timeout >= 0)) {
-        PyErr_SetString(PyExc_ValueError, "the timeout must not be negative");
-        return 0;
-    }
+    if (!(timeout >= 0)) return FD_PY_FAIL(PyExc_ValueError, "the timeout must not be negative");
     *(uint64_t *)out = timeout < 1e9 ? (uint64_t)(timeout * 1e9) : 1000000000000000000u;
     return 1;
 }

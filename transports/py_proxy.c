@@ -66,18 +66,17 @@ static PyObject *proxy_end(ProxyObject *self, PyObject *args) {
     return message ? Py_BuildValue("IN", report.status, message) : NULL;
 }
 
-static int take_mini_batch(PyObject *arg, uint32_t *index) {
+static bool take_mini_batch(PyObject *arg, uint32_t *index) {
     const unsigned long value = PyLong_AsUnsignedLong(arg);
-    if (PyErr_Occurred()) return -1;
+    if (PyErr_Occurred()) return false;
     *index = (uint32_t)value;
-    if (value < FD_MAX_SLOTS) return 0;
-    PyErr_Format(PyExc_ValueError, "there is no mini-batch %lu: there are at most %d", value, FD_MAX_SLOTS);
-    return -1;
+    return value < FD_MAX_SLOTS ||
+           FD_PY_FAIL(PyExc_ValueError, "there is no mini-batch %lu: there are at most %d", value, FD_MAX_SLOTS);
 }
 
 static PyObject *proxy_expect(ProxyObject *self, PyObject *arg) {
     uint32_t index;
-    if (take_mini_batch(arg, &index)) return NULL;
+    if (!take_mini_batch(arg, &index)) return NULL;
     Py_BEGIN_ALLOW_THREADS
     fd_proxy_expect(self->proxy, index);
     Py_END_ALLOW_THREADS
@@ -86,13 +85,13 @@ static PyObject *proxy_expect(ProxyObject *self, PyObject *arg) {
 
 static PyObject *proxy_done(ProxyObject *self, PyObject *arg) {
     uint32_t index;
-    if (take_mini_batch(arg, &index)) return NULL;
+    if (!take_mini_batch(arg, &index)) return NULL;
     return PyBool_FromLong(fd_proxy_done(self->proxy, index));
 }
 
 static PyObject *proxy_done_fd(ProxyObject *self, PyObject *arg) {
     uint32_t index;
-    if (take_mini_batch(arg, &index)) return NULL;
+    if (!take_mini_batch(arg, &index)) return NULL;
     return PyLong_FromLong(fd_proxy_done_fd(self->proxy, index));
 }
 
