@@ -18,6 +18,16 @@
 /* The function and the flags of a method that takes keyword arguments, for a PyMethodDef. */
 #define FD_PY_KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
+/* Adds a type to the module under its name, and keeps it in *kept for tests of objects, if `kept` is not NULL. False
+ * with an exception. */
+static inline bool fd_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept) {
+    PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(spec);
+    const bool added = type && PyModule_AddType(module, type) == 0;
+    if (added && kept) *kept = (PyTypeObject *)Py_NewRef(type);
+    Py_XDECREF(type);
+    return added;
+}
+
 /* Frees an object of such a type: the end of its Py_tp_dealloc. */
 static inline void fd_py_free(void *object) {
     PyTypeObject *type = Py_TYPE(object);

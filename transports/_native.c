@@ -10,18 +10,11 @@ static PyMethodDef functions[] = {
 };
 
 static int module_exec(PyObject *module) {
-    PyType_Spec *const specs[] = {&fd_py_port_spec, &fd_py_r_port_spec, &fd_py_group_spec, &fd_py_proxy_spec};
-    for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
-        PyObject *type = PyType_FromSpec(specs[i]);
-        if (!type || PyModule_AddType(module, (PyTypeObject *)type)) {
-            Py_XDECREF(type);
-            return -1;
-        }
-        if (specs[i] == &fd_py_port_spec) fd_py_port_type = (PyTypeObject *)Py_NewRef(type);
-        if (specs[i] == &fd_py_group_spec) fd_py_group_type = (PyTypeObject *)Py_NewRef(type);
-        Py_DECREF(type);
-    }
-    return 0;
+    const bool added = fd_py_add_type(module, &fd_py_port_spec, &fd_py_port_type) &&
+                       fd_py_add_type(module, &fd_py_r_port_spec, NULL) &&
+                       fd_py_add_type(module, &fd_py_group_spec, &fd_py_group_type) &&
+                       fd_py_add_type(module, &fd_py_proxy_spec, NULL);
+    return added ? 0 : -1;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};

@@ -11,14 +11,6 @@ PyMemberDef fd_py_isa_member[] = {
     {0},
 };
 
-bool fd_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept) {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(spec);
-    const bool added = type && PyModule_AddType(module, type) == 0;
-    if (kept) *kept = type; /* the module keeps it */
-    Py_XDECREF(type);
-    return added;
-}
-
 bool fd_py_choose_isa(const char *name, fd_isa_t *isa) {
     const char *what = "isa";
     if (!name) {

@@ -15,9 +15,6 @@
 #define FD_ADDRESS(pointer) ((unsigned long long *)&(pointer))
 _Static_assert(sizeof(void *) == sizeof(unsigned long long), "the unit K fills a pointer");
 
-/* Adds a type to the module under its name, and keeps it in *kept for tests of objects, if `kept` is not NULL. */
-bool fd_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept);
-
 /* Picks the ISA called `name`, else the one in FASTDECODE_ISA, else the best. */
 bool fd_py_choose_isa(const char *name, fd_isa_t *isa);
 
