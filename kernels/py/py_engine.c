@@ -73,7 +73,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (threads < 1 || threads > FD_MAX_THREADS)
         return PyErr_Format(PyExc_ValueError, "%u threads are not within 1..%d", threads, FD_MAX_THREADS);
     int pins[FD_MAX_THREADS];
-    if (cpus != Py_None && !convert_ints(cpus, "cpus", threads, 0, INT_MAX, pins, true)) return NULL;
+    if (cpus != Py_None && !convert_ints(cpus, "cpus", threads, INT_MAX, pins, sizeof *pins)) return NULL;
     engine_object_t *self = (engine_object_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     config.threads = self->threads = threads;

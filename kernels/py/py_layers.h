@@ -14,19 +14,16 @@ static PyObject *get_sequence(PyObject *o, const char *what, Py_ssize_t n) {
     return NULL;
 }
 
-/* Writes the `n` integers of the sequence `o` to `out`, an array of int if `is_signed`, else of uint32_t. */
-static bool convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long min, long long max, void *out,
-                         bool is_signed) {
+/* Writes the `n` integers of the sequence `o`, 0 to `max`, to 32-bit fields that begin `stride` bytes apart. */
+static bool convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long max, void *fields, size_t stride) {
     PyObject *seq = get_sequence(o, what, n);
     if (!seq) return false;
     bool ok = true;
     for (Py_ssize_t i = 0; ok && i < n; i++) {
         const long long v = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(seq, i));
         if (v == -1 && PyErr_Occurred()) ok = false;
-        else if (v < min || v > max)
-            ok = FD_PY_FAIL(PyExc_ValueError, "%s: %lld is not within %lld..%lld", what, v, min, max);
-        else if (is_signed) ((int *)out)[i] = (int)v;
-        else ((uint32_t *)out)[i] = (uint32_t)v;
+        else if (v < 0 || v > max) ok = FD_PY_FAIL(PyExc_ValueError, "%s: %lld is not within 0..%lld", what, v, max);
+        else *(uint32_t *)((uint8_t *)fields + (size_t)i * stride) = (uint32_t)v;
     }
     Py_DECREF(seq);
     return ok;
@@ -55,6 +52,11 @@ static bool get_fp32(PyObject *o, const char *what, size_t n, Py_buffer *view) {
                       n * sizeof(float));
 }
 
+/* Gets an integer of each layer, which is the field of `layers[0]` at `field` and of the others. */
+static bool get_ints(PyObject *o, const char *what, uint32_t n_layers, uint32_t max, uint32_t *field) {
+    return !is_given(o) || convert_ints(o, what, n_layers, max, field, sizeof(fd_layer_t));
+}
+
 static bool get_softcaps(PyObject *o, uint32_t n_layers, fd_layer_t *layers) {
     if (!is_given(o)) return true;
     PyObject *seq = get_sequence(o, "softcaps", n_layers);
@@ -67,7 +69,7 @@ static bool get_softcaps(PyObject *o, uint32_t n_layers, fd_layer_t *layers) {
 /* Reads `o`, a tuple of four integers: query heads, KV heads, head size, size of a V head. */
 static bool convert_heads(PyObject *o, fd_heads_t *heads) {
     uint32_t n[4];
-    if (!convert_ints(o, "heads of a layer", 4, 0, UINT32_MAX, n, false)) return false;
+    if (!convert_ints(o, "heads of a layer", 4, UINT32_MAX, n, sizeof *n)) return false;
     *heads = (fd_heads_t){n[0], n[1], n[2], n[3]};
     return true;
 }
@@ -87,21 +89,17 @@ static bool get_heads(PyObject *o, const fd_geometry_t *g, fd_layer_t *layers) {
 /* Fills in `layers`, [n_layers], which point into the views of `a`. */
 static bool get_layers(layer_args_t *a, const fd_geometry_t *g, fd_layer_t *layers) {
     const uint32_t n = g->n_layers;
-    uint32_t windows[FD_MAX_LAYERS] = {0}, segments[FD_MAX_LAYERS] = {0}, kv_layers[FD_MAX_LAYERS];
-    for (uint32_t i = 0; i < n; i++) kv_layers[i] = i;
-    if (is_given(a->windows) && !convert_ints(a->windows, "windows", n, 0, UINT32_MAX, windows, false)) return false;
-    if (is_given(a->segments) && !convert_ints(a->segments, "segments", n, 0, UINT32_MAX, segments, false))
+    for (uint32_t i = 0; i < n; i++) layers[i] = (fd_layer_t){.kv_layer = i, .hadamard = a->hadamard};
+    if (!get_ints(a->windows, "windows", n, UINT32_MAX, &layers->window) ||
+        !get_ints(a->segments, "segments", n, UINT32_MAX, &layers->segment) ||
+        !get_ints(a->kv_layers, "kv_layers", n, n - 1, &layers->kv_layer) ||
+        !get_fp32(a->sinks, "sinks", (size_t)n * g->n_q_heads, &a->sinks_view) ||
+        !get_fp32(a->slopes, "slopes", g->n_q_heads, &a->slopes_view))
         return false;
-    if (is_given(a->kv_layers) && !convert_ints(a->kv_layers, "kv_layers", n, 0, n - 1, kv_layers, false)) return false;
-    if (!get_fp32(a->sinks, "sinks", (size_t)n * g->n_q_heads, &a->sinks_view)) return false;
-    if (!get_fp32(a->slopes, "slopes", g->n_q_heads, &a->slopes_view)) return false;
     const float *sinks = a->sinks_view.buf;
-    for (uint32_t i = 0; i < n; i++)
-        layers[i] = (fd_layer_t){.window = windows[i],
-                                 .segment = segments[i],
-                                 .kv_layer = kv_layers[i],
-                                 .slopes = a->slopes_view.buf,
-                                 .sinks = sinks ? sinks + (size_t)i * g->n_q_heads : NULL,
-                                 .hadamard = a->hadamard};
+    for (uint32_t i = 0; i < n; i++) {
+        layers[i].slopes = a->slopes_view.buf;
+        layers[i].sinks = sinks ? sinks + (size_t)i * g->n_q_heads : NULL;
+    }
     return get_heads(a->heads, g, layers) && get_softcaps(a->softcaps, n, layers);
 }
