@@ -31,62 +31,82 @@ FD_INLINE multipliers_t weight_multipliers(fd_kv_dtype_t format, float weights[]
                            FD_PAGE_TOKENS * sizeof(float)};
 }
 
+/* The vectors that one step of a product computes for a block of rows: of scores, or (`is_v`) of O. Constant after
+ * inlining. */
+typedef struct {
+    fd_kv_dtype_t format;
+    int is_v, rows, vecs;
+    int half; /* the only vector has LANES / 2 lanes */
+} tile_t;
+
+/* Words [from, to) of the columns (chunk.h) under a tile; word s is `stride` * s bytes behind `at`. */
+typedef struct {
+    const uint8_t *at;
+    size_t stride;
+    uint32_t from, to;
+} columns_t;
+
+/* Where the first word's step prefetches, and how many bytes a step moves on. */
+typedef struct {
+    const uint8_t *at;
+    size_t step;
+} ahead_t;
+
 #ifdef FD_HAS_NARROW_SUMS
 /* Adds the products of one word of each lane of the tile to `narrow`, or (`first`) replaces `narrow` by them. */
-FD_INLINE void multiply_word(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs,
-                             const int first, const uint8_t *matrix, multipliers_t multipliers, const uint8_t *ahead,
-                             vec_t narrow[][MAX_VECS]) {
-    const size_t vec_bytes = LANES * fd_word_bytes(format);
-    const int parts = kv_parts(format);
+FD_INLINE void multiply_word(const tile_t tile, const int first, const uint8_t *word, multipliers_t multipliers,
+                             const uint8_t *ahead, vec_t narrow[][MAX_VECS]) {
+    const size_t vec_bytes = LANES * fd_word_bytes(tile.format);
+    const int parts = kv_parts(tile.format);
     vec_t words[MAX_VECS];
     FD_UNROLL
-    for (int i = 0; i < vecs; i++) {
+    for (int i = 0; i < tile.vecs; i++) {
         if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead + i * vec_bytes, 0, PREFETCH_LOCALITY);
-        words[i] = vec_pin(kv_load(format, matrix + i * vec_bytes));
+        words[i] = vec_pin(kv_load(tile.format, word + i * vec_bytes));
     }
     FD_UNROLL
     for (int u = 0; u < parts; u++) {
         vec_t x[MAX_VECS];
         FD_UNROLL
-        for (int i = 0; i < vecs; i++) x[i] = vec_pin(kv_unpack(format, is_v, words[i], u));
+        for (int i = 0; i < tile.vecs; i++) x[i] = vec_pin(kv_unpack(tile.format, tile.is_v, words[i], u));
         FD_UNROLL
-        for (int r = 0; r < rows; r++) {
+        for (int r = 0; r < tile.rows; r++) {
             const vec_t y = vec_broadcast(multipliers.at + u * multipliers.part_stride + r * multipliers.row_stride);
             FD_UNROLL
-            for (int i = 0; i < vecs; i++)
-                narrow[r][i] = first && u == 0 ? kv_multiply_narrow(format, is_v, x[i], y)
-                                               : kv_multiply_add_narrow(format, is_v, x[i], y, narrow[r][i]);
+            for (int i = 0; i < tile.vecs; i++)
+                narrow[r][i] = first && u == 0 ? kv_multiply_narrow(tile.format, tile.is_v, x[i], y)
+                                               : kv_multiply_add_narrow(tile.format, tile.is_v, x[i], y, narrow[r][i]);
         }
     }
 }
 
 /* multiply, below, for a format whose products are first summed in 16 bits, over kv_narrow_words words. It multiplies
  * one part of all vectors before the next part. */
-FD_INLINE void multiply_narrow(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs,
-                               const uint8_t *matrix, size_t stride, uint32_t from, uint32_t to,
-                               multipliers_t multipliers, const uint8_t *ahead, vec_t sum[][MAX_VECS]) {
-    const size_t step = vecs * LANES * fd_word_bytes(format);
-    const uint32_t most = kv_narrow_words(format);
-    matrix += from * stride;
-    multipliers.at += from * multipliers.word_stride;
-    for (uint32_t s = from; s < to;) {
+FD_INLINE void multiply_narrow(const tile_t tile, columns_t columns, multipliers_t multipliers, const uint8_t *ahead,
+                               vec_t sum[][MAX_VECS]) {
+    const size_t step = tile.vecs * LANES * fd_word_bytes(tile.format);
+    const uint32_t most = kv_narrow_words(tile.format);
+    const size_t stride = columns.stride;
+    const uint8_t *word = columns.at + columns.from * stride;
+    multipliers.at += columns.from * multipliers.word_stride;
+    for (uint32_t s = columns.from; s < columns.to;) {
         vec_t narrow[MAX_BLOCK][MAX_VECS];
-        multiply_word(format, is_v, rows, vecs, 1, matrix, multipliers, ahead, narrow);
-        if (to - s >= most) { /* unrolled, as nearly always */
+        multiply_word(tile, 1, word, multipliers, ahead, narrow);
+        if (columns.to - s >= most) { /* unrolled, as nearly always */
             FD_UNROLL
             for (uint32_t i = 1; i < most; i++) {
                 multipliers_t others = multipliers;
                 others.at += i * multipliers.word_stride;
-                multiply_word(format, is_v, rows, vecs, 0, matrix + i * stride, others, ahead + i * step, narrow);
+                multiply_word(tile, 0, word + i * stride, others, ahead + i * step, narrow);
             }
-            matrix += most * stride, multipliers.at += most * multipliers.word_stride, ahead += most * step, s += most;
+            word += most * stride, multipliers.at += most * multipliers.word_stride, ahead += most * step, s += most;
         } else {
-            while (matrix += stride, multipliers.at += multipliers.word_stride, ahead += step, ++s < to)
-                multiply_word(format, is_v, rows, vecs, 0, matrix, multipliers, ahead, narrow);
+            while (word += stride, multipliers.at += multipliers.word_stride, ahead += step, ++s < columns.to)
+                multiply_word(tile, 0, word, multipliers, ahead, narrow);
         }
         FD_UNROLL
-        for (int r = 0; r < rows; r++) FD_UNROLL
-        for (int i = 0; i < vecs; i++) sum[r][i] = kv_widen_add(narrow[r][i], sum[r][i]);
+        for (int r = 0; r < tile.rows; r++) FD_UNROLL
+        for (int i = 0; i < tile.vecs; i++) sum[r][i] = kv_widen_add(narrow[r][i], sum[r][i]);
     }
 }
 #else
@@ -102,29 +122,29 @@ FD_INLINE uint32_t kv_narrow_words(fd_kv_dtype_t format) { return 0; }
  * memory a fifth faster than all loads and prefetches of the step together; vec_pin keeps the compiler from reordering
  * them. If the multipliers of a step do not fit into registers beside the sums, because words have many parts and there
  * are many rows, a step instead multiplies one part of all vectors before the next part (by_part). */
-FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs, const int half,
-                        const uint32_t bits, const uint8_t *matrix, size_t stride, uint32_t from, uint32_t to,
-                        multipliers_t multipliers, const uint8_t *ahead, const size_t ahead_step,
-                        vec_t sum[][MAX_VECS]) {
+FD_INLINE void multiply(const tile_t tile, const uint32_t bits, columns_t columns, multipliers_t multipliers,
+                        ahead_t ahead, vec_t sum[][MAX_VECS]) {
+    const fd_kv_dtype_t format = tile.format;
+    const int is_v = tile.is_v, rows = tile.rows, vecs = tile.vecs;
 #ifdef FD_HAS_NARROW_SUMS
     if (kv_narrow_words(format)) {
-        multiply_narrow(format, is_v, rows, vecs, matrix, stride, from, to, multipliers, ahead, sum);
+        multiply_narrow(tile, columns, multipliers, ahead.at, sum);
         return;
     }
 #endif
     const size_t vec_bytes = LANES * fd_word_bytes(format);
     const int parts = kv_parts(format), by_part = parts > 1 && parts * rows > LANES / 2, at_once = by_part ? vecs : 1;
-    matrix += from * stride;
-    multipliers.at += from * multipliers.word_stride;
-    for (uint32_t s = from; s < to;
-         s++, matrix += stride, multipliers.at += multipliers.word_stride, ahead += ahead_step) {
+    const uint8_t *word = columns.at + columns.from * columns.stride;
+    multipliers.at += columns.from * multipliers.word_stride;
+    for (uint32_t s = columns.from; s < columns.to;
+         s++, word += columns.stride, multipliers.at += multipliers.word_stride, ahead.at += ahead.step) {
         FD_UNROLL
         for (int i0 = 0; i0 < vecs; i0 += at_once) {
             vec_t words[MAX_VECS];
             FD_UNROLL
             for (int i = i0; i < i0 + at_once; i++) {
-                if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead + i * vec_bytes, 0, PREFETCH_LOCALITY);
-                words[i] = vec_pin(half ? kv_load_half(format, matrix) : kv_load(format, matrix + i * vec_bytes));
+                if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead.at + i * vec_bytes, 0, PREFETCH_LOCALITY);
+                words[i] = vec_pin(tile.half ? kv_load_half(format, word) : kv_load(format, word + i * vec_bytes));
                 if (bits != ~0u) words[i] = vec_and_bits(words[i], bits);
             }
             FD_UNROLL
@@ -185,8 +205,9 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     FD_UNROLL
     for (int r = 0; r < n_sums(format, rows); r++) FD_UNROLL
     for (int i = 0; i < vecs; i++) sum[r][i] = vec_zero();
-    multiply(format, 0, rows, vecs, 0, ~0u, b->chunk + fd_lane_offset(format, depth, t0), FD_COLUMN_LANES * word, 0,
-             steps, query_multipliers(format, rows, b->q), ahead, ahead_step(format, b, vecs), sum);
+    multiply((tile_t){format, 0, rows, vecs, 0}, ~0u,
+             (columns_t){b->chunk + fd_lane_offset(format, depth, t0), FD_COLUMN_LANES * word, 0, steps},
+             query_multipliers(format, rows, b->q), (ahead_t){ahead, ahead_step(format, b, vecs)}, sum);
     FD_UNROLL
     for (int i = 0; i < vecs; i++) {
         const uint32_t t = t0 + i * LANES;
@@ -226,13 +247,19 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
         if (fd_kv_is_int(format) || r >= rows) sum[r][i] = vec_zero();
         else sum[r][i] = vec_mul(half ? vec_load_half(acc) : vec_load(acc), vec_set1(rescale[r]));
     }
+    const tile_t tile = {format, 1, rows, vecs, half};
     uint32_t from = b->lo / elems, to = (b->hi + elems - 1) / elems;
     if (format == FD_KV_BF16) { /* the first and last word may hold a masked token, whose value may be NaN */
-        if (b->lo % 2)
-            multiply(format, 1, rows, vecs, half, 0xffff0000u, v, stride, from, from + 1, w, v, 0, sum), from++;
-        if (b->hi % 2) to--, multiply(format, 1, rows, vecs, half, 0xffffu, v, stride, to, to + 1, w, v, 0, sum);
+        if (b->lo % 2) {
+            multiply(tile, 0xffff0000u, (columns_t){v, stride, from, from + 1}, w, (ahead_t){v, 0}, sum);
+            from++;
+        }
+        if (b->hi % 2) {
+            to--;
+            multiply(tile, 0xffffu, (columns_t){v, stride, to, to + 1}, w, (ahead_t){v, 0}, sum);
+        }
     }
-    multiply(format, 1, rows, vecs, half, ~0u, v, stride, from, to, w, ahead, ahead_step(format, b, vecs), sum);
+    multiply(tile, ~0u, (columns_t){v, stride, from, to}, w, (ahead_t){ahead, ahead_step(format, b, vecs)}, sum);
     FD_UNROLL
     for (int r = 0; r < rows; r++) FD_UNROLL
     for (int i = 0; i < vecs; i++) {
