@@ -13,13 +13,13 @@ import orjson
 from aiohttp import web
 
 from fastdecode import __version__
-from fastdecode.engine.stats import StepPart
+from fastdecode.engine.stats import StepInterval
 from fastdecode.service.client import EngineClient, EngineStatus
 
 #: A report answers all requests of this time, so that many open pages cost the R-nodes one question.
 _FRESH_SECONDS = 0.5
 #: Parts of steps in a report: with 32 layers, those of the last six steps.
-_PARTS = 200
+_INTERVALS = 200
 #: What /health says of an R-node.
 _NODE_FIELDS = (
     *("url", "alive", "draining", "isa", "threads", "pages_used", "pages_total", "pages_max", "page_bytes"),
@@ -75,7 +75,7 @@ class ClusterReport:
         return web.Response(body=self._body, content_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def _report(self) -> dict[str, Any]:
-        report = await self._engine.report(_PARTS)
+        report = await self._engine.report(_INTERVALS)
         stats = report.status.stats
         return self._constant | {
             "status": self._name_state(report.status),
@@ -90,9 +90,9 @@ class ClusterReport:
         }
 
 
-def _relative(parts: list[StepPart]) -> list[list[int]]:
-    """Parts as [slot, number, asked, replied, ended], times in microseconds since the first one's `asked`."""
-    if not parts:
+def _relative(intervals: list[StepInterval]) -> list[list[int]]:
+    """Intervals as [slot, number, asked, replied, ended], times in microseconds since the first one's `asked`."""
+    if not intervals:
         return []
-    origin = min(asked for _, _, asked, _, _ in parts)
-    return [[slot, number, *(round((t - origin) * 1e6) for t in times)] for slot, number, *times in parts]
+    origin = min(asked for _, _, asked, _, _ in intervals)
+    return [[slot, number, *(round((t - origin) * 1e6) for t in times)] for slot, number, *times in intervals]

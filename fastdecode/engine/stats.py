@@ -27,8 +27,8 @@ class EngineObserver:
         """A step of `tokens` rows completed `seconds` after it was handed to the S-Part."""
 
 
-#: One part of a step: (slot, number, asked, replied, ended); see Part of spart/decoder/timeline.py.
-StepPart = tuple[int, int, float, float, float]
+#: An interval of a step: (slot, number, asked, replied, ended); see Interval of spart/decoder/timeline.py.
+StepInterval = tuple[int, int, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)

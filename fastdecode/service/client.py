@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fastdecode.engine.state.request import Outlet, SamplingParams
-from fastdecode.engine.stats import EngineStats, StepPart
+from fastdecode.engine.stats import EngineStats, StepInterval
 from fastdecode.text.grammar import GrammarSpec
 
 
@@ -44,7 +44,7 @@ class Report:
     """What the page shows of an engine."""
 
     status: EngineStatus  # with the R-nodes' counters up to date
-    timeline: list[StepPart]  # the last parts of steps
+    timeline: list[StepInterval]  # the last intervals of steps
     latencies: dict[str, dict[str, list[float]]]  # Metrics.latencies
 
 
@@ -82,6 +82,6 @@ class EngineClient(Protocol):
         """All metrics in Prometheus's text format. Raises NotReady if the engine does not answer."""
         ...
 
-    async def report(self, n_parts: int) -> Report:
-        """The state now, with the last `n_parts` parts of steps. Raises NotReady if the engine does not answer."""
+    async def report(self, n: int) -> Report:
+        """The state now, with the last `n` intervals of steps. Raises NotReady if the engine does not answer."""
         ...

@@ -70,6 +70,6 @@ class LocalEngine:
         await self._engine.r_nodes.refresh()
         return self._metrics.render()
 
-    async def report(self, n_parts: int) -> Report:
+    async def report(self, n: int) -> Report:
         await self._engine.r_nodes.refresh()
-        return Report(await self.status(), list(self._engine.spart.timeline.last(n_parts)), self._metrics.latencies())
+        return Report(await self.status(), list(self._engine.spart.timeline.last(n)), self._metrics.latencies())

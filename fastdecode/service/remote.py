@@ -87,8 +87,8 @@ class RemoteEngine:
     async def metrics(self) -> bytes:
         return await self._ask(bytes, "metrics")
 
-    async def report(self, n_parts: int) -> Report:
-        return await self._ask(Report, "report", n_parts)
+    async def report(self, n: int) -> Report:
+        return await self._ask(Report, "report", n)
 
     async def _ask(self, kind: type[_T], method: Method, *arguments: int) -> _T:
         """The result of a method of the engine, which is of this kind."""

@@ -36,14 +36,14 @@ async def test_counts_of_two_answers(client, model):
     layers = model.config.num_hidden_layers
     assert node["calls"] == found["totals"]["steps"] * layers
     assert node["rows"] >= node["calls"] and node["kv_bytes_read"] > 0
-    # Each step has a part more than layers, one after the other, and they add up to what the S-Part took.
-    parts = found["timeline"]
-    assert [number for _, number, *_ in parts] == [*range(layers + 1)] * found["totals"]["steps"]
-    assert all(asked <= replied <= ended for _, _, asked, replied, ended in parts)
-    assert all(before[-1] <= after[2] for before, after in pairwise(parts))
-    computed = sum(ended - replied for *_, replied, ended in parts) / 1e6
-    waited = sum(replied - asked for _, _, asked, replied, _ in parts) / 1e6
-    rounding = 1e-6 * len(parts)
+    # Each step has an interval more than layers, one after the other, and they add up to what the S-Part took.
+    intervals = found["timeline"]
+    assert [number for _, number, *_ in intervals] == [*range(layers + 1)] * found["totals"]["steps"]
+    assert all(asked <= replied <= ended for _, _, asked, replied, ended in intervals)
+    assert all(before[-1] <= after[2] for before, after in pairwise(intervals))
+    computed = sum(ended - replied for *_, replied, ended in intervals) / 1e6
+    waited = sum(replied - asked for _, _, asked, replied, _ in intervals) / 1e6
+    rounding = 1e-6 * len(intervals)
     assert computed == pytest.approx(found["totals"]["s_seconds"], abs=rounding)
     assert waited == pytest.approx(found["totals"]["r_wait_seconds"], abs=rounding)
 
@@ -53,10 +53,10 @@ async def test_many_watchers_ask_the_r_nodes_once(tokenizer):
 
     report_of = engine.report
 
-    async def counted(n_parts):
+    async def counted(n):
         nonlocal asked
         asked += 1
-        return await report_of(n_parts)
+        return await report_of(n)
 
     engine.report = counted
 

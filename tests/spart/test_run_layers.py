@@ -56,7 +56,7 @@ async def outputs(model, tmp_path, n_links: int, scheme: str, n_slots: int, stan
 @pytest.mark.parametrize(("scheme", "stand_in"), [("shm", False), ("shm", True), ("tcp", False)])
 @pytest.mark.parametrize("n_links", [1, 2])
 async def test_the_results_are_those_of_layer_after_layer(model, n_links, scheme, stand_in, tmp_path, calls):
-    n_parts = model.config.n_layers + 1
+    n_intervals = model.config.n_layers + 1
     layer_after_layer, _ = await outputs(model, tmp_path / "a", n_links, scheme, n_slots=2)
     assert calls == []
     at_once, timeline = await outputs(model, tmp_path / "b", n_links, scheme, 1, stand_in)
@@ -65,12 +65,12 @@ async def test_the_results_are_those_of_layer_after_layer(model, n_links, scheme
         assert torch.equal(got.logits, want.logits)
         assert got.kv_bytes == want.kv_bytes
     for i, output in enumerate(at_once):
-        parts = timeline.last((len(at_once) - i) * n_parts)[:n_parts]
-        assert [part.number for part in parts] == list(range(n_parts))
-        times = [time for part in parts for time in (part.asked, part.replied, part.ended)]
+        intervals = timeline.last((len(at_once) - i) * n_intervals)[:n_intervals]
+        assert [interval.number for interval in intervals] == list(range(n_intervals))
+        times = [time for each in intervals for time in (each.asked, each.replied, each.ended)]
         assert times == sorted(times)
-        assert output.s_seconds == pytest.approx(sum(part.ended - part.replied for part in parts))
-        assert output.r_wait_seconds == pytest.approx(sum(part.replied - part.asked for part in parts))
+        assert output.s_seconds == pytest.approx(sum(each.ended - each.replied for each in intervals))
+        assert output.r_wait_seconds == pytest.approx(sum(each.replied - each.asked for each in intervals))
 
 
 @pytest.mark.parametrize(("name", "weights"), [("qwen2-window", "int8"), ("mistral", "int4"), ("llama-bf16", "dense")])

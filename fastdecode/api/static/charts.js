@@ -64,27 +64,27 @@ export function histogram({ bounds, counts }, name) {
   }
 }
 
-const SHOWN_PARTS = 72;
+const SHOWN_INTERVALS = 72;
 const GAP = 0.02; // seconds without a step that the timeline leaves out
 
 /**
- * The last parts of steps: two lanes for each mini-batch, S-Part above R-Part. `parts` are [slot, number, asked, replied,
- * ended] in microseconds (engine/stats.py: StepPart). Returns the chart, the time that it shows, and for how much of it the
- * S-Part computed.
+ * The last intervals of steps: two lanes for each mini-batch, S-Part above R-Part. `intervals` are [slot, number, asked,
+ * replied, ended] in microseconds (engine/stats.py: StepInterval). Returns the chart, the time that it shows, and for how
+ * much of it the S-Part computed.
  */
-export function timeline(parts) {
-  const shown = parts.slice(-SHOWN_PARTS).sort((a, b) => a[2] - b[2]);
+export function timeline(intervals) {
+  const shown = intervals.slice(-SHOWN_INTERVALS).sort((a, b) => a[2] - b[2]);
   if (!shown.length) return null;
   const slots = [...new Set(shown.map(([slot]) => slot))].sort((a, b) => a - b);
   const bars = [];
-  const last = new Map(); // slot -> its part before
-  for (const part of shown) {
-    const [slot, n, asked, replied, ended] = part;
+  const last = new Map(); // slot -> its interval before
+  for (const interval of shown) {
+    const [slot, n, asked, replied, ended] = interval;
     const before = last.get(slot);
     bars.push({ slot, lane: 0, kind: "s", from: replied, to: ended, text: n ? `S-Part between layers ${n - 1} and ${n}` : "S-Part before layer 0" });
     if (replied > asked) bars.push({ slot, lane: 0, kind: "wait", from: asked, to: replied, text: `the S-Part waits for layer ${n - 1}` });
     if (n && before?.[1] === n - 1) bars.push({ slot, lane: 1, kind: "r", from: before[4], to: replied, text: `R-Part of layer ${n - 1}` });
-    last.set(slot, part);
+    last.set(slot, interval);
   }
   const clip = clipped(shown);
   const [width, left, lane, pad] = [1000, 60, 24, 8];
@@ -114,15 +114,15 @@ export function timeline(parts) {
   return { chart, computed, length: clip.length };
 }
 
-/** The time that the parts take, without the gaps between steps: `at(t)` is how much of it has passed at time t. */
-function clipped(parts) {
+/** The time that the intervals take, without the gaps between steps: `at(t)` is how much of it has passed at time t. */
+function clipped(intervals) {
   const gaps = [];
-  let end = parts[0][4];
-  for (const [, , asked, , ended] of parts) {
+  let end = intervals[0][4];
+  for (const [, , asked, , ended] of intervals) {
     if (asked - end > GAP * 1e6) gaps.push([end, asked - end]);
     end = Math.max(end, ended);
   }
-  const start = parts[0][2];
+  const start = intervals[0][2];
   const at = (t) => t - start - gaps.reduce((sum, [from, length]) => sum + Math.min(length, Math.max(0, t - from)), 0);
   return { at, length: Math.max(1, at(end)) };
 }

@@ -88,7 +88,7 @@ class SPart:
             state = self._begin(rows, exchange)
             with closing(state.layers(clock, batch.layer_timeout)) as layers:
                 for _ in layers:
-                    clock.part_ended()
+                    clock.interval_ended()
                     clock.waits((yield exchange.pending))
                     exchange.wait(batch.layer_timeout)
                     clock.replied()
@@ -102,7 +102,7 @@ class SPart:
         logits = state.logits()
         sampled = self._sample(logits, rows)
         scores = rows.scorer(state.scored_logits, rows.uploaded)
-        clock.part_ended()
+        clock.interval_ended()
         return StepOutput(
             scores=scores,
             sampled=sampled,

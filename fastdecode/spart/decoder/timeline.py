@@ -1,9 +1,9 @@
-"""The timeline of the S-Part: when it computed the parts of each step, and when it waited for R-nodes.
+"""The timeline of the S-Part: each step's intervals of computing and of waiting for R-nodes.
 
-A step of a model with n layers has n + 1 parts. Part 0 ends when the first layer's rows are posted and the prompts'
-attention is computed; each later part begins with the wait for the R-nodes' reply. From the end of one part to the
-reply at the beginning of the next part, the R-nodes have the rows: that is the R-Part of the step. Captured steps
-(exchange/bypass.py) are not in the timeline.
+A step of a model with n layers has n + 1 intervals. Interval 0 ends when the first layer's rows are posted and the
+prompts' attention is computed; each later interval begins with the wait for the R-nodes' reply. From the end of one
+interval to the reply at the beginning of the next one, the R-nodes have the rows: that is the R-Part of the step.
+Captured steps (exchange/bypass.py) are not in the timeline.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-#: Parts that a timeline keeps: at 32 layers, those of the last 120 steps.
+#: Intervals that a timeline keeps: at 32 layers, those of the last 120 steps.
 _KEPT = 4096
 
 
-class Part(NamedTuple):
-    """One part of a step. Times are those of time.perf_counter, in seconds."""
+class Interval(NamedTuple):
+    """From one wait of a step to the next. Times are those of time.perf_counter, in seconds."""
 
     slot: int  # of the step's mini-batch
-    number: int  # of the part within the step, from 0
-    asked: float  # the S-Part began to wait for the reply; in part 0 the S-Part began to compute
-    replied: float  # the S-Part began to compute; in part 0 the same as `asked`
+    number: int  # of the interval within the step, from 0
+    asked: float  # the S-Part began to wait for the reply; in interval 0 the S-Part began to compute
+    replied: float  # the S-Part began to compute; in interval 0 the same as `asked`
     ended: float  # the S-Part had no more to do before the reply, or the step's tokens were drawn
 
 
 class Timeline:
-    """The last parts of all steps. Parts are added in the S-Part's thread, and read in any other."""
+    """The last intervals of all steps. Intervals are added in the S-Part's thread, and read in any other."""
 
     def __init__(self) -> None:
-        self._parts: deque[Part] = deque(maxlen=_KEPT)
+        self._intervals: deque[Interval] = deque(maxlen=_KEPT)
 
-    def add(self, part: Part) -> None:
-        self._parts.append(part)
+    def add(self, interval: Interval) -> None:
+        self._intervals.append(interval)
 
-    def last(self, n: int) -> list[Part]:
-        """The last `n` parts, in the order in which they ended."""
-        return list(self._parts)[-n:]  # copying a deque is one operation under the GIL
+    def last(self, n: int) -> list[Interval]:
+        """The last `n` intervals, in the order in which they ended."""
+        return list(self._intervals)[-n:]  # copying a deque is one operation under the GIL
 
 
 class StepClock:
-    """Measures one step: the sums that StepOutput reports, and its parts for the timeline."""
+    """Measures one step: the sums that StepOutput reports, and its intervals for the timeline."""
 
     def __init__(self, timeline: Timeline, slot: int, started: float):
         """`started` is the time at which the step began."""
@@ -53,11 +53,11 @@ class StepClock:
         self._number = 0
         self._asked = self._replied = started
 
-    def part_ended(self) -> None:
+    def interval_ended(self) -> None:
         """Note that the S-Part has no more to do before the reply, or that the step has ended."""
         now = time.perf_counter()
         self.s_seconds += now - self._replied
-        self._timeline.add(Part(self._slot, self._number, self._asked, self._replied, now))
+        self._timeline.add(Interval(self._slot, self._number, self._asked, self._replied, now))
         self._number += 1
 
     def waits(self, since: float | None) -> None:
@@ -69,7 +69,7 @@ class StepClock:
         [layers, 2]."""
         for asked, replied in times.tolist():
             self.s_seconds += asked - self._replied
-            self._timeline.add(Part(self._slot, self._number, self._asked, self._replied, asked))
+            self._timeline.add(Interval(self._slot, self._number, self._asked, self._replied, asked))
             self._number += 1
             self._asked, self._replied = asked, replied
             self.r_wait_seconds += replied - asked

@@ -94,10 +94,10 @@ class ScriptedEngine:
     async def status(self) -> EngineStatus:
         return EngineStatus(self.ready, self.stalled_seconds, self.longest_sequence, self.stats)
 
-    async def report(self, n_parts: int) -> Report:
+    async def report(self, n: int) -> Report:
         """Its timeline has two parts of one step: the S-Part computes, waits, and computes again."""
         timeline = [(0, 0, 1.0, 1.0, 1.001), (0, 1, 1.001, 1.003, 1.004)]
-        return Report(await self.status(), timeline[-n_parts:], self._metrics.latencies())
+        return Report(await self.status(), timeline[-n:], self._metrics.latencies())
 
     @property
     def stats(self) -> EngineStats:
