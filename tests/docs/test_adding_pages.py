@@ -116,7 +116,7 @@ def test_the_page_says_in_which_files_a_primitive_is_defined() -> None:
     rows = re.findall(
         r"^\| `(?:FD_(?:OWN|HAS)\w+` \| `)?(\w+)\(.*\| ((?:AVX2|AVX-512|VNNI|AMX|NEON)[^|]*) \|$", KERNEL_PAGE, re.M
     )
-    assert len(rows) == 20
+    assert len(rows) == 19
     for name, told in rows:
         defined = {
             isa
