@@ -325,8 +325,8 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
         with closing(_roofline(kv_bytes, [cpu], passes)) as roofline:
 
             def attend(times: int) -> float:
+                order, last = np.tile(np.arange(n_pages), times), n_pages * times * PAGE_TOKENS - 1
                 start = time.perf_counter()
-                order, last = list(range(n_pages)) * times, n_pages * times * PAGE_TOKENS - 1
                 attention_kernels.kv_attend(isa, kv_dtype, pages, order, 0, q, last, 0, acc, m, l)
                 return time.perf_counter() - start
 

@@ -120,7 +120,7 @@ def kv_attend(
     isa: str,
     kv_dtype: str,
     chunks: np.ndarray,
-    order: Sequence[int] | None,
+    order: Sequence[int] | np.ndarray | None,
     first_token: int,
     q: np.ndarray,
     q_pos: int,
@@ -144,11 +144,12 @@ def kv_attend(
     ops, (heads, q_len, group, head_size), v_size = kv_ops(isa, kv_dtype), q.shape, acc.shape[-1]
     rows, out, chunk = q_len * group, (heads, q_len, group, v_size), chunk_bytes(kv_dtype, head_size, v_size)
     check(heads == 1 <= rows or 1 <= heads * rows <= 64, "no query rows, or several heads with more than a panel's 64")
-    check(first_token % PAGE_TOKENS == 0 and min(q_pos, window, *order or [0]) >= 0, "no such page or position")
+    check(first_token % PAGE_TOKENS == 0 and min(q_pos, window) >= 0, "no such page or position")
     pages = _pages(chunks, heads * chunk)
     if order is not None:
-        check(max(order, default=0) < len(pages), "order names a page beyond the last")
-        pages = pages[np.asarray(order, np.int64)]
+        indexes = np.asarray(order, np.int64)
+        check(not len(indexes) or (indexes.min() >= 0 and indexes.max() < len(pages)), "order names no such page")
+        pages = pages[indexes]
     call = _Attend(pages.ctypes.data, len(pages), heads, chunk, first_token, head_size, v_size, group, q_len, q_pos)
     call.window, call.softmax_scale = window, 1.0
     call.q, call.acc = address(q, q.shape), address(acc, out, written=True)

@@ -301,12 +301,14 @@ def _timed_step(link: Link, case: Case, tag: int) -> tuple[np.ndarray, float]:
     table["seq_index"], table["tag"], table["n_rows"] = np.arange(case.rows), tag, 1
     table["flags"] = ROW_ATTEND if case.attend else 0
     _arm(link, 0, table)
+    step = link.steps[0]
     taken = np.zeros(case.layers, np.int64)
     for layer in range(case.layers):
         start_ns = perf_counter_ns()
-        link.ring(0, layer)
-        link.wait(0, _TIMEOUT)
+        failures = step.ring(layer) or step.wait(_TIMEOUT)  # as an S-node calls
         taken[layer] = perf_counter_ns() - start_ns
+        if failures:
+            raise RuntimeError(f"{link.url} has failed: {failures[0][2]}")
     times = link.disarm(0)
     assert times is not None
     return taken, times.busy_ns / case.layers

@@ -187,7 +187,7 @@ class DataPath:
             self.port = port
         self.geometry, self.layout = region.geometry, region.layout
         self.region = region.view  # the whole region as writable bytes
-        self._steps: dict[int, StepGroup] = {}  # by slot
+        self.steps: dict[int, StepGroup] = {}  # armed, by slot
         self._in_flight: set[int] = set()  # slots whose last message has not been waited for
 
     @property
@@ -213,8 +213,9 @@ class DataPath:
         table = np.ascontiguousarray(entries).view(np.uint8)
         members = [(m.link.port, table, 0, n_attend, n_attend, n_rows, m.columns) for m in self.members]
         step = StepGroup(slot, members, *self._rows(slot, n_attend, n_rows))
-        self._check(slot, step.arm())
-        self._steps[slot] = step
+        if failures := step.arm():
+            raise self._failed(slot, failures)
+        self.steps[slot] = step
         self._in_flight.add(slot)
 
     def _rows(self, slot: int, n_attend: int, n_rows: int) -> Sequence[np.ndarray]:
@@ -228,7 +229,9 @@ class DataPath:
         Raises ValueError (a layer out of order, no step, a message of this slot in flight), LinkDown, which names this
         link.
         """
-        self._check(slot, self._step(slot).ring(layer))
+        step = self.steps.get(slot) or self._no_step(slot)
+        if failures := step.ring(layer):
+            raise self._failed(slot, failures)
         self._in_flight.add(slot)
 
     def wait(self, slot: int, timeout: float) -> None:
@@ -237,30 +240,33 @@ class DataPath:
         Raises CallRefused, LinkDown (also if no answer arrives within `timeout` seconds), ValueError (nothing is in
         flight). CallRefused and LinkDown name this link. After CallRefused the slot has no step.
         """
-        self._check(slot, self._step(slot).wait(timeout))
+        step = self.steps.get(slot) or self._no_step(slot)
+        if failures := step.wait(timeout):
+            raise self._failed(slot, failures)
         if slot not in self._in_flight:
             raise ValueError("nothing in the slot is to be waited for")
         self._in_flight.discard(slot)
 
     def disarm(self, slot: int) -> StepCost | None:
         """End the step. Returns its cost if all of its layers were answered, else None."""
-        costs = [StepCost(busy_ns, kv_bytes) for _, busy_ns, kv_bytes in self._step(slot).disarm()]
+        step = self.steps.get(slot) or self._no_step(slot)
+        costs = [StepCost(busy_ns, kv_bytes) for _, busy_ns, kv_bytes in step.disarm()]
         if slot not in self._in_flight:
-            self._steps.pop(slot, None)
+            self.steps.pop(slot, None)
         return StepCost.of_members(costs) if len(costs) == len(self.members) else None
 
-    def _step(self, slot: int) -> StepGroup:
-        """The slot's step; one without rows if it has none, which tells misuse and a link that is down."""
-        return self._steps.get(slot) or StepGroup(slot, [(m.link.port, b"", 0, 0, 0, 0) for m in self.members])
+    def _no_step(self, slot: int) -> StepGroup:
+        """A step without rows for a slot that has none: its functions tell misuse, and a link that is down."""
+        return StepGroup(slot, [(m.link.port, b"", 0, 0, 0, 0) for m in self.members])
 
-    def _check(self, slot: int, failures: list[tuple[int, int, str]] | None) -> None:
-        if failures:
-            self._steps.pop(slot, None)
-            self._in_flight.discard(slot)
-            i, status, message = min(failures, key=lambda failure: failure[1])  # a link that is down comes first
-            error = self.members[i].link.failure(status, message)
-            error.link = self
-            raise error
+    def _failed(self, slot: int, failures: list[tuple[int, int, str]]) -> CallRefused | LinkDown:
+        """Drop the slot's step, which has failed. Returns the error to raise."""
+        self.steps.pop(slot, None)
+        self._in_flight.discard(slot)
+        i, status, message = min(failures, key=lambda failure: failure[1])  # a link that is down comes first
+        error = self.members[i].link.failure(status, message)
+        error.link = self
+        return error
 
     def failure(self, status: int, message: str) -> CallRefused | LinkDown:
         """The error that a StepGroup's failure on this link stands for: CallRefused or LinkDown, which names this link.

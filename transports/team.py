@@ -192,7 +192,7 @@ class Team(Link):
         finally:
             freeing = asyncio.gather(*(link.close() for link in self.links))
             await asyncio.gather(*ends)
-            self._steps.clear()
+            self.steps.clear()
             self._ended.set_result(error)
             await freeing
             self._region.close()
