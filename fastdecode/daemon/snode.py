@@ -144,6 +144,7 @@ async def _serve(
         os.sched_setaffinity(0, split.r_cpus)  # the event loop's thread
     shutdown = asyncio.create_task(wait_for_shutdown())
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(exchange.close)
         if isinstance(api, ApiProcesses):
             stack.push_async_callback(api.close)
         if model.device.type == "cpu":

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpu import cuda_driver
@@ -36,14 +37,26 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("queues", "n_links"), [(1, 2), (8, 1), (32, 2)])
-def test_tokens_are_those_of_the_cpu(queues, n_links, libraries):
-    """Two mini-batches, prompts in chunks, tokens drawn within the graphs and behind them."""
-    arguments = [str(queues), str(n_links), str(make_checkpoint("llama-gqa"))]
+def run(libraries: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What became of the engines; see bypass_on_driver.py."""
     command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments]
     environment = os.environ | {"FASTDECODE_COMPILED": str(libraries)}
     process = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert process.returncode == 0, process.stderr
-    found = json.loads(process.stdout)
+    return json.loads(process.stdout)
+
+
+@pytest.mark.parametrize(("queues", "n_links"), [(1, 2), (8, 1), (32, 2)])
+def test_tokens_are_those_of_the_cpu(queues, n_links, libraries):
+    """Two mini-batches, prompts in chunks, tokens drawn within the graphs and behind them."""
+    [found] = run(libraries, str(queues), str(n_links), str(make_checkpoint("llama-gqa")), "1")
     assert len(found["captured"]) == 2 and all(found["captured"])
-    assert found == {"equal": True, "captured": found["captured"], "fault": "", "failed": []}
+    assert found["equal"] == [True] and found["fault"] == [""] and found["failed"] == []
+
+
+def test_engines_of_one_process_give_everything_back(libraries):
+    """One engine, then two at once. The driver refuses memory that is registered already."""
+    found = run(libraries, "8", "1", str(make_checkpoint("llama-gqa")), "1", "2")
+    assert [one["equal"] for one in found] == [[True], [True, True]]
+    assert [one["fault"] for one in found] == [[""], ["", ""]]
+    assert [one["left"] for one in found] == [{}, {}]

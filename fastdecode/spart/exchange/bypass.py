@@ -31,7 +31,14 @@ from fastdecode.spart.exchange.base import LinkRows, StepLinks
 from fastdecode.spart.exchange.driver import DriverError
 from fastdecode.spart.exchange.graph import GraphStream
 from fastdecode.spart.exchange.graph_table import GraphTable, size_class
-from fastdecode.spart.exchange.stream_rows import Gate, Kernels, MappedRegion, StreamRows, step_addresses
+from fastdecode.spart.exchange.stream_rows import (
+    Gate,
+    Kernels,
+    MappedMemory,
+    MappedRegion,
+    StreamRows,
+    step_addresses,
+)
 from fastdecode.spart.sampler.sampling import Sampler
 from fastdecode.spart.sampler.sampling_kinds import Kind, kind_of
 from fastdecode.spart.step.batch import StepBatch, StepOutput
@@ -134,8 +141,7 @@ class Bypass:
         self._kernels, self._driver = kernels, kernels.driver
         self._make_stream, self._most_rows = make_stream, size_class(most_rows)
         self._proxy = proxy or Proxy()
-        page = np.frombuffer(self._proxy, np.uint8)
-        self._completions = self._driver.register(page.ctypes.data, page.nbytes)
+        self._completions = MappedMemory(self._driver, np.frombuffer(self._proxy, np.uint8))
         self._lanes: dict[int, _Lane] = {}
         self._regions: dict[DataPath, MappedRegion] = {}
         self.fault = ""  # the reason why no step is taken any more
@@ -157,7 +163,7 @@ class Bypass:
         try:
             self._graph(spart, self._lane(spart, slot), slot, links, size_class(n), self._kind(rows, size_class(n)))
         except (DriverError, RuntimeError) as error:
-            self.fault = f"a step could not be captured: {error}"
+            self._forget_steps(f"a step could not be captured: {error}")
             log.warning("exchange: staged from now on; %s", self.fault)
         return not self.fault
 
@@ -234,8 +240,19 @@ class Bypass:
             sampler, drawn = table.sampler, lane.results[: 2 * size]
         results = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
         results.copy_(drawn, non_blocking=True)
-        self._driver.write_word(lane.stream.handle, self._completions + _LINE * slot, 1)
+        self._driver.write_word(lane.stream.handle, self._completions.device + _LINE * slot, 1)
         return sampler, results
+
+    def close(self) -> None:
+        """Give back all that is registered and captured, after the last step. Idempotent."""
+        self._forget_steps("the bypass is closed")
+        self._completions.close()
+
+    def _forget_steps(self, why: str) -> None:
+        """Take no further step, for the reason `why`. A step that still runs holds what it needs."""
+        self.fault = self.fault or why
+        self._lanes.clear()
+        self._regions.clear()
 
     # -- graphs -------------------------------------------------------------------------------------------------
 

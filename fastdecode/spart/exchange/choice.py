@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import resource
@@ -46,6 +47,11 @@ class ChosenExchange:
             return f"staged ({self.bypass.fault})"
         return f"{self.name} ({self.why})" if self.why else self.name
 
+    def close(self) -> None:
+        """Give back what a bypass has registered and captured, after the last step. Idempotent."""
+        if self.bypass is not None:
+            self.bypass.close()
+
     @classmethod
     def plain(cls, device: torch.device) -> ChosenExchange:
         """The exchange that always works on a device."""
@@ -88,13 +94,21 @@ def choose_exchange(
 def open_bypass(device: torch.device, mini_batches: int, most_rows: int, spin_us: int) -> Bypass:
     """A bypass on a CUDA device, once a stream has shown that it works. Raises BypassImpossible, DriverError,
     CompileError."""
-    driver = Driver(device.index or 0)
-    if fault := device_fault(driver) or environment_fault(os.environ, mini_batches):
+    if fault := environment_fault(os.environ, mini_batches):
         raise BypassImpossible(fault)
-    stream = GraphStream(device)
-    try_words(driver, stream.handle)
-    kernels = Kernels.load(driver, compile_kernels(driver.architecture))
+    kernels = _kernels(device.index or 0)
+    kernels.driver.use_here()
+    try_words(kernels.driver, GraphStream(device).handle)
     return Bypass(kernels, lambda: GraphStream(device), most_rows, Proxy(spin_us))
+
+
+@functools.cache
+def _kernels(device: int) -> Kernels:
+    """The kernels of rows.cu on a CUDA device, which a process loads once and keeps."""
+    driver = Driver(device)
+    if fault := device_fault(driver):
+        raise BypassImpossible(fault)
+    return Kernels.load(driver, compile_kernels(driver.architecture))
 
 
 def device_fault(driver: Driver) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fastdecode.region.contract import REPLY_OFFSET, REQUEST_OFFSET
@@ -30,15 +31,24 @@ class Gate:
     reply: int
 
 
-class MappedRegion:
-    """A link's region, registered with the driver until this object goes away. It keeps the region mapped."""
+class MappedMemory:
+    """Memory of the host, registered with the driver until `close` is called or this object goes away. The object keeps
+    the memory mapped."""
+
+    def __init__(self, driver: Driver, memory: npt.NDArray[np.uint8]):
+        """Raises DriverError."""
+        self.device = driver.register(memory.ctypes.data, memory.nbytes)
+        self.close = weakref.finalize(self, _release, driver, memory)
+        self.close.atexit = False
+
+
+class MappedRegion(MappedMemory):
+    """A link's region."""
 
     def __init__(self, driver: Driver, link: DataPath):
         """Raises DriverError."""
-        memory = np.frombuffer(link.region, np.uint8)
+        super().__init__(driver, np.frombuffer(link.region, np.uint8))
         self.layout = link.layout
-        self.device = driver.register(memory.ctypes.data, memory.nbytes)
-        weakref.finalize(self, _release, driver, memory).atexit = False
 
     def gate(self, slot: int) -> Gate:
         start = self.device + self.layout.slot(slot)
@@ -50,7 +60,7 @@ class MappedRegion:
         return SlotRows(start + y.q, start + y.kv, start + y.o, rows.attending, rows.appended)
 
 
-def _release(driver: Driver, memory: np.ndarray) -> None:
+def _release(driver: Driver, memory: npt.NDArray[np.uint8]) -> None:
     driver.unregister(memory.ctypes.data)
 
 

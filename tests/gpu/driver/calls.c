@@ -89,6 +89,13 @@ API void sim_reset(unsigned queues, unsigned delay_us, uint64_t seed) {
 }
 
 API void sim_set_attribute(int attribute, int value) { attributes[attribute] = value; }
+API void sim_count(sim_counts_t *counts) {
+    memset(counts, 0, sizeof *counts);
+    sim_count_memory(counts);
+    sim_count_streams(counts);
+    sim_count_modules(counts);
+}
+
 API void sim_set_memory(size_t bytes) { sim_memory_limit = bytes; }
 
 /* ---- device and context ---- */

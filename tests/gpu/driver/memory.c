@@ -106,6 +106,16 @@ void sim_release_memory(void) {
     pthread_rwlock_unlock(&lock);
 }
 
+void sim_count_memory(sim_counts_t *counts) {
+    pthread_rwlock_rdlock(&lock);
+    for (size_t i = 0; i < n_blocks; i++) {
+        if (!blocks[i].host) counts->allocated++;
+        else if (blocks[i].by_driver) counts->pinned++;
+        else counts->registered++;
+    }
+    pthread_rwlock_unlock(&lock);
+}
+
 /* Ends the block that starts at `pointer`, once nothing is queued any more. */
 static int end_block(const void *pointer, bool host, bool by_driver, int code, const char *what) {
     sim_wait_for_all();

@@ -31,15 +31,17 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static const kernel_t *libraries[MAX_LIBRARIES];
 static module_t modules[MAX_MODULES];
 static function_t functions[MAX_FUNCTIONS];
-static unsigned n_libraries, n_modules, n_functions;
+static unsigned n_libraries, n_modules, n_unloaded, n_functions;
 
 static _Thread_local jmp_buf out_of_kernel;
 static _Thread_local const char *running;
 
 void sim_release_modules(void) {
     for (unsigned i = 0; i < n_modules; i++) free(modules[i].image);
-    n_modules = n_functions = 0; /* libraries stay */
+    n_modules = n_unloaded = n_functions = 0; /* libraries stay */
 }
+
+void sim_count_modules(sim_counts_t *counts) { counts->modules = n_modules - n_unloaded; }
 
 /* ---- running ---- */
 
@@ -115,6 +117,7 @@ API int cuModuleLoadDataEx(module_t **module, const void *image, unsigned n, int
 API int cuModuleUnload(module_t *module) {
     ENTER(true);
     (void)module; /* its functions may be part of graphs */
+    n_unloaded++;
     sim_wait_for_all();
     return DONE;
 }

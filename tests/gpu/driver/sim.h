@@ -100,7 +100,7 @@ typedef struct queue {
 typedef struct stream {
     queue_t *queue;
     uint64_t queued, done; /* operations; guarded by the queue's lock */
-    bool capturing, invalid;
+    bool capturing, invalid, destroyed;
     int mode; /* CUstreamCaptureMode */
     pthread_t capturer;
     graph_t *graph; /* of the capture */
@@ -129,6 +129,11 @@ bool sim_is_device(const void *pointer, size_t bytes, bool write);
 /* True if the bytes are host memory that was registered or allocated by the driver. */
 bool sim_is_pinned(const void *pointer, size_t bytes);
 void sim_release_memory(void);
+/* What nobody has given back. */
+typedef struct {
+    unsigned registered, pinned, allocated, streams, graphs, modules;
+} sim_counts_t;
+void sim_count_memory(sim_counts_t *counts);
 extern size_t sim_memory_limit; /* bytes of the device's own memory */
 
 /* ---- queues.c ---- */
@@ -147,11 +152,13 @@ void sim_nap(void);
 /* Marks the captures that forbid an unsafe call of this thread as invalid. Returns whether there are any. */
 bool sim_invalidate_captures(void);
 void sim_release_streams(void);
+void sim_count_streams(sim_counts_t *counts); /* and graphs */
 /* Adds an operation to the stream, or to the capture that it is in. */
 int sim_submit(stream_t *stream, op_t op);
 
 /* ---- modules.c ---- */
 
 void sim_release_modules(void);
+void sim_count_modules(sim_counts_t *counts);
 /* Runs on a queue's thread. */
 void sim_run_kernel(const op_t *op);

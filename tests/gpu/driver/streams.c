@@ -26,6 +26,7 @@ typedef union {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static stream_t *streams[MAX_STREAMS]; /* they stay until sim_reset, so no operation in flight loses its own */
 static unsigned n_streams;
+static atomic_uint n_graphs; /* and executable ones */
 
 static void free_graph(graph_t *graph) {
     while (graph && graph->first) {
@@ -42,6 +43,14 @@ void sim_release_streams(void) {
         free(streams[i]);
     }
     n_streams = 0;
+    atomic_store(&n_graphs, 0);
+}
+
+void sim_count_streams(sim_counts_t *counts) {
+    pthread_mutex_lock(&lock);
+    for (unsigned i = 0; i < n_streams; i++) counts->streams += !streams[i]->destroyed;
+    pthread_mutex_unlock(&lock);
+    counts->graphs = atomic_load(&n_graphs);
 }
 
 bool sim_invalidate_captures(void) {
@@ -225,7 +234,9 @@ API int cuStreamCreateWithPriority(stream_t **stream, unsigned flags, int priori
 
 API int cuStreamDestroy_v2(stream_t *s) {
     ENTER(false);
-    return s ? DONE : INVALID_HANDLE; /* what is queued runs to its end */
+    if (!s || s->destroyed) return INVALID_HANDLE;
+    s->destroyed = true; /* what is queued runs to its end */
+    return DONE;
 }
 
 API int cuStreamQuery(stream_t *s) {
@@ -339,7 +350,7 @@ API int cuStreamEndCapture(stream_t *s, graph_t **graph) {
     s->capturing = s->invalid = false;
     pthread_mutex_unlock(&lock);
     if (invalid) free_graph(made);
-    else *graph = made;
+    else *graph = made, atomic_fetch_add(&n_graphs, 1);
     return invalid ? spoilt() : DONE;
 }
 
@@ -351,6 +362,7 @@ API int cuGraphInstantiateWithFlags(graph_t **executable, graph_t *graph, unsign
     made->last = &made->first;
     for (const op_t *op = graph->first; op; op = op->next) append(made, op);
     *executable = made;
+    atomic_fetch_add(&n_graphs, 1);
     return DONE;
 }
 
@@ -365,6 +377,7 @@ API int cuGraphLaunch(const graph_t *executable, stream_t *s) {
 API int cuGraphDestroy(graph_t *graph) {
     ENTER(false);
     free_graph(graph);
+    atomic_fetch_sub(&n_graphs, 1);
     return DONE;
 }
 

@@ -124,7 +124,10 @@ class Cuda:
         mode = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self.call("cuStreamBeginCapture", stream, mode)
         work()
-        return self.call("cuGraphInstantiate", self.call("cuStreamEndCapture", stream), 0)
+        graph = self.call("cuStreamEndCapture", stream)
+        executable = self.call("cuGraphInstantiate", graph, 0)
+        self.call("cuGraphDestroy", graph)
+        return executable
 
     def is_done(self, stream: Any) -> bool:
         """Whether everything that was submitted to the stream has run."""
@@ -169,6 +172,13 @@ class SimulatedCuda(Cuda):
 
     def why(self, code: Any) -> str:
         return (self._sim.sim_why() or b"").decode()
+
+    def counts(self) -> dict[str, int]:
+        """How many things of each kind nobody has given back; "graphs" counts executable ones too."""
+        names = ("registered", "pinned", "allocated", "streams", "graphs", "modules")
+        numbers = (ctypes.c_uint * len(names))()
+        self._sim.sim_count(numbers)
+        return dict(zip(names, numbers, strict=True))
 
     def set_attribute(self, name: str, value: int) -> None:
         """An attribute of the device, until `reset`; `name` is CU_DEVICE_ATTRIBUTE_... without that prefix."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.region.contract import REPLY_OFFSET, REQUEST_OFFSET
+from fastdecode.spart.exchange.driver import DriverError
 from gpu.lying_device import LyingDevice
 
 _DEVICE = 1 << 60  # the device adds this to the address of registered memory
@@ -36,6 +37,9 @@ class LyingDriver:
         pass
 
     def register(self, address: int, n_bytes: int) -> int:
+        for start, n in self._registered.items():
+            if address < start + n and start < address + n_bytes:
+                raise DriverError("cuMemHostRegister: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED")
         self._registered[address] = n_bytes
         self._completions = self._completions or address  # the proxy's page is the first
         return address + _DEVICE
