@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from fastdecode import __version__
@@ -15,6 +16,8 @@ from fastdecode.kernels import _native
 from fastdecode.transports import rdma_report
 
 if TYPE_CHECKING:
+    import torch
+
     from fastdecode.spart.backend import Backend
 
 
@@ -23,6 +26,9 @@ def report(config: NodeConfig) -> str:
 
     Raises ConfigError or CheckpointError for a model that cannot be served.
     """
+    from fastdecode.daemon.device_plan import node_device
+
+    device = node_device(config)
     rows = [
         ("fastdecode", f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"),
         ("cores", f"{len(usable_cpus())} usable of {os.cpu_count()}"),
@@ -32,7 +38,7 @@ def report(config: NodeConfig) -> str:
         ("huge pages", _huge_pages()),
         ("memlock", _memlock()),
         ("GPU", _gpu()),
-        *([("exchange", _exchange(config))] if config.role == "s" else []),
+        *([("exchange", _exchange(config, device))] if config.role == "s" else []),
         ("RDMA", rdma_report.report()),
     ]
     if path := config.model_path():
@@ -41,7 +47,7 @@ def report(config: NodeConfig) -> str:
 
         backend = choose_backend(config.backend, path)
         rows += check_model.rows(config, backend)
-        if config.role == "s" and not config.uses_r_nodes and (split := _split(config, backend)):
+        if config.role == "s" and not config.uses_r_nodes and (split := _split(config, backend, device)):
             rows.append(("split", split))
     return "\n".join(f"{name:<11} {value}".replace("\n", f"\n{'':<11} ") for name, value in rows)
 
@@ -73,19 +79,18 @@ def _memlock() -> str:
     return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
 
 
-def _exchange(config: NodeConfig) -> str:
+def _exchange(config: NodeConfig, device: torch.device) -> str:
     from fastdecode.daemon.device_plan import node_exchange
-    from fastdecode.spart import choose_device
 
-    return str(node_exchange(config, choose_device(config.device), config.mini_batches or 2))
+    with closing(node_exchange(config, device, config.mini_batches or 2)) as exchange:
+        return str(exchange)
 
 
-def _split(config: NodeConfig, backend: Backend) -> str | None:
+def _split(config: NodeConfig, backend: Backend, device: torch.device) -> str | None:
     """The split of the cpus; None with a GPU."""
     from fastdecode.daemon import check_model, tuning
-    from fastdecode.spart import choose_device, choose_dtype
+    from fastdecode.spart import choose_dtype
 
-    device = choose_device(config.device)
     if device.type != "cpu":
         return None
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
 from fastdecode.engine.state.pages import PageGroups
 from fastdecode.spart.exchange.choice import BypassImpossible, ChosenExchange, choose_exchange
 from fastdecode.spart.exchange.graph_table import size_class
+from fastdecode.spart.loader import choose_device
 from fastdecode.spart.memory import graph_bytes, step_bytes
 from fastdecode.spart.prefill.prompt import staged_token_bytes
 from fastdecode.spart.served import ServedModel
@@ -30,6 +32,14 @@ KERNEL_BYTES = 512 << 20
 #: Microseconds that the proxy of a bypass spins, without --spin-us. A GPU takes hundreds of them for its part of a
 #: layer, and a nap would come on top. The best number has not been measured.
 _PROXY_SPIN_US = 2000
+
+
+def node_device(config: NodeConfig) -> torch.device:
+    """The device for --device. To be called before CUDA starts. Raises CheckpointError."""
+    if config.device != "cpu" and config.exchange != "staged":
+        # A kernel that is loaded late waits for streams that wait for R-nodes.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    return choose_device(config.device)
 
 
 def node_exchange(config: NodeConfig, device: torch.device, mini_batches: int) -> ChosenExchange:

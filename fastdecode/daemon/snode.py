@@ -19,7 +19,7 @@ from fastdecode.api.server import ApiServer, bind, serve
 from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits, check_partition
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.device_plan import capacity, node_exchange, staged_tokens
+from fastdecode.daemon.device_plan import capacity, node_device, node_exchange, staged_tokens
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
@@ -35,7 +35,7 @@ from fastdecode.engine.runner import Runner
 from fastdecode.engine.stats import EngineStats
 from fastdecode.region.contract import MAX_SEQS
 from fastdecode.service.local import LocalEngine
-from fastdecode.spart import Model, ModelConfig, SPart, choose_device, choose_dtype
+from fastdecode.spart import Model, ModelConfig, SPart, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.checkpoints.config_file import open_source
 from fastdecode.spart.exchange.choice import ChosenExchange
@@ -68,10 +68,7 @@ def run_s_node(config: NodeConfig) -> None:
     """
     source = open_source(config.model_path() or model_dir())
     secret = config.read_secret()
-    if config.device != "cpu" and config.exchange != "staged":
-        # Before CUDA starts: a kernel that is loaded late waits for streams that wait for R-nodes.
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    device = choose_device(config.device)
+    device = node_device(config)
     backend = choose_backend(config.backend, source)
     adapters = [read_adapter(name, directory) for name, directory in config.lora]
     positions = backend.config.max_positions

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from sources.compiled import kernel_names
 
+from fastdecode.daemon import device_plan
+from fastdecode.daemon.check import report
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.spart.exchange import choice
 from fastdecode.spart.exchange.choice import device_fault, environment_fault, try_words
 from fastdecode.spart.exchange.driver import Driver, DriverError
 from fastdecode.spart.exchange.stream_rows import Kernels
@@ -64,6 +71,25 @@ def test_a_trial_whose_word_is_refused_leaves_no_stream_waiting(simulated):
     with pytest.raises(DriverError, match="cuStreamWriteValue32"):
         try_words(driver, stream)
     assert simulated.finish(stream, 20.0)
+
+
+def test_check_names_the_exchange_that_the_node_takes(simulated, monkeypatch):
+    """Where nobody has set CUDA_MODULE_LOADING, the node sets it, and so does --check. torch's device and NVRTC are
+    replaced; the driver is not."""
+    monkeypatch.setattr(choice, "GraphStream", lambda device: SimpleNamespace(handle=streams.pop()))
+    monkeypatch.setattr(choice, "compile_kernels", lambda architecture: simulated.image)
+    monkeypatch.setattr(device_plan, "choose_device", lambda name: torch.device("cuda"))
+    choice._kernels.cache_clear()
+    for given, found in ((None, "bypass"), ("LAZY", "staged (CUDA_MODULE_LOADING is LAZY")):
+        streams = [int(simulated.call("cuStreamCreate", 1))]
+        if given:
+            monkeypatch.setenv("CUDA_MODULE_LOADING", given)
+        else:
+            monkeypatch.delenv("CUDA_MODULE_LOADING")
+        before = simulated.counts()["registered"]
+        assert f"\nexchange    {found}" in report(NodeConfig(check=True))
+        assert simulated.counts()["registered"] == before
+    choice._kernels.cache_clear()
 
 
 def test_a_call_that_is_refused_names_itself_and_the_error(cuda):
