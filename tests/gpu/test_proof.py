@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from gpu import cuda_driver
 from sources.folders import ROOT
+from transformers import AutoModelForCausalLM
+
+from fastdecode.demo import model_dir
 
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(300)]
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from gpu_proof import page, parts  # noqa: E402
+from gpu_proof import page, parts, serving  # noqa: E402
 
 #: The parts that are runs of tests, which the whole suite runs anyway.
 TESTS = {"tests", "watchdog", "steps"}
@@ -53,6 +58,36 @@ def test_the_proof_runs_here(tmp_path):
     assert {cell["transport"] for cell in trips} == {"shm", "tcp"} and all(cell["equal"] for cell in trips)
     text = (tmp_path / "proof.html").read_text()
     assert "no time and no rate below means anything" in text and "torch cannot use the simulated driver" in text
+
+
+def choices(model: Any, dtype: torch.dtype) -> list[Any]:
+    """What a server would say of the last tokens of the proof's prompts, by transformers."""
+    model = model.to(dtype)
+    made = []
+    for prompt in serving.prompts():
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        top = logits.topk(5)
+        rows = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        tops = [dict(zip(map(str, ids), values, strict=True)) for ids, values in rows]
+        logprobs = {"token_logprobs": top.values[:, 0].tolist(), "top_logprobs": tops}
+        made.append({"text": str(prompt), "logprobs": logprobs})
+    return made
+
+
+def test_log_probabilities_are_compared_with_a_tolerance_that_rounding_keeps():
+    """Between fp32 and float64 the model's numbers differ, by less than the tolerance. Those of another model, whose
+    weights are a thousandth off, differ by more."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir()).eval()
+    bound = serving.tolerance(model_dir())
+    exact, single = choices(model, torch.float64), choices(model, torch.float32)
+    differences = list(map(serving.difference, exact, single))
+    assert 0 < max(differences) < bound
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
+    assert min(map(serving.difference, exact, choices(model, torch.float32))) > bound
+    assert serving.difference(exact[0], {**exact[0], "text": "another"}) == math.inf
 
 
 def test_a_page_has_a_plot_of_every_series():
