@@ -50,6 +50,7 @@ class SplitSystem:
         self._model, self._urls, self._steps, self._mini_batches = model, urls, steps, mini_batches
         self._decoding: DecodingInParts | None = None
         self.r_threads, self.isa = 0, ""  # of the R-nodes, from the first cell on
+        self.exchange = ""  # of the last cell
 
     def shape(self, cell: Cell) -> DecodeShape:
         mini_batches = min(self._mini_batches, cell.batch)
@@ -77,6 +78,7 @@ class SplitSystem:
     async def round(self, steps: int, seconds: float, stop: asyncio.Event) -> dict[str, float]:
         assert self._decoding
         split = (await self._decoding.split_round()).elapsed
+        self.exchange = str(self._decoding.spart.exchange)
         return {"all": split, "s": await self._decoding.s_round(), "r": await self._decoding.r_round()}
 
     async def end(self, *, done: bool) -> None:

@@ -27,12 +27,13 @@ from fastdecode.bench.load import Cell, PeerLoad
 from fastdecode.bench.options import keep, print_result, read_kept
 from fastdecode.bench.peers import PEERS, Peer
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.device_plan import node_device
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.daemon.machine import total_memory, usable_cpus
 from fastdecode.daemon.options import WEIGHTS
 from fastdecode.demo import model_dir
 from fastdecode.region.contract import KV_DTYPES
-from fastdecode.spart import Model, choose_device, choose_dtype, load_model, read_config
+from fastdecode.spart import Model, choose_dtype, load_model, read_config
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.threads import set_threads
 
@@ -99,7 +100,8 @@ def run(args: argparse.Namespace) -> None:
 
 async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """The rows of all cells, and the signal that has ended the run or 0."""
-    device = choose_device(args.device)
+    config = NodeConfig.from_args(_node_options(args))
+    device = node_device(config)
     path = NodeConfig(model=args.model).model_path() or model_dir()
     dtype = choose_dtype(args.dtype, read_config(path).dtype, device)
     settings = {name: getattr(args, name) for name in _SETTINGS} | {"model": path.resolve().name}
@@ -117,7 +119,6 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     missing = {cell: names for cell, names in missing.items() if names}
     if not missing:
         return kept, 0
-    config = NodeConfig.from_args(_node_options(args))
     split = split_machine(config, s_on_gpu=device.type == "cuda")
     batch, context = max(args.batch), max(args.context)
     load = PeerLoad(path, args.weights, dtype, device, torch.get_num_threads(), batch, context, args.steps)
@@ -151,7 +152,7 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
                     )
                 )
                 if one.isa:
-                    kept |= {"r_threads": one.r_threads, "isa": one.isa}
+                    kept |= {"r_threads": one.r_threads, "isa": one.isa, "exchange": one.exchange}
             kept["rows"] += [row for row in rows if not stop.is_set() or "tokens_per_s" in row]
             if not stop.is_set():  # an interrupted cell is measured again
                 keep(args.out, kept)
@@ -170,7 +171,7 @@ def _node_options(args: argparse.Namespace) -> list[str]:
     argv = ["--log-level", "warning"]
     if not args.r_node:
         argv += ["--kv-memory", str(total_memory())]  # a limit: the links lease what they need
-    for name in ("mini_batches", "threads", "s_threads", "cpus", "spin_us"):
+    for name in ("device", "mini_batches", "threads", "s_threads", "cpus", "spin_us"):
         if (value := getattr(args, name)) is not None:
             argv += [f"--{name.replace('_', '-')}", str(value)]
     for url in args.r_node or ():

@@ -106,7 +106,7 @@ def print_one(result: dict[str, Any]) -> None:
     """Print the table of a single row and its run's header, merged."""
     shape = f"batch {result['batch']}, context {result['context']}, {result['mini_batches']} mini-batches"
     weights = f"weights {result['weights']} ({format_bytes(result['weight_bytes'])})"
-    print(f"{result['model']}: {shape}, {weights}, {result['dtype']}, KV {result['kv_dtype']}")
+    print(f"{result['model']}: {shape}, {weights}, {result['dtype']}, KV {result['kv_dtype']}, {result['exchange']}")
     rows = [
         ("split", result["tokens_per_s"]),
         ("S alone", result["s_tokens_per_s"]),

@@ -43,11 +43,12 @@ class DecodingInParts(Decoding):
 
     @cached_property
     def _s_alone(self) -> SPart:
-        return self.make_spart(self.model, self._loopbacks)
+        return self.spart_over(self._loopbacks)
 
     async def close(self) -> None:
         await super().close()
-        if "_loopbacks" in self.__dict__:
+        if "_s_alone" in self.__dict__:
+            self._s_alone.exchange.close()
             for path in self._loopbacks:
                 path.close()
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from fastdecode.daemon.device_plan import PROXY_SPIN_US
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.engine.runner import Runner
 from fastdecode.engine.state.pages import blocks_for
@@ -22,6 +23,7 @@ from fastdecode.engine.state.request import SamplingParams
 from fastdecode.region.contract import ROW_DTYPE
 from fastdecode.region.geometry import region_layout
 from fastdecode.spart import Model, SPart
+from fastdecode.spart.exchange.choice import ChosenExchange, choose_exchange
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports.base import DataPath, Hello, Link
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 _FILL_ROWS = 512  # appended by one call when the cache is filled
 _TIMEOUT = 60.0  # seconds for a call
 _ROUNDING_BYTES = 4 << 20  # of each layer's K and V in a lease, which takes whole huge pages
+
+#: Makes an S-Part of a model, its links and its exchange.
+MakeSPart = Callable[[Any, Sequence[DataPath], ChosenExchange], SPart]
 
 #: The temperature of requests that give none.
 USUAL_TEMPERATURE = SamplingParams().temperature
@@ -91,18 +96,12 @@ class Round(NamedTuple):
 
 
 class Decoding:
-    """Sequences that decode in mini-batches, spread evenly over links to R-nodes."""
+    """Sequences that decode in mini-batches, spread evenly over links to R-nodes, by the exchange of a node."""
 
-    def __init__(
-        self,
-        model: Model | HFModel,
-        links: list[Link],
-        shape: DecodeShape,
-        make_spart: Callable[[Any, Sequence[DataPath]], SPart] = SPart,
-    ):
+    def __init__(self, model: Model | HFModel, links: list[Link], shape: DecodeShape, make_spart: MakeSPart = SPart):
         self.model, self.links, self.shape = model, links, shape
-        self.make_spart = make_spart
-        self.spart = make_spart(model, links)
+        self._make_spart = make_spart
+        self.spart = self.spart_over(links)
         self._runner: Runner | None = None
         # (link, seq_index) of every sequence: neighbours are on different links; each mini-batch is sorted by link.
         everyone = [(i % len(links), i // len(links)) for i in range(shape.batch)]
@@ -114,7 +113,7 @@ class Decoding:
         model: Model | HFModel,
         urls: Sequence[str],
         shape: DecodeShape,
-        make_spart: Callable[[Any, Sequence[DataPath]], SPart] = SPart,
+        make_spart: MakeSPart = SPart,
     ) -> Self:
         """Connect to the R-nodes at `urls` and lease as much as the shape needs. Raises TransportError, and ValueError
         if one has too few KV pages."""
@@ -126,6 +125,12 @@ class Decoding:
             if lease.n_pages < needed:
                 raise ValueError(f"{link.url} grants {lease.n_pages} KV pages, this batch and context need {needed}")
         return cls(model, links, shape, make_spart)
+
+    def spart_over(self, links: Sequence[DataPath]) -> SPart:
+        """An S-Part over `links`, whose exchange is for its owner to close."""
+        n = self.shape.mini_batches
+        rows = -(-self.shape.batch // n)
+        return self._make_spart(self.model, links, choose_exchange("auto", self.model.device, n, rows, PROXY_SPIN_US))
 
     @property
     def runner(self) -> Runner:
@@ -141,6 +146,7 @@ class Decoding:
 
     async def close(self) -> None:
         self.end_runner()
+        self.spart.exchange.close()
         for link in self.links:
             await link.close()
         self.spart.forget_expert_load()

@@ -31,7 +31,7 @@ _STAGING_PART = 8
 KERNEL_BYTES = 512 << 20
 #: Microseconds that the proxy of a bypass spins, without --spin-us. A GPU takes hundreds of them for its part of a
 #: layer, and a nap would come on top. The best number has not been measured.
-_PROXY_SPIN_US = 2000
+PROXY_SPIN_US = 2000
 
 
 def node_device(config: NodeConfig) -> torch.device:
@@ -44,7 +44,7 @@ def node_device(config: NodeConfig) -> torch.device:
 
 def node_exchange(config: NodeConfig, device: torch.device, mini_batches: int) -> ChosenExchange:
     """The exchange for --exchange. Raises ConfigError if that one cannot be used."""
-    spin_us = _PROXY_SPIN_US if config.spin_us is None else config.spin_us
+    spin_us = PROXY_SPIN_US if config.spin_us is None else config.spin_us
     try:
         return choose_exchange(
             config.exchange,

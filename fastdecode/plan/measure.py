@@ -27,6 +27,7 @@ from fastdecode.bench.shape import Shape
 from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
+from fastdecode.daemon.device_plan import node_device
 from fastdecode.daemon.embedded import split_machine
 from fastdecode.daemon.machine import available_memory, cpu_model, usable_cpus
 from fastdecode.daemon.option_values import parse_bytes
@@ -38,7 +39,7 @@ from fastdecode.plan.engine_cost import engine_cost
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import LinkTimes, Profile, RNodeProfile, SNodeProfile, SPartTimes
 from fastdecode.region.contract import KV_DTYPES
-from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
+from fastdecode.spart import Model, SPart, choose_dtype, load_model, read_config
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.spart.threads import pool_threads, set_threads
@@ -217,7 +218,7 @@ class _Measurement:
 
 def load(directory: Path, threads: int | None = None) -> Model:
     """Load a checkpoint as a node would; torch gets `threads` threads, by default as many as the node's S-Part."""
-    device = choose_device("auto")
+    device = node_device(NodeConfig())
     threads = threads or split_machine(NodeConfig(), s_on_gpu=device.type == "cuda").s_threads
     set_threads(threads)
     dtype = choose_dtype("auto", read_config(directory).dtype, device)

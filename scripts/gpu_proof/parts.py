@@ -123,6 +123,7 @@ def _decode(setting: Setting, shape: str, model: Path, kv_dtype: str, batch: int
         found = setting.bench(f"decode-{shape}-{kv_dtype}-{batch}", *command, timeout=_HOUR)
     except RuntimeError as error:
         return {**cell, "failed": str(error)}  # too large for the memory, for example
+    cell["exchange"] = found["exchange"]
     for name in ("tokens_per_s", "s_tokens_per_s", "r_tokens_per_s"):
         cell[name] = setting.timed(found[name])
     for peer, numbers in found["peers"].items():

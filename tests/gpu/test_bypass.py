@@ -20,7 +20,7 @@ from sources.compiled import compile_all
 
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(240)]
 
-SCRIPT = Path(__file__).parents[1] / "helpers/gpu/bypass_on_driver.py"
+SCRIPTS = Path(__file__).parents[1] / "helpers/gpu"
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(libraries: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What became of the engines; see bypass_on_driver.py."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments]
+def run(libraries: Path, *arguments: str, script: str = "bypass_on_driver.py") -> Any:
+    """What the script prints."""
+    command = [sys.executable, "-W", "ignore", str(SCRIPTS / script), *arguments]
     environment = os.environ | {"FASTDECODE_COMPILED": str(libraries)}
     process = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert process.returncode == 0, process.stderr
@@ -60,3 +60,11 @@ def test_engines_of_one_process_give_everything_back(libraries):
     assert [one["equal"] for one in found] == [[True], [True, True]]
     assert [one["fault"] for one in found] == [[""], ["", ""]]
     assert [one["left"] for one in found] == [{}, {}]
+
+
+def test_the_decode_benchmark_takes_the_bypass(libraries):
+    """The split system in two mini-batches, and its S-Part alone over links that answer by themselves."""
+    found = run(libraries, str(make_checkpoint("llama-gqa")), script="decoding_on_driver.py")
+    assert found["exchanges"] == ["bypass", "bypass"] and found["failed"] == []
+    assert [len(lanes) for lanes in found["captured"]] == [2, 2] and all(map(all, found["captured"]))
+    assert found["left"] == {}

@@ -53,6 +53,7 @@ def test_the_proof_runs_here(tmp_path):
     results = [part["results"] | {"seconds": part["seconds"]} for part in proof["parts"]]
     assert "simulated" in leaves(results) and not any(isinstance(leaf, float) for leaf in leaves(results))
     (cell,) = proof["parts"][4]["results"]["cells"]
+    assert cell["exchange"] == "direct"  # of a CPU; "bypass" on a GPU
     assert {cell[name] for name in ("tokens_per_s", "s_tokens_per_s", "r_tokens_per_s")} == {"simulated"}
     trips = proof["parts"][3]["results"]["cells"]
     assert {cell["transport"] for cell in trips} == {"shm", "tcp"} and all(cell["equal"] for cell in trips)
