@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Exit status: 0 if the engine's process asked for the end, 1 if it has ended without a word."""
+    """Exit status: 0 if the engine's process asked for the end, 1 if it has ended by itself."""
     # A service manager sends these to all processes of the S-node. The engine's process says when the end has come.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -49,9 +49,8 @@ async def _serve(settings: ApiSettings, engine_socket: socket.socket, listening:
     engine.serving()
     seconds = await engine.drain_asked
     if seconds is None:
-        log.critical(
-            "the engine's process has ended without a word, and with it all requests; so does this API process"
-        )
+        level = logging.CRITICAL if engine.lost else logging.INFO
+        log.log(level, "the engine's process has ended, and with it %d choices; so does this API process", engine.lost)
     else:
         await server.drain(seconds)
         engine.drained()

@@ -6,6 +6,8 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -81,8 +83,33 @@ def test_a_killed_engine_process_ends_the_streams_with_a_clear_error_and_leaves_
         for _ in stream:
             pass
     assert all(map(gone, children))
-    assert "the engine's process has ended without a word" in node.log.read_text()
+    assert re.search("CRITICAL .*: the engine's process has ended, and with it 1 choices", node.log.read_text())
     assert traces(tmp_path) <= before
+
+
+#: Starts a program that ends when this one does.
+PARENT = """
+import os, subprocess, sys
+command = [sys.executable, "-m", "fastdecode.cluster.leash", str(os.getpid()), sys.executable, *sys.argv[1:]]
+subprocess.Popen(command).wait()
+"""
+
+
+def test_the_log_of_an_idle_node_that_ends_with_its_parent_ends_calmly(tmp_path):
+    log = tmp_path / "node.log"
+    with log.open("wb") as out:
+        command = [sys.executable, "-c", PARENT, "-m", "fastdecode.daemon.node", *NODE]
+        parent = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 60
+    while "Serving" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    while "the engine's process has ended" not in log.read_text():
+        assert time.monotonic() < deadline + 20, log.read_text()
+        time.sleep(0.1)
+    assert not re.search("WARNING|ERROR|CRITICAL", log.read_text())
 
 
 def test_a_client_that_vanishes_frees_its_request_and_connections_wait_for_the_next_api_process(start):
