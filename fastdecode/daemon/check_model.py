@@ -48,7 +48,7 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
         pages = KVPages(model.hello_geometry(1, 1, "fp32"), kv_dtype, model.windows, model.options)
         token = pages.block_bytes / PAGE_TOKENS
         tokens = int(memory // token)
-        sequences = memory // pages.page_bytes // pages.groups(config.max_batch_tokens).pages_for(length)
+        sequences = memory // pages.page_bytes // pages.groups(config.step_rows).pages_for(length)
         whole = f"{sequences} sequences of {length}" if sequences else f"not one sequence of {length}"
         chosen = " (--kv-dtype)" if kv_dtype == config.kv_dtype else ""
         text = f"{format_bytes(token)} per token; {format_bytes(memory)} hold {tokens} tokens, {whole}{chosen}"

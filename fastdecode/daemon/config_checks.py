@@ -80,7 +80,7 @@ _CHECKS = (
         lambda c: "--trim-idle-s returns memory that --huge-pages hugetlb keeps: give one of them",
     ),
     _Check(
-        lambda c: c.max_batch_size > c.max_batch_tokens,
+        lambda c: c.max_batch_size > c.step_rows,
         lambda c: "--max-batch-size is larger than --max-batch-tokens: every sequence needs a row",
     ),
 )

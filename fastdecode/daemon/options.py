@@ -229,9 +229,9 @@ class NodeOptions:
         parse=option_values.positive,
     )
     max_batch_size: int = _s_option("most sequences in a mini-batch", 256, parse=option_values.positive)
-    max_batch_tokens: int = _s_option(
-        "most rows in a step: decoding sequences and prompt tokens together",
-        512,
+    max_batch_tokens: int | None = _s_option(
+        "most rows in a step: decoding sequences and prompt tokens together; default: 512 on a CPU; on a GPU 4096, or "
+        "fewer where its memory is short",
         parse=option_values.positive,
     )
     schedule: str = _s_option(
@@ -343,6 +343,11 @@ class NodeOptions:
     )
     log_level: str = _option("least severe messages to log", "info", choices=("debug", "info", "warning", "error"))
     log_format: str = _option("text: lines for people; json: one JSON object a line", "text", choices=("text", "json"))
+
+    @property
+    def step_rows(self) -> int:
+        """The most rows in a step. On a GPU, device_plan.plan_steps chooses --max-batch-tokens if it is not given."""
+        return self.max_batch_tokens or max(512, self.max_batch_size)
 
     @property
     def uses_r_nodes(self) -> bool:

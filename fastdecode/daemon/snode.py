@@ -19,7 +19,7 @@ from fastdecode.api.server import ApiServer, bind, serve
 from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits, check_partition
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.device_plan import capacity, node_device, node_exchange, staged_tokens
+from fastdecode.daemon.device_plan import capacity, node_device, node_exchange, plan_steps
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
@@ -153,7 +153,7 @@ async def _serve(
                 return
             split = choosing.result()
             set_threads(split.s_threads, model)
-        staged = staged_tokens(config, model, model.device, split.mini_batches, exchange.bypass is not None)
+        config, staged = plan_steps(config, model, split.mini_batches, exchange.bypass is not None)
         length = config.max_model_len or backend.config.max_positions
         hello = _make_hello(config, model, split, length)
         embedded: EmbeddedRNode | None = None
@@ -221,7 +221,7 @@ def _make_hello(config: NodeConfig, model: Model | HFModel, split: Split, length
     """The lease to ask R-nodes for. One that grows begins with room for a sequence of `length` tokens."""
     hello = model.hello(
         n_slots=split.mini_batches,
-        max_rows=config.max_batch_tokens,
+        max_rows=config.step_rows,
         kv_dtype=config.kv_dtype,
         kv_bytes=config.kv_lease,
         # As many sequences again may be kept: paused ones, and ended ones in the prefix cache.
@@ -249,7 +249,7 @@ def _make_engine(
         max_model_len=config.max_model_len,
         mini_batches=split.mini_batches,
         max_batch_size=config.max_batch_size,
-        max_batch_tokens=config.max_batch_tokens,
+        max_batch_tokens=config.step_rows,
         max_queued=config.max_queued,
         max_staged_tokens=staged,
         strict_staging=not on_cpu,

@@ -109,7 +109,7 @@ def test_every_format_of_the_kv_cache_is_a_choice():
         ("--mini-batches 0", "0 is not a positive number"),
         ("--mini-batches 17", "at most 16"),
         (f"--max-batch-tokens {MAX_ROWS + 1}", f"at most {MAX_ROWS}"),
-        ("--max-batch-size 600", "every sequence needs a row"),
+        ("--max-batch-size 600 --max-batch-tokens 512", "every sequence needs a row"),
         ("--kv-dtype int3", "invalid choice: 'int3'"),
         ("--r-node tcp://h:1 --threads 2", "--threads is for the embedded R-node"),
         ("--cpus 0-1 --threads 3", "names 2 cpus for --threads 3"),

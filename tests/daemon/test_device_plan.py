@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastdecode.daemon.device_plan import KERNEL_BYTES, capacity, gpu_staging
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.device_plan import KERNEL_BYTES, capacity, gpu_rows, gpu_staging
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.transports.base import Lease
 
@@ -27,6 +28,21 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
         gpu_staging(24 * GIB, 4 * GIB, 0.9, 2 * GIB, None)
     with pytest.raises(ConfigError, match=r"--staging-memory can be 4\.1 GiB at most"):
         gpu_staging(24 * GIB, 9 * GIB, 0.9, 2 * GIB, 5 * GIB)
+
+
+@pytest.mark.parametrize(("free", "rows"), [(40, 4096), (16, 4096), (15, 2048), (5, 1024), (1, 512)])
+def test_a_step_has_as_many_rows_as_a_quarter_of_the_free_memory_holds(free, rows):
+    """A step of 4,096 rows takes 4 GiB."""
+    assert gpu_rows(512, free * GIB, lambda n: n << 20) == rows
+    assert gpu_rows(6000, free * GIB, lambda n: n << 20) == 6000  # --max-batch-size asks for that many
+
+
+def test_without_the_option_a_step_on_a_cpu_has_512_rows_or_one_for_each_sequence():
+    assert NodeConfig().step_rows == 512
+    assert NodeConfig(max_batch_size=600).step_rows == 600
+    assert NodeConfig(max_batch_tokens=256).step_rows == 256
+    with pytest.raises(ConfigError, match="--max-batch-size is larger than --max-batch-tokens"):
+        NodeConfig(max_batch_tokens=255)
 
 
 def test_the_start_line_says_what_fits():
