@@ -130,7 +130,11 @@ class Decoding:
         """An S-Part over `links`, whose exchange is for its owner to close."""
         n = self.shape.mini_batches
         rows = -(-self.shape.batch // n)
-        return self._make_spart(self.model, links, choose_exchange("auto", self.model.device, n, rows, PROXY_SPIN_US))
+        exchange = choose_exchange("auto", self.model.device, n, rows, PROXY_SPIN_US)
+        spart = self._make_spart(self.model, links, exchange)
+        if exchange.bypass is not None:
+            exchange.bypass.prepare(spart, n, least=rows)
+        return spart
 
     @property
     def runner(self) -> Runner:

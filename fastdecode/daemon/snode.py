@@ -182,6 +182,8 @@ async def _serve(
             followed = FileSet(config.prefill_file, ("tcp",), may_be_empty=True)
             stack.callback(asyncio.create_task(prefill_nodes.follow(followed)).cancel)
         spart = backend.make_spart(model, links, exchange)
+        if exchange.bypass is not None:
+            await asyncio.to_thread(exchange.bypass.prepare, spart, split.mini_batches)
         engine = _make_engine(config, spart, split, staged, prefill_nodes)
         if engine.longest_sequence < engine.max_model_len:
             log.warning(

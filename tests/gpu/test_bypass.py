@@ -66,5 +66,5 @@ def test_the_decode_benchmark_takes_the_bypass(libraries):
     """The split system in two mini-batches, and its S-Part alone over links that answer by themselves."""
     found = run(libraries, str(make_checkpoint("llama-gqa")), script="decoding_on_driver.py")
     assert found["exchanges"] == ["bypass", "bypass"] and found["failed"] == []
-    assert [len(lanes) for lanes in found["captured"]] == [2, 2] and all(map(all, found["captured"]))
+    assert len(found["captured"]) == 4 and all(found["captured"])
     assert found["left"] == {}

@@ -49,7 +49,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("rows", "decoding"), [(512, 256), (2048, 32)])
 def test_no_step_takes_more_memory_than_its_bound(name, rows, decoding, tmp_path):
-    """Decoding with every sampler, prompts, both, and the draws within a captured step. The bound is no more than four
+    """Decoding with every sampler, prompts, both, and the draws within a captured step. The bound is no more than six
     times what they take."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
     dtype = MODELS[name]["torch_dtype"]
@@ -59,7 +59,7 @@ def test_no_step_takes_more_memory_than_its_bound(name, rows, decoding, tmp_path
     steps = json.loads(run.stdout)
     assert len(steps) == 4
     for step, (peak, bound) in steps.items():
-        assert bound / 4 < peak <= bound, step
+        assert bound / 6 < peak <= bound, step
 
 
 @pytest.mark.parametrize("isa, counted", [("scalar", 790), (_native.isa_best(), 704 + 128)])  # in blocks of 64

@@ -1,11 +1,12 @@
 """Bypass: decode steps as CUDA graphs, in which no thread of the host takes part between a step's start and its end.
 
 A whole step, all layers and the drawing of its tokens, is captured once per mini-batch, set of R-nodes, size class and
-kind of sampling (sampling_kinds.py). A graph packs the rows into the slots, rings the R-nodes, waits for their answers
-and unpacks the O rows by itself (stream_rows.py). The host arms the step, waits for the R-nodes' verdicts, uploads the
-step's table, starts the graph and, behind it in the same stream, the download of the tokens. The stream then writes the
-mini-batch's completion word, for which the runner waits as for anything else. Tokens that no kind of sampling covers
-are drawn behind the graph, in the same stream.
+kind of sampling (sampling_kinds.py): before there is work for all R-nodes together, and later for other sets of them,
+in a thread of its own, while such steps are staged. A graph packs the rows into the slots, rings the R-nodes, waits
+for their answers and unpacks the O rows by itself (stream_rows.py). The host arms the step, waits for the R-nodes'
+verdicts, uploads the step's table, starts the graph and, behind it in the same stream, the download of the tokens. The
+stream then writes the mini-batch's completion word, for which the runner waits as for anything else. Tokens that no
+kind of sampling covers are drawn behind the graph, in the same stream.
 
 Each mini-batch has a stream of its own, and waits in it for R-nodes only, never for the other stream. In a stream, rows
 are published before anything is waited for. So streams that share a hardware queue cost time, and cannot deadlock. The
@@ -18,14 +19,17 @@ exchange.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from fastdecode.spart.exchange.base import LinkRows, StepLinks
 from fastdecode.spart.exchange.driver import DriverError
@@ -39,8 +43,9 @@ from fastdecode.spart.exchange.stream_rows import (
     StreamRows,
     step_addresses,
 )
+from fastdecode.spart.memory import graph_bytes
 from fastdecode.spart.sampler.sampling import Sampler
-from fastdecode.spart.sampler.sampling_kinds import Kind, kind_of
+from fastdecode.spart.sampler.sampling_kinds import KINDS, Kind, kind_of
 from fastdecode.spart.step.batch import StepBatch, StepOutput
 from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import DataPath, Pending
@@ -51,10 +56,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 #: A mini-batch keeps this many graphs. The graph that was used longest ago goes first.
-_MOST_GRAPHS = 64
+_MOST_GRAPHS = 256
+#: What the driver may need for the captured steps' own nodes, beside the memory of their tensors; it is a part of
+#: device_plan.KERNEL_BYTES.
+_NODE_BYTES = 256 << 20
+#: The kinds of steps that are captured at start. None: their tokens are drawn behind the graph.
+_KINDS = (*KINDS, None)
 _LINE = 64  # bytes between two completion words
 #: Arrays of a step's table that no graph reads: of LoRA adapters, and of LongRoPE's long factors.
 _STAGED = ("adapter rows", "long")
+#: What a graph is captured for: R-nodes, size class, kind of sampling.
+_Key = tuple[tuple[DataPath, ...], int, Kind | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +87,27 @@ class Captured(Protocol):
     def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor: ...
 
 
-class _Lane:
-    """One mini-batch's stream and graphs, and the tensors that these share."""
+class _Tensors:
+    """What the steps of a mini-batch read and write, on the current stream: rows, table, logits, results."""
 
-    def __init__(self, stream: GraphStream, spart: Captured, most_rows: int):
-        self.stream = stream
-        self.largest: _Graph | None = None
-        self.graphs: OrderedDict[tuple[tuple[DataPath, ...], int, Kind | None], _Graph] = OrderedDict()
+    def __init__(self, spart: Captured, most_rows: int):
         model, vocab_size = spart.model, spart.model.config.vocab_size
-        with stream.current():
-            self.rows = [
-                torch.zeros(most_rows, n, dtype=model.dtype, device=model.device) for n in model.config.row_sizes
-            ]
-            n_bytes = GraphTable.most_bytes(most_rows, vocab_size)
-            self.inputs = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
-            self.logits = torch.zeros(most_rows, vocab_size, dtype=torch.float32, device=model.device)
-            self.results = torch.zeros(2 * most_rows, dtype=torch.int32, device=model.device)
+        self.rows = [torch.zeros(most_rows, n, dtype=model.dtype, device=model.device) for n in model.config.row_sizes]
+        n_bytes = GraphTable.most_bytes(most_rows, vocab_size)
+        self.inputs = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
+        self.logits = torch.zeros(most_rows, vocab_size, dtype=torch.float32, device=model.device)
+        self.results = torch.zeros(2 * most_rows, dtype=torch.int32, device=model.device)
+
+
+class _Lane(_Tensors):
+    """One mini-batch's graphs, the tensors that these share, the stream that runs them, and the one that captures
+    them, beside it."""
+
+    def __init__(self, make_stream: Callable[[], GraphStream], spart: Captured, most_rows: int):
+        self.stream, self.recorder = make_stream(), make_stream()
+        self.graphs: OrderedDict[_Key, _Graph] = OrderedDict()
+        with self.stream.current():
+            super().__init__(spart, most_rows)
 
 
 class _DrivenLinks(StepLinks):
@@ -131,7 +148,7 @@ class _DrivenLinks(StepLinks):
 
 
 class Bypass:
-    """Runs the decode steps of an SPart. Used by one thread, that of the runner."""
+    """Runs the decode steps of an SPart. Used by one thread at a time, that of the runner once it has steps."""
 
     def __init__(
         self, kernels: Kernels, make_stream: Callable[[], GraphStream], most_rows: int, proxy: Proxy | None = None
@@ -144,6 +161,9 @@ class Bypass:
         self._completions = MappedMemory(self._driver, np.frombuffer(self._proxy, np.uint8))
         self._lanes: dict[int, _Lane] = {}
         self._regions: dict[DataPath, MappedRegion] = {}
+        self._warm_up = make_stream()
+        self._thread = ThreadPoolExecutor(1, "fastdecode-capture")
+        self._capturing: Future[tuple[int, _Key, _Graph]] | None = None  # with the mini-batch
         self.fault = ""  # the reason why no step is taken any more
         self._behind: set[str] = set()  # what has been drawn behind a graph
 
@@ -151,7 +171,7 @@ class Bypass:
     def takes(self, spart: Captured, rows: Any, slot: int) -> bool:
         """True if `step` can run `rows`, a decoder.StepRows: they decode, are not too many, and have a graph.
 
-        A missing graph is captured now, which takes long. After a capture that fails, no step is taken any more.
+        A missing graph is captured in another thread. After a capture that fails, no step is taken any more.
         """
         n = len(rows.table["tokens"])
         staged = rows.prompts or rows.scorer.n_rows or any(name in rows.table for name in _STAGED)
@@ -160,12 +180,14 @@ class Bypass:
         self._driver.use_here()
         self._forget_links(spart.links)
         links = tuple(link_rows.views.link for link_rows in rows.link_rows)
-        try:
-            self._graph(spart, self._lane(spart, slot), slot, links, size_class(n), self._kind(rows, size_class(n)))
-        except (DriverError, RuntimeError) as error:
-            self._forget_steps(f"a step could not be captured: {error}")
-            log.warning("exchange: staged from now on; %s", self.fault)
-        return not self.fault
+        key = links, size_class(n), self._kind(rows)
+        with self._captures():
+            self.settle(wait=False)
+            if key in self._lane(spart, slot).graphs:
+                return True
+            if self._capturing is None:
+                self._capturing = self._capture(spart, slot, key)
+        return False
 
     @torch.inference_mode()
     def step(
@@ -178,8 +200,8 @@ class Bypass:
         try:
             links.arm()
             links.judge(batch.layer_timeout)
-            kind = self._kind(rows, size)
-            graph = self._graph(spart, lane, batch.slot, links.begin(batch.layer_timeout), size, kind)
+            kind = self._kind(rows)
+            graph = self._graph(spart, batch.slot, (links.begin(batch.layer_timeout), size, kind))
             with lane.stream.current():
                 sampler, results = self._start(spart, rows, batch.slot, lane, graph, size, kind)
             while not self._proxy.done(batch.slot):
@@ -212,9 +234,9 @@ class Bypass:
             logits=kept,
         )
 
-    def _kind(self, rows: Any, size: int) -> Kind | None:
+    def _kind(self, rows: Any) -> Kind | None:
         """The kind of sampling that covers a step's tokens; None if they are drawn behind the graph."""
-        kind = kind_of(rows.specs, size, rows.vocab_size)
+        kind = kind_of(rows.specs, rows.vocab_size)
         if isinstance(kind, Kind):
             return kind
         if kind not in self._behind:
@@ -245,24 +267,57 @@ class Bypass:
 
     def close(self) -> None:
         """Give back all that is registered and captured, after the last step. Idempotent."""
+        self._thread.shutdown()
         self._forget_steps("the bypass is closed")
         self._completions.close()
 
     def _forget_steps(self, why: str) -> None:
         """Take no further step, for the reason `why`. A step that still runs holds what it needs."""
         self.fault = self.fault or why
+        self._capturing = None
         self._lanes.clear()
         self._regions.clear()
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
+    def prepare(self, spart: Captured, mini_batches: int, least: int = 1) -> None:
+        """Capture the steps of at least `least` rows that use all links, before the first step runs. Shows a bar if it
+        takes long.
+
+        The largest come first, and one of each mini-batch stays: all others find room in the memory that it has taken.
+        A graph that comes after smaller ones could not use what these have taken. Steps for which the counted memory
+        (memory.graph_bytes) is not enough are left out.
+        """
+        sizes = sorted({size_class(n) for n in range(least, self._most_rows + 1)}, reverse=True)
+        keys: list[_Key] = [((), sizes[0], KINDS[0]), *itertools.product([tuple(spart.links)], sizes, _KINDS)]
+        bound = mini_batches * graph_bytes(spart.model, sizes[0]) + _NODE_BYTES
+        with self._captures():
+            free = self._lane(spart, 0).stream.free_bytes()
+            options: Any = {"desc": "capturing steps", "unit": "step", "leave": False, "delay": 1, "disable": None}
+            for key, slot in tqdm([*itertools.product(keys, range(mini_batches))], **options):
+                if (taken := free - self._lane(spart, slot).stream.free_bytes()) > bound:
+                    log.warning("exchange: captures have taken %d MiB; smaller steps are left out", taken >> 20)
+                    break
+                self._graph(spart, slot, key)
+
+    def settle(self, wait: bool = True) -> None:
+        """Take over the graph that the other thread has captured; `wait`: or that it is still at."""
+        if self._capturing is not None and (wait or self._capturing.done()):
+            capturing, self._capturing = self._capturing, None
+            self._keep(*capturing.result())
+
+    @contextlib.contextmanager
+    def _captures(self) -> Generator[None, None, None]:
+        """After a capture that fails within it, no step is taken any more."""
+        try:
+            yield
+        except (DriverError, RuntimeError) as error:
+            self._forget_steps(f"a step could not be captured: {error}")
+            log.warning("exchange: staged from now on; %s", self.fault)
+
     def _lane(self, spart: Captured, slot: int) -> _Lane:
         if slot not in self._lanes:
-            lane = _Lane(self._make_stream(), spart, self._most_rows)
-            # The largest graph comes first, and stays: all others find room in the memory that it has taken. A graph
-            # that comes after smaller ones could not use what these have taken.
-            lane.largest = self._capture(spart, lane, slot, (), self._most_rows, Kind(draws=True, filters=True))
-            self._lanes[slot] = lane
+            self._lanes[slot] = _Lane(self._make_stream, spart, self._most_rows)
         return self._lanes[slot]
 
     def _region(self, link: DataPath) -> MappedRegion:
@@ -279,44 +334,50 @@ class Bypass:
             for key in [key for key in lane.graphs if not set(key[0]) <= self._regions.keys()]:
                 del lane.graphs[key]
 
-    def _graph(
-        self, spart: Captured, lane: _Lane, slot: int, links: tuple[DataPath, ...], size: int, kind: Kind | None
-    ) -> _Graph:
-        """The graph of a mini-batch for these links; it is captured now if there is none."""
-        graph = lane.graphs.get((links, size, kind))
-        if graph is None:
-            while len(lane.graphs) >= _MOST_GRAPHS:
-                lane.graphs.popitem(last=False)
-            regions = tuple(self._region(link) for link in links)
-            graph = lane.graphs[links, size, kind] = self._capture(spart, lane, slot, regions, size, kind)
-        lane.graphs.move_to_end((links, size, kind))
-        return graph
+    def _graph(self, spart: Captured, slot: int, key: _Key) -> _Graph:
+        """A graph of a mini-batch; it is waited for if it has to be captured."""
+        graphs = self._lane(spart, slot).graphs
+        if key not in graphs:
+            self._keep(*self._capture(spart, slot, key).result())
+        graphs.move_to_end(key)
+        return graphs[key]
 
-    def _capture(
-        self,
-        spart: Captured,
-        lane: _Lane,
-        slot: int,
-        regions: tuple[MappedRegion, ...],
-        size: int,
-        kind: Kind | None,
-    ) -> _Graph:
+    def _keep(self, slot: int, key: _Key, graph: _Graph) -> None:
+        graphs = self._lanes[slot].graphs
+        if self._regions.keys() >= set(key[0]):  # no link was replaced meanwhile
+            while len(graphs) >= _MOST_GRAPHS:
+                graphs.popitem(last=False)
+            graphs[key] = graph
+
+    def _capture(self, spart: Captured, slot: int, key: _Key) -> Future[tuple[int, _Key, _Graph]]:
+        """Let the other thread capture a graph."""
+        links, size, kind = key
+        lane, regions = self._lane(spart, slot), tuple(self._region(link) for link in links)
         table = GraphTable(size, kind, spart.model.config.vocab_size)
-        with lane.stream.current():
-            inputs = table.upload(lane.inputs)
-        q, kv, o = (x[:size] for x in lane.rows)
 
-        def work(gates: Sequence[Gate]) -> None:
-            rows = StreamRows(self._kernels, lane.stream.handle, gates, (q, kv, o), inputs)
-            logits = lane.logits[:size]
+        def work(stream: GraphStream, tensors: _Tensors, gates: Sequence[Gate]) -> None:
+            inputs = table.views(tensors.inputs)
+            q, kv, o = (x[:size] for x in tensors.rows)
+            rows = StreamRows(self._kernels, stream.handle, gates, (q, kv, o), inputs)
+            logits = tensors.logits[:size]
             logits.copy_(spart.whole_step(inputs, rows))
             if table.sampler is not None:
-                lane.results[: 2 * size].copy_(table.sampler.launch(logits, inputs))
+                tensors.results[: 2 * size].copy_(table.sampler.launch(logits, inputs))
 
-        # Run once, because that loads kernels and allocates workspaces, which a capture must not do. No row is moved,
-        # as the counts are 0, and no R-node is asked or waited for.
-        with lane.stream.current():
-            work(())
-        gates = [region.gate(slot) for region in regions]
-        replay, _ = lane.stream.capture(lambda: work(gates))
-        return _Graph(replay, regions)
+        @torch.inference_mode()
+        def capture() -> tuple[int, _Key, _Graph]:
+            self._driver.use_here()
+            # Run once, because that loads kernels, which a capture must not do; in another stream and on other tensors,
+            # because products use workspaces of their stream, and steps of the mini-batch may run. No row is moved, as
+            # the counts are 0, and no R-node is asked or waited for.
+            with self._warm_up.current():
+                tensors = _Tensors(spart, size)
+                table.upload(tensors.inputs)
+                work(self._warm_up, tensors, ())
+            self._warm_up.synchronize()
+            replay, _ = lane.recorder.capture(
+                lambda: work(lane.recorder, lane, [region.gate(slot) for region in regions])
+            )
+            return slot, key, _Graph(replay, regions)
+
+        return self._thread.submit(capture)

@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class GraphStream:
-    """A stream of operations on a CUDA device, beside the stream on which torch computes otherwise. Its graphs share
-    their memory, so one of them runs at a time."""
+    """A stream of operations on a CUDA device, beside the stream on which torch computes otherwise. The graphs that are
+    captured on it share their memory, so one of them runs at a time."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
@@ -27,13 +27,22 @@ class GraphStream:
         return torch.cuda.stream(self._stream)
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """Record what `work` puts into the stream, without running it. Returns a function that runs the record, and
-        the result of `work`: tensors that hold their values after each run."""
+        """Record what `work` puts into the stream, without running it. Returns a function that runs the record in the
+        current stream, and the result of `work`: tensors that hold their values after each run."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may call the driver meanwhile.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            result = work()
+        # Unlike torch.cuda.graph, this waits for no other stream. Other threads may call the driver meanwhile.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
         return graph.replay, result
+
+    def free_bytes(self) -> int:
+        """Bytes of the device's memory that nobody has taken. Torch gives back what it keeps for later."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._stream.device)[0]
 
     def check(self) -> None:
         """Raise RuntimeError if an operation has failed."""

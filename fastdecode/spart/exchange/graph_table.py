@@ -10,13 +10,9 @@ import torch
 
 from fastdecode.spart.exchange_kernels import RowAddresses
 from fastdecode.spart.sampler.sampling import Sampler
-from fastdecode.spart.sampler.sampling_kinds import MOST_RULES, Kind, rows_of_block
+from fastdecode.spart.sampler.sampling_kinds import KINDS, Kind
 from fastdecode.spart.step.batch import SampleSpec
 from fastdecode.spart.step.step_table import StepTable
-
-#: Bytes of a table for a bias and for a penalised token: their two indices, and three numbers; and for the alignment of
-#: these arrays.
-_RULE_BYTES, _BLOCK_BYTES = 28, 5 * 16
 
 
 def size_class(n_rows: int) -> int:
@@ -49,18 +45,18 @@ class GraphTable:
         table.add("counts", _padded(None if addresses is None else addresses.counts.view(np.int32), np.int32, 2))
         self.sampler = None if kind is None else Sampler.of_kind(kind, size, specs, vocab_size, table)
 
-    def upload(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Start a copy of the table into the beginning of `buffer`, uint8 on a device. Returns the views of the
-        arrays."""
-        inside = buffer[: self._table.nbytes]
-        inside.copy_(self._table.pinned(), non_blocking=True)
-        return self._table.views(inside)
+    def upload(self, buffer: torch.Tensor) -> None:
+        """Start a copy of the table into the beginning of `buffer`, uint8 on a device."""
+        buffer[: self._table.nbytes].copy_(self._table.pinned(), non_blocking=True)
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays of a table that is in the beginning of `buffer`."""
+        return self._table.views(buffer[: self._table.nbytes])
 
     @staticmethod
     def most_bytes(size: int, vocab_size: int) -> int:
         """Bytes of a buffer that holds every table of up to `size` rows."""
-        plain = GraphTable(size, Kind(draws=True, filters=True), vocab_size)._table.nbytes
-        return plain + MOST_RULES * _RULE_BYTES + _BLOCK_BYTES * -(-size // rows_of_block(vocab_size))
+        return GraphTable(size, KINDS[0], vocab_size)._table.nbytes
 
 
 def _padded(values: npt.NDArray[np.generic] | None, dtype: type[np.generic], size: int) -> npt.NDArray[np.generic]:

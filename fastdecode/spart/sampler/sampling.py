@@ -20,7 +20,6 @@ parameter that keeps all tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from fastdecode.spart.sampler.host_sampling import HostSampler
 from fastdecode.spart.sampler.sampling_kinds import GREEDY, MIN_TEMPERATURE, TOP_P_PREFIX, Kind, rows_of_block, why_none
 from fastdecode.spart.step.batch import Sampled, SampleSpec
 from fastdecode.spart.step.masks import TokenMask, forbidden, mask_bits
-from fastdecode.spart.step.penalties import flat_rules, padded_rules
+from fastdecode.spart.step.penalties import flat_rules
 from fastdecode.spart.step.step_table import StepTable, download
 
 _FINITE, _REACHED, _EMPTY = 1, 2, 4  # flags of a row; _EMPTY: all of its logits are -inf
@@ -77,7 +76,7 @@ class Sampler:
     def of_kind(cls, kind: Kind, rows: int, specs: Sequence[SampleSpec], vocab_size: int, table: StepTable) -> Sampler:
         """The draws of a captured step of `rows` rows. `specs` are those of the first rows, which `kind` covers; the
         rest are greedy, and nobody reads their tokens."""
-        plain = [spec if spec.temperature >= MIN_TEMPERATURE else replace(GREEDY, rules=spec.rules) for spec in specs]
+        plain = [spec if spec.temperature >= MIN_TEMPERATURE else GREEDY for spec in specs]
         return cls([*plain, *[GREEDY] * (rows - len(plain))], vocab_size, table, kind=kind)
 
     def __call__(self, logits: torch.Tensor, uploaded: _Uploaded) -> list[Sampled]:
@@ -155,10 +154,9 @@ class _Block:
         self._rows = slice(start, start + len(specs))
         self._table, self._prefix = table, f"rows from {start}: "
         rules = [(i, spec.rules) for i, spec in enumerate(specs) if spec.rules is not None]
-        self._has_rules = bool(kind.rules if kind else rules)
+        self._has_rules = bool(rules)
         if self._has_rules:
-            flat = flat_rules(rules, vocab_size)
-            for name, values in (padded_rules(flat, kind.rules) if kind else flat).items():
+            for name, values in flat_rules(rules, vocab_size).items():
                 self._add(name, values)
         self._masked = [i for i, spec in enumerate(specs) if spec.mask is not None]
         if self._masked:

@@ -136,16 +136,5 @@ def flat_rules(rules: Sequence[tuple[int, LogitRules]], vocab_size: int) -> dict
     }
 
 
-def padded_rules(flat: dict[str, npt.NDArray[Any]], n: int) -> dict[str, npt.NDArray[Any]]:
-    """The result of `flat_rules`, with `n` entries in each array. The first entry is repeated, which changes nothing: a
-    logit is read before it is written, and gets the same value each time. An entry that changes no logit stands in for
-    it if there is none."""
-    padded = {}
-    for name, values in flat.items():
-        neutral = values[0] if len(values) else name == "repetition"
-        padded[name] = np.concatenate([values, np.full(n - len(values), neutral, values.dtype)])
-    return padded
-
-
 def _joined(arrays: list[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.concatenate([np.empty(0, dtype), *arrays])

@@ -15,6 +15,7 @@ import ctypes
 import gc
 import json
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from fastdecode.spart import load_model
 from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.stream_rows import Kernels
 from fastdecode.transports._native import Proxy
-from gpu.cuda_driver import Cuda, SimulatedCuda, open_driver
+from gpu.cuda_driver import SimulatedCuda, open_driver
 from gpu.lying_device import NAME, LyingDevice, LyingEvent, LyingStream
 from gpu.lying_steps import with_links
 
@@ -70,7 +71,7 @@ class DriverStream(LyingStream):
         with self.current():
             graph = self._cuda.capture(self._driver_stream, lambda: results.append(work()))
         self.captured += 1
-        return DriverGraph(self._cuda, graph, self._driver_stream), results[0]
+        return DriverGraph(self._device, graph), results[0]
 
     def check(self) -> None:
         if self.failed:
@@ -80,12 +81,12 @@ class DriverStream(LyingStream):
 class DriverGraph:
     """A graph, which goes back to the driver with this object, as one of torch does."""
 
-    def __init__(self, cuda: Cuda, graph: Any, stream: Any):
-        self._cuda, self._graph, self._stream = cuda, graph, stream
-        weakref.finalize(self, cuda.call, "cuGraphExecDestroy", graph)
+    def __init__(self, device: Any, graph: Any):
+        self._device, self._graph = device, graph
+        weakref.finalize(self, device.cuda.call, "cuGraphExecDestroy", graph)
 
     def __call__(self) -> None:
-        self._cuda.call("cuGraphLaunch", self._graph, self._stream)
+        self._device.cuda.call("cuGraphLaunch", self._graph, self._device.stream._driver_stream)
 
 
 class DriverDevice(LyingDevice):
@@ -96,11 +97,13 @@ class DriverDevice(LyingDevice):
         self.cuda = cuda
         self._next = int(cuda.call("cuMemAlloc", _ARENA))
         self._end = self._next + _ARENA
+        self._lock = threading.Lock()
         self._live: set[int] = set()  # addresses of the memory of tensors
 
     def allocate(self, meta: torch.Tensor) -> torch.Tensor:
         n_bytes = meta.untyped_storage().nbytes()
-        at, self._next = self._next, self._next + -(-n_bytes // _LINE) * _LINE
+        with self._lock:
+            at, self._next = self._next, self._next + -(-n_bytes // _LINE) * _LINE
         assert self._next <= self._end, "the device has no more memory"
         memory = (ctypes.c_uint8 * max(n_bytes, 1)).from_address(at)
         self._live.add(at)
@@ -123,16 +126,16 @@ class DriverDevice(LyingDevice):
 def run_engines(kernels: Kernels, device: DriverDevice, model: Any, n_links: int, n: int) -> dict[str, Any]:
     """The tokens of `n` engines that have a bypass each at the same time, and what is left of these afterwards."""
     before = device.held()
-    bypasses = [Bypass(kernels, device.make_stream, most_rows=64, proxy=Proxy()) for _ in range(n)]
+    bypasses = [Bypass(kernels, device.make_stream, most_rows=32, proxy=Proxy()) for _ in range(n)]
     found: dict[str, Any] = {
         "tokens": [asyncio.run(with_links(model, n_links, bypass)) for bypass in bypasses],
-        "captured": [stream.captured for stream in device.streams[1:]],
+        "captured": [stream.captured for stream in device.streams[1:] if stream.captured],
         "failed": [str(error) for stream in device.streams[1:] for error in stream.failed],
         "fault": [bypass.fault for bypass in bypasses],
     }
     for bypass in bypasses:
         bypass.close()
-    del device.streams[1:]
+    del bypass, bypasses, device.streams[1:]  # which hold the streams' host functions
     return found | {"left": {name: n - before[name] for name, n in device.held().items() if n != before[name]}}
 
 

@@ -1,7 +1,7 @@
 """The rounds of `fastdecode-bench decode` (DecodingInParts) on the device of bypass_on_driver.py.
 
 Argument: a model directory; $FASTDECODE_COMPILED has the driver. Prints a JSON object: the exchanges of the split
-system and of its S-Part alone, how many steps each has captured, what has failed, and what is left at the end.
+system and of its S-Part alone, how many steps their mini-batches have captured, what has failed, what is left.
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ async def rounds(model: Any, device: DriverDevice, folder: str) -> dict[str, Any
     parts._runner = OnDevice()
     await parts.fill(progress=False)
     await parts.split_round()
-    split = [stream.captured for stream in device.streams[1:]]
     await parts.s_round()
     found = {
         "exchanges": [str(spart.exchange) for spart in (parts.spart, alone)],
-        "captured": [split, [stream.captured for stream in device.streams[1 + len(split) :]]],
+        "captured": [stream.captured for stream in device.streams[1:] if stream.captured],
         "failed": [str(error) for stream in device.streams[1:] for error in stream.failed],
     }
     await parts.close()

@@ -55,12 +55,11 @@ def run(spart: Any, memory: LiveMemory, chunks: list[Any]) -> int:
 def run_captured_sampling(spart: Any, memory: LiveMemory, rows: int) -> int:
     """Draw the tokens of a captured step of the largest kind; returns the most memory that the draws took."""
     from fastdecode.spart.sampler.sampling import Sampler
-    from fastdecode.spart.sampler.sampling_kinds import Kind, rows_of_block
+    from fastdecode.spart.sampler.sampling_kinds import KINDS
     from fastdecode.spart.step.step_table import StepTable
 
     vocab, table = spart.config.vocab_size, StepTable()
-    kind = Kind(draws=True, filters=True, rules=(1 << 16) // -(-rows // rows_of_block(vocab)))
-    sampler = Sampler.of_kind(kind, rows, [], vocab, table)
+    sampler = Sampler.of_kind(KINDS[0], rows, [], vocab, table)
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), memory:
         logits, uploaded = torch.empty(rows, vocab, device=DEVICE), table.upload(torch.device(DEVICE))
         before = memory.peak = memory.bytes()

@@ -13,9 +13,10 @@ torch computes the operations on the CPU. Shapes and views are those of torch's 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class LyingStream:
         self._device, self.handle = device, handle
         self._queue: deque[Callable[[], Any]] = deque()
         self._run = 0  # operations that have run
+        self._running = threading.RLock()  # held by the thread that runs them
         self.waits = 0  # how often the host has waited for an event or a copy
         self._record: list[Callable[[], Any]] | None = None  # of a capture
 
@@ -78,8 +80,10 @@ class LyingStream:
         return self._run >= mark
 
     def run_to(self, mark: int) -> None:
+        if self._run >= mark:
+            return
         assert self._record is None, "the host waits while a stream is captured"
-        with torch.inference_mode(), torch.utils._python_dispatch._disable_current_modes():
+        with self._running, torch.inference_mode(), torch.utils._python_dispatch._disable_current_modes():
             while self._run < mark:
                 self._queue.popleft()()
                 self._run += 1
@@ -88,7 +92,8 @@ class LyingStream:
     def current(self) -> Iterator[None]:
         before, self._device.stream = self._device.stream, self
         try:
-            yield
+            with self._device.in_thread():
+                yield
         finally:
             self._device.stream = before
 
@@ -99,7 +104,10 @@ class LyingStream:
                 result = work()
         finally:
             self._record = None
-        return lambda: self._queue.extend(record), result
+        return lambda: self._device.stream._queue.extend(record), result
+
+    def free_bytes(self) -> int:
+        return self._device.free_bytes
 
     def check(self) -> None:
         pass
@@ -108,10 +116,22 @@ class LyingStream:
         self.run_to(self.mark())
 
 
+class OperationsOf(TorchDispatchMode):
+    """Gives a thread's operations to a device."""
+
+    def __init__(self, device: LyingDevice):
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._device.run(func, args, kwargs or {})
+
+
 class LyingDevice(TorchDispatchMode):
     """The device and its streams, for the code within the `with`."""
 
     current: LyingDevice | None = None
+    free_bytes = 1 << 40
 
     def __init__(self, left_out: str = "none") -> None:
         """`left_out` is a kind of wait that does nothing, "event", "download" or "weights", to show that it is needed.
@@ -119,17 +139,34 @@ class LyingDevice(TorchDispatchMode):
         be under way when the calls return (CUDA's API synchronization behavior)."""
         super().__init__()
         self._left_out = left_out
-        self.stream = LyingStream(self)
-        self.streams = [self.stream]
+        self._thread = threading.local()  # its current stream, and whether its operations come here already
+        self.streams = [LyingStream(self)]
 
     def __enter__(self) -> LyingDevice:
         LyingDevice.current = self
+        self._thread.here = True
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._thread.here = False
         LyingDevice.current = None
+
+    @property
+    def stream(self) -> LyingStream:
+        """The current stream of this thread."""
+        return getattr(self._thread, "stream", self.streams[0])
+
+    @stream.setter
+    def stream(self, stream: LyingStream) -> None:
+        self._thread.stream = stream
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Within it, this thread's operations come to the device."""
+        with nullcontext() if getattr(self._thread, "here", False) else OperationsOf(self):
+            yield
 
     # -- the streams ----------------------------------------------------------------------------------------------
 

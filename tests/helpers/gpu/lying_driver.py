@@ -51,7 +51,7 @@ class LyingDriver:
     def _host(self, address: int) -> int:
         """The address at which this process reaches the device's `address`, registered or the device's own."""
         host = address - _DEVICE if address >= _DEVICE else address
-        inside = any(start <= host < start + n for start, n in self._registered.items())
+        inside = any(start <= host < start + n for start, n in list(self._registered.items()))
         assert inside == (address >= _DEVICE), f"{address:#x} is not an address of the device"
         return host
 

@@ -3,8 +3,7 @@ lost in the middle of a captured step, when the device is about to ask it for th
 
 Arguments: "shm" or "tcp", "kill" or "stall", a model directory. Prints a JSON object: "equal", whether every stream has
 the tokens of an engine on the CPU that loses no R-node; "alive", of each R-node; "reason", why the link of the lost one
-has ended; "after", whether a step was captured and run for the other R-node alone; "inside", whether the graphs draw
-tokens with filters and penalties.
+has ended; "after", whether a step was captured and run for the other R-node alone.
 
 Each mini-batch's stream runs in a thread of its own, as a GPU would run it.
 """
@@ -144,7 +143,7 @@ async def with_loss(directory: Path, nodes: Sequence[RNodeProcess], how: str) ->
         model = load_model(directory, device=NAME, dtype="fp32")
         driver = ThreadedDriver(device)
         kernels: Any = Kernels(driver, driver._pack, driver._unpack)  # type: ignore[arg-type]
-        bypass = Bypass(kernels, lambda: ThreadedStream(device), most_rows=ROWS)
+        bypass = Bypass(kernels, lambda: ThreadedStream(device), most_rows=8)
         links = await links_to(nodes, model)
         regions = [bypass._region(link) for link in links]
         driver.requests = frozenset(
@@ -152,6 +151,7 @@ async def with_loss(directory: Path, nodes: Sequence[RNodeProcess], how: str) ->
         )
         with torch.inference_mode():  # torch makes no view of another tensor of the device in that mode
             spart = SPart(model, links, ChosenExchange("bypass", bypass=bypass))
+            bypass.prepare(spart, 2, least=4)
     of_lost = {regions[LOST].gate(slot).request for slot in (0, 1)}
     report: dict[str, Any] = {}
     armed, once = threading.Event(), threading.Lock()
@@ -170,7 +170,6 @@ async def with_loss(directory: Path, nodes: Sequence[RNodeProcess], how: str) ->
         report["reason"] = str(await links[LOST].closed())
         graphs = [key for lane in bypass._lanes.values() for key in lane.graphs]
         report["after"] = any(key[0] == (links[0],) for key in graphs) and driver.waited > report.pop("waits")
-        report["inside"] = any(key[2] is not None and key[2].filters and key[2].rules for key in graphs)
     for link in links:
         await link.close()
     return tokens, report
