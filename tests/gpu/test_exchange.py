@@ -76,12 +76,12 @@ def test_a_trial_whose_word_is_refused_leaves_no_stream_waiting(simulated):
 def test_check_names_the_exchange_that_the_node_takes(simulated, monkeypatch):
     """Where nobody has set CUDA_MODULE_LOADING, the node sets it, and so does --check. torch's device and NVRTC are
     replaced; the driver is not."""
-    monkeypatch.setattr(choice, "GraphStream", lambda device: SimpleNamespace(handle=streams.pop()))
+    make_stream = lambda device: SimpleNamespace(handle=int(simulated.call("cuStreamCreate", 1)))  # noqa: E731
+    monkeypatch.setattr(choice, "GraphStream", make_stream)
     monkeypatch.setattr(choice, "compile_kernels", lambda architecture: simulated.image)
     monkeypatch.setattr(device_plan, "choose_device", lambda name: torch.device("cuda"))
     choice._kernels.cache_clear()
     for given, found in ((None, "bypass"), ("LAZY", "staged (CUDA_MODULE_LOADING is LAZY")):
-        streams = [int(simulated.call("cuStreamCreate", 1))]
         if given:
             monkeypatch.setenv("CUDA_MODULE_LOADING", given)
         else:
