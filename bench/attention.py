@@ -30,7 +30,7 @@ from tqdm import tqdm
 from fastdecode.bench import attention_kernels
 from fastdecode.bench.attention_peers import PEERS, AttentionPeer, check, installed
 from fastdecode.bench.attention_report import print_report, summary
-from fastdecode.bench.options import print_result, refuse_unsupported
+from fastdecode.bench.options import pinned, print_result, refuse_unsupported
 from fastdecode.bench.other_version_peer import OtherVersionAttention
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Data, Shape
@@ -318,27 +318,22 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
     attention_kernels.kv_append(isa, kv_dtype, pages, 0, k, v)
     q = (data.q.astype(np.float32) * np.float32(shape.head_size**-0.5)).reshape(1, 1, shape.group, -1)
     acc, m, l = np.empty_like(q), *(np.empty(q.shape[:3], np.float32) for _ in range(2))  # noqa: E741
-    usable = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {cpu})
-    try:
-        passes = max(1, int(_IN_CACHE_SECONDS * 1e11 / kv_bytes))
-        with closing(_roofline(kv_bytes, [cpu], passes)) as roofline:
+    passes = max(1, int(_IN_CACHE_SECONDS * 1e11 / kv_bytes))
+    with pinned(cpu), closing(_roofline(kv_bytes, [cpu], passes)) as roofline:
 
-            def attend(times: int) -> float:
-                order, last = np.tile(np.arange(n_pages), times), n_pages * times * PAGE_TOKENS - 1
-                start = time.perf_counter()
-                attention_kernels.kv_attend(isa, kv_dtype, pages, order, 0, q, last, 0, acc, m, l)
-                return time.perf_counter() - start
+        def attend(times: int) -> float:
+            order, last = np.tile(np.arange(n_pages), times), n_pages * times * PAGE_TOKENS - 1
+            start = time.perf_counter()
+            attention_kernels.kv_attend(isa, kv_dtype, pages, order, 0, q, last, 0, acc, m, l)
+            return time.perf_counter() - start
 
-            times = max(1, int(100 * _IN_CACHE_SECONDS / attend(100)))
-            variant = _native.read_variants()[roofline.variant]
-            roof: list[float] = []
-            seconds: list[float] = []
-            for _ in range(args.rounds):
-                roof.append(roofline.gbps(passes))
-                seconds.append(attend(times))
-    finally:
-        os.sched_setaffinity(0, usable)
+        times = max(1, int(100 * _IN_CACHE_SECONDS / attend(100)))
+        variant = _native.read_variants()[roofline.variant]
+        roof: list[float] = []
+        seconds: list[float] = []
+        for _ in range(args.rounds):
+            roof.append(roofline.gbps(passes))
+            seconds.append(attend(times))
     row = _common("in-cache", kv_dtype, shape, 1)
     row |= {"sequences": 1, "isa": isa, "peer": None, "format": kv_dtype, "roofline_variant": variant}
     gbps = [times * kv_bytes / s * 1e-9 for s in seconds]

@@ -1,9 +1,11 @@
-"""The parts of a command line that several commands share: lists of numbers, and the forms of a result."""
+"""What several commands share: lists of numbers on a command line, the forms of a result, and a thread's CPU."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,15 @@ def print_result(
         print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
     else:
         print_table(result)
+
+
+@contextmanager
+def pinned(cpu: int | None) -> Iterator[None]:
+    """Pin this thread to `cpu` meanwhile; threads that it has started before are not affected."""
+    before = os.sched_getaffinity(0)
+    if cpu is not None:
+        os.sched_setaffinity(0, {cpu})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

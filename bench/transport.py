@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
@@ -32,7 +30,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from fastdecode.bench.options import print_result
+from fastdecode.bench.options import pinned, print_result
 from fastdecode.bench.perftest import TOOLS, Perftest
 from fastdecode.bench.perftest import installed as perftest_installed
 from fastdecode.bench.rnode_child import RNodeChild
@@ -274,7 +272,7 @@ async def _calls(
         end, tag = 0.0, 0
         while sum(map(len, taken)) < _MIN_CALLS or perf_counter() < end:
             tag += 1
-            with _pinned(cpu):  # this blocks the event loop, which has only the link's pings to serve meanwhile
+            with pinned(cpu):  # this blocks the event loop, which has only the link's pings to serve meanwhile
                 step, busy_ns = _timed_step(link, case, tag)
             taken.append(step)
             busy.append(busy_ns)
@@ -324,7 +322,7 @@ async def _stream(
     try:
         while calls < _MIN_CALLS or elapsed < seconds:
             tag += 1
-            with _pinned(cpu):
+            with pinned(cpu):
                 for slot in slots:
                     _arm(link, slot, np.array([(slot, tag, 0, case.rows, 0, 0)], ROW_DTYPE))
                 start = perf_counter()
@@ -343,24 +341,12 @@ async def _stream(
         await link.close()
 
 
-@contextmanager
-def _pinned(cpu: int | None) -> Iterator[None]:
-    """Pin this thread to `cpu` meanwhile; threads that it has started before are not affected."""
-    before = os.sched_getaffinity(0)
-    if cpu is not None:
-        os.sched_setaffinity(0, {cpu})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 def _round_trips(
     peer: EchoProcess | Perftest, case: Case, engine_ns: int, seconds: float, cpu: int | None
 ) -> np.ndarray:
     """[calls, 2] like `_calls`. A peer whose other end is ours works there for `engine_ns` nanoseconds a call."""
     work = {"work_ns": engine_ns} if isinstance(peer, EchoProcess) else {}
-    with _pinned(cpu):
+    with pinned(cpu):
         trial = peer.round_trips(case.bytes_out, case.bytes_back, _MIN_CALLS, **work)
         n = max(_MIN_CALLS, int(seconds * 1e9 / statistics.median(trial)))
         taken = np.array(peer.round_trips(case.bytes_out, case.bytes_back, n, **work))
