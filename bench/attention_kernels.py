@@ -9,6 +9,7 @@ machine lacks, and arrays that do not fit. Other Python threads run meanwhile.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_float, c_size_t, c_uint32, c_void_p
 from typing import Any
@@ -63,6 +64,7 @@ def check(fits: bool, message: str) -> None:
         raise ValueError(message)
 
 
+@functools.cache  # cpuid takes 30 us in a virtual machine
 def isa_number(name: str) -> int:
     """The fd_isa_t of an ISA that this machine has."""
     number = ctypes.c_int()
@@ -71,6 +73,7 @@ def isa_number(name: str) -> int:
     return number.value
 
 
+@functools.cache
 def kv_ops(isa: str, kv_dtype: str) -> Any:
     """The fd_kv_ops_t."""
     return library.fd_kv_ops(KV_DTYPES.index(kv_dtype), isa_number(isa)).contents
