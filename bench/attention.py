@@ -123,9 +123,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         if part == "in-cache":
             rows += [_cell_in_cache(args, *cell, cpus[0]) for cell in tqdm(cells, desc=part, unit="cell")]
             continue
-        at_once = max(1, min(_AT_ONCE, int(_SHARE_OF_MEMORY * available_memory()) // args.kv_bytes))
-        for i in tqdm(range(0, len(cells), at_once), desc=f"{part}, {at_once} cells at once", unit="turn"):
-            rows += _own_rows(args, part, cells[i : i + at_once], cpus[: threads if part == "sweep" else 1])
+        cells_at_once = max(1, min(_AT_ONCE, int(_SHARE_OF_MEMORY * available_memory()) // args.kv_bytes))
+        for i in tqdm(range(0, len(cells), cells_at_once), desc=f"{part}, {cells_at_once} cells at once", unit="turn"):
+            rows += _own_rows(args, part, cells[i : i + cells_at_once], cpus[: threads if part == "sweep" else 1])
         for cell in tqdm(cells if part == "sweep" and present else [], desc="peers", unit="cell"):
             rows += _peer_rows(args, *cell, cpus[:threads], present)
     raise_rooflines(rows)

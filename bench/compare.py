@@ -170,8 +170,8 @@ async def _capacity(args: argparse.Namespace, server: client.Target, requests: l
     then only prompts are computed.
     """
     seconds = _CAPACITY_PART * args.run_seconds
-    at_once = [workload.LoadRequest(0.0, r.prompt_tokens, r.output_tokens) for r in requests]
-    some = at_once[: _MOST_A_SECOND * int(seconds + 1)]
+    undelayed = [workload.LoadRequest(0.0, r.prompt_tokens, r.output_tokens) for r in requests]
+    some = undelayed[: _MOST_A_SECOND * int(seconds + 1)]
     done = await _load(args, server, some, args.runs, concurrency=args.concurrency, deadline=seconds)
     ended = sorted(answer.chunks[-1] for answer in done.answers if answer.ok and answer.finished)
     if not ended:

@@ -97,9 +97,9 @@ class RPart:
     def _occupy(self, n_pages: int) -> list[int]:
         """Fill the cache with `n_pages` sequences of one token each; returns their indexes, behind the measured
         ones."""
-        indexes, at_once = list(range(self.sequences, self.sequences + n_pages)), _FILL_PAGES * PAGE_TOKENS
-        for i in range(0, n_pages, at_once):
-            some = indexes[i : i + at_once]
+        indexes, step_rows = list(range(self.sequences, self.sequences + n_pages)), _FILL_PAGES * PAGE_TOKENS
+        for i in range(0, n_pages, step_rows):
+            some = indexes[i : i + step_rows]
             table = np.zeros(len(some), ROW_DTYPE)
             table["seq_index"], table["tag"], table["n_rows"] = some, _TAG, 1
             self._step(table)

@@ -47,7 +47,7 @@ class Lane:
             if (whole := self._detokenizer.whole_text(token)) is None:
                 return False
             text = self._texts[token] = orjson.dumps(whole)
-        if self._detokenizer.within or not self._free():
+        if self._detokenizer.mid_character or not self._free():
             return False
         if not self._stream.put(self._length + len(text), self._before, text, self._behind):
             return False

@@ -22,9 +22,9 @@ class _Item:
         """`response` is the response's id, from which the item's ids follow: another S-node may end the item."""
         self.kind, self.index, self.text = kind, index, ""
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        own = blake2b(f"{response} {index}".encode(), digest_size=16).hexdigest()
-        self.id = f"{prefix}_{own}"
-        self._head = {"name": call.name, "call_id": f"call_{own[:24]}"} if call else {}
+        digest = blake2b(f"{response} {index}".encode(), digest_size=16).hexdigest()
+        self.id = f"{prefix}_{digest}"
+        self._head = {"name": call.name, "call_id": f"call_{digest[:24]}"} if call else {}
 
     def part(self, text: str) -> dict[str, Any]:
         """The item's only content part."""

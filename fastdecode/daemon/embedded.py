@@ -57,9 +57,9 @@ class Split:
         cpus = usable_cpus()
         if config.uses_r_nodes or config.threads or config.cpus or config.numa_node is not None or len(cpus) == 1:
             return replace(self, s_threads=1)
-        own = cpus[os.getpid() % len(cpus)]  # several S-nodes of one machine should not choose the same one
-        others = tuple(cpu for cpu in cpus if cpu != own)
-        return Split(1, len(others), self.mini_batches, s_cpu=own, r_cpus=others)
+        s_cpu = cpus[os.getpid() % len(cpus)]  # several S-nodes of one machine should not choose the same one
+        others = tuple(cpu for cpu in cpus if cpu != s_cpu)
+        return Split(1, len(others), self.mini_batches, s_cpu=s_cpu, r_cpus=others)
 
 
 def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
@@ -112,9 +112,9 @@ class EmbeddedRNode:
             # A spinning thread of the R-node would keep its core from the S-Part of the next layer: at sched_yield,
             # Linux does not hand the core to a thread that has yielded, too.
             config = replace(config, spin_us=0)
-        own = config.cpus is not None or config.numa_node is not None
+        chosen = config.cpus is not None or config.numa_node is not None
         self._run: _RNodeThreads | _RNodeProcess
-        if split.in_turns and split.mini_batches == 1 and not own:
+        if split.in_turns and split.mini_batches == 1 and not chosen:
             self._run = _RNodeThreads(config, split, brief)
         else:
             self._run = _RNodeProcess(config, split, self.url, brief)

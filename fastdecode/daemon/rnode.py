@@ -326,8 +326,8 @@ class REngineGrant:
 
     def _pages_max(self, n_pages: int) -> int:
         """How many pages a lease that has `n_pages` could have now."""
-        within = self._node.pages_within(self._pages, n_pages * self._pages.page_bytes + self._node.kv_free)
-        return max(n_pages, min(self.lease.max_pages, within))
+        reachable = self._node.pages_within(self._pages, n_pages * self._pages.page_bytes + self._node.kv_free)
+        return max(n_pages, min(self.lease.max_pages, reachable))
 
     def stats(self) -> dict[str, int]:
         with refusals():

@@ -105,8 +105,8 @@ def run_s_node(config: NodeConfig) -> None:
     )
     if device.type == "cpu" and (for_model := split.for_model(config, model.parameters)) is not split:
         split = for_model
-        own = "" if split.s_cpu is None else f" on cpu {split.s_cpu}, which it has to itself"
-        log.info("the S-Part of only %d parameters computes in one thread%s", model.parameters, own)
+        where = "" if split.s_cpu is None else f" on cpu {split.s_cpu}, which it has to itself"
+        log.info("the S-Part of only %d parameters computes in one thread%s", model.parameters, where)
     in_own_thread(balance_for, model, config.kv_dtype, calibration)
     set_threads(split.s_threads, model)
     exchange = node_exchange(config, device, split.mini_batches)

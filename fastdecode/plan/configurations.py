@@ -103,7 +103,7 @@ def _with_best_batch(system: System, profile: Profile, goal: Goal, mini_batches:
     wanted = goal.rate * goal.n_output if goal.rate else _KNEE * best
     state = next((s for s in found if s.tokens_per_second >= wanted), found[-1])
     ttft = first_token_seconds(system, state, mini_batches, goal)
-    within = (goal.tpot is None or state.seconds <= goal.tpot) and (goal.ttft is None or ttft <= goal.ttft)
+    fast_enough = (goal.tpot is None or state.seconds <= goal.tpot) and (goal.ttft is None or ttft <= goal.ttft)
     prices = profile.s_node.price, profile.r_node.price
     cost = None
     if prices[0] is not None and prices[1] is not None:
@@ -124,7 +124,7 @@ def _with_best_batch(system: System, profile: Profile, goal: Goal, mini_batches:
         binding=state.binding,
         balance=r_nodes_in_balance(2 * read, r, s_part_throughput(b, t)),
         kv_bytes=state.batch * length * token_bytes / system.r_nodes,
-        meets=within and state.tokens_per_second >= wanted,
+        meets=fast_enough and state.tokens_per_second >= wanted,
         cost=cost,
     )
 

@@ -59,7 +59,7 @@ class ByteDetokenizer(Detokenizer):
     ):
         super().__init__(tokenizer, shown, skip_special_tokens=skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.within = False  # the decoder holds the beginning of a character
+        self.mid_character = False  # the decoder holds the beginning of a character
         self._texts = tokenizer.whole_texts
         for token in prompt[-3:]:  # a character that the prompt has begun has at most three bytes there
             self.push(token)
@@ -70,19 +70,19 @@ class ByteDetokenizer(Detokenizer):
         return self._texts.get(token)
 
     def push(self, token: int) -> str:
-        if not self.within and (known := self._texts.get(token)) is not None:
+        if not self.mid_character and (known := self._texts.get(token)) is not None:
             return known
         if self._is_left_out(token):
             return ""
-        before, data = self.within, self._tokenizer.token_bytes(token)
+        began_inside, data = self.mid_character, self._tokenizer.token_bytes(token)
         text = self._decoder.decode(data)
-        self.within = bool(self._decoder.getstate()[0])
-        if not (before or self.within or self._tokenizer.is_special(token)):
+        self.mid_character = bool(self._decoder.getstate()[0])
+        if not (began_inside or self.mid_character or self._tokenizer.is_special(token)):
             self._texts[token] = text
         return text
 
     def flush(self) -> str:
-        self.within = False
+        self.mid_character = False
         return self._decoder.decode(b"", True)
 
 

@@ -133,16 +133,16 @@ FD_INLINE void multiply(const tile_t tile, const uint32_t bits, columns_t column
     }
 #endif
     const size_t vec_bytes = LANES * fd_word_bytes(format);
-    const int parts = kv_parts(format), by_part = parts > 1 && parts * rows > LANES / 2, at_once = by_part ? vecs : 1;
+    const int parts = kv_parts(format), by_part = parts > 1 && parts * rows > LANES / 2, step_vecs = by_part ? vecs : 1;
     const uint8_t *word = columns.at + columns.from * columns.stride;
     multipliers.at += columns.from * multipliers.word_stride;
     for (uint32_t s = columns.from; s < columns.to;
          s++, word += columns.stride, multipliers.at += multipliers.word_stride, ahead.at += ahead.step) {
         FD_UNROLL
-        for (int i0 = 0; i0 < vecs; i0 += at_once) {
+        for (int i0 = 0; i0 < vecs; i0 += step_vecs) {
             vec_t words[MAX_VECS];
             FD_UNROLL
-            for (int i = i0; i < i0 + at_once; i++) {
+            for (int i = i0; i < i0 + step_vecs; i++) {
                 if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead.at + i * vec_bytes, 0, PREFETCH_LOCALITY);
                 words[i] = vec_pin(tile.half ? kv_load_half(format, word) : kv_load(format, word + i * vec_bytes));
                 if (bits != ~0u) words[i] = vec_and_bits(words[i], bits);
@@ -151,7 +151,7 @@ FD_INLINE void multiply(const tile_t tile, const uint32_t bits, columns_t column
             for (int u = 0; u < parts; u++) {
                 vec_t x[MAX_VECS];
                 FD_UNROLL
-                for (int i = i0; i < i0 + at_once; i++) {
+                for (int i = i0; i < i0 + step_vecs; i++) {
                     x[i] = kv_unpack(format, is_v, words[i], u);
                     if (by_part) x[i] = vec_pin(x[i]);
                 }
@@ -161,7 +161,7 @@ FD_INLINE void multiply(const tile_t tile, const uint32_t bits, columns_t column
                         vec_broadcast(multipliers.at + u * multipliers.part_stride + r * multipliers.row_stride);
                     const int to_sum = rows == 1 ? u & 1 : r;
                     FD_UNROLL
-                    for (int i = i0; i < i0 + at_once; i++)
+                    for (int i = i0; i < i0 + step_vecs; i++)
                         sum[to_sum][i] = kv_multiply_add(format, is_v, x[i], y, sum[to_sum][i]);
                 }
             }

@@ -29,7 +29,7 @@ const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t ac
 
 void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to) {
     enum { AT_ONCE = 64 }; /* inputs: lines of the rows that stay in a cache */
-    const size_t panel = ops->panel, t = ops->together;
+    const size_t panel = ops->panel, t = ops->per_word;
     for (size_t first = 0; first < outs; first += panel, to += ins * panel)
         for (size_t begin = 0; begin < ins; begin += AT_ONCE) {
             const size_t end = begin + AT_ONCE < ins ? begin + AT_ONCE : ins;

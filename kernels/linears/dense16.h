@@ -5,7 +5,7 @@
  * with products of bf16 pairs multiply the numbers as they are, sum in fp32 and round each output to bf16. A row's
  * result does not depend on the other rows.
  *
- * Layout: outputs stand in panels of ops->panel; a panel is [ins / ops->together][panel][together], and its last
+ * Layout: outputs stand in panels of ops->panel; a panel is [ins / ops->per_word][panel][per_word], and its last
  * numbers are zero where outputs end.
  */
 #pragma once
@@ -33,7 +33,7 @@ enum {
 typedef struct {
     const char *isa;
     size_t panel;        /* outputs */
-    size_t together;     /* inputs of an output that stand side by side; `ins` is a multiple of them */
+    size_t per_word;     /* inputs of an output that stand side by side; `ins` is a multiple of them */
     size_t number_bytes; /* of an input or an output */
     /* y [rows][outs] for the outputs of one panel; x is [rows][ins], of at most FD_DENSE16_ROWS rows. */
     void (*multiply)(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel);

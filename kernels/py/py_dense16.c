@@ -50,7 +50,7 @@ static PyObject *dense16_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!self) return NULL;
     self->ops = ops, self->head.isa = ops->isa, self->act = act;
     Py_buffer *w = &self->buffers[WEIGHTS], *b = &self->buffers[BIAS];
-    if (!outs || !ins || ins % ops->together) PyErr_Format(PyExc_ValueError, "no such linear: %u x %u", outs, ins);
+    if (!outs || !ins || ins % ops->per_word) PyErr_Format(PyExc_ValueError, "no such linear: %u x %u", outs, ins);
     else if (fd_py_bytes(weights, "weights", packed_bytes(ops, outs, ins), w) && bias != Py_None)
         fd_py_bytes(bias, "bias", outs * sizeof(float), b);
     self->linear = (fd_dense16_t){outs, ins, w->buf, b->buf};
@@ -94,8 +94,8 @@ static PyObject *dense16_pack(PyObject *type, PyObject *args) {
     Py_buffer from, to;
     if (!PyArg_ParseTuple(args, "IIIIy*w*", &dtype, &act, &outs, &ins, &from, &to)) return NULL;
     const fd_dense16_ops_t *ops = choose(dtype, act);
-    if (ops && ins % ops->together)
-        PyErr_Format(PyExc_ValueError, "%u inputs are not a multiple of %zu", ins, ops->together);
+    if (ops && ins % ops->per_word)
+        PyErr_Format(PyExc_ValueError, "%u inputs are not a multiple of %zu", ins, ops->per_word);
     else if (ops && ((size_t)from.len != (size_t)outs * ins * sizeof(uint16_t) ||
                      (size_t)to.len != packed_bytes(ops, outs, ins)))
         PyErr_Format(PyExc_ValueError, "weights do not have the bytes of %u x %u", outs, ins);

@@ -91,11 +91,11 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         )
     if fields.get("split.count", 1) > 1:
         raise CheckpointError(f"{file.path} is one of {fields['split.count']} parts; join them with llama-gguf-split")
-    own = {key.removeprefix(f"{architecture}."): v for key, v in fields.items() if key.startswith(f"{architecture}.")}
+    meta = {key.removeprefix(f"{architecture}."): v for key, v in fields.items() if key.startswith(f"{architecture}.")}
     keys = _KEYS | _FAMILY_KEYS.get(architecture, {})
-    if unknown := sorted(key for key in own if key not in keys and key not in _OTHER_KEYS):
+    if unknown := sorted(key for key in meta if key not in keys and key not in _OTHER_KEYS):
         raise CheckpointError(f"{file.path}: the key {architecture + '.' + unknown[0]!r} is not understood")
-    raw: dict[str, Any] = {name: own[key] for key, name in keys.items() if key in own}
+    raw: dict[str, Any] = {name: meta[key] for key, name in keys.items() if key in meta}
     if "token_embd.weight" not in tensors or "num_attention_heads" not in raw:
         raise CheckpointError(
             f"{file.path} holds no language model: it lacks 'token_embd.weight' or the number of heads"
@@ -107,12 +107,12 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         "tie_word_embeddings": f"{_NAMES.head}.weight" not in tensors,
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": [fields[key] for key in _END_TOKENS if key in fields],
-        "rope_scaling": _rope_scaling(own),
+        "rope_scaling": _rope_scaling(meta),
     }
     config = make_config(raw)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if own.get(key, config.head_size) != config.head_size:
-            raise CheckpointError(f"{file.path}: {architecture}.{key} is {own[key]}, the head size {config.head_size}")
+        if meta.get(key, config.head_size) != config.head_size:
+            raise CheckpointError(f"{file.path}: {architecture}.{key} is {meta[key]}, the head size {config.head_size}")
     return replace(
         config,
         names=_PHI3_NAMES if architecture == "phi3" else _NAMES,

@@ -40,11 +40,11 @@ def _is_norm(module: torch.nn.Module) -> bool:
 
 def _norm(ops: VectorOps, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     eps: float = getattr(module, "variance_epsilon", None) or getattr(module, "eps", 0.0) or 0.0
-    own = type(module).forward
+    original = type(module).forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if x.dtype is not ops.dtype or module.weight.dtype is not ops.dtype:
-            return own(module, x)  # type: ignore[no-any-return]
+            return original(module, x)  # type: ignore[no-any-return]
         return ops.rms_norm(x.contiguous(), module.weight, eps)
 
     return forward

@@ -102,7 +102,7 @@ def load_hf_model(
     if device.type == "cpu":
         with torch.inference_mode():
             use_row_ops(module, dtype)
-    own = replaced_bytes(module)
+    changed = replaced_bytes(module)
     rest = sum(p.nbytes for p in module.parameters() if p.device.type != "meta")
     return HFModel(
         config=_with_sinks(split, module),
@@ -110,7 +110,7 @@ def load_hf_model(
         device=device,
         dtype=dtype,
         parameters=parameters,
-        weight_bytes=own + rest + change_bytes,
+        weight_bytes=changed + rest + change_bytes,
         adapters=adapter_set.names,
     )
 

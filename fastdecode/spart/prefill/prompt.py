@@ -246,8 +246,8 @@ class PromptChunk:
         """The chunks of a step for C, which packs their K and V and attends, layer by layer. None if it cannot: where
         torch attends, and where layers share K and V or have sinks."""
         first = chunks[0]
-        own = first._kv_layers == tuple(range(first._config.n_layers))
-        if first._attention is None or first._config.options.sinks or not own:
+        own_kv = first._kv_layers == tuple(range(first._config.n_layers))
+        if first._attention is None or first._config.options.sinks or not own_kv:
             return None
         return first._attention.native, first._scale, [chunk._native() for chunk in chunks]
 
@@ -317,29 +317,29 @@ class PromptChunk:
             step = max(1, min(step, _BLOCK_SCORES // (q.shape[0] * q.shape[1] * (pos + n))))
         outputs = []
         for start in range(0, n, step):
-            stop, own = min(n, start + step), pos + start
+            stop, q_pos = min(n, start + step), pos + start
             # The earliest position that a row of the block attends to.
-            first = max(own - window + 1 if window else 0, own // segment * segment if segment else 0, 0)
+            first = max(q_pos - window + 1 if window else 0, q_pos // segment * segment if segment else 0, 0)
             block, keys = q[:, :, start:stop], slice(first, pos + stop)
             # Without a limit all rows see all positions before the block.
-            masked = first if window or segment else own
-            mask = self._mask(window, segment, own, stop - start, masked, q)
+            masked = first if window or segment else q_pos
+            mask = self._mask(window, segment, q_pos, stop - start, masked, q)
             if scoring.is_plain:
                 attended = F.scaled_dot_product_attention(
                     block, k[:, :, keys], v[:, :, keys], attn_mask=mask, scale=self._scale
                 )
             else:
-                attended = scoring.attend(block, k[:, 0, keys], v[:, 0, keys], mask, own, first, self._scale)
+                attended = scoring.attend(block, k[:, 0, keys], v[:, 0, keys], mask, q_pos, first, self._scale)
             outputs.append(attended)
         return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
 
-    def _mask(self, window: int, segment: int, own: int, n: int, first: int, like: torch.Tensor) -> torch.Tensor:
-        """Additive mask [n, positions from `first`] of rows whose positions begin at `own`, made once a step."""
-        key = (window, segment, own, n)
+    def _mask(self, window: int, segment: int, q_pos: int, n: int, first: int, like: torch.Tensor) -> torch.Tensor:
+        """Additive mask [n, positions from `first`] of rows whose positions begin at `q_pos`, made once a step."""
+        key = (window, segment, q_pos, n)
         mask = self._masks.get(key)
         if mask is None:
-            rows = torch.arange(own, own + n, device=like.device)[:, None]
-            columns = torch.arange(first, own + n, device=like.device)
+            rows = torch.arange(q_pos, q_pos + n, device=like.device)[:, None]
+            columns = torch.arange(first, q_pos + n, device=like.device)
             hidden = columns > rows
             if window:
                 hidden |= columns <= rows - window
