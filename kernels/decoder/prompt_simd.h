@@ -104,12 +104,12 @@ FD_INLINE void multiply_tile(const int pairs, const int rows, const int vectors,
 /* Packs the K of `n` tokens, which are tokens `t` to t + n - 1 of the block. */
 FD_INLINE void pack_keys(const uint32_t dtype, const int pairs, const fd_prompt_pack_t *o, const void *k, size_t t,
                          size_t n, const layout_t *l, word_t *block) {
-    enum { TOGETHER = 4, WORDS = 512 }; /* tokens that are packed at once; words of each at a time */
-    word_t row[TOGETHER][WORDS];
+    enum { PACKED_TOKENS = 4, WORDS = 512 }; /* tokens that are packed at once; words of each token at a time */
+    word_t row[PACKED_TOKENS][WORDS];
     const size_t k_size = o->blocks->k_size, per_word = pairs ? 2 : 1;
     for (size_t done = 0, now; done < n; done += now) {
         const size_t at = t + done;
-        now = at % TOGETHER || n - done < TOGETHER ? 1 : TOGETHER;
+        now = at % PACKED_TOKENS || n - done < PACKED_TOKENS ? 1 : PACKED_TOKENS;
         word_t *to = block + at / PANEL * l->depth * PANEL + at % PANEL;
         for (size_t from = 0; from < l->depth; from += WORDS) {
             const size_t words = l->depth - from < WORDS ? l->depth - from : WORDS;
@@ -119,7 +119,7 @@ FD_INLINE void pack_keys(const uint32_t dtype, const int pairs, const fd_prompt_
                          left < words * per_word ? left : words * per_word);
             size_t w = 0;
 #ifdef FD_HAS_INTERLEAVE4
-            if (now == TOGETHER)
+            if (now == PACKED_TOKENS)
                 for (; w + 16 <= words; w += 16) interleave4(to + (from + w) * PANEL, PANEL, row[0] + w, WORDS);
 #endif
             for (; w < words; w++)

@@ -15,7 +15,7 @@ enum { TILE_ROWS = FD_DENSE16_TILE, PANEL = TILE_VECTORS * LANES };
 /* Several tiles of rows read DEPTH inputs of a panel, which stay in a cache. */
 #ifdef FD_BF16_PAIRS
 typedef uint16_t in_t;
-enum { TOGETHER = 2, DEPTH = 512 };
+enum { PER_WORD = 2, DEPTH = 512 };
 
 FD_INLINE vec_t load_weights(const uint32_t dtype, const uint16_t *p) {
     (void)dtype;
@@ -35,7 +35,7 @@ FD_INLINE void store_outputs(void *y, size_t at, const float *sums, size_t n) {
 }
 #else
 typedef float in_t;
-enum { TOGETHER = 1, DEPTH = 256 };
+enum { PER_WORD = 1, DEPTH = 256 };
 
 FD_INLINE vec_t load_weights(const uint32_t dtype, const uint16_t *p) {
     return dtype == FD_ACT_FP16 ? vec_load_fp16(p) : vec_load_bf16(p);
@@ -57,10 +57,10 @@ FD_INLINE void add_products(const uint32_t dtype, const int rows, const in_t *x,
         FD_UNROLL
         for (int j = 0; j < TILE_VECTORS; j++) s[r][j] = vec_load(sums + r * PANEL + j * LANES);
     }
-    for (size_t i = 0; i < depth; i += TOGETHER, weights += TOGETHER * PANEL) {
+    for (size_t i = 0; i < depth; i += PER_WORD, weights += PER_WORD * PANEL) {
         vec_t w[TILE_VECTORS];
         FD_UNROLL
-        for (int j = 0; j < TILE_VECTORS; j++) w[j] = load_weights(dtype, weights + j * TOGETHER * LANES);
+        for (int j = 0; j < TILE_VECTORS; j++) w[j] = load_weights(dtype, weights + j * PER_WORD * LANES);
         FD_UNROLL
         for (int r = 0; r < rows; r++) {
             FD_UNROLL
@@ -109,7 +109,7 @@ FD_INLINE void multiply(const uint32_t dtype, const fd_dense16_t *l, const void 
     static void multiply_bf16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {              \
         multiply(FD_ACT_BF16, l, x, rows, y, panel);                                                                   \
     }                                                                                                                  \
-    const fd_dense16_ops_t fd_dense16_##isa = {#isa, PANEL, TOGETHER, sizeof(in_t), multiply_bf16};
+    const fd_dense16_ops_t fd_dense16_##isa = {#isa, PANEL, PER_WORD, sizeof(in_t), multiply_bf16};
 #else
 #define FD_DENSE16(isa)                                                                                                \
     static void multiply_fp16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {              \
@@ -119,7 +119,7 @@ FD_INLINE void multiply(const uint32_t dtype, const fd_dense16_t *l, const void 
         multiply(FD_ACT_BF16, l, x, rows, y, panel);                                                                   \
     }                                                                                                                  \
     const fd_dense16_ops_t fd_dense16_##isa[FD_ACT_DTYPES] = {                                                         \
-        [FD_ACT_FP16] = {#isa, PANEL, TOGETHER, sizeof(in_t), multiply_fp16},                                          \
-        [FD_ACT_BF16] = {#isa, PANEL, TOGETHER, sizeof(in_t), multiply_bf16},                                          \
+        [FD_ACT_FP16] = {#isa, PANEL, PER_WORD, sizeof(in_t), multiply_fp16},                                          \
+        [FD_ACT_BF16] = {#isa, PANEL, PER_WORD, sizeof(in_t), multiply_bf16},                                          \
     };
 #endif
