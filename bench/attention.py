@@ -46,7 +46,7 @@ PARTS = ("sweep", "one-thread", "in-cache")
 
 _ONE_THREAD_CONTEXT, _HEAD_SIZE = 4096, 128  # of the two parts besides the sweep
 _L2 = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
-_IN_CACHE_SECONDS = 0.1  # of one round; a call costs 0.2 ms beside the kernel
+_IN_CACHE_SECONDS = 0.1  # of one round, so long that the cost of the call itself vanishes in it
 _PATIENCE = 3  # at most this many times `--rounds` rounds, to get `--rounds` judging ones
 _AT_ONCE = 12  # cells that take turns at most: within a longer round the bandwidth would drift
 _SHARE_OF_MEMORY = 0.6  # of what is available: the KV of the cells that take turns

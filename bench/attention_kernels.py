@@ -64,7 +64,7 @@ def check(fits: bool, message: str) -> None:
         raise ValueError(message)
 
 
-@functools.cache  # cpuid takes 30 us in a virtual machine
+@functools.cache  # cpuid traps in a virtual machine
 def isa_number(name: str) -> int:
     """The fd_isa_t of an ISA that this machine has."""
     number = ctypes.c_int()

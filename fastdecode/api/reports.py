@@ -18,7 +18,7 @@ from fastdecode.service.client import EngineClient, EngineStatus
 
 #: A report answers all requests of this time, so that many open pages cost the R-nodes one question.
 _FRESH_SECONDS = 0.5
-#: Parts of steps in a report: with 32 layers, those of the last six steps.
+#: Intervals of steps in a report: with 32 layers, those of the last six steps.
 _INTERVALS = 200
 #: What /health says of an R-node.
 _NODE_FIELDS = (

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 #: Without --max-batch-tokens, a step on a GPU has up to this many rows, and the steps of all mini-batches may take this
-#: part of its free memory. On one H200, prompts were computed 1.6 times as fast with 4,096 rows as with 512. While
-#: streams run, --target-tbt-ms bounds the rows.
+#: part of the GPU's free memory. A GPU computes long chunks of prompts faster than short ones. While streams run,
+#: --target-tbt-ms bounds the rows.
 _GPU_ROWS, _STEPS_PART = 4096, 4
 #: Without --staging-memory, unfinished prompts may take this part of a CPU's available memory.
 _STAGING_PART = 8

@@ -31,7 +31,7 @@ class RemoteEngine:
         self.max_model_len = self.max_queued = 0  # until the engine has said them
         self._outlet: Outlet | None = None  # that of the first request
         self._running: set[int] = set()  # the numbers of the choices that have not ended
-        self.lost = 0  # how many these were when the engine's process ended
+        self.lost = 0  # how many choices were running when the engine's process ended
         self._queueing: dict[int, asyncio.Future[None]] = {}  # by the number of the first choice
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._numbers = itertools.count()  # of questions

@@ -48,7 +48,7 @@ FD_INLINE vec_t vec_round(vec_t x) { return x + 0x1.8p23f - 0x1.8p23f; }
 FD_INLINE ints_t vec_floor(vec_t x) {
     const ints_t truncated = __builtin_convertvector(x, ints_t);
     const ints_t above = __builtin_convertvector(truncated, vec_t) > x;
-    return (ints_t)((words_t)truncated + (words_t)above); /* unsigned: what stands for -infinity wraps */
+    return (ints_t)((words_t)truncated + (words_t)above); /* unsigned: -infinity becomes INT_MIN, which wraps */
 }
 FD_INLINE vec_t vec_fraction(vec_t x) { return x - __builtin_convertvector(vec_floor(x), vec_t); }
 FD_INLINE vec_t vec_scale2(vec_t y, vec_t x, float limit) {

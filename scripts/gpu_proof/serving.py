@@ -102,8 +102,8 @@ def tolerance(model: Path) -> float:
 
 def difference(one: Any, other: Any) -> float:
     """The largest difference between the log-probabilities of two choices, relative to their size or to 1; infinite if
-    the texts differ. Of each token's alternatives the numbers count: those of the last ones may be nearly equal, and
-    then either token is there."""
+    the texts differ. The alternatives' numbers are compared without their tokens: where the last alternatives are
+    nearly equal, the two choices may list different tokens."""
     if one["text"] != other["text"]:
         return math.inf
     numbers = [

@@ -1,12 +1,14 @@
 """Bypass: decode steps as CUDA graphs, in which no thread of the host takes part between a step's start and its end.
 
 A whole step, all layers and the drawing of its tokens, is captured once per mini-batch, set of R-nodes, size class and
-kind of sampling (sampling_kinds.py): before there is work for all R-nodes together, and later for other sets of them,
-in a thread of its own, while such steps are staged. A graph packs the rows into the slots, rings the R-nodes, waits
-for their answers and unpacks the O rows by itself (stream_rows.py). The host arms the step, waits for the R-nodes'
-verdicts, uploads the step's table, starts the graph and, behind it in the same stream, the download of the tokens. The
-stream then writes the mini-batch's completion word, for which the runner waits as for anything else. Tokens that no
-kind of sampling covers are drawn behind the graph, in the same stream.
+kind of sampling (sampling_kinds.py). The graphs for all R-nodes together are captured before there is work. A graph for
+another set of R-nodes is captured later, by a second thread, and the steps that need the graph are staged meanwhile.
+
+A graph packs the rows into the slots, rings the R-nodes, waits for their answers and unpacks the O rows by itself
+(stream_rows.py). The host arms the step, waits for the R-nodes' verdicts, uploads the step's table, starts the graph
+and, behind it in the same stream, the download of the tokens. The stream then writes the mini-batch's completion word,
+for which the runner waits as for anything else. Tokens that no kind of sampling covers are drawn behind the graph, in
+the same stream.
 
 Each mini-batch has a stream of its own, and waits in it for R-nodes only, never for the other stream. In a stream, rows
 are published before anything is waited for. So streams that share a hardware queue cost time, and cannot deadlock. The
@@ -284,9 +286,9 @@ class Bypass:
         """Capture the steps of at least `least` rows that use all links, before the first step runs. Shows a bar if it
         takes long.
 
-        The largest come first, and one of each mini-batch stays: all others find room in the memory that it has taken.
-        A graph that comes after smaller ones could not use what these have taken. Steps for which the counted memory
-        (memory.graph_bytes) is not enough are left out.
+        The largest graphs are captured first, and one graph of each mini-batch stays for good: all other graphs find
+        room in the memory that this one has taken. A graph that comes after smaller ones could not use their memory.
+        Steps for which the counted memory (memory.graph_bytes) is not enough are left out.
         """
         sizes = sorted({size_class(n) for n in range(least, self._most_rows + 1)}, reverse=True)
         keys: list[_Key] = [((), sizes[0], KINDS[0]), *itertools.product([tuple(spart.links)], sizes, _KINDS)]
@@ -301,7 +303,7 @@ class Bypass:
                 self._graph(spart, slot, key)
 
     def settle(self, wait: bool = True) -> None:
-        """Take over the graph that the other thread has captured; `wait`: or that it is still at."""
+        """Take over the graph that the other thread has captured. With `wait`, wait for a capture that still runs."""
         if self._capturing is not None and (wait or self._capturing.done()):
             capturing, self._capturing = self._capturing, None
             self._keep(*capturing.result())
@@ -335,7 +337,7 @@ class Bypass:
                 del lane.graphs[key]
 
     def _graph(self, spart: Captured, slot: int, key: _Key) -> _Graph:
-        """A graph of a mini-batch; it is waited for if it has to be captured."""
+        """A graph of a mini-batch. A graph that is missing is captured first, and the caller waits."""
         graphs = self._lane(spart, slot).graphs
         if key not in graphs:
             self._keep(*self._capture(spart, slot, key).result())
