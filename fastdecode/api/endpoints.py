@@ -130,7 +130,15 @@ class Endpoints:
             message = "the model's chat template has no tools in a form that is known; --tool-parser can name one"
             raise ApiError(400, f"tools: {message}", param="tools", code="unsupported_value")
         form = self.model.tool_form if use.tools else None
-        dialogue = Dialogue(self.tokenizer, form, use.callable_tools, use.must_call, use.parallel, self.model.reasoning)
+        dialogue = Dialogue(
+            self.tokenizer,
+            form,
+            use.callable_tools,
+            use.must_call,
+            use.parallel,
+            self.model.reasoning,
+            body.continue_final_message,
+        )
         text = await self.preparation.render(body)
         return dialogue, text, with_grammar(generation, dialogue, text)
 

@@ -77,13 +77,13 @@ class Preparation:
         """The text of a chat."""
 
         def render() -> str:
-            text = self._tokenizer.render_chat(
+            return self._tokenizer.render_chat(
                 chat.messages,
                 tools=chat.tool_use.definitions,
                 add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
                 **chat.template_variables,
             )
-            return _up_to_end_of(text, chat.messages[-1]["content"]) if chat.continue_final_message else text
 
         try:
             cost = sum(len(message["content"]) + _MESSAGE_COST for message in chat.messages)
@@ -146,17 +146,6 @@ def with_grammar(generation: Generation, dialogue: Dialogue, prompt: str) -> Gen
         return generation
     param = asked.param if asked else "tool_choice" if dialogue.must_call else "tools"
     return dataclasses.replace(generation, grammar=GrammarField(param, spec))
-
-
-def _up_to_end_of(text: str, content: str) -> str:
-    """A rendered chat, cut behind its last message, whose text is `content`.
-
-    Raises ChatTemplateError if the template has changed the content."""
-    content = content if content in text else content.strip()
-    found = text.rfind(content)
-    if found < 0:
-        raise ChatTemplateError("the chat template does not show the last message, so it cannot be continued")
-    return text[: found + len(content)]
 
 
 def shutting_down_error() -> ApiError:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import jinja2
 from jinja2 import nodes
@@ -15,6 +16,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 #: Names of the variables that `render` itself passes to a template. A caller's variables must have other names.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+#: Stands behind the last message's text while a prompt is rendered that ends there. The space is transformers' way to
+#: see whether the template strips the text.
+_END = f"END-{uuid4().hex} "
 
 
 class ChatTemplateError(ValueError):
@@ -32,6 +36,7 @@ class ChatTemplate:
 
         Raises ChatTemplateError for invalid Jinja.
         """
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
@@ -45,14 +50,29 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
         """The prompt of a conversation as text. The template does not see keys of messages whose value is None.
 
-        `tools` are the definitions of functions as OpenAI's API has them. Raises ChatTemplateError.
+        With `continue_final_message`, the prompt ends with the text of the last message. `tools` are the definitions of
+        functions as OpenAI's API has them. Raises ChatTemplateError.
         """
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if not continue_final_message:
+            return self._render(messages, add_generation_prompt, tools, variables)
+        *before, last = messages
+        marked = {**last, "content": last["content"] + _END}
+        return _up_to_end(self._render([*before, marked], add_generation_prompt, tools, variables), last["content"])
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
         known = {
             "messages": messages,
             "tools": tools or None,
@@ -60,11 +80,23 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(self._special_tokens | variables | known)
+            return self._template.render({**self._special_tokens, **variables, **known})
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refused the messages: {error.message}") from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template failed on the messages: {error}") from None
+
+
+def _up_to_end(rendered: str, text: str) -> str:
+    """A prompt up to `_END`, which stands behind `text`. Cuts as transformers does: at the last `_END`, and white space
+    before it too if the template has stripped the text.
+
+    Raises ChatTemplateError if the template does not show the text.
+    """
+    end = rendered.rfind(_END.rstrip())
+    if end < 0 or text.strip() not in rendered:
+        raise ChatTemplateError("the chat template does not show the last message, so it cannot be continued")
+    return rendered[:end] if rendered.startswith(_END, end) else rendered[:end].rstrip()
 
 
 class _Generation(Extension):

@@ -177,18 +177,21 @@ async def test_special_tokens_and_stop_strings_in_the_text(tokenizer, spell, ski
 async def test_add_generation_prompt_and_continue_final_message(tmp_path):
     directory = tokenizers_made.byte_level(tmp_path, chat_template=tokenizers_made.CHATML)
     tokenizer = Tokenizer.from_dir(directory)
-    engine = ScriptedEngine([5], [5], [5])
+    engine = ScriptedEngine([5], [5], [5], [5])
     question, begun = {"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two"}
+    in_parts = begun | {"content": [{"type": "text", "text": "user"}, {"type": "text", "text": "|"}]}
     async with served(engine, tokenizer) as client:
         for messages, fields in (
             ([question], {}),
             ([question], {"add_generation_prompt": False}),
             ([question, begun], {"continue_final_message": True}),
+            ([question, in_parts], {"continue_final_message": True}),
         ):
             await client.openai.chat.completions.create(model=MODEL, messages=messages, extra_body=fields)
         prompts = [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in engine.prompts]
         head = "<|im_start|>user\nCount.<|im_end|>\n"
-        assert prompts == [head + "<|im_start|>assistant\n", head, head + "<|im_start|>assistant\nOne, two"]
+        turn = head + "<|im_start|>assistant\n"
+        assert prompts == [turn, head, turn + "One, two", turn + "user\n|"]
         for fields in ({"add_generation_prompt": True}, {"messages": [question]}):
             body = {"messages": [question, begun], "continue_final_message": True} | fields
             status, answer = await client.post("/v1/chat/completions", body)

@@ -9,7 +9,7 @@ from fastdecode.text.grammar import GrammarError, GrammarSpec
 from fastdecode.text.output import lark, reasoning
 from fastdecode.text.output.deltas import AllowedCalls, OutputParser, PlainParser, Tool, ToolForm
 from fastdecode.text.output.forms import TOOL_FORMS
-from fastdecode.text.output.harmony import HarmonyForm, HarmonyParser, final_channel
+from fastdecode.text.output.harmony import START, HarmonyForm, HarmonyParser, final_channel
 from fastdecode.text.output.reasoning import ThinkParser
 from fastdecode.text.tokenizer import Tokenizer
 
@@ -24,6 +24,7 @@ class Dialogue:
         must_call: the answer is at least one call.
         parallel: the answer may have several calls.
         reasoning: a name of forms.REASONING_FORMS, or None: reasoning is not told from content.
+        continued: the prompt ends within the message.
     """
 
     tokenizer: Tokenizer
@@ -32,6 +33,7 @@ class Dialogue:
     must_call: bool = False
     parallel: bool = True
     reasoning: str | None = None
+    continued: bool = False
 
     @property
     def shown(self) -> frozenset[int]:
@@ -47,11 +49,15 @@ class Dialogue:
     def parser(self, prompt: str) -> OutputParser:
         """A parser for one choice of the answer to `prompt`."""
         if self._harmony:
-            return HarmonyParser(self.parallel)
+            parser = HarmonyParser(self.parallel)
+            _, begun, message = prompt.rpartition(f"{START}assistant")
+            if begun:
+                parser.push(message)
+            return parser
         inner = PlainParser() if self.form is None else self.form.parser(self.tools, parallel=self.parallel)
         if self.reasoning != "think":
             return inner
-        return ThinkParser(inner, begun=_thinks(prompt))
+        return ThinkParser(inner, begun=self._thinks(prompt))
 
     @property
     def _harmony(self) -> bool:
@@ -71,7 +77,7 @@ class Dialogue:
             return spec
         if self.tokenizer.token_id(reasoning.CLOSE) is None or prompt.rstrip().endswith(reasoning.CLOSE):
             return spec
-        may_begin = None if _thinks(prompt) else reasoning.OPEN
+        may_begin = None if self._thinks(prompt) else reasoning.OPEN
         if may_begin is not None and self.tokenizer.token_id(may_begin) is None:
             return spec
         return replace(spec, after=reasoning.CLOSE, unless=may_begin)
@@ -99,7 +105,8 @@ class Dialogue:
             return f"<[{token}]>"
         return lark.text(text)
 
-
-def _thinks(prompt: str) -> bool:
-    """Whether the prompt ends within the model's reasoning."""
-    return prompt.rstrip().endswith(reasoning.OPEN)
+    def _thinks(self, prompt: str) -> bool:
+        """Whether the prompt ends within the model's reasoning."""
+        if self.continued:
+            return prompt.rfind(reasoning.OPEN) > prompt.rfind(reasoning.CLOSE)
+        return prompt.rstrip().endswith(reasoning.OPEN)

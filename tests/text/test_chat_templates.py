@@ -1,0 +1,74 @@
+"""Chat templates against transformers' apply_chat_template, on a tokenizer trained here."""
+
+from __future__ import annotations
+
+import pytest
+from models import tokenizers_made
+from models.tokenizers_made import CHATML
+from transformers import AutoTokenizer
+
+from fastdecode.text.chat_template import ChatTemplateError
+from fastdecode.text.output.dialogue import Dialogue
+from fastdecode.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.quick
+
+QUESTION = {"role": "user", "content": "Yes or No, in a table | <, is it the end?"}
+STRIPPING = CHATML.replace("message['content']", "message['content'] | trim")
+#: Qwen 3's way: the reasoning of the last message stands before its content.
+THINKING = CHATML.replace(
+    "+ message['content']",
+    "+ ('<think>\n' + message.reasoning_content + '\n</think>\n\n' if message.reasoning_content else '')"
+    " + message['content'].lstrip('\n')",
+)
+#: A reminder stands behind the last message, and repeats its beginning.
+ECHOING = CHATML + "{{ messages[-1]['content'][:3] }}"
+PREFILLS = ["|", "<", "_", "end", "", "\n", "Yes ", "  Yes, ", "<|im_end|>", "No, in a table", "ÄÖ 世界 "]
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Makes our tokenizer and transformers' own with some templates."""
+
+    def make(template):
+        directory = tokenizers_made.byte_level(tmp_path, chat_template=template)
+        return Tokenizer.from_dir(directory), AutoTokenizer.from_pretrained(directory)
+
+    return make
+
+
+@pytest.mark.parametrize("template", [CHATML, STRIPPING, THINKING, ECHOING], ids=["chatml", "strip", "think", "echo"])
+@pytest.mark.parametrize("reasoning", [None, "It is. The end"], ids=["", "reasoning"])
+def test_a_continued_message_ends_where_transformers_ends_it(pair, template, reasoning):
+    ours, theirs = pair(template)
+    for prefill in PREFILLS:
+        last = {"role": "assistant", "content": prefill} | ({"reasoning_content": reasoning} if reasoning else {})
+        expected = theirs.apply_chat_template([QUESTION, last], tokenize=False, continue_final_message=True)
+        text = ours.render_chat([QUESTION, last], add_generation_prompt=False, continue_final_message=True)
+        assert text == expected, prefill
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", CHATML.replace("message['content']", "'content'")])
+def test_a_message_that_the_template_does_not_show_cannot_be_continued(pair, template):
+    ours, theirs = pair(template)
+    chat = [QUESTION, {"role": "assistant", "content": "Well"}]
+    with pytest.raises(ValueError, match="continue_final_message"):
+        theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    with pytest.raises(ChatTemplateError, match="cannot be continued"):
+        ours.render_chat(chat, add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "text", "content", "thought"),
+    [
+        ("think", "<|im_start|>assistant\n<think>\nHm", ", so.</think>Yes", "Yes", ", so."),
+        ("think", "is <think> a tag?<|im_start|>assistant\n<think>Hm</think>\nYe", "s", "s", ""),
+        ("gpt-oss", "<|start|>assistant<|channel|>final<|message|>Ye", "s<|return|>", "s", ""),
+        ("gpt-oss", "<|start|>assistant<|channel|>analysis<|message|>Hm", ", so.<|end|>", "", ", so."),
+    ],
+)
+def test_a_continued_message_is_read_from_where_it_was_cut(pair, reasoning, prompt, text, content, thought):
+    dialogue = Dialogue(pair(CHATML)[0], None, reasoning=reasoning, continued=True)
+    parser = dialogue.parser(prompt)
+    delta = parser.push(text) + parser.finish()
+    assert (delta.content, delta.reasoning) == (content, thought)
