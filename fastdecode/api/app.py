@@ -66,8 +66,8 @@ def make_app(
         stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
         prefill_url: where other S-nodes get the K and V of streams that they continue; None: nowhere.
     """
-    template = tokenizer.template_source
-    forms = tool_form(tool_parser, template), reasoning_form(reasoning_parser, template)
+    plain, with_tools = tokenizer.template_source(), tokenizer.template_source(tools=True)
+    forms = tool_form(tool_parser, with_tools), reasoning_form(reasoning_parser, plain + with_tools)
     served = ApiModel(names, *forms, defaults, tuple(adapters))
     preparation = Preparation(engine, tokenizer)
     runs = Runs(engine, keep_alive_seconds, prefill_url)
@@ -107,7 +107,7 @@ def make_app(
         status, body = state(await engine.status())
         return json_response(body, status=status)
 
-    cluster = ClusterReport(engine, names[0], chat=bool(template), name_state=lambda status: state(status)[1]["status"])
+    cluster = ClusterReport(engine, names[0], chat=bool(plain), name_state=lambda status: state(status)[1]["status"])
 
     async def report_metrics(_: web.Request) -> web.Response:
         return web.Response(body=await engine.metrics(), headers={"Content-Type": CONTENT_TYPE})

@@ -304,7 +304,7 @@ def _print_greeting(host: str, port: int, settings: ApiSettings) -> None:
     name, scheme = settings.names[0], "http" if settings.tls is None else "https"
     url = f"{scheme}://{bracketed(host)}:{port}/v1"
     endpoint, field = "completions", '"prompt": "It was a"'
-    if settings.tokenizer.template_source:
+    if settings.tokenizer.template_source():
         question = '{"role": "user", "content": "What is the capital of France?"}'
         endpoint, field = "chat/completions", f'"messages": [{question}]'
     print(

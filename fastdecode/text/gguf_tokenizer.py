@@ -1,4 +1,5 @@
-"""The tokenizer and the chat template in a GGUF file's metadata (`tokenizer.ggml.*`, `tokenizer.chat_template`).
+"""The tokenizer and the chat templates in a GGUF file's metadata (`tokenizer.ggml.*`, `tokenizer.chat_template`, and
+`tokenizer.chat_template.NAME`).
 
 Two kinds of models are read: "gpt2", byte-level BPE, whose way of cutting text into words has a name in
 `tokenizer.ggml.pre`; and "llama", SentencePiece BPE with a score for each token.
@@ -38,8 +39,8 @@ class GGUFTokenizerError(ValueError):
     """The file has no tokenizer, or one of a kind that is not known; the message says which."""
 
 
-def read_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any], str | None]:
-    """The tokenizer, its named special tokens as tokenizer_config.json has them, and the chat template or None.
+def read_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any], dict[str, str]]:
+    """The tokenizer, its named special tokens as tokenizer_config.json has them, and the chat templates by name.
 
     Raises GGUFTokenizerError.
     """
@@ -65,8 +66,13 @@ def read_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any], str | Non
     ids = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
     config = {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and i < len(tokens)}
     _add_ends(tokenizer, fields, config, kind)
-    template = fields.get("tokenizer.chat_template")
-    return tokenizer, config, template if isinstance(template, str) else None
+    return tokenizer, config, _templates(fields)
+
+
+def _templates(fields: dict[str, Any]) -> dict[str, str]:
+    key = "tokenizer.chat_template"
+    named = {name.removeprefix(f"{key}."): text for name, text in fields.items() if name.startswith(f"{key}.")}
+    return {name: text for name, text in {**named, "default": fields.get(key)}.items() if isinstance(text, str)}
 
 
 def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:

@@ -20,6 +20,8 @@ from fastdecode.text.chat_template import ChatTemplate, ChatTemplateError
 from fastdecode.text.gguf_tokenizer import GGUFTokenizerError, read_tokenizer
 
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+#: The names of the chat templates that are used.
+_TEMPLATES = frozenset({"default", "tool_use"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -30,8 +32,10 @@ class TokenizerError(ValueError):
 class Tokenizer:
     """A model's tokenizer."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | None = None):
-        """`config` is the content of tokenizer_config.json; `template` is the Jinja chat template, or None.
+    def __init__(
+        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], templates: Mapping[str, str] | None = None
+    ):
+        """`config` is the content of tokenizer_config.json; `templates` are the Jinja chat templates by name.
 
         Raises ChatTemplateError for a template that is not valid Jinja; TypeError, ValueError, KeyError or
         AttributeError for a broken `config`.
@@ -49,23 +53,24 @@ class Tokenizer:
         self.whole_texts: dict[int, str] = {}
         #: Whether a text is the bytes of its tokens, one after another; if not, a token's text depends on its place.
         self.is_bytewise = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        self.template_source = template or ""
-        self._template = None if template is None else ChatTemplate(template, self._named)
+        templates = templates or {}
+        self._template_names = sorted(templates)
+        self._templates = {name: ChatTemplate(templates[name], self._named) for name in _TEMPLATES & templates.keys()}
         self._shrink = _shrink(backend) if self._byte_level else None
         self._longest_token = max(len(text.encode()) for text in backend.get_vocab(with_added_tokens=True))
 
     @classmethod
     def from_dir(cls, model: str | Path | ModelSource, *, chat_template: str | None = None) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of a directory, or a GGUF file's metadata.
-        `chat_template` goes before the model's own.
+        """Read tokenizer.json, tokenizer_config.json and the chat templates of a directory, or a GGUF file's metadata.
+        `chat_template` replaces all of the model's own.
 
         Raises TokenizerError, and ChatTemplateError for a template that is not valid Jinja.
         """
         try:
             source = ModelSource.open(model)
             if source.gguf is not None:
-                backend, config, template = read_tokenizer(source.gguf)
-                return cls(backend, config, chat_template or template)
+                backend, config, templates = read_tokenizer(source.gguf)
+                return cls(backend, config, {"default": chat_template} if chat_template else templates)
         except (GGUFError, GGUFTokenizerError) as error:
             raise TokenizerError(str(error)) from None
         except ChatTemplateError:
@@ -84,7 +89,8 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # older models have the named tokens in a separate file
             config = config | _read_json(directory / "special_tokens_map.json")
         try:
-            return cls(backend, config, chat_template or _find_template(directory, config))
+            templates = {"default": chat_template} if chat_template else _find_templates(directory, config)
+            return cls(backend, config, templates)
         except (TokenizerError, ChatTemplateError):
             raise
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -175,19 +181,36 @@ class Tokenizer:
         ids = {i: text for text, i in self._backend.get_vocab(with_added_tokens=True).items() if i >= token}
         return [ids[i] for i in sorted(ids)]
 
+    def template_source(self, *, tools: bool = False) -> str:
+        """The chat template of chats with or without tools; "" if there is none."""
+        template = self._template(tools=tools)
+        return "" if template is None else template.source
+
+    def _template(self, *, tools: bool) -> ChatTemplate | None:
+        """As transformers chooses: with tools the template named tool_use, if there is one; else the one named
+        default."""
+        found = self._templates.get("tool_use") if tools else None
+        return found or self._templates.get("default")
+
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
     ) -> str:
         """The prompt of a conversation as text, to be encoded without `add_special_tokens`: the template writes them.
 
-        `kwargs` are variables for the template. Raises ChatTemplateError if there is no template, or if it refuses the
-        messages.
+        `kwargs` are those of ChatTemplate.render. Raises ChatTemplateError if there is no template, or if it refuses
+        the messages.
         """
-        if self._template is None:
-            raise ChatTemplateError(
-                "the model has no chat template; use /v1/completions with a prompt in its own format"
-            )
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+        if (template := self._template(tools=bool(tools))) is not None:
+            return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs)
+        if self._template_names:
+            names = ", ".join(self._template_names)
+            raise ChatTemplateError(f"the model has no chat template named default; its templates are named {names}")
+        raise ChatTemplateError("the model has no chat template; use /v1/completions with a prompt in its own format")
 
 
 def _shrink(backend: tokenizers.Tokenizer) -> int | None:
@@ -216,22 +239,26 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Find the chat template where transformers looks for it, in the same order.
+def _find_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name, from where transformers looks for them, in the same order.
 
-    The places are chat_template.jinja, tokenizer_config.json and chat_template.json.
+    The places are chat_template.jinja with additional_chat_templates/NAME.jinja, tokenizer_config.json and
+    chat_template.json.
     """
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}
-    if isinstance(template, dict):
-        template = template.get("default")
-    if template is not None and not isinstance(template, str):
+    files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    if (path := directory / "chat_template.jinja").is_file():
+        files["default"] = path
+    templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    if "default" in templates:
+        return templates
+    found = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template") or {}
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    if isinstance(found, str):
+        found = {"default": found}
+    if not isinstance(found, dict) or not all(isinstance(template, str) for template in found.values()):
         raise TokenizerError(f"{directory}: the chat template is not a string")
-    return template
+    return found | templates
 
 
 def _token_text(token: str | Mapping[str, Any] | None) -> str | None:

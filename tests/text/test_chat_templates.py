@@ -72,3 +72,64 @@ def test_a_continued_message_is_read_from_where_it_was_cut(pair, reasoning, prom
     parser = dialogue.parser(prompt)
     delta = parser.push(text) + parser.finish()
     assert (delta.content, delta.reasoning) == (content, thought)
+
+
+# -- templates by name ------------------------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "now", "description": "the time", "parameters": {}}}]
+NAMED = {"default": "plain", "tool_use": "{{ tools | tojson }}", "rag": "rag"}
+
+
+def place(directory, where, templates):
+    """Write a model's templates to one of the places where they may stand."""
+    if where == "list":
+        listed = [{"name": name, "template": template} for name, template in templates.items()]
+        return tokenizers_made.byte_level(directory, chat_template=listed)
+    config = CHATML if where == "files over config" else None
+    tokenizers_made.byte_level(directory, chat_template=config)
+    (directory / "additional_chat_templates").mkdir()
+    for name, template in templates.items():
+        file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+        (directory / file).write_text(template)
+    return directory
+
+
+@pytest.mark.parametrize("names", [("default", "tool_use", "rag"), ("default", "rag"), ("tool_use", "rag")], ids=str)
+@pytest.mark.parametrize("where", ["list", "files", "files over config"])
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
+def test_the_template_of_a_chat_is_the_one_that_transformers_takes(tmp_path, where, names, tools):
+    directory = place(tmp_path, where, {name: NAMED[name] for name in names})
+    ours, theirs = Tokenizer.from_dir(directory), AutoTokenizer.from_pretrained(directory)
+    if names[0] != "default" and tools is None:
+        with pytest.raises(ValueError, match="no default"):
+            theirs.apply_chat_template([QUESTION], tokenize=False)
+        if where == "files over config":  # the one in tokenizer_config.json is still there
+            assert ours.render_chat([QUESTION]).endswith("<|im_start|>assistant\n")
+            return
+        with pytest.raises(ChatTemplateError, match="named rag, tool_use"):
+            ours.render_chat([QUESTION])
+        return
+    expected = theirs.apply_chat_template([QUESTION], tools=tools, tokenize=False)
+    assert ours.render_chat([QUESTION], tools=tools) == expected
+    assert ours.template_source(tools=bool(tools)) == theirs.get_chat_template(tools=tools)
+
+
+def test_a_template_of_ones_own_replaces_all_of_the_models(tmp_path):
+    tokenizer = Tokenizer.from_dir(place(tmp_path, "list", NAMED), chat_template="own")
+    assert tokenizer.render_chat([QUESTION]) == tokenizer.render_chat([QUESTION], tools=TOOLS) == "own"
+
+
+def test_named_templates_of_a_gguf_file_as_the_package_gguf_writes_them(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    from models.gguf_made import tokenizer_fields
+
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    for key, value in tokenizer_fields(tokenizers_made.byte_level(tmp_path / "hf")).items():
+        (writer.add_array if isinstance(value, list) else writer.add_string)(key, value)
+    writer.add_chat_template([{"name": name, "template": template} for name, template in NAMED.items()])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = Tokenizer.from_dir(tmp_path / "t.gguf")
+    assert tokenizer.render_chat([QUESTION]) == "plain"
+    assert tokenizer.template_source(tools=True) == NAMED["tool_use"]
