@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from fastdecode.api.fields import Fields, invalid, is_one_of, read_objects
+from fastdecode.text.chat_template import REASONING_FIELDS
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _NEUTRAL_MESSAGE = {
@@ -32,15 +33,14 @@ def _message(fields: Fields) -> dict[str, Any]:
         raise invalid(fields.param("role"), f"must be one of {', '.join(_ROLES)}")
     message: dict[str, Any] = {"role": _ROLES[role]}
     calls = _calls(fields) if role == "assistant" else []
-    reasoning = fields.string("reasoning_content")
-    if calls or (role == "assistant" and reasoning is not None):
+    reasoning = {name: text for name in REASONING_FIELDS if (text := fields.string(name)) is not None}
+    if calls or (role == "assistant" and reasoning):
         message["content"] = _content(fields.take("content") or "", fields.param("content"))
     else:
         message["content"] = _content(fields.required("content"), fields.param("content"))
     if calls:
         message["tool_calls"] = calls
-    if reasoning is not None:
-        message["reasoning_content"] = reasoning
+    message |= reasoning
     if role == "tool" and (call_id := fields.string("tool_call_id")) is not None:
         message["tool_call_id"] = call_id
     if (name := fields.string("name")) is not None:

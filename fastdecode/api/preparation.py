@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,8 +21,11 @@ from fastdecode.service.client import EngineClient
 from fastdecode.text.chat_template import ChatTemplateError
 from fastdecode.text.detokenizer import Detokenizer
 from fastdecode.text.grammar import GrammarError
+from fastdecode.text.log_once import log_once
 from fastdecode.text.output.dialogue import Dialogue
 from fastdecode.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 _INLINE_CHARACTERS = 8192  # longer text is encoded in a thread
 _INLINE_TOKENS = 512  # a longer prompt is echoed by a thread
@@ -75,6 +79,7 @@ class Preparation:
 
     async def render(self, chat: ChatRequest) -> str:
         """The text of a chat."""
+        self._check_effort(chat)
 
         def render() -> str:
             return self._tokenizer.render_chat(
@@ -86,10 +91,18 @@ class Preparation:
             )
 
         try:
-            cost = sum(len(message["content"]) + _MESSAGE_COST for message in chat.messages)
+            cost = sum(len(message["content"] or "") + _MESSAGE_COST for message in chat.messages)
             return await self._do(render, quick=cost <= _INLINE_CHARACTERS)
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
+
+    def _check_effort(self, chat: ChatRequest) -> None:
+        """Say in the log if the chat template cannot follow the `reasoning_effort` of a chat."""
+        if (effort := chat.reasoning_effort) is None:
+            return
+        template = self._tokenizer.template_source(tools=bool(chat.tool_use.definitions))
+        if "reasoning_effort" not in template and not (effort == "none" and "enable_thinking" in template):
+            log_once(log, f"reasoning_effort {effort} has no effect: the model's chat template does not read it")
 
     def truncate(self, prompt: list[int], generation: Generation) -> list[int]:
         """The last tokens of a prompt, as many as `truncate_prompt_tokens` asks for."""

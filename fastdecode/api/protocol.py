@@ -16,7 +16,7 @@ from fastdecode.api.messages import read_messages
 from fastdecode.api.structured import GrammarField, read_grammar
 from fastdecode.api.tools import ToolUse, read_tools
 from fastdecode.engine.state.request import SamplingParams
-from fastdecode.text.chat_template import RESERVED_VARIABLES
+from fastdecode.text.chat_template import REASONING_FIELDS, RESERVED_VARIABLES
 
 MAX_N = 128  # choices of a prompt
 MAX_CHOICES = 1024  # choices of a request, all prompts together
@@ -25,6 +25,7 @@ MAX_STRING_LENGTH = 1024  # characters of a stop string or a bad word
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens on /v1/completions
 _MAX_INT = 2**31 - 1
 
@@ -51,8 +52,6 @@ _NEUTRAL_CHAT = _NEUTRAL | {
     "functions": is_one_of([]),
     "modalities": is_one_of(["text"]),
     "prediction": is_one_of(),
-    # The chat template decides how much a model reasons; chat_template_kwargs sets its variables.
-    "reasoning_effort": is_one_of("none", "minimal", "low", "medium", "high"),
     "verbosity": is_one_of("medium"),
     "web_search_options": is_one_of(),
 }
@@ -103,6 +102,7 @@ class ChatRequest:
     tool_use: ToolUse
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
     continue_final_message: bool = False  # the answer continues the last message
+    reasoning_effort: str | None = None  # one of _EFFORTS; the template's variables have it
 
 
 def parse_completion(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> CompletionRequest:
@@ -135,7 +135,8 @@ def parse_completion(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> Com
 def parse_chat(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> ChatRequest:
     """Check a decoded JSON body. Raises ApiError (400)."""
     fields = Fields(body)
-    messages = read_messages(fields.required("messages"))
+    given = fields.required("messages")
+    messages = read_messages(given)
     tool_use = read_tools(fields)
     n = fields.integer("n", 1, MAX_N, 1)
     max_tokens = _max_tokens(fields, None)
@@ -145,15 +146,26 @@ def parse_chat(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> ChatReque
         raise invalid("top_logprobs", "needs logprobs to be true")
     logprobs = (top_logprobs or 0) if wants_logprobs else None
     generation = _generation(fields, defaults, n=n, max_tokens=max_tokens, logprobs=logprobs, special=False)
-    variables = _template_variables(fields)
+    effort = read_effort(fields, "reasoning_effort")
+    variables = _template_variables(fields, effort)
     continues = fields.boolean("continue_final_message")
     begins = fields.boolean("add_generation_prompt", not continues)
     if continues and begins:
         raise invalid("continue_final_message", "cannot be combined with add_generation_prompt")
     if continues and messages[-1]["role"] != "assistant":
         raise invalid("continue_final_message", "the last message must be the assistant's")
+    if continues and given[-1].get("content") is None and any(name in messages[-1] for name in REASONING_FIELDS):
+        messages[-1]["content"] = None  # the answer continues the reasoning
     fields.refuse_others(_NEUTRAL_CHAT)
-    return ChatRequest(generation, messages, variables, tool_use, begins, continues)
+    return ChatRequest(generation, messages, variables, tool_use, begins, continues, effort)
+
+
+def read_effort(fields: Fields, name: str) -> str | None:
+    """Read a field that says how much the model is to reason. Raises ApiError (400)."""
+    effort = fields.string(name)
+    if effort not in (None, *_EFFORTS):
+        raise invalid(fields.param(name), f"must be one of {', '.join(_EFFORTS)}", code="unsupported_value")
+    return effort
 
 
 def _max_tokens(fields: Fields, default: int | None, least: int = 1) -> int | None:
@@ -316,15 +328,18 @@ def is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_INT
 
 
-def _template_variables(fields: Fields) -> dict[str, Any]:
-    """Read vLLM's extension `chat_template_kwargs`: variables for the model's template, e.g. {"enable_thinking":
-    false}."""
+def _template_variables(fields: Fields, effort: str | None) -> dict[str, Any]:
+    """The variables for the model's template: `reasoning_effort`, and those of vLLM's extension `chat_template_kwargs`,
+    e.g. {"enable_thinking": false}."""
+    asked: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        asked["enable_thinking"] = False
     variables = fields.take("chat_template_kwargs")
     if variables is None:
-        return {}
+        return asked
     if not isinstance(variables, dict):
         raise invalid("chat_template_kwargs", "must be a JSON object")
     for name in variables:
         if name in RESERVED_VARIABLES or not name.isidentifier():
             raise invalid(f"chat_template_kwargs.{name}", "is not a variable that a request may set")
-    return variables
+    return asked | variables

@@ -168,7 +168,6 @@ class ResponseAnswer(Answer):
             "model": self._head["model"],
             "output": items,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
             "store": False,
             "truncation": "disabled",
             "usage": usage and self._usage(usage),

@@ -8,8 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
-from fastdecode.api.fields import Fields, invalid, is_boolean, is_object, is_one_of, read_objects
-from fastdecode.api.protocol import ChatRequest, parse_chat
+from fastdecode.api.fields import Fields, invalid, is_boolean, is_one_of, read_objects
+from fastdecode.api.protocol import ChatRequest, parse_chat, read_effort
+
+
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
 
 #: Fields that a chat has under the same names.
 _SAME = (
@@ -24,9 +29,7 @@ _NEUTRAL = {
     "max_tool_calls": is_one_of(),
     "previous_response_id": is_one_of(),
     "prompt": is_one_of(),
-    "prompt_cache_retention": lambda value: isinstance(value, str),
-    # The chat template decides how much a model reasons; chat_template_kwargs sets its variables.
-    "reasoning": is_object,
+    "prompt_cache_retention": _is_string,
     "store": is_boolean,  # nothing is stored either way
     "stream_options": is_one_of({"include_obfuscation": False}, {}),
     "top_logprobs": is_one_of(0),
@@ -47,6 +50,9 @@ def parse_response(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> tuple
     if instructions is not None:
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = messages
+    reasoning = Fields(fields.take("reasoning") or {}, "reasoning")
+    chat["reasoning_effort"] = effort = read_effort(reasoning, "effort")
+    reasoning.refuse_others({"summary": _is_string, "generate_summary": _is_string})  # there are no summaries
     most = fields.integer("max_output_tokens", 1, 2**31 - 1, None)
     if most is not None:
         chat["max_completion_tokens"] = most
@@ -65,6 +71,7 @@ def parse_response(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> tuple
         "max_output_tokens": most,
         "metadata": chat.get("metadata") or {},
         "parallel_tool_calls": chat.get("parallel_tool_calls", True),
+        "reasoning": {"effort": effort, "summary": None},
         "temperature": sampling.temperature,
         "text": {"format": form or {"type": "text"}},
         "tool_choice": choice or "auto",
@@ -81,23 +88,28 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise invalid("input", "must be a text or a list of at least one item")
     messages: list[dict[str, Any]] = []
+    thought = ""  # before the next item
     for item in read_objects(given, "input", "items"):
-        _add_item(messages, item)
+        thought = _add_item(messages, item, thought)
     if not messages:
         raise invalid("input", "has no message")
     return messages
 
 
-def _add_item(messages: list[dict[str, Any]], fields: Fields) -> None:
+def _add_item(messages: list[dict[str, Any]], fields: Fields, thought: str) -> str:
+    """Add an item to the messages, with the reasoning before it. Returns the reasoning that the item is itself."""
     kind = fields.string("type") or "message"
     fields.take("id"), fields.take("status")  # of an earlier answer
+    reasoning = {"reasoning_content": thought} if thought else {}
+    thought = ""
     match kind:
         case "message":
-            content = fields.required("content")
-            messages.append({"role": fields.required("role"), "content": _text(content, fields.param("content"))})
+            role, content = fields.required("role"), fields.required("content")
+            added = {"role": role, "content": _text(content, fields.param("content"))}
+            messages.append(added | (reasoning if role == "assistant" else {}))
         case "function_call":
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
+            if not messages or messages[-1]["role"] != "assistant" or reasoning:
+                messages.append({"role": "assistant", "content": None, **reasoning})
             function = {"name": fields.required("name"), "arguments": fields.required("arguments")}
             call = {"type": "function", "id": fields.string("call_id"), "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
@@ -105,13 +117,24 @@ def _add_item(messages: list[dict[str, Any]], fields: Fields) -> None:
             output = _text(fields.required("output"), fields.param("output"))
             messages.append({"role": "tool", "tool_call_id": fields.string("call_id"), "content": output})
         case "reasoning":
-            # The model does not see its reasoning of earlier turns; most templates drop it too.
-            for name in ("summary", "content", "encrypted_content"):
-                fields.take(name)
+            fields.take("encrypted_content")
+            content, summary = fields.take("content"), fields.take("summary")
+            thought = _thought(content, fields.param("content")) or _thought(summary, fields.param("summary"))
         case _:
             message = f"must be message, function_call, function_call_output or reasoning, not {kind!r}"
             raise invalid(fields.param("type"), message, code="unsupported_value")
-    fields.refuse_others({"phase": lambda value: isinstance(value, str)})
+    fields.refuse_others({"phase": _is_string})
+    return thought
+
+
+def _thought(parts: Any, param: str) -> str:
+    """The text of a reasoning item's content or summary."""
+    texts = []
+    for part in read_objects(parts or [], param, "text parts"):
+        part.require_type("reasoning_text", "summary_text", "text", kind="text parts")
+        texts.append(part.required_string("text"))
+        part.refuse_others()
+    return "\n".join(texts)
 
 
 def _text(content: Any, param: str) -> Any:

@@ -16,6 +16,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 #: Names of the variables that `render` itself passes to a template. A caller's variables must have other names.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+#: The names that the reasoning of an assistant's message has. A template reads one of them.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 #: Stands behind the last message's text while a prompt is rendered that ends there. The space is transformers' way to
 #: see whether the template strips the text.
 _END = f"END-{uuid4().hex} "
@@ -56,15 +58,27 @@ class ChatTemplate:
     ) -> str:
         """The prompt of a conversation as text. The template does not see keys of messages whose value is None.
 
-        With `continue_final_message`, the prompt ends with the text of the last message. `tools` are the definitions of
-        functions as OpenAI's API has them. Raises ChatTemplateError.
+        With `continue_final_message`, the prompt ends with the last message's content, or with its reasoning if it has
+        no content. `tools` are the definitions of functions as OpenAI's API has them. Raises ChatTemplateError.
         """
-        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        if not continue_final_message:
-            return self._render(messages, add_generation_prompt, tools, variables)
-        *before, last = messages
-        marked = {**last, "content": last["content"] + _END}
-        return _up_to_end(self._render([*before, marked], add_generation_prompt, tools, variables), last["content"])
+        shown = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        ended = ""  # the text that the prompt ends with
+        if continue_final_message:
+            last = {"content": "", **shown[-1]}
+            field = next(name for name in ("content", *REASONING_FIELDS) if name in shown[-1])
+            ended = last[field]
+            shown[-1] = last | {field: ended + _END}
+        shown = [_with_reasoning(message) for message in shown]
+        arguments = (add_generation_prompt, tools, variables)
+        try:
+            text = self._render(shown, *arguments)
+        except ChatTemplateError:
+            # gpt-oss's template refuses both content and reasoning before a call.
+            simpler = [_without_reasoning(message) for message in shown]
+            if simpler == shown:
+                raise
+            text = self._render(simpler, *arguments)
+        return _up_to_end(text, ended) if continue_final_message else text
 
     def _render(
         self,
@@ -75,7 +89,7 @@ class ChatTemplate:
     ) -> str:
         known = {
             "messages": messages,
-            "tools": tools or None,
+            "tools": [_with_description(tool) for tool in tools or ()] or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -85,6 +99,36 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template refused the messages: {error.message}") from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template failed on the messages: {error}") from None
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning, if it has some, under every name."""
+    found = next((message[name] for name in REASONING_FIELDS if name in message), None)
+    if found is None:
+        return message
+    return {"thinking": found, "reasoning": found, **message, "reasoning_content": found}
+
+
+def _without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message without `thinking`, if it has content and calls besides."""
+    if not (message.get("content") and message.get("tool_calls")):
+        return message
+    return {name: value for name, value in message.items() if name != "thinking"}
+
+
+class _Function(dict[str, Any]):
+    """The definition of a function. A template that reads the description of one that has none gets ""; JSON of the
+    definition shows none."""
+
+    def __missing__(self, key: str) -> str:
+        if key == "description":
+            return ""
+        raise KeyError(key)
+
+
+def _with_description(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return {**tool, "function": _Function(function)} if isinstance(function, Mapping) else tool
 
 
 def _up_to_end(rendered: str, text: str) -> str:

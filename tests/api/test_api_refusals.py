@@ -44,7 +44,6 @@ NEUTRAL_CHAT = NEUTRAL | {
     "tool_choice": "none",
     "functions": None,
     "modalities": ["text"],
-    "reasoning_effort": "low",
     "service_tier": "auto",
     "parallel_tool_calls": True,
     "top_logprobs": None,
@@ -185,7 +184,7 @@ async def test_an_unknown_model(client):
 
 
 async def test_a_model_without_a_chat_template(engine, tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "_template", None)
+    monkeypatch.setattr(tokenizer, "_templates", {})
     async with served(engine, tokenizer) as client:
         with pytest.raises(openai.BadRequestError, match="no chat template"):
             await client.openai.chat.completions.create(**CHAT)

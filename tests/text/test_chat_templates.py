@@ -133,3 +133,71 @@ def test_named_templates_of_a_gguf_file_as_the_package_gguf_writes_them(tmp_path
     tokenizer = Tokenizer.from_dir(tmp_path / "t.gguf")
     assert tokenizer.render_chat([QUESTION]) == "plain"
     assert tokenizer.template_source(tools=True) == NAMED["tool_use"]
+
+
+# -- reasoning, effort and tools without a description ----------------------------------------------------------------
+
+#: What gpt-oss's template reads, and what it refuses.
+HARMONY = """{%- set effort = reasoning_effort if reasoning_effort is defined else 'medium' -%}
+{{- 'Reasoning: ' + effort + '\n' }}
+{%- for tool in tools or [] %}{{- '// ' + tool.function.description + '\n' + tool.function.name }}{% endfor %}
+{%- for message in messages %}
+    {%- if message.tool_calls is defined %}
+        {%- if message.content and message.thinking %}{{- raise_exception('both') }}{% endif %}
+        {{- '<|channel|>analysis' + (message.content or message.thinking or '') + message.tool_calls[0].function.name }}
+    {%- elif loop.last and 'thinking' in message %}
+        {{- '<|channel|>analysis' + message.thinking + '<|end|>' + message.content }}
+    {%- else %}
+        {{- message.role + (message.content or '') }}
+    {%- endif %}
+{%- endfor %}"""
+CALLS = [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+
+
+@pytest.mark.parametrize("template", [HARMONY, THINKING], ids=["gpt-oss", "qwen"])
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("effort", [{}, {"reasoning_effort": "high"}], ids=["", "high"])
+def test_the_reasoning_of_a_turn_reaches_the_template_as_with_transformers(pair, template, name, effort):
+    ours, theirs = pair(template)
+    for turn in (
+        {"role": "assistant", "content": "", "tool_calls": CALLS},
+        {"role": "assistant", "content": "It is."},
+    ):
+        chat = [QUESTION, turn | {name: "Hm, the end."}]
+        expected = theirs.apply_chat_template(chat, tokenize=False, **effort)
+        assert ours.render_chat(chat, add_generation_prompt=False, **effort) == expected
+        assert "Hm, the end." in expected
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
+def test_a_template_finds_reasoning_by_whatever_name_it_reads(pair, name, read):
+    template = "{% for m in messages %}{{ m." + read + " if m." + read + " is defined }}{% endfor %}"
+    chat = [QUESTION, {"role": "assistant", "content": "Yes", name: "Hm"}]
+    assert pair(template)[0].render_chat(chat) == "Hm"
+
+
+def test_content_and_reasoning_before_a_call_where_the_template_takes_one_of_them(pair):
+    turn = {"role": "assistant", "content": "I look.", "tool_calls": CALLS, "reasoning_content": "Hm"}
+    assert pair(HARMONY)[0].render_chat([QUESTION, turn]).endswith("<|channel|>analysisI look.now")
+    assert "<think>\nHm\n</think>" in pair(THINKING)[0].render_chat([QUESTION, turn])
+
+
+def test_reasoning_is_continued_as_by_transformers(pair):
+    last = {"role": "assistant", "content": "", "reasoning_content": "First |"}
+    for template in (HARMONY, THINKING):
+        ours, theirs = pair(template)
+        options = {"tokenize": False, "continue_final_message": "reasoning_content"}
+        expected = theirs.apply_chat_template([QUESTION, last], **options)
+        without_content = {name: value for name, value in last.items() if name != "content"}
+        text = ours.render_chat([QUESTION, without_content], add_generation_prompt=False, continue_final_message=True)
+        assert text == expected and text.endswith("First |")
+
+
+def test_a_tool_without_a_description(pair):
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    assert "// \nnow" in pair(HARMONY)[0].render_chat([QUESTION], tools=[tool])
+    ours, theirs = pair("{{ tools | tojson }}{{ tools[0].function.get('description', 'none') }}")
+    assert ours.render_chat([QUESTION], tools=[tool]) == theirs.apply_chat_template(
+        [QUESTION], tools=[tool], tokenize=False
+    )
