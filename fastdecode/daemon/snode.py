@@ -45,6 +45,7 @@ from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.threads import set_threads
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
+from fastdecode.text.turn_end import end_of_turn
 from fastdecode.transports.base import Hello
 from fastdecode.transports.teams import member_of
 
@@ -126,6 +127,16 @@ def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> No
         )
 
 
+def _end_tokens(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> frozenset[int]:
+    """The tokens that end a turn; says in the log which these are."""
+    ends = end_of_turn(tokenizer, model.eos_token_ids, model.vocab_size)
+    if ends:
+        log.info("a turn ends at %s", ", ".join(f"{tokenizer.token_text(token)} ({token})" for token in sorted(ends)))
+    else:
+        log.warning("the model names no token that ends a turn, so only max_tokens and stop strings end one")
+    return ends
+
+
 async def _serve(
     config: NodeConfig,
     settings: ApiSettings,
@@ -184,7 +195,8 @@ async def _serve(
         spart = backend.make_spart(model, links, exchange)
         if exchange.bypass is not None:
             await asyncio.to_thread(exchange.bypass.prepare, spart, split.mini_batches)
-        engine = _make_engine(config, spart, split, staged, prefill_nodes)
+        ends = _end_tokens(settings.tokenizer, backend.config)
+        engine = _make_engine(config, spart, split, staged, prefill_nodes, ends)
         if engine.longest_sequence < engine.max_model_len:
             log.warning(
                 "the KV-cache holds at most %d tokens of one sequence, fewer than the context of %d",
@@ -241,7 +253,12 @@ def _leases_grow(config: NodeConfig) -> bool:
 
 
 def _make_engine(
-    config: NodeConfig, spart: SPart, split: Split, staged: int, prefill_nodes: RemotePrefillNodes | None
+    config: NodeConfig,
+    spart: SPart,
+    split: Split,
+    staged: int,
+    prefill_nodes: RemotePrefillNodes | None,
+    end_token_ids: frozenset[int],
 ) -> Engine:
     """The engine over an S-Part and its links, in which `staged` tokens of unfinished prompts may be staged."""
     on_cpu = spart.model.device.type == "cpu"
@@ -263,6 +280,7 @@ def _make_engine(
         grow_leases=_leases_grow(config),
         patience=config.reconnect_seconds,
         prefill_nodes=prefill_nodes,
+        end_token_ids=end_token_ids,
         start_runner=partial(Runner, cpu=split.s_cpu),
     )
 

@@ -8,6 +8,7 @@ Two kinds of models are read: "gpt2", byte-level BPE, whose way of cutting text 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 from tokenizers import (
@@ -24,6 +25,14 @@ from tokenizers import (
 from fastdecode.gguf.file import GGUFFile
 
 _CONTROL, _USER_DEFINED = 3, 4  # values in tokenizer.ggml.token_type
+#: Tokens that end a turn wherever a vocabulary has them, as llama.cpp knows them (src/llama-vocab.cpp).
+END_OF_TURN = frozenset(
+    {
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"),
+        *("<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<|return|>", "<|call|>"),
+        *("<|calls|>", "<|flush|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>"),
+    }
+)
 #: Words of Llama 3, with up to `digits` digits in one.
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -57,7 +66,9 @@ def read_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any], dict[str,
         raise GGUFTokenizerError(
             f"{file.path}: a tokenizer of the kind {kind!r} is not known; known are gpt2 and llama"
         )
-    types = fields.get("tokenizer.ggml.token_type", [])
+    types = [*fields.get("tokenizer.ggml.token_type", []), *repeat(None, len(tokens))]
+    # Some files call the end of a turn an ordinary token.
+    types = [_CONTROL if token in END_OF_TURN else its for token, its in zip(tokens, types, strict=False)]
     for number, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         marked = [token for token, its in zip(tokens, types, strict=False) if its == number]
         added = [AddedToken(token, normalized=False, special=special) for token in marked]

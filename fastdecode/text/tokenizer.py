@@ -172,6 +172,11 @@ class Tokenizer:
         token: int | None = self._backend.token_to_id(text)
         return token
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of tokenizer_config.json's eos_token; None if there is none."""
+        return self.token_id(self._named["eos_token"]) if "eos_token" in self._named else None
+
     def to_json(self) -> str:
         """The tokenizer in the format of tokenizer.json, with the special tokens of tokenizer_config.json."""
         return str(self._backend.to_str())

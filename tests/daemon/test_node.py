@@ -284,6 +284,12 @@ def test_a_tiny_model_is_computed_in_one_thread_on_a_cpu_of_its_own(start):
         assert all(os.sched_getaffinity(int(thread)) <= others for thread in os.listdir(f"/proc/{pid}/task"))
 
 
+def test_the_log_says_what_ends_a_turn(start):
+    node = start("--role", "s", "--port", "0", "--kv-memory", "64MiB", "--model", str(make_checkpoint("llama-gqa")))
+    node.wait_for(r"a turn ends at </s> \(1\)")
+    node.api()
+
+
 def test_check_says_what_fits_of_a_model():
     run = subprocess.run([*NODE, "--check", "--model", str(model_dir())], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr

@@ -59,7 +59,7 @@ class HFConfig(AttentionShape):
             max_positions=_max_positions(text),
             windows=tuple(layer.window for layer in layers),
             softmax_scale=layers[0].scale,
-            eos_token_ids=_token_ids(getattr(generation, "eos_token_id", None) or text.eos_token_id),
+            eos_token_ids=_token_ids(*(getattr(each, "eos_token_id", None) for each in (generation, text, config))),
             bos_token_id=text.bos_token_id,
             layers=layers,
             options=LayerOptions(
@@ -138,7 +138,7 @@ def _max_positions(text: Any) -> int:
     raise CheckpointError("config.json does not say how many positions the model has")
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+def _token_ids(*values: Any) -> tuple[int, ...]:
+    """Each of the token ids, single ones or lists of them, once."""
+    listed = [value if isinstance(value, list | tuple) else [value] for value in values]
+    return tuple(dict.fromkeys(token for tokens in listed for token in tokens if token is not None))
