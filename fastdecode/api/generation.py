@@ -97,7 +97,7 @@ class Choice:
         self._detokenizer = detokenizer
         self._holds = bool(options.stops) or options.prompt_only  # more than the text of each token is to be seen to
         self._options, self._echo = options, echo
-        self._stops = StopStrings(options.stops, include=options.include_stop)
+        self._stops = StopStrings(options.stops, include=options.include_stop, is_special=detokenizer.is_special)
         self._seen = 0  # characters detokenised
         self._released = 0  # characters handed out
         self._waiting: list[TokenLogprob] = []  # entries of tokens whose text is held back
@@ -145,16 +145,22 @@ class Choice:
     def _feed(self, event: TokenEvent) -> Piece:
         self._n_tokens += 1
         self._logprob_sum += event.logprob or 0.0
-        text = ""
+        text = hidden = ""
         if event.finish_reason != "stop" or self._options.include_stop:
             if event.logprob is not None:
                 self._waiting.append(TokenLogprob(event.token, event.logprob, event.top, self._seen))
             text = self._detokenizer.push(event.token)
+            hidden = self._detokenizer.hidden_text(event.token) if self._options.stops else ""
         if event.finish_reason:
             text += self._detokenizer.flush()
         self._seen += len(text)
-        searched = self.n_tokens > self._options.min_tokens
-        released, stopped = self._stops.push(text) if searched else (text, False)
+        if self.n_tokens > self._options.min_tokens:
+            released, stopped = self._stops.push(hidden, hidden=True)
+            if not stopped:
+                more, stopped = self._stops.push(text)
+                released += more
+        else:
+            released, stopped = text, False
         if event.finish_reason and not stopped:
             released += self._stops.flush()
         self._released += len(released)

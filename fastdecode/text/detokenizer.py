@@ -47,6 +47,14 @@ class Detokenizer(ABC):
     def flush(self) -> str:
         """At the end of the stream, return the rest of the text. An incomplete character becomes U+FFFD."""
 
+    def hidden_text(self, token: int) -> str:
+        """The text of a special token that is left out of the text; "" for other tokens."""
+        return self._tokenizer.token_text(token) or "" if self._is_left_out(token) else ""
+
+    def is_special(self, text: str) -> bool:
+        """Whether `text` has the text of a special token in it."""
+        return self._tokenizer.has_special(text)
+
     def _is_left_out(self, token: int) -> bool:
         return self._skip and self._tokenizer.is_special(token) and token not in self._shown
 

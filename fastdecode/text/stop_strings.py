@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 
@@ -12,29 +12,44 @@ class StopStrings:
     Text that could be the beginning of a stop string is held back until more text decides. So no part of a stop string
     is ever released, however the text is cut into tokens. The stop string that is complete first counts. The time is
     linear in the length of the text (Knuth, Morris and Pratt, "Fast pattern matching in strings", 1977).
+
+    Special tokens that are no text can be part of a stop string all the same: they are hidden parts of the text.
     """
 
-    def __init__(self, stops: Sequence[str], *, include: bool = False):
-        """With `include`, the text is cut behind the stop string and not before it."""
+    def __init__(
+        self, stops: Sequence[str], *, include: bool = False, is_special: Callable[[str], bool] = lambda stop: False
+    ):
+        """With `include`, the text is cut behind the stop string and not before it.
+
+        Stop strings for which `is_special` is true are looked for in the text with its hidden parts, all others in the
+        text without them.
+        """
         self._include = include
-        self._patterns = [(stop, _failures(stop)) for stop in stops]
+        self._patterns = [(stop, _failures(stop), is_special(stop)) for stop in stops]
         self._matched = [0] * len(stops)  # for each stop string, how many of its characters the text ends with
         self._held = ""
+        # Of the last characters, as many as a special stop string has: 1 for one that is shown, 0 for a hidden one.
+        self._shown = bytearray()
+        self._longest = max((len(stop) for stop, _, special in self._patterns if special), default=0)
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Take more text. Returns the text that is released now, and whether a stop string is complete.
+    def push(self, text: str, *, hidden: bool = False) -> tuple[str, bool]:
+        """Take more text, which is never released if it is `hidden`. Returns the text that is released now, and whether
+        a stop string is complete.
 
         After a complete stop string, `push` must not be called again.
         """
         if not self._patterns:
-            return text, False
+            return "" if hidden else text, False
         before = len(self._held)
-        self._held += text
-        for end, character in enumerate(text, before + 1):
-            if complete := self._advance(character):
-                return self._held[: end if self._include else end - complete], True
-        released = self._held[: len(self._held) - max(self._matched)]
-        self._held = self._held[len(released) :]
+        self._held += "" if hidden else text
+        for n, character in enumerate(text, 1):
+            if (i := self._advance(character, hidden)) is not None:
+                stop = self._patterns[i][0]
+                end = before + (0 if hidden else n)
+                released = self._held[: end - self._n_shown(i, len(stop))]
+                return released + (stop if self._include else ""), True
+        kept = max(self._n_shown(i, n) for i, n in enumerate(self._matched))
+        released, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
         return released, False
 
     def flush(self) -> str:
@@ -42,18 +57,27 @@ class StopStrings:
         text, self._held = self._held, ""
         return text
 
-    def _advance(self, character: str) -> int:
-        """Take one character. Returns the length of the longest stop string that it completes, else 0."""
-        complete = 0
-        for i, (stop, failures) in enumerate(self._patterns):
+    def _n_shown(self, i: int, n: int) -> int:
+        """How many of the last `n` characters that stop string `i` has matched are shown."""
+        return sum(self._shown[len(self._shown) - n :]) if self._patterns[i][2] else n
+
+    def _advance(self, character: str, hidden: bool) -> int | None:
+        """Take one character. Returns the number of the longest stop string that it completes, else None."""
+        if self._longest:
+            self._shown.append(not hidden)
+            del self._shown[: -self._longest]
+        complete: int | None = None
+        for i, (stop, failures, special) in enumerate(self._patterns):
+            if hidden and not special:
+                continue
             n = self._matched[i]
             while n and stop[n] != character:
                 n = failures[n - 1]
             if stop[n] == character:
                 n += 1
             self._matched[i] = n
-            if n == len(stop):
-                complete = max(complete, n)
+            if n == len(stop) and (complete is None or n > len(self._patterns[complete][0])):
+                complete = i
         return complete
 
 

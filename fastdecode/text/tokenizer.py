@@ -46,6 +46,8 @@ class Tokenizer:
         self._named = {name: text for name in _NAMED_SPECIALS if (text := _token_text(config.get(name))) is not None}
         self._add_special_tokens(config)
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        names = [re.escape(token.content) for token in backend.get_added_tokens_decoder().values() if token.special]
+        self._special_names = re.compile("|".join(names) or r"(?!)")
         self._added_ids = frozenset(backend.get_added_tokens_decoder())
         self._byte_level = _uses(backend.decoder, "ByteLevel")
         self._bytes: dict[int, bytes] = {}  # of the tokens that token_bytes was asked for
@@ -136,6 +138,10 @@ class Tokenizer:
     def is_special(self, token: int) -> bool:
         """Whether the token is a special one, which a decoded text leaves out by default."""
         return token in self._special_ids
+
+    def has_special(self, text: str) -> bool:
+        """Whether the name of a special token is in the text."""
+        return self._special_names.search(text) is not None
 
     def is_added(self, token: int) -> bool:
         """Whether the token is written out in the text as a whole, and not found by the model of the tokenizer."""

@@ -174,6 +174,52 @@ async def test_special_tokens_and_stop_strings_in_the_text(tokenizer, spell, ski
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (["<pad>"], "one"),
+        (["<s>", "<pad>"], "one"),
+        (["ne<pad>"], "o"),
+        (["<pad> tw"], "one"),
+        (["<pad>\n"], None),  # the text goes on otherwise
+        (["pad", "<", ">"], None),  # parts of a special token's name are not in the text
+        (["e t"], "on"),  # the text without special tokens has it
+    ],
+    ids=str,
+)
+async def test_a_stop_string_may_be_a_special_token(tokenizer, spell, stop, expected):
+    """Special tokens are no text by default, and end it all the same."""
+    script, text, whole = [*spell("one"), 2, *spell(" two"), 0, *spell("!")], "one<pad> two<s>!", "one two!"
+    ask = ASK | {"max_tokens": 50, "stop": stop}
+    async with served(ScriptedEngine(*[[*script]] * 4), tokenizer) as client:
+
+        async def complete(**fields):
+            return (await client.openai.completions.create(**ask, **fields)).choices[0]
+
+        choice = await complete(logprobs=0)
+        assert (choice.text, choice.finish_reason) == ((whole, "length") if expected is None else (expected, "stop"))
+        streamed = ""
+        async for chunk in await client.openai.completions.create(**ask, stream=True):
+            streamed += chunk.choices[0].text
+        assert streamed == choice.text
+        kept = await complete(extra_body={"include_stop_str_in_output": True})
+        assert kept.text in ([whole] if expected is None else [expected + s for s in stop])
+        shown = await complete(extra_body={"skip_special_tokens": False})
+        assert text.startswith(shown.text)
+        assert shown.finish_reason == ("stop" if any(s in text for s in stop) else "length")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("stop", ["</s>", "ne</s>"])
+async def test_a_special_stop_string_of_a_sentence_piece_tokenizer(tmp_path, stop):
+    tokenizer = Tokenizer.from_dir(tokenizers_made.metaspace(tmp_path))
+    script = tokenizer.encode("it is one</s>more", add_special_tokens=False)
+    async with served(ScriptedEngine(script), tokenizer) as client:
+        choice = (await client.openai.completions.create(**ASK, stop=stop)).choices[0]
+    assert (choice.text, choice.finish_reason) == (" it is one"[: -len(stop) + 4 or None], "stop")
+
+
+@pytest.mark.quick
 async def test_add_generation_prompt_and_continue_final_message(tmp_path):
     directory = tokenizers_made.byte_level(tmp_path, chat_template=tokenizers_made.CHATML)
     tokenizer = Tokenizer.from_dir(directory)
