@@ -77,8 +77,8 @@ CASES = {
         "",
         [W, A],
     ),
-    "mistral args that are no object": ("mistral", '[TOOL_CALLS]add[ARGS]"a" b, Done.', "Done.", "", [("add", None)]),
-    "mistral no args": ("mistral", "[TOOL_CALLS]add[ARGS]} Done.", "Done.", "", [("add", None)]),
+    "mistral args without a call": ("mistral", "[TOOL_CALLS]add[ARGS]} Done.", "[TOOL_CALLS]add[ARGS]} Done.", "", []),
+    "mistral without [ARGS]": ("mistral", '[TOOL_CALLS]add{"a": 1}', '[TOOL_CALLS]add{"a": 1}', "", []),
     "mistral text": ("mistral", "See [TOOL_KIT] [1", "See [TOOL_KIT] [1", "", []),
     "gpt-oss call": ("gpt-oss", THOUGHT + gpt_oss(W), "", "Let me <see>.", [W]),
     "gpt-oss recipient first": ("gpt-oss", gpt_oss(A, True), "", "", [A]),
@@ -98,6 +98,68 @@ CASES = {
     ),
     "gpt-oss without its end": ("gpt-oss", gpt_oss(A).removesuffix("<|call|>"), "", "", [A]),
     "gpt-oss plain": ("gpt-oss", "Hello", "Hello", "", []),
+}
+
+
+#: What is written in place of the arguments of a call, and what the arguments are.
+ARGUMENTS = {
+    "missing": (None, "{}"),
+    "null": ("null", "{}"),
+    "empty": ('""', "{}"),
+    "blank": ('" "', "{}"),
+    "null in text": ('"null"', "{}"),
+    "object": ('{"a": null}', '{"a": null}'),
+    "text": ('"{\\"a\\": 1}"', '{"a": 1}'),
+    "list": ("[1]", "[1]"),
+}
+#: Calls as JSON objects, with ARGS for the key of the arguments and their value.
+OBJECT_CALLS = {
+    "hermes": '<tool_call>\n{"name": "no_args"ARGS}\n</tool_call>',
+    "hermes without its end": '<tool_call>{"name": "no_args"ARGS}',
+    "llama3": '{"name": "no_args"ARGS}',
+    "llama3 tag": '<|python_tag|>{"name": "no_args"ARGS}',
+    "mistral": '[TOOL_CALLS][{"name": "no_args"ARGS}]',
+}
+#: Calls whose arguments stand by themselves.
+PLAIN_CALLS = {
+    "mistral": "[TOOL_CALLS]no_args[ARGS]ARGS",
+    "mistral, then another": '[TOOL_CALLS]no_args[ARGS]ARGS[TOOL_CALLS]add[ARGS]{"a": 1}',
+    "gpt-oss": "<|channel|>commentary to=functions.no_args <|constrain|>json<|message|>ARGS<|call|>",
+    "gpt-oss without its end": "<|channel|>commentary to=functions.no_args<|message|>ARGS",
+}
+#: Text that is no call in its form, and is content as it stands.
+CONTENT = {
+    "hermes": [
+        '<tool_call>\n{"answer": 42}\n</tool_call>',
+        '<tool_call>\n{"function": {"name": "add", "arguments": {}}}\n</tool_call>',
+        '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call> and more',
+        '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>',
+        "Well, <tool_call>\nadd(1)\n</tool_call>",
+        "<tool_call>",
+        '<tool_call> {"na',
+        "</tool_call> {",
+    ],
+    "llama3": [
+        '{"answer": 42}',
+        '<|python_tag|>{"answer": 42}',
+        '  {"type": "function", "function": {"name": "add"}} end',
+        '<|python_tag|>brave_search.call(query="x")',
+        '[{"name": "add", "parameters": {}}]',
+        '{"name": "add',
+        "<|python_tag|>",
+        '{"parameters": {}}',
+    ],
+    "mistral": [
+        '[TOOL_CALLS][{"function": {"name": "add", "arguments": {}}}]',
+        '[TOOL_CALLS] ["add", 5]',
+        "[TOOL_CALLS][]",
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS] add (1)\nand more",
+        '[TOOL_CALLS]add[ARGS]"a" b, Done.',
+        "[TOOL_CALLS]add[ARGS]nullify",
+        "[TOOL_CALLS]a b[ARGS]{}",
+    ],
+    "gpt-oss": ["Hello <b>", "topic: x", "to", '{"answer": 42}', "Hi<|end|>"],
 }
 
 
@@ -135,6 +197,100 @@ def test_messages_cut_anywhere(case, seed):
     delta = parse(TOOL_FORMS[form].parser(TOOLS, parallel=True), pieces)
     assert (delta.content, delta.reasoning) == (content, reasoning)
     assert calls_of(delta) == calls
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("case", OBJECT_CALLS)
+def test_a_call_without_arguments_has_an_empty_object(case, arguments):
+    form, (written, expected) = case.split()[0], ARGUMENTS[arguments]
+    key = "parameters" if form == "llama3" else "arguments"
+    text = OBJECT_CALLS[case].replace("ARGS", "" if written is None else f', "{key}": {written}')
+    for pieces in ([text], list(text), cuts(text, 1)):
+        delta = parse(TOOL_FORMS[form].parser(TOOLS, parallel=True), pieces)
+        assert calls_of(delta) == [("no_args", json.loads(expected))] and delta.content == ""
+
+
+@pytest.mark.parametrize("written", ["", " \n", "null", " null ", "{}", ' {"a": 1}'])
+@pytest.mark.parametrize("case", PLAIN_CALLS)
+def test_arguments_that_stand_by_themselves(case, written):
+    text = PLAIN_CALLS[case].replace("ARGS", "$").replace("[$]", "[ARGS]").replace("$", written)
+    for pieces in ([text], list(text), cuts(text, 1)):
+        delta = parse(TOOL_FORMS[case.split()[0].strip(",")].parser(TOOLS, parallel=True), pieces)
+        assert calls_of(delta)[0] == ("no_args", json.loads(written) or {} if written.strip() else {})
+        assert len(calls_of(delta)) == 1 + ("another" in case) and delta.content.strip() == ""
+
+
+def test_a_name_alone_is_a_call_if_a_tool_has_it():
+    for text, name in (("[TOOL_CALLS]no_args", "no_args"), ("[TOOL_CALLS]nobody", None)):
+        delta = parse(TOOL_FORMS["mistral"].parser(TOOLS, parallel=True), list(text))
+        assert calls_of(delta) == ([(name, {})] if name else []) and delta.content == ("" if name else text)
+
+
+@pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in CONTENT.items() for text in texts])
+def test_text_that_is_no_call_is_content(form, text):
+    for pieces in ([text], list(text), cuts(text, 1)):
+        delta = parse(TOOL_FORMS[form].parser(TOOLS, parallel=True), pieces)
+        assert delta.content == text.removesuffix("<|end|>") and not delta.calls
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content"),
+    [
+        ("hermes", f"<tool_call>{js(A)}{js(W)}</tool_call>", js(W) + "</tool_call>"),
+        ("hermes", f"<tool_call>{js(A)}\nThat is it.", "That is it."),
+        ("hermes", f"<tool_call>{js(A)}</tool_call>\n<tool_call>x", "<tool_call>x"),
+        ("llama3", js(A, "parameters") + "; <|python_tag|>print()", "<|python_tag|>print()"),
+        ("llama3", js(A, "parameters") + '; {"answer": 42}', '{"answer": 42}'),
+        ("mistral", f'[TOOL_CALLS][{js(A)}, {{"answer": 42}}]', '{"answer": 42}]'),
+        ("mistral", f"[TOOL_CALLS][{js(A)}, more", "more"),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": -2.5e3} more', "more"),
+        ("gpt-oss", gpt_oss(A).removesuffix("<|call|>") + " more <|call|>", "more "),
+        ("gpt-oss", gpt_oss(A) + "Hello", "Hello"),
+        ("gpt-oss", gpt_oss(A) + "<|start|>assistant<|channel|>commentary to=functions.f<|message|>f()<|call|>", "f()"),
+        ("gpt-oss", gpt_oss(A) + "<|start|>assistant Well.<|end|>", "assistant Well."),
+    ],
+)
+def test_text_behind_a_call_is_content(form, text, content):
+    for pieces in ([text], list(text), cuts(text, 1)):
+        delta = parse(TOOL_FORMS[form].parser(TOOLS, parallel=True), pieces)
+        assert calls_of(delta) == [A] and delta.content == content
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name": "add"', "{}"),
+        ('{"name": "add", "arguments": nul', "{}"),
+        ('{"name": "add", "arguments": {"a": 1', '{"a": 1'),
+        ('{"name": "add", "arguments": "{\\"a\\": \\', '{"a":'),
+    ],
+)
+def test_a_call_that_is_cut_off_shows_what_has_come_of_it(text, arguments):
+    for pieces in ([text], list(text)):
+        delta = parse(TOOL_FORMS["hermes"].parser(TOOLS, parallel=True), ["<tool_call>", *pieces])
+        assert [(call.name) for call in delta.calls if call.name] == ["add"] and delta.content == ""
+        assert "".join(call.arguments for call in delta.calls) == arguments
+
+
+@pytest.mark.parametrize("form", TOOL_FORMS)
+@pytest.mark.parametrize("seed", range(100))
+def test_nothing_that_a_model_writes_is_lost(form, seed):
+    """Random pieces of the form, in any order: however the text is cut, the deltas add up to the same, and every word
+    reaches the client."""
+    rng, words = random.Random(seed), iter(range(100))
+    pieces = ["{", "}", '"name": "add"', '"arguments": {}', ", ", " ", "\n", '{"name": "add"}', "[", "]", "null", "to="]
+    pieces += [*TOOL_FORMS[form].markers, "<|message|>"] if form != "llama3" else ["<|python_tag|>", "; "]
+    text = ""
+    for _ in range(rng.randint(1, 12)):
+        # Behind gpt-oss's <|channel|> a word is the name of a channel.
+        wordy = rng.random() < 0.4 and not text.rstrip().endswith(("<|channel|>", "<|constrain|>", "<|start|>", "to="))
+        text += f"w{next(words)}, " if wordy else rng.choice(pieces)
+    whole = parse(TOOL_FORMS[form].parser(TOOLS, parallel=True), [text])
+    told = whole.content + whole.reasoning + "".join((call.name or "") + call.arguments for call in whole.calls)
+    assert [f"w{i}, " for i in range(next(words)) if f"w{i}" not in told] == [], text
+    for n in (0, 1):
+        cut = parse(TOOL_FORMS[form].parser(TOOLS, parallel=True), list(text) if n else cuts(text, seed))
+        assert (cut.content, cut.reasoning) == (whole.content, whole.reasoning), text
 
 
 @pytest.mark.parametrize("case", [case for case, values in CASES.items() if len(values[4]) == 2])

@@ -17,7 +17,7 @@ class CallScanner:
         name: the value of "name", once it is complete.
         raw: the object's text so far.
         done: the object is complete.
-        broken: the text is not an object of this kind, so `raw` is plain text.
+        broken: the text is no object, or one without a name, so `raw` is plain text.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,11 @@ class CallScanner:
         self._key: str | None = None  # the key at depth 1 whose value is being read
         self._start = 0  # where the string or the value begins in `raw`
         self._in_value = False
+        self._place = "key"  # what follows at depth 1: then "colon", "value", maybe "scalar", "end"
         self._arguments = ""  # text of the arguments that `take` has not returned
         self._begun = False  # the value is not white space alone
-        self._quoted = False  # the arguments are a string that holds JSON
+        self._streams = False  # the value is an object, whose text is returned as it comes
+        self._has_arguments = False
 
     @classmethod
     def for_arguments(cls, name: str) -> CallScanner:
@@ -45,17 +47,24 @@ class CallScanner:
     @property
     def ended(self) -> bool:
         """Whether the arguments have ended: their own object is complete, or the text cannot become such an object."""
-        return self.done or self.broken or (self._depth == 1 and self._in_value and self.raw.endswith("}"))
+        return self.done or self.broken or self._place == "end"
 
     @property
     def is_call(self) -> bool:
         """Whether the name is known."""
-        return self.name is not None and not self.broken
+        return bool(self.name)
 
     def take(self) -> str:
         """The text of the arguments that has come since the last call."""
         taken, self._arguments = self._arguments, ""
         return taken
+
+    def cut(self) -> None:
+        """The text ends here, within the object or behind it. A call without arguments has `{}`."""
+        if self._in_value and self._key in _ARGUMENTS and not self._streams:
+            self._add(_told(self.raw[self._start :].strip()))
+        if not self._has_arguments:
+            self._add("{}")
 
     def push(self, text: str) -> str:
         """Take more text; returns what is left of it behind the object, or once the object is broken."""
@@ -83,8 +92,10 @@ class CallScanner:
             return
         if self._in_string:
             self._string(c)
+        elif self._depth == 1 and not c.isspace() and not self._fits(c):
+            self.broken = True
         elif c == '"':
-            if self._depth == 1 and not self._in_value:
+            if self._place == "key":
                 self._start = len(self.raw) - 1
             self._in_string = True
             self._value(c)
@@ -95,15 +106,34 @@ class CallScanner:
             self._depth -= 1
             if self._depth == 0:
                 self._end_value()
-                self.done = True
+                self.done, self.broken = True, self.broken or not self.name
+                self.cut()
             else:
                 self._value(c)
+                self._place = "end" if self._depth == 1 else self._place
         elif c == "," and self._depth == 1:
             self._end_value()
-        elif c == ":" and self._depth == 1 and not self._in_value:
-            self._in_value, self._begun, self._start = True, False, len(self.raw)
+            self._place = "key"
+        elif self._place == "colon":
+            if c == ":":
+                self._place, self._in_value, self._begun, self._start = "value", True, False, len(self.raw)
         else:
             self._value(c)
+            if self._depth == 1 and not c.isspace():
+                self._place = "scalar"
+
+    def _fits(self, c: str) -> bool:
+        """Whether a JSON object may go on with this character at depth 1."""
+        match self._place:
+            case "key":
+                return c in '"}'
+            case "colon":
+                return c == ":"
+            case "value":
+                return True
+            case "scalar":
+                return c not in '"{[:'
+        return c in ",}"
 
     def _string(self, c: str) -> None:
         self._value(c)
@@ -113,27 +143,41 @@ class CallScanner:
             self._escaped = True
         elif c == '"':
             self._in_string = False
-            if self._depth == 1 and not self._in_value:
-                self._key = self._decoded(self.raw[self._start :])
+            if self._depth > 1:
+                return
+            if self._place == "key":
+                self._key, self._place = self._decoded(self.raw[self._start :]), "colon"
+                return
+            self._place = "end"
+            if self._key == "name" and self.name is None:
+                self._take_name(self.raw[self._start :])
 
     def _value(self, c: str) -> None:
         """Take a character of a value at depth 1 or deeper."""
         if not self._in_value or self._key not in _ARGUMENTS:
             return
         if not self._begun:
-            self._begun, self._quoted = not c.isspace(), c == '"'
-        if self._begun and not self._quoted:
-            self._arguments += c
+            self._begun, self._streams = not c.isspace(), c == "{" and not self._has_arguments
+        if self._streams:
+            self._add(c)
 
     def _end_value(self) -> None:
         if not self._in_value:
             return
         value = self.raw[self._start : -1].strip()
-        if self._key == "name":
-            self.name = self._decoded(value)
-        elif self._key in _ARGUMENTS and self._quoted:
-            self._arguments += self._decoded(value) or ""
-        self._in_value, self._key = False, None
+        if self._key == "name" and self.name is None:
+            self._take_name(value)
+        elif self._key in _ARGUMENTS and not self._has_arguments:
+            self._add(_told(value))
+        self._in_value, self._streams, self._key = False, False, None
+
+    def _take_name(self, value: str) -> None:
+        self.name = self._decoded(value)
+        self.broken |= not self.name
+
+    def _add(self, text: str) -> None:
+        self._arguments += text
+        self._has_arguments |= bool(text)
 
     def _decoded(self, text: str) -> str | None:
         """The string of a JSON string; None, and `broken`, for another value."""
@@ -145,6 +189,20 @@ class CallScanner:
             self.broken = True
             return None
         return value
+
+
+def _told(value: str) -> str:
+    """The arguments that a value which is no object tells, though it may be cut off: the text that a string holds, ""
+    for null."""
+    if not value.startswith('"'):
+        return "" if "null".startswith(value) else value
+    for end in (value, *(value[: len(value) - n] + '"' for n in range(7))):  # an escape has six characters at most
+        try:
+            text = str(json.loads(end, strict=False)).strip()
+        except ValueError:
+            continue
+        return "" if text == "null" else text
+    return value
 
 
 class CallEmitter:
@@ -167,10 +225,18 @@ class CallEmitter:
         if arguments := scanner.take():
             delta.calls.append(CallDelta(self.n - 1, None, arguments))
 
-    def unread(self, scanner: CallScanner, opening: str = "") -> str:
-        """The text of a call that is broken or cut off, if the reader has not been told of the call and would be: what
-        the model wrote, with its `opening`."""
-        return "" if self._current is scanner or self.drops(scanner) else opening + scanner.raw
+    def finish(self, scanner: CallScanner, delta: MessageDelta) -> None:
+        """Add the rest of the call that `scanner` reads; the text ends here."""
+        scanner.cut()
+        self.emit(scanner, delta)
+
+    def break_off(self, scanner: CallScanner, lead: str, delta: MessageDelta) -> str:
+        """The text that `scanner` has read is broken. Adds the call if its name was known before; returns the text that
+        is content, which begins with `lead` if there is no call."""
+        if not scanner.is_call:
+            return lead + scanner.raw
+        self.finish(scanner, delta)
+        return scanner.raw[-1:]
 
     def drops(self, scanner: CallScanner) -> bool:
         """Whether this call comes after the only one allowed."""
@@ -188,6 +254,7 @@ class MarkedCallParser(OutputParser):
         self._scanner: CallScanner | None = None  # of the call that is being read
         self._state = "prose"  # then "opened", behind the marker
         self._held = ""  # text that more text decides about
+        self._lead = ""  # the marker and what stands behind it: content unless a call follows
         self._after_call = False
 
     def push(self, text: str) -> MessageDelta:
@@ -213,22 +280,36 @@ class MarkedCallParser(OutputParser):
         self._held = "" if opened else space + behind
         if not opened:
             return ""
-        self._state = "opened"
+        self._state, self._lead = "opened", space + self._opening
         return behind
 
     def _object(self, scanner: CallScanner, text: str, delta: MessageDelta) -> str:
         """Take text of a call's object; returns what is behind it. Text that is no such object is content."""
         rest = scanner.push(text)
         if scanner.broken:
-            delta.content += self._emitter.unread(scanner, self._opening)
-            self._scanner, self._state = None, "prose"
+            self._lead = self._emitter.break_off(scanner, self._lead, delta)
+            self._not_a_call(delta)
         else:
-            self._emitter.emit(scanner, delta)
+            self._emit(scanner, delta)
         return rest
 
+    def _emit(self, scanner: CallScanner, delta: MessageDelta) -> None:
+        self._emitter.emit(scanner, delta)
+        if scanner.is_call:
+            self._lead = ""
+
+    def _not_a_call(self, delta: MessageDelta) -> None:
+        """What stands since the marker is content."""
+        delta.content += self._lead
+        self._lead, self._held, self._scanner, self._state = "", "", None, "prose"
+        self._after_call = False
+
     def finish(self) -> MessageDelta:
+        delta = MessageDelta()
         if self._state == "prose":
-            return MessageDelta(content=self._held.lstrip() if self._after_call else self._held)
-        if self._scanner is None:
-            return MessageDelta(content=self._opening + self._held if self._held else "")
-        return MessageDelta(content=self._emitter.unread(self._scanner, self._opening))
+            delta.content = self._held.lstrip() if self._after_call else self._held
+        elif self._scanner is not None and self._scanner.is_call:
+            self._emitter.finish(self._scanner, delta)
+        else:
+            delta.content = self._lead + (self._scanner.raw if self._scanner else "") + self._held
+        return delta

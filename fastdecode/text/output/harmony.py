@@ -18,6 +18,11 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TOKEN = re.compile("|".join(map(re.escape, (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS))))
 _LONGEST = max(map(len, (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)))
+#: A header as it should be, or its beginning. Anything else is text of the model.
+_HEADER = re.compile(
+    r"\s*\w*(\s*to=[\w.:-]*)?\s*"
+    r"(<\|channel\|>\s*\w*(\s+to=[\w.:-]*)?\s*(<\|constrain\|>)?\s*[\w/+.-]*\s*)?"
+)
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
@@ -59,7 +64,11 @@ class HarmonyParser(OutputParser):
         self._emitter = CallEmitter(parallel)
         self._held = ""  # text that may be the beginning of a token
         self._header: str | None = ""  # of the message that follows; None: in the body
-        self._scanner: CallScanner | None = None  # of the call whose arguments are the body
+        self._has_role = False  # the header begins with a role
+        self._name: str | None = None  # of the function whose arguments are the body
+        self._body = ""  # of a call, before its arguments have begun
+        self._scanner: CallScanner | None = None  # of the call whose arguments have begun
+        self._behind_call = False  # the body has text behind its arguments
         self._hidden = False  # the body is reasoning
 
     def push(self, text: str) -> MessageDelta:
@@ -73,41 +82,74 @@ class HarmonyParser(OutputParser):
                 self._held, text = text[cut:], ""
             else:
                 self._text(text[: found.start()], delta)
-                self._token(found[0])
+                self._token(found[0], delta)
                 text = text[found.end() :]
         return delta
 
-    def _token(self, token: str) -> None:
+    def _token(self, token: str, delta: MessageDelta) -> None:
         if token == START or token in ENDS:
-            self._header, self._scanner = "", None
+            self._end_message(delta)
+            self._header, self._has_role = "", token == START
         elif token == MESSAGE:
             header, self._header = self._header or "", None
+            if not _HEADER.fullmatch(header):
+                delta.content += header
             recipient = _RECIPIENT.search(header)
-            self._scanner = CallScanner.for_arguments(recipient[1]) if recipient else None
-            self._hidden = "analysis" in header and recipient is None
+            self._name, self._body, self._scanner = recipient and recipient[1], "", None
+            self._hidden, self._behind_call = "analysis" in header and recipient is None, False
         elif self._header is not None:
             self._header += token
+
+    def _end_message(self, delta: MessageDelta) -> None:
+        if self._scanner is not None:
+            self._emitter.finish(self._scanner, delta)
+        elif self._name is not None and "null".startswith(self._body.strip()):
+            self._emitter.finish(CallScanner.for_arguments(self._name), delta)
+        elif self._name is not None:
+            delta.content += self._body
+        elif self._header and not _HEADER.fullmatch(self._header):
+            delta.content += self._header
+        self._name, self._scanner, self._hidden = None, None, False
 
     def _text(self, text: str, delta: MessageDelta) -> None:
         if not text:
             return
         if self._header is not None:
-            self._header += text
-        elif self._scanner is not None:
-            self._scanner.push_arguments(text)
-            self._emitter.emit(self._scanner, delta)
+            text = self._header + text
+            begin = "" if self._has_role or CHANNEL in text else text.lstrip()[:3]
+            if "to=".startswith(begin):
+                self._header = text
+                return
+            # No header begins like this: it is text of a model that does not know the format.
+            self._header = None
+        if self._name is not None:
+            self._arguments(self._name, text, delta)
         elif self._hidden:
             delta.reasoning += text
         else:
             delta.content += text
 
+    def _arguments(self, name: str, text: str, delta: MessageDelta) -> None:
+        """Take text of a call's body. Text that is no JSON object is content."""
+        if self._scanner is None:
+            self._body += text
+            if not (text := self._body.lstrip()).startswith("{"):
+                return
+            self._scanner = CallScanner.for_arguments(name)
+        rest = self._scanner.push_arguments(text)
+        self._emitter.emit(self._scanner, delta)
+        rest = rest if self._behind_call else rest.lstrip()
+        self._behind_call |= bool(rest)
+        delta.content += rest
+
     def finish(self) -> MessageDelta:
         delta = MessageDelta()
         held, self._held = self._held, ""
         self._text(held, delta)
-        if self._header and CHANNEL not in self._header and not self._emitter.n:
-            # No channel was ever named: this is text of a model that does not know the format.
+        if self._header and CHANNEL not in self._header and not self._has_role:
             delta.content += self._header
+        else:
+            self._end_message(delta)
         return delta
 
 

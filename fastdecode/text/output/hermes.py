@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fastdecode.text.output import lark
 from fastdecode.text.output.calls import CallScanner, MarkedCallParser
-from fastdecode.text.output.deltas import AllowedCalls, MessageDelta, OutputParser, Tool, ToolForm, split_marker
+from fastdecode.text.output.deltas import AllowedCalls, MessageDelta, OutputParser, Tool, ToolForm
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -32,19 +32,14 @@ class HermesForm(ToolForm):
 
 
 class _HermesParser(MarkedCallParser):
-    def _prose(self, text: str, delta: MessageDelta) -> str:
-        rest = super()._prose(text, delta)
-        if self._state == "opened":
-            self._scanner = CallScanner()
-        return rest
-
     def _call(self, text: str, delta: MessageDelta) -> str:
-        assert self._scanner is not None, "the marker has made a scanner"
+        if self._scanner is None:
+            self._scanner = CallScanner()
         if not self._scanner.done:
             return self._object(self._scanner, text, delta)
-        before, rest, closed = split_marker(self._held + text, CLOSE)
-        if not closed:
-            self._held = before + rest
+        behind = (self._held + text).lstrip()
+        if CLOSE.startswith(behind) and behind != CLOSE:
+            self._held = behind
             return ""
         self._held, self._scanner, self._state = "", None, "prose"
-        return rest
+        return behind.removeprefix(CLOSE)

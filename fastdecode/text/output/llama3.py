@@ -33,6 +33,7 @@ class _Llama3Parser(OutputParser):
         self._emitter = CallEmitter(parallel)
         self._scanner: CallScanner | None = None
         self._held = ""  # before an object: white space, separators, the tag
+        self._lead = ""  # what stood before the object: content unless it is a call
         self._is_text = False  # the message is no call, or has gone on as text
 
     def push(self, text: str) -> MessageDelta:
@@ -54,31 +55,35 @@ class _Llama3Parser(OutputParser):
         if not stripped or (TAG.startswith(stripped) and stripped != TAG):
             self._held = text
             return ""
-        stripped = stripped.removeprefix(TAG).lstrip()
-        if not stripped:
+        behind = stripped.removeprefix(TAG).lstrip()
+        if not behind:
             self._held = text
             return ""
-        if stripped.startswith("{"):
-            self._scanner = CallScanner()
-            return stripped
+        shown = stripped if self._emitter.n else text
+        if behind.startswith("{"):
+            self._scanner, self._lead = CallScanner(), shown[: len(shown) - len(behind)]
+            return behind
         self._is_text = True
-        return stripped if self._emitter.n else text
+        return shown
 
     def _read(self, scanner: CallScanner, text: str, delta: MessageDelta) -> str:
         rest = scanner.push(text)
-        if scanner.broken or (scanner.name is not None and scanner.name not in self._names):
+        unknown = scanner.is_call and scanner.name not in self._names
+        if unknown or scanner.broken:
             self._is_text, self._scanner = True, None
-            return scanner.raw + rest
+            text = self._lead + scanner.raw if unknown else self._emitter.break_off(scanner, self._lead, delta)
+            return text + rest
         self._emitter.emit(scanner, delta)
         if scanner.done:
             self._scanner = None
-            if scanner.name is None:
-                self._is_text = True
-                return scanner.raw + rest
         return rest
 
     def finish(self) -> MessageDelta:
-        scanner, held = self._scanner, self._held
+        delta, scanner = MessageDelta(), self._scanner
         if scanner is None:
-            return MessageDelta(content="" if self._emitter.n else held)
-        return MessageDelta(content=self._emitter.unread(scanner))
+            delta.content = self._held.strip("; \t\r\n") if self._emitter.n else self._held
+        elif scanner.is_call:
+            self._emitter.finish(scanner, delta)
+        else:
+            delta.content = self._lead + scanner.raw
+        return delta
