@@ -14,7 +14,7 @@ from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError
 from fastdecode.api.generation import Echo
 from fastdecode.api.middleware import notes
-from fastdecode.api.preparation import Preparation, with_grammar
+from fastdecode.api.preparation import Preparation
 from fastdecode.api.protocol import ChatRequest, Generation, parse_chat, parse_completion
 from fastdecode.api.response_answer import ResponseAnswer
 from fastdecode.api.responses import parse_response
@@ -143,7 +143,7 @@ class Endpoints:
             body.continue_final_message,
         )
         text = await self.preparation.render(body)
-        return dialogue, text, with_grammar(generation, dialogue, text)
+        return dialogue, text, await self.preparation.with_grammar(generation, dialogue, text)
 
     async def _answer_chat(
         self, request: web.Request, generation: Generation, dialogue: Dialogue, text: str, answer: Answer

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from fastdecode.api.errors import ApiError
@@ -129,6 +130,20 @@ class Preparation:
 
         return await self._do(make, quick=len(prompt) <= _INLINE_TOKENS or not offsets_wanted)
 
+    async def with_grammar(self, generation: Generation, dialogue: Dialogue, prompt: str) -> Generation:
+        """`generation` with the grammar of an answer to `prompt`, whose form is `dialogue`."""
+        asked = generation.grammar
+        try:
+            # Schemas of tools are compiled to see what of them can be followed.
+            make = partial(dialogue.grammar, prompt, asked.spec if asked else None)
+            spec = await self._do(make, quick=not dialogue.tools)
+        except GrammarError as error:
+            raise grammar_error(error.param or (asked.param if asked else "tools"), str(error)) from None
+        if spec is None:
+            return generation
+        param = asked.param if asked else "tool_choice" if dialogue.must_call else "tools"
+        return dataclasses.replace(generation, grammar=GrammarField(param, spec))
+
     async def finish(self, generation: Generation) -> Generation:
         """`generation` with encoded bad words, if it has some."""
         if not generation.bad_words:
@@ -146,19 +161,6 @@ class Preparation:
         if self.closing:
             raise shutting_down_error()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def with_grammar(generation: Generation, dialogue: Dialogue, prompt: str) -> Generation:
-    """`generation` with the grammar of an answer to `prompt`, whose form is `dialogue`. Raises ApiError (400)."""
-    asked = generation.grammar
-    try:
-        spec = dialogue.grammar(prompt, asked.spec if asked else None)
-    except GrammarError as error:
-        raise grammar_error(asked.param if asked else "tools", str(error)) from None
-    if spec is None:
-        return generation
-    param = asked.param if asked else "tool_choice" if dialogue.must_call else "tools"
-    return dataclasses.replace(generation, grammar=GrammarField(param, spec))
 
 
 def shutting_down_error() -> ApiError:

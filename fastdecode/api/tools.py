@@ -70,7 +70,7 @@ def _tool(fields: Fields) -> tuple[Tool, dict[str, Any]]:
     strict = function.boolean("strict")
     function.refuse_others()
     fields.refuse_others()
-    return Tool(name, parameters, strict), {"type": "function", "function": definition}
+    return Tool(name, parameters, strict, function.param("parameters")), {"type": "function", "function": definition}
 
 
 def _named(choice: Any) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fastdecode.text.json_schema import plain_reason, without_annotations
 from fastdecode.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,14 @@ _CACHED = 64  # compiled grammars kept for the next request
 
 
 class GrammarError(ValueError):
-    """The grammar is not valid, or cannot be compiled; the message says why."""
+    """The grammar is not valid, or cannot be compiled; the message says why.
+
+    `param` is the request's field that is at fault, if it is another one than the field that asks for the grammar.
+    """
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
 
 
 class GrammarsUnavailable(GrammarError):
@@ -95,15 +103,17 @@ class GrammarCompiler:
             self._masks = _MaskThread(_BatchUpdate(llguidance.LLExecutor(num_threads=threads)))
         try:
             source = _source(llguidance, spec)
+        except RecursionError:
+            raise GrammarError("the schema is nested too deeply") from None
         except (ValueError, RuntimeError) as error:
-            raise GrammarError(_one_line(str(error))) from None
+            raise GrammarError(plain_reason(str(error))) from None
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, self._backend)
         if failed:
-            raise GrammarError(_one_line("; ".join(messages)))
+            raise GrammarError(plain_reason("; ".join(messages)))
         # log_level 0: errors reach the client, and not this process's stderr.
         matcher = llguidance.LLMatcher(self._backend, source, log_level=0)
         if matcher.is_error():
-            raise GrammarError(_one_line(matcher.get_error()))
+            raise GrammarError(plain_reason(matcher.get_error()))
         after, unless = (self._token_id(text) for text in (spec.after, spec.unless))
         assert self._masks is not None, "made with the tokenizer"
         return LLGrammar(matcher, self._backend.vocab_size, after, unless, self._masks)
@@ -257,7 +267,8 @@ def _source(llguidance: Any, spec: GrammarSpec) -> str:
             options: dict[str, Any] = {"whitespace_flexible": False}
             if spec.white_space:
                 options = {"whitespace_pattern": spec.white_space}
-            source = matcher.grammar_from_json_schema(spec.text, defaults=options)
+            schema = json.dumps(without_annotations(json.loads(spec.text)))
+            source = matcher.grammar_from_json_schema(schema, defaults=options)
         case "regex":
             source = matcher.grammar_from_regex(spec.text)
         case "choice":
@@ -267,7 +278,3 @@ def _source(llguidance: Any, spec: GrammarSpec) -> str:
             # A grammar in GBNF, llama.cpp's form, becomes one in Lark.
             source = matcher.grammar_from_lark(import_module("llguidance.gbnf_to_lark").any_to_lark(spec.text))
     return str(source)
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())[:500]

@@ -174,6 +174,13 @@ async def test_a_bad_grammar_is_a_400_that_says_why(client, fields, param, says)
         assert says in body["error"]["message"]
 
 
+@pytest.mark.parametrize("form", ["password", "binary", "uri-reference", "my-own"])
+async def test_an_unknown_format_is_an_annotation(client, form):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": form, "maxLength": 5}}}
+    status, body = await client.post("/v1/chat/completions", CHAT | {"response_format": response_format(schema)})
+    assert status == 200, body
+
+
 def test_a_compiled_grammar_is_used_again_with_a_state_of_its_own(tokenizer):
     compiler = GrammarCompiler(tokenizer, [1])
     grammar = compiler.compile(GrammarSpec("choice", '["ab"]'))

@@ -303,12 +303,36 @@ async def test_bad_tools_are_refused_by_name(tokenizer, fields, param):
     assert (status, body["error"]["param"]) == (400, param), body
 
 
-async def test_a_required_tool_with_a_bad_schema_is_a_400_that_says_why(client):
+@pytest.mark.parametrize(
+    "part",
+    [{"type": "string", "pattern": "^(?=x)"}, {"$ref": "https://example.com/x.json"}, {"type": "strin"}, {"not": {}}],
+    ids=str,
+)
+async def test_a_schema_that_cannot_be_followed_is_an_error_of_strict_tools_alone(client, part):
     pytest.importorskip("llguidance")
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}]
-    status, body = await client.post("/v1/chat/completions", ASK | {"tools": tools, "tool_choice": "required"})
-    assert (status, body["error"]["param"]) == (400, "tool_choice")
-    assert "strin" in body["error"]["message"]
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": part}, "required": ["a"]}}
+    for choice in ("required", "auto"):
+        ask = ASK | {"tool_choice": choice, "max_completion_tokens": 5}
+        tools = [DICE, {"type": "function", "function": function}]
+        status, body = await client.post("/v1/chat/completions", ask | {"tools": tools})
+        assert status == 200, body
+        tools[1] = {"type": "function", "function": function | {"strict": True}}
+        status, body = await client.post("/v1/chat/completions", ask | {"tools": tools})
+        assert (status, body["error"]["param"]) == (400, "tools[1].function.parameters")
+        message = body["error"]["message"]
+        assert "a strict tool's schema must be followed as a whole" in message and "args" not in message
+
+
+@pytest.mark.parametrize("parameters", [{}, None, {"properties": {"a": {"type": "null"}}}], ids=str)
+async def test_the_arguments_of_a_required_call_are_an_object(client, parameters):
+    pytest.importorskip("llguidance")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for seed in range(4):
+        answer = await client.openai.chat.completions.create(
+            **ASK | {"tools": tools}, tool_choice="required", seed=seed, max_completion_tokens=60
+        )
+        for call in answer.choices[0].message.tool_calls or []:
+            assert call.function.arguments.lstrip()[:1] in ("{", "")
 
 
 async def test_a_model_without_tools_says_so(tmp_path):

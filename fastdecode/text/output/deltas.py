@@ -58,6 +58,7 @@ class Tool:
     name: str
     parameters: Mapping[str, Any] | bool | None = None
     strict: bool = False  # every keyword of the schema must be followed
+    param: str = "tools"  # the request's field that has the parameters
 
 
 @dataclass(frozen=True, slots=True)

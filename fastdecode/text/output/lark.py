@@ -6,14 +6,24 @@ import json
 from collections.abc import Callable, Sequence
 
 from fastdecode.text.grammar import JSON_WHITE_SPACE, GrammarError, GrammarSpec
+from fastdecode.text.json_schema import arguments_schema, fault_of, without_annotations
 from fastdecode.text.output.deltas import Tool
 
 
 def arguments_rule(name: str, tool: Tool) -> str:
-    """A rule for the arguments of `tool`. A keyword that llguidance lacks is ignored unless the tool is strict."""
-    schema = tool.parameters if isinstance(tool.parameters, dict) else {"type": "object"}
+    """A rule for the arguments of `tool`, which are an object. What llguidance cannot follow of the parameters is not
+    followed; of a strict tool it raises GrammarError."""
     options = {"whitespace_pattern": JSON_WHITE_SPACE, "lenient": not tool.strict}
-    return f"{name}: %json {json.dumps({'x-guidance': options, **schema}, ensure_ascii=False)}"
+    try:
+        schema = arguments_schema(tool.parameters, strict=tool.strict)
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply", tool.param) from None
+    if tool.strict:
+        if schema.get("type") != "object":
+            raise GrammarError('the "type" of parameters must be "object"', tool.param)
+        if (reason := fault_of(schema, **options)) is not None:
+            raise GrammarError(f"a strict tool's schema must be followed as a whole, but {reason}", tool.param)
+    return f"{name}: %json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def rules(tools: Sequence[Tool], call: Callable[[str, str], str]) -> list[str]:
@@ -39,10 +49,10 @@ def answer_rule(spec: GrammarSpec) -> str:
     own."""
     match spec.kind:
         case "json_schema":
-            schema = json.loads(spec.text)
+            schema = without_annotations(json.loads(spec.text))
             schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
             options = {"whitespace_pattern": spec.white_space} if spec.white_space else {"whitespace_flexible": False}
-            return f"answer: %json {json.dumps({'x-guidance': options, **schema}, ensure_ascii=False)}"
+            return f"answer: %json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
         case "regex":
             escaped = spec.text.replace("/", "\\/")
             return f"answer: /{escaped}/"
