@@ -14,7 +14,7 @@ from fastdecode import __version__
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.endpoints import ApiModel, Endpoints
 from fastdecode.api.errors import ApiError, json_response
-from fastdecode.api.middleware import allow_origins, errors_as_json, log_requests, require_key
+from fastdecode.api.middleware import allow_origins, errors_as_json, log_requests, require_key, with_expectations
 from fastdecode.api.page import page_routes
 from fastdecode.api.preparation import Preparation
 from fastdecode.api.reports import ClusterReport, health
@@ -127,7 +127,7 @@ def make_app(
     app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
     app[CLOSE] = close
     app.add_routes(
-        [
+        with_expectations(
             web.post("/v1/completions", endpoints.completions),
             web.post("/v1/chat/completions", endpoints.chat),
             web.post("/v1/responses", endpoints.responses),
@@ -141,6 +141,6 @@ def make_app(
             web.get("/cluster", cluster.handle),
             web.get("/metrics", report_metrics),
             *page_routes(),
-        ]
+        )
     )
     return app

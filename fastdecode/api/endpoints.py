@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer
+from fastdecode.api.body import read_bytes
 from fastdecode.api.continuation import Resume
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError
@@ -162,12 +163,9 @@ class Endpoints:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The body, which should be JSON. Raises ApiError (400, 415)."""
+    """The body, which should be JSON. Raises what read_bytes raises, and ApiError (415)."""
     if request.content_type != "application/json":
         # A page of another site can make a browser post other content types without permission. For this type the
         # browser asks the server first, which does not permit it (Fetch standard, CORS-safelisted request header).
         raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
-    try:
-        return await request.read()
-    except web.RequestPayloadError as error:
-        raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
+    return await read_bytes(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import logging
 import re
 import time
@@ -12,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Middleware
 
 from fastdecode.api.continuation import Resume
@@ -24,6 +25,8 @@ access_log = logging.getLogger("fastdecode.api.access")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _QUIET_PATHS = frozenset({"/health", "/metrics", "/cluster"})  # asked for every few seconds, so the level is debug
+_CONTINUE = "100-continue"
+_LOGGED_ERROR = 300  # characters of an error's message in the log
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -61,13 +64,33 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
+        if (expected := request.headers.get("Expect", _CONTINUE)).lower() != _CONTINUE:
+            raise ApiError(417, f"only {_CONTINUE} can be expected, not {expected}", code="expectation_failed")
         return await handler(request)
     except web.HTTPException as error:
-        return _from_aiohttp(error, request).response()
+        refused = _from_aiohttp(error, request)
     except ConnectionError:
         raise  # the client has gone, so there is nobody to answer
     except Exception as error:
-        return from_exception(error, f"{request.method} {request.path}").response()
+        refused = from_exception(error, f"{request.method} {request.path}")
+    notes().logged["error"] = " ".join(refused.message.split())[:_LOGGED_ERROR]
+    return refused.response()
+
+
+async def _expect(request: web.Request) -> None:
+    """Tell a client that waits for it to send its body (RFC 9110, 10.1.1). aiohttp's own answer to another expectation
+    is no JSON, so errors_as_json refuses these."""
+    if request.headers["Expect"].lower() == _CONTINUE and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer has not begun
+
+
+def with_expectations(*routes: web.RouteDef) -> list[web.RouteDef]:
+    """The routes, of an application with errors_as_json, with JSON for an unknown `Expect`."""
+    return [
+        web.RouteDef(route.method, route.path, route.handler, route.kwargs | {"expect_handler": _expect})
+        for route in routes
+    ]
 
 
 def _from_aiohttp(error: web.HTTPException, request: web.Request) -> ApiError:
@@ -137,7 +160,7 @@ def allow_origins(origins: Iterable[str]) -> Middleware:
 
 @web.middleware
 async def log_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Log a line for every request: its id, status and time, and the tokens of a generation."""
+    """Log a line for every request: its id, status and time, the tokens of a generation, and the reason of an error."""
     started = time.monotonic()
     noted = Notes()  # of this request: connections that are kept alive handle several requests in one task
     _notes.set(noted)
@@ -158,7 +181,8 @@ async def log_requests(request: web.Request, handler: Handler) -> web.StreamResp
             **({"request_id": given} if given else {}),
             **noted.logged,
         }
-        text = " ".join(f"{name}={value}" for name, value in fields.items() if name not in ("method", "path", "status"))
+        shown = fields | ({"error": json.dumps(fields["error"], ensure_ascii=False)} if "error" in fields else {})
+        text = " ".join(f"{name}={value}" for name, value in shown.items() if name not in ("method", "path", "status"))
         access_log.log(
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %d %s",

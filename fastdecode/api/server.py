@@ -103,7 +103,14 @@ async def serve(app: web.Application, sockets: list[socket.socket], *, tls: ssl.
     run to its end.
     """
     port = sockets[0].getsockname()[1]
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=_log, shutdown_timeout=2.0)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,  # see body.py
+        access_log=None,
+        logger=_log,
+        shutdown_timeout=2.0,
+    )
     await runner.setup()
     try:
         for sock in sockets:

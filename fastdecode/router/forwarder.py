@@ -13,6 +13,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from fastdecode.api.body import read_bytes
 from fastdecode.api.continuation import FIELD, HEADER, MARK, Progress
 from fastdecode.api.errors import ApiError
 from fastdecode.router.metrics import RouterMetrics
@@ -54,8 +55,8 @@ class Forwarder:
         self.requests = 0  # that wait for an S-node's answer
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Forward a request. Raises ApiError (503) if no S-node can take it."""
-        body = await request.read()
+        """Forward a request. Raises what read_bytes raises, and ApiError (503) if no S-node can take it."""
+        body = await read_bytes(request)
         keys = prefix_keys(_prompt(body)) if request.method == "POST" else []
         relay = _Relay(request, body)
         self.requests += 1

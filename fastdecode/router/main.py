@@ -22,7 +22,7 @@ from aiohttp import web
 from fastdecode import __version__
 from fastdecode.api.app import CLOSE, MAX_BODY_BYTES
 from fastdecode.api.errors import ApiError, json_response
-from fastdecode.api.middleware import errors_as_json, log_requests
+from fastdecode.api.middleware import errors_as_json, log_requests, with_expectations
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon import option_values
 from fastdecode.daemon.config_sources import Parser
@@ -147,9 +147,9 @@ def make_app(pool: Pool, forwarder: Forwarder, metrics: RouterMetrics, *, access
         middlewares=[*([log_requests] if access_log else []), errors_as_json], client_max_size=MAX_BODY_BYTES
     )
     app[CLOSE] = close
-    app.add_routes([web.get("/health", health), web.get("/metrics", show_metrics)])
+    app.add_routes(with_expectations(web.get("/health", health), web.get("/metrics", show_metrics)))
     for path in ("/v1/{path:.*}", "/tokenize", "/detokenize", "/version"):
-        app.add_routes([web.route("*", path, forward)])
+        app.add_routes(with_expectations(web.route("*", path, forward)))
     return app
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
+import logging
+import zlib
 
 import aiohttp
 import openai
@@ -205,11 +209,56 @@ async def test_a_body_of_another_type(client):
         assert "application/json" in (await response.json())["error"]["message"]
 
 
-async def test_a_body_with_a_wrong_content_encoding(client):
-    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"Content-Encoding": "br"}, 415, "unsupported_encoding"),
+        ({"Content-Encoding": "zstd"}, 415, "unsupported_encoding"),
+        ({"Content-Encoding": "rot13"}, 415, "unsupported_encoding"),
+        ({"Content-Encoding": "gzip"}, 400, "invalid_body"),
+        ({"Content-Encoding": "deflate"}, 400, "invalid_body"),
+        ({"Expect": "200-ok"}, 417, "expectation_failed"),
+    ],
+    ids=str,
+)
+async def test_codings_and_expectations_that_are_not_known(client, caplog, headers, status, code):
+    caplog.set_level(logging.INFO, "fastdecode.api.access")
+    headers = {"Content-Type": "application/json", **headers}
     async with client.http.post("/v1/completions", data=b"no gzip", headers=headers) as response:
-        assert response.status == 400
-        assert (await response.json())["error"]["code"] == "invalid_body"
+        assert response.status == status
+        error = (await response.json())["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
+        if status == 415:
+            assert response.headers["Accept-Encoding"] == "gzip, deflate"  # RFC 9110, 15.5.16
+    [line] = [record for record in caplog.records if record.name == "fastdecode.api.access"]
+    assert line.fields["error"] == error["message"] and json.dumps(error["message"]) in line.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("coding", "encode"),
+    [
+        ("gzip", gzip.compress),
+        ("GZIP", gzip.compress),
+        ("deflate", zlib.compress),
+        ("deflate", lambda data: zlib.compress(data, wbits=-zlib.MAX_WBITS)),
+        ("identity", bytes),
+    ],
+    ids=["gzip", "upper case", "deflate", "deflate without a header", "identity"],
+)
+async def test_codings_that_are_known(client, coding, encode):
+    headers = {"Content-Type": "application/json", "Content-Encoding": coding, "Expect": "100-continue"}
+    body = encode(json.dumps(ASK | {"max_tokens": 1}).encode())
+    async with client.http.post("/v1/completions", data=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+
+
+async def test_a_small_body_that_becomes_a_large_one(engine, tokenizer):
+    async with served(engine, tokenizer, max_body_bytes=10_000) as client:
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        data = gzip.compress(b" " * 5_000_000)
+        assert len(data) < 10_000
+        async with client.http.post("/v1/completions", data=data, headers=headers) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (413, "body_too_large")
 
 
 async def test_a_body_too_large(engine, tokenizer):
