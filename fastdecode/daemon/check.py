@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def report(config: NodeConfig) -> str:
     """The report as text for users: a name and a value on each line.
 
-    Raises ConfigError or CheckpointError for a model that cannot be served.
+    Raises ConfigError, or ValueError or OSError with a sentence, for a model that cannot be served.
     """
     from fastdecode.daemon.device_plan import node_device
 
@@ -43,9 +43,11 @@ def report(config: NodeConfig) -> str:
     ]
     if path := config.model_path():
         from fastdecode.daemon import check_model
+        from fastdecode.daemon.serving import ApiSettings
         from fastdecode.spart.backend import choose_backend
 
         backend = choose_backend(config.backend, path)
+        ApiSettings.make(config, backend.source)  # raises what a node would raise
         rows += check_model.rows(config, backend)
         if config.role == "s" and not config.uses_r_nodes and (split := _split(config, backend, device)):
             rows.append(("split", split))

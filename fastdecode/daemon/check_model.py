@@ -14,7 +14,7 @@ from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend
 from fastdecode.spart.linears.dense16 import keeps16
-from fastdecode.spart.loader import open_checkpoint, parameter_count
+from fastdecode.spart.loader import check_tensors, open_checkpoint, parameter_count
 from fastdecode.spart.lora.adapters import AdapterSet
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.served import TORCH_DTYPES
@@ -34,6 +34,8 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     """Lines of the report, (name, value), about a model. Raises CheckpointError, ConfigError."""
     model = backend.config
     check_partition(config, model)
+    if isinstance(model, ModelConfig):
+        check_tensors(backend.source, model)
     device = choose_device(config.device)
     dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
     weights, stored = weights_of(config, backend, device, dtype)
@@ -77,10 +79,11 @@ def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype
     weights, _ = weights_of(config, backend, device, dtype)
     free = _free_memory(device)
     if weights > free:
+        smaller = {"int4": "", "int8": "; --weights int4 takes less"}
         raise ConfigError(
             f"--model {backend.source.path}: its weights take about {format_bytes(weights)} ({config.weights} weights, "
-            f"{dtype}), and {format_bytes(free)} of memory are available on {device.type}; --weights int8 and int4 "
-            "take less"
+            f"{dtype}), and {format_bytes(free)} of memory are available on {device.type}"
+            + smaller.get(config.weights, "; --weights int8 and int4 take less")
         )
 
 

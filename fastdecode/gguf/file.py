@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _MAGIC = b"GGUF"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
@@ -102,9 +103,14 @@ class GGUFFile:
 
     def _read(self) -> None:
         if self._map[:4] != _MAGIC:
-            raise GGUFError(f"{self.path} is not a GGUF file")
+            raise GGUFError(pointer_fault(self.path) or f"{self.path} is not a GGUF file")
         self._at = 4
         version = self._number("I")
+        if int.from_bytes(self._map[4:8], "big") in (2, 3):
+            raise GGUFError(
+                f"{self.path} is big-endian, and little-endian files are read; the package gguf converts it "
+                "(gguf-convert-endian)"
+            )
         if version not in (2, 3):
             raise GGUFError(f"{self.path} has version {version} of GGUF; known are 2 and 3")
         n_tensors, n_fields = self._number("Q"), self._number("Q")
@@ -179,6 +185,18 @@ class GGUFFile:
         if kind not in _SCALARS:
             raise GGUFError(f"{self.path} is damaged: a field has the type {kind}")
         return _SCALARS[kind]
+
+
+def pointer_fault(path: Path) -> str | None:
+    """A sentence if the file is a pointer of Git LFS in place of the file that it stands for; else None."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
+    except OSError:
+        return None
+    if start != _LFS_POINTER:
+        return None
+    return f"{path} is a Git LFS pointer and not the file itself; `git lfs pull` or `hf download` gets the file"
 
 
 def find_gguf(path: str | Path) -> Path | None:

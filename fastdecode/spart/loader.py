@@ -69,9 +69,7 @@ def load_model(
         dtype = choose_dtype(dtype, config.dtype, device)
     checkpoint = open_checkpoint(source, config)
     blueprint = Blueprint(config, own_head=not config.tied or checkpoint.head_differs(config.names))
-    wanted = _Wanted()
-    blueprint.weights(wanted)
-    _match(wanted.shapes, checkpoint, config)
+    wanted = _matched(blueprint, checkpoint, config)
     adapter_set = AdapterSet(adapters)
     adapter_set.check(block_linears(config))
     parameters = sum(map(math.prod, wanted.shapes.values()))
@@ -106,6 +104,18 @@ def open_checkpoint(source: ModelSource, config: ModelConfig) -> Checkpoint:
     if config.quantisation:
         return QuantisedCheckpoint(source.path, config.names, config.quantisation)
     return SafetensorsCheckpoint(source.path, config.names)
+
+
+def check_tensors(source: ModelSource, config: ModelConfig) -> None:
+    """Raise CheckpointError if a tensor of a model is missing or has another shape. Reads no weight."""
+    _matched(Blueprint(config, own_head=not config.tied), open_checkpoint(source, config), config)
+
+
+def _matched(blueprint: Blueprint, checkpoint: Checkpoint, config: ModelConfig) -> _Wanted:
+    wanted = _Wanted()
+    blueprint.weights(wanted)
+    _match(wanted.shapes, checkpoint, config)
+    return wanted
 
 
 def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -15,7 +15,7 @@ import orjson
 import tokenizers
 from tokenizers import AddedToken
 
-from fastdecode.gguf.file import GGUFError, ModelSource
+from fastdecode.gguf.file import GGUFError, ModelSource, pointer_fault
 from fastdecode.text.chat_template import ChatTemplate, ChatTemplateError
 from fastdecode.text.gguf_tokenizer import GGUFTokenizerError, read_tokenizer
 
@@ -86,7 +86,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust library raises a plain Exception
-            raise TokenizerError(f"{path}: {error}") from None
+            raise TokenizerError(pointer_fault(path) or f"{path}: {error}") from None
         config = _read_json(directory / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # older models have the named tokens in a separate file
             config = config | _read_json(directory / "special_tokens_map.json")
@@ -244,7 +244,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
-        raise TokenizerError(f"{path}: {error}") from None
+        raise TokenizerError(pointer_fault(path) or f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} is not a JSON object")
     return value

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
 from models.checkpoints import make_checkpoint, make_model
 from models.gguf_made import write_gguf
 
+from fastdecode.daemon.check import report
 from fastdecode.daemon.check_model import rows
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.options import WEIGHTS
 from fastdecode.daemon.snode import run_s_node
+from fastdecode.demo import model_dir
 from fastdecode.spart import load_model
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.loader import parameter_count
@@ -63,6 +66,46 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(backen
     (directory / "config.json").write_text(json.dumps(config | {"hidden_size": 1 << 27, "head_dim": 16}))
     with (directory / "more.safetensors").open("wb") as file:  # a file with a hole: 1 TiB that takes no room
         file.truncate(1 << 40)
-    options = NodeConfig(model=directory, backend=backend, port=0, weights="int4")
-    with pytest.raises(ConfigError, match=r"weights take about .* GiB \(int4 weights, .* --weights int8 and int4"):
-        run_s_node(options)
+    for weights, advice in (("auto", "; --weights int8 and int4 take less"), ("int8", "; --weights int4 takes less")):
+        with pytest.raises(ConfigError, match=rf"weights take about .* GiB \({weights} weights, .*{advice}$"):
+            run_s_node(NodeConfig(model=directory, backend=backend, port=0, weights=weights))
+    with pytest.raises(ConfigError, match=r"memory are available on cpu$"):  # nothing is smaller than int4
+        run_s_node(NodeConfig(model=directory, backend=backend, port=0, weights="int4", device="cpu"))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 9876543\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("model.safetensors", POINTER, "model.safetensors is a Git LFS pointer"),
+        ("config.json", POINTER, "config.json is a Git LFS pointer"),
+        ("tokenizer.json", POINTER, "tokenizer.json is a Git LFS pointer"),
+        ("tokenizer.json", "{", "tokenizer.json: "),
+        ("tokenizer.json", None, "has no tokenizer.json"),
+        ("m.gguf", POINTER, "m.gguf is a Git LFS pointer"),
+        ("m.gguf", b"GGUF" + struct.pack(">IQQ", 3, 1, 1) + bytes(200), "m.gguf is big-endian"),
+        ("config.json", {"tie_word_embeddings": False}, "lacks the tensor 'lm_head.weight'"),
+    ],
+    ids=str,
+)
+def test_check_refuses_what_a_node_refuses_in_the_same_words(tmp_path, file, content, says):
+    directory = Path(shutil.copytree(model_dir(), tmp_path / "m"))
+    path = directory / file
+    match content:
+        case None:
+            path.unlink()
+        case bytes():
+            path.write_bytes(content)
+        case str():
+            path.write_text(content)
+        case dict():
+            path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    config = NodeConfig(model=path if file.endswith(".gguf") else directory, port=0, kv_memory=2**26)
+    messages = []
+    for start in (report, run_s_node):
+        with pytest.raises((ValueError, OSError)) as caught:
+            start(config)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1] and says in messages[0]

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fastdecode.gguf.file import pointer_fault
 from fastdecode.spart.checkpoints.config import ACTIVATIONS, CheckpointError, Rope
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -187,7 +188,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except NotADirectoryError:
         raise CheckpointError(f"{path.parent} is not a directory") from None
     except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
+        raise CheckpointError(pointer_fault(path) or f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return value

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fastdecode.gguf.file import pointer_fault
 from fastdecode.spart.checkpoints.config import CheckpointError, TensorNames
 from fastdecode.spart.linears.quantised import Quantised
 
@@ -111,14 +112,14 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 @contextmanager
-def open_safetensors(path: Path) -> Iterator[Any]:
-    """An open safetensors file. Raises CheckpointError."""
+def open_safetensors(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """An open safetensors file. `framework` is that of its tensors. Raises CheckpointError."""
     try:
-        yield safe_open(path, framework="pt")
+        yield safe_open(path, framework=framework)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing, though the checkpoint's index names it") from None
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from None
+        raise CheckpointError(pointer_fault(path) or f"{path} is not a sound safetensors file: {error}") from None
 
 
 def _files(directory: Path) -> list[Path]:
@@ -147,7 +148,7 @@ def _scan(directory: Path, names: TensorNames) -> dict[str, Stored]:
     """All tensors that the checkpoint's headers list, by the names that a checkpoint with an LM head gives them."""
     stored: dict[str, Stored] = {}
     for path in _files(directory):
-        with open_safetensors(path) as file:
+        with open_safetensors(path, "np") as file:  # torch maps a file only if the memory could hold all of it
             for name in file.keys():  # noqa: SIM118
                 view = file.get_slice(name)
                 stored[name] = Stored(path, name, tuple(view.get_shape()), view.get_dtype())
