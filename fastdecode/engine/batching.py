@@ -46,6 +46,7 @@ def _chunk(planned: PlannedChunk) -> Chunk:
         cut=seq.overrun,
         long=seq.long,
         slide=seq.slides,
+        state=0 if seq.state is None else seq.state.index,
     )
     if decodes and new_spec is not None and seq.constraints is None:
         seq.reusable = chunk, new_spec

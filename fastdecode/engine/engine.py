@@ -95,6 +95,11 @@ class Engine:
             raise ValueError("the engine needs at least one R-node")
         for link in links:
             check_link(link, mini_batches, max_batch_tokens)
+        if spart.state_slots is not None and (prefix_cache or guesses or prefill_nodes is not None):
+            raise ValueError(
+                "a model whose layers keep states has no prefix cache, no guesses and no prefill S-nodes: the pages on "
+                "R-nodes do not hold its states"
+            )
         positions = spart.config.max_positions
         if max_model_len is not None and max_model_len > positions:
             raise ValueError(f"max_model_len {max_model_len} is more than the model's {positions} positions")
@@ -109,6 +114,7 @@ class Engine:
             windows=spart.config.windows,
             grow_leases=grow_leases,
             step_rows=max_batch_tokens,
+            state_slots=spart.state_slots,
         )
         limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens, strict_staging)
         self.scheduler = Scheduler(

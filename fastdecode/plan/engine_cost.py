@@ -87,6 +87,7 @@ class _InstantSPart:
 
     adapters: tuple[str, ...] = ()
     exchange = "none"
+    state_slots = None
 
     def __init__(self) -> None:
         self.expert_load: dict[int, list[int]] = {}

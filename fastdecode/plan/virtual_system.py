@@ -81,7 +81,7 @@ class VirtualSPart:
         self._system, self._links, self.outputs = system, links, outputs
         self.adapters: tuple[str, ...] = ()
         self.expert_load: dict[int, list[int]] = {}
-        self.exchange = "virtual"
+        self.exchange, self.state_slots = "virtual", None
         model = system.model
         self.config = SimpleNamespace(
             vocab_size=2,

@@ -28,7 +28,9 @@ async def loaded(engine, second, n=40, tokens=250, seed=0):
     return work
 
 
-@pytest.mark.parametrize("options", [{}, {"prefix_cache": True}, {"guesses": 3, "mini_batches": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"prefix_cache": True}, {"guesses": 3, "mini_batches": 1}, {"state_slots": 40}], ids=str
+)
 async def test_a_drain_moves_every_running_sequence_and_recomputes_none(options):
     first, second = pair()
     async with started(first, second, **options) as engine:

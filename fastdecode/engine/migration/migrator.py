@@ -3,7 +3,8 @@
 K and V are only ever appended, so the K and V of cached tokens do not change. They are copied while the sequence
 decodes: first its whole pages, then the rest up to its newest token, at most a page or two. Between two steps the
 sequence then changes to the new R-node, and its next step computes again the few tokens that steps have cached on the
-old R-node meanwhile. So a migration costs a stream no step of its mini-batch. The R-nodes copy among themselves
+old R-node meanwhile. So a migration costs a stream no step of its mini-batch. Only a sequence with a state is left out
+of steps while the rest is copied, because its state has seen all cached tokens. The R-nodes copy among themselves
 (transports/migration.py). The sequence stays on the old R-node until the last page has arrived: if anything breaks
 before, it continues there.
 
@@ -204,21 +205,29 @@ class Migrator:
             await self._ask(source, source.link.migrate(migration.old_handle, range(sent, whole), 0, url, token))
             sent = whole
         migration.check()
+        if seq.state is not None:  # no token may be computed again, because the state has seen it
+            await self._hold(migration)
         cached = seq.cached
         if cached > pages.covered:
             return False  # it has grown more than was foreseen; it is tried again
         rest = range(sent, blocks_for(cached))
         await self._ask(source, source.link.migrate(migration.old_handle, rest, cached, url, token))
-        migration.check()
-        seq.held = True
-        while seq.in_flight or (seq.entry is not None and seq.entry.pins):
-            await self.change()
-            migration.check()
+        await self._hold(migration)
         if not target.alive:
             return False
         self._scheduler.migrate(seq, target, migration.handle, pages, cached)
         self._on_change()  # its mini-batch waits for it
         return True
+
+    async def _hold(self, migration: _Migration) -> None:
+        """Leave a sequence out of further steps, and wait until it is in none and no FORK reads its pages. Raises
+        _MigrationCancelled."""
+        seq = migration.seq
+        migration.check()
+        seq.held = True
+        while seq.in_flight or (seq.entry is not None and seq.entry.pins):
+            await self.change()
+            migration.check()
 
     async def _step(self, seq: Sequence, node: RNodeLedger) -> None:
         """Wait for the next step of a sequence on `node`, or until it has left."""

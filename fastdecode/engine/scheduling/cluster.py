@@ -13,6 +13,7 @@ from fastdecode.engine.scheduling.placement import Placement, Placer, Wait, cost
 from fastdecode.engine.scheduling.rtime import Loads, layer_groups
 from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.state.prefixes import CachedSequence, PrefixEntry, page_hashes
+from fastdecode.engine.state.states import StateSlots
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -37,17 +38,20 @@ class Cluster:
         windows: Iterable[int] = (0,),
         grow_leases: bool = False,
         step_rows: int = PAGE_TOKENS,
+        state_slots: int | None = None,
     ):
         """`watermark` is the share of a lease's pages that new sequences leave to running ones. `max_uncached_suffix`
         is how many tokens behind a shared prefix may be left to an R-node's attention; a prompt with a longer suffix is
         prefilled on the S-node as a whole. None: any number. `windows`: each layer's sliding window; 0: full
-        attention. `grow_leases`: leases grow on demand. `step_rows`: most rows of a step."""
+        attention. `grow_leases`: leases grow on demand. `step_rows`: most rows of a step. `state_slots`: sequences that
+        can have a state at once; None: the model's layers keep none."""
         self.prefix_cache = prefix_cache
         self._grow_leases, self._step_rows = grow_leases, step_rows
         self.nodes = [self._ledger(position, link) for position, link in enumerate(links)]
         groups = layer_groups(windows)
         self.loads = Loads(groups, [[0.0] * len(groups) for _ in self.nodes])
-        self.placer = Placer(self.nodes, self.loads, watermark, max_uncached_suffix)
+        self.states = StateSlots(state_slots)
+        self.placer = Placer(self.nodes, self.loads, watermark, max_uncached_suffix, self.states)
 
     def _ledger(self, position: int, link: Link) -> RNodeLedger:
         return RNodeLedger(position, link, self._grow_leases, self._step_rows)
@@ -88,8 +92,9 @@ class Cluster:
 
     @property
     def room(self) -> tuple[int, int]:
-        """Pages and sequence indexes that new sequences could have: free, being freed, evictable, or to be leased."""
-        return sum(node.room[0] for node in self.open), sum(node.room[1] for node in self.open)
+        """Pages that new sequences could have (free, being freed, evictable, or to be leased), and how many sequences
+        have an index and a slot for their state."""
+        return sum(node.room[0] for node in self.open), min(sum(node.room[1] for node in self.open), self.states.free)
 
     @property
     def costs(self) -> list[float]:
@@ -120,11 +125,12 @@ class Cluster:
     # -- life of a placed sequence --------------------------------------------------------------------------------
 
     def admit(self, seq: Sequence, placement: Placement) -> None:
-        """Give `seq` a handle on the placement's R-node, count the pages of its present tokens and pin its source."""
+        """Give `seq` a handle on the placement's R-node and a slot for its state, count the pages of its present tokens
+        and pin its source."""
         node, source = placement.node, placement.source
         shared = source.share(placement.shared_tokens) if source is not None else None
         seq.handle, seq.pages = node.admit(len(seq.tokens), shared, seq.final_length)
-        seq.node = node
+        seq.node, seq.state = node, self.states.take()
         seq.mean_length = mean_length(seq)
         self.loads.add(node.position, seq.mean_length)
         if seq.hashes:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.scheduling.rtime import Loads, assign
 from fastdecode.engine.state.bandwidth import alike
 from fastdecode.engine.state.ledger import RNodeLedger
+from fastdecode.engine.state.states import StateSlots
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Wait(Enum):
 
     PREFIX = "another sequence is prefilling at least half of its tokens"
     FREE = "pages that suffice for it are being freed"
-    ROOM = "no R-node has, or can make, room for it"
+    ROOM = "no R-node has, or can make, room for it, or the S-Part for its state"
 
 
 def mean_length(seq: Sequence) -> float:
@@ -61,9 +62,16 @@ def costs(nodes: list[RNodeLedger], n_layers: int) -> list[float]:
 class Placer:
     """Chooses R-nodes for waiting sequences. `nodes` is the cluster's own list, in the order of the S-Part's links."""
 
-    def __init__(self, nodes: list[RNodeLedger], loads: Loads, watermark: float, max_uncached_suffix: int | None):
+    def __init__(
+        self,
+        nodes: list[RNodeLedger],
+        loads: Loads,
+        watermark: float,
+        max_uncached_suffix: int | None,
+        states: StateSlots,
+    ):
         """`loads`: the loads by the running sequences. `watermark` and `max_uncached_suffix`: see Cluster."""
-        self._nodes, self._loads = nodes, loads
+        self._nodes, self._loads, self._states = nodes, loads, states
         self._watermark, self._max_uncached_suffix = watermark, max_uncached_suffix
         self._chosen: dict[Sequence, int] = {}  # R-nodes of the sequences that were distributed together
 
@@ -75,6 +83,8 @@ class Placer:
         has room, prefix entries are evicted or a lease is to grow, so that a later call succeeds.
         """
         n_tokens = len(seq.tokens)
+        if not self._states.free and not self._drop_state():
+            return Wait.ROOM
         if seq.awaited is not None:
             node, entry = seq.awaited
             shared = PAGE_TOKENS * len(entry.hashes)  # at most; the next look-up finds the exact number
@@ -99,6 +109,15 @@ class Placer:
         if cached is not None and self._make_room_beside(cached, n_tokens):
             return Wait.FREE
         return Wait.FREE if self._make_room(n_tokens) else Wait.ROOM
+
+    def _drop_state(self) -> bool:
+        """Drop a paused sequence with its state; False if there is none."""
+        for node in self._nodes:
+            paused = node.next_paused()
+            if paused is not None:
+                node.drop_paused(paused)
+                return True
+        return False
 
     def _fastest(self, seq: Sequence, with_room: list[RNodeLedger], waiting: Iterable[Sequence]) -> RNodeLedger:
         """The R-node that keeps the R-Part shortest, for this sequence and the sequences that wait with it."""

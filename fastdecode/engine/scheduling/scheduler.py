@@ -96,6 +96,11 @@ class Scheduler:
         return self.pauses.preemptions
 
     @property
+    def _most_sequences(self) -> int:
+        """Sequences that may run at once."""
+        return min(self.limits.mini_batches * self.limits.max_seqs, self.cluster.states.total)
+
+    @property
     def has_work(self) -> bool:
         return len(self.waiting) > 0 or len(self.running) > 0
 
@@ -107,7 +112,7 @@ class Scheduler:
         longer.
         """
         pages, indexes = self.cluster.room
-        slots = self.limits.mini_batches * self.limits.max_seqs - len(self.running)
+        slots = self._most_sequences - len(self.running)
         limit = 0 if self.pace.refused and len(self.running) else min(slots, indexes)
         lengths = [len(seq.tokens) for seq in self.waiting] + [n_tokens]
         for n, length in enumerate(lengths):
@@ -447,8 +452,9 @@ class Scheduler:
             # With a target no stream is paused, because a pause is a long time between two tokens.
             if times.target is None and r_part <= _R_BOUND * (times.base or 0.0):
                 shared = max(0.0, n_batches * times.s_part - times.prompt_seconds(len(running))) / len(running)
-        slots = n_batches * self.limits.max_seqs
-        return Room(slots, self.cluster.tokens, self.cluster.page_groups, shared, times.prompt_seconds, covered)
+        return Room(
+            self._most_sequences, self.cluster.tokens, self.cluster.page_groups, shared, times.prompt_seconds, covered
+        )
 
     def _start(self, seq: Sequence, placement: Placement, mini_batch: int) -> None:
         remote = self.wants_remote_prefill is not None and self.wants_remote_prefill(seq, placement)

@@ -250,7 +250,7 @@ class RNodeLedger:
         while self._lacks(pages, int(index)):
             if self._evict_oldest():
                 continue
-            paused = self._next_paused(spare)
+            paused = self.next_paused(spare)
             if paused is None:
                 return False
             self.drop_paused(paused)
@@ -263,7 +263,7 @@ class RNodeLedger:
             self.evict(entry)
         return entry is not None
 
-    def _next_paused(self, spare: Paused | None) -> Paused | None:
+    def next_paused(self, spare: Paused | None = None) -> Paused | None:
         """The sequence paused longest ago that is neither `spare` nor pinned by a FORK."""
         return next((s for s in self.paused if s is not spare and (s.entry is None or not s.entry.pins)), None)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.pages import Page
     from fastdecode.engine.state.prefixes import PrefixEntry
+    from fastdecode.engine.state.states import StateSlot
     from fastdecode.spart.step.batch import Chunk, Sampled, SampleSpec, TokenScore
     from fastdecode.spart.step.penalties import LogitRules
 
@@ -60,6 +61,7 @@ class Sequence:
     node: RNodeLedger | None = None
     handle: Handle = Handle(0, 0)
     pages: PageTable = field(default_factory=PageTable)
+    state: StateSlot | None = None  # None: the model's layers keep no states
     mean_length: float = 0.0  # cached tokens that it was expected to have on average when it was placed
     entry: PrefixEntry | None = None  # its own prefix entry, while it runs
     source: PrefixEntry | None = None  # the prefix entry whose first `shared_tokens` tokens it shares
@@ -129,9 +131,12 @@ class Sequence:
         self.overrun = False
 
     def forget_cache(self) -> None:
-        """Record that no R-node caches the sequence any more: it must be recomputed."""
+        """Record that no R-node caches the sequence any more: it must be recomputed, and its state with it."""
         self.leave_node()
         self.node, self.pages = None, PageTable()
+        if self.state is not None:
+            self.state.give_back()
+            self.state = None
         self.cached = self.prefill_end = 0
         self.slides, self.given_back = False, []
 

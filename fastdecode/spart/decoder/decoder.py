@@ -151,6 +151,11 @@ class SPart:
         return self._prompts.nbytes
 
     @property
+    def state_slots(self) -> int | None:
+        """How many sequences can have a state at once. None: the model's layers keep no states."""
+        return None
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the model's LoRA adapters, in the order of a chunk's `adapter`."""
         return self.model.adapters

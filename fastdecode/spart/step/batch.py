@@ -31,6 +31,7 @@ class Chunk:
     drafts: int = 0  # with `sample`: this many of the last tokens are guesses; a token is drawn after each guess too
     cut: bool = False  # the R-node may have tokens beyond `pos`, which are dropped: refused guesses
     long: bool = False  # the sequence may grow beyond the positions that LongRoPE was trained on
+    state: int = 0  # the sequence's slot of the S-Part's states; only of a model whose layers keep a state
     slide: bool = False  # no row before `pos` will come: the R-node gives back the pages that no later row sees
 
 

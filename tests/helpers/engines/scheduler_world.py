@@ -30,13 +30,14 @@ class World:
         max_staged=None,
         strict=False,
         block=1,
+        state_slots=None,
     ):
         """`block`: pages of a block."""
         links = [
             SimpleNamespace(url=f"tcp://r{i}", lease=Lease(pages, pages, seqs, 4096, "avx2", 1, f"r{i}", block))
             for i, (pages, seqs) in enumerate(leases)
         ]
-        self.cluster = Cluster(links, watermark=watermark)
+        self.cluster = Cluster(links, watermark=watermark, state_slots=state_slots)
         self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_seqs, max_staged, strict)
         self.scheduler = Scheduler(self.cluster, self.limits)
         self.flights: dict[int, Plan] = {}
@@ -153,6 +154,9 @@ class World:
             for seq in running:
                 blocks = [first + len(held) for first, held in zip(seq.pages.first, seq.pages.held, strict=True)]
                 assert seq.pages.covered == PAGE_TOKENS * min(blocks)
+        if (states := self.cluster.states).total < 1000:
+            slots = [seq.state.index for seq in (*members, *self.scheduler.waiting) if seq.node is not None]
+            assert len(set(slots)) == len(slots) == states.total - states.free, "each placed sequence has a slot"
         queued = self.scheduler.waiting
         assert not any(seq.decoding for seq in queued if seq.node is None), "a cycle that keeps a sequence alive"
         ranks = [(seq.priority, seq.order) for seq in self.scheduler.waiting]

@@ -197,9 +197,11 @@ class ToyLink:
 class ToySPart:
     """`steps` counts the steps begun. Clear `gate` to hold every step between its post and its reply."""
 
-    def __init__(self, links, *, max_positions=4096, eos=frozenset()):
+    def __init__(self, links, *, max_positions=4096, eos=frozenset(), state_slots=None):
         self.links, self.adapters, self.expert_load, self.exchange = list(links), (), {}, "direct"
         self.config = SimpleNamespace(max_positions=max_positions, eos_token_ids=eos, vocab_size=VOCAB, windows=(0, 0))
+        self.state_slots = state_slots
+        self.states: dict[int, list[int]] = {}  # slot -> the tokens that its state has seen
         self.staged: dict[tuple[int, int, int], int] = {}  # handle -> tokens of an unfinished prompt
         self.gate = threading.Event()
         self.gate.set()
@@ -225,6 +227,8 @@ class ToySPart:
                 if chunk.sample is None:
                     self.staged[handle] = chunk.pos + len(chunk.tokens)
             self.links[chunk.link].append(chunk)
+            if self.state_slots is not None:
+                self.advance_state(chunk)
         for _ in range(2):  # layers
             self.posted.set()
             yield
@@ -244,6 +248,14 @@ class ToySPart:
                 token_bytes = link.lease.page_bytes // PAGE_TOKENS
                 output.link_costs[link] = StepCost(round(1e9 * n * self.seconds_per_token), n * token_bytes)
         return output
+
+    def advance_state(self, chunk) -> None:
+        assert 0 <= chunk.state < self.state_slots
+        if chunk.pos == 0:
+            self.states[chunk.state] = []
+        state, cached = self.states[chunk.state], self.links[chunk.link].cache[chunk.seq_index][1]
+        assert state == cached[: chunk.pos], "the state is another one than that of the cached tokens"
+        state += chunk.tokens
 
     def sample(self, chunk) -> Sampled | None:
         spec = chunk.sample

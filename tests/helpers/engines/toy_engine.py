@@ -13,9 +13,9 @@ from fastdecode.engine.state.request import SamplingParams
 
 
 @contextlib.asynccontextmanager
-async def running(*links, max_positions=4096, eos=frozenset(), **options):
+async def running(*links, max_positions=4096, eos=frozenset(), state_slots=None, **options):
     """A started engine over `links`; at its end every page must have come back."""
-    spart = ToySPart(links, max_positions=max_positions, eos=eos)
+    spart = ToySPart(links, max_positions=max_positions, eos=eos, state_slots=state_slots)
     engine = Engine(spart, list(links), **options)
     await engine.start()
     try:
@@ -33,15 +33,17 @@ async def running(*links, max_positions=4096, eos=frozenset(), **options):
 
 
 @contextlib.asynccontextmanager
-async def started(*links, **options):
+async def started(*links, state_slots=None, **options):
     """A started engine, whose R-nodes may change; at its end the live ones must be empty."""
-    engine = Engine(ToySPart(links), list(links), **({"max_batch_tokens": 64, "max_batch_size": 16} | options))
+    spart = ToySPart(links, state_slots=state_slots)
+    engine = Engine(spart, list(links), **({"max_batch_tokens": 64, "max_batch_size": 16} | options))
     await engine.start()
     try:
         yield engine
         assert await engine.drain(20)
         for node in engine.cluster.alive:
             await until(lambda node=node: node.pages_used == 0)
+        assert engine.cluster.states.free == engine.cluster.states.total
     finally:
         await engine.stop()
 
