@@ -176,13 +176,14 @@ def nats_by_position(
     cut_off: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
     """The same at each position, fp64 [length - 1]; fewer positions if `cut_off` becomes true."""
-    spart = SPart(model, [link])
     sequences, length = ids.shape
+    spart = SPart(model, [link], state_slots=sequences)
     found: list[float] = []
     for pos in tqdm(range(length - 1), desc=progress, disable=progress is None, unit="step"):
         if cut_off():
             break
-        chunks = [Chunk(0, i, 1, pos, [int(ids[i, pos])], False, SampleSpec(temperature=0.0)) for i in range(sequences)]
+        greedy = SampleSpec(temperature=0.0)
+        chunks = [Chunk(0, i, 1, pos, [int(ids[i, pos])], False, greedy, state=i) for i in range(sequences)]
         output = run_step(spart.step(StepBatch(0, chunks), keep_logits=True))
         assert output.logits is not None
         logits = output.logits.double()

@@ -111,7 +111,7 @@ class _Variant:
         pos = self.pos.get(batch, 0)
         spec = SampleSpec(temperature=0.0)
         chunks = [
-            Chunk(0, first + i, 1, pos, [3 + (7 * i + pos) % 64], False, spec, adapter=use)
+            Chunk(0, first + i, 1, pos, [3 + (7 * i + pos) % 64], False, spec, adapter=use, state=first + i)
             for i, use in zip(range(batch), itertools.cycle(self.uses))
         ]
         output = run_step(self.spart.step(StepBatch(0, chunks)))
@@ -144,7 +144,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
                 for used, uses in _uses(len(adapters)).items():
                     link = await connect(node.url, hello, None)
                     stack.push_async_callback(link.close)
-                    spart = backend.make_spart(model, [link])
+                    spart = backend.make_spart(model, [link], state_slots=sum(batches))
                     variants.append(_Variant(name, weights, pages, model.weight_bytes, spart, used, uses))
         rounds = [False] + [True] * args.rounds
         for timed in tqdm(rounds, desc="rounds", unit="round"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.device_plan import free_memory, state_slots
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.option_values import ConfigError, format_bytes
@@ -34,13 +35,19 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     """Lines of the report, (name, value), about a model. Raises CheckpointError, ConfigError."""
     model = backend.config
     check_partition(config, model)
+    check_states(config, model)
     if isinstance(model, ModelConfig):
         check_tensors(backend.source, model)
     device = choose_device(config.device)
-    dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
+    torch_dtype = choose_dtype(config.dtype, model.dtype, device)
+    dtype = str(torch_dtype).removeprefix("torch.")
     weights, stored = weights_of(config, backend, device, dtype)
     memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
-    shape = f"{model.n_layers} layers, {_heads(model)}"
+    free, state, slots = free_memory(device), model.state_bytes(torch_dtype.itemsize), 0
+    if free > weights:
+        slots = state_slots(config, model, torch_dtype.itemsize, free - weights, config.mini_batches or 2)
+    layers = f"{model.n_layers} layers" + (" that attend, others with states" if state else "")
+    shape = f"{layers}, {_heads(model)}"
     lines = [
         ("model", f"{model.architecture} ({shape}), by the {backend.name} backend"),
         ("weights", f"{format_bytes(weights)} on {device.type}, {stored}; activations in {dtype}"),
@@ -55,10 +62,13 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
         chosen = " (--kv-dtype)" if kv_dtype == config.kv_dtype else ""
         text = f"{format_bytes(token)} per token; {format_bytes(memory)} hold {tokens} tokens, {whole}{chosen}"
         lines.append((f"KV {kv_dtype}", text))
+    if state:
+        held = f"{format_bytes(slots * state)} hold those of {slots} sequences"
+        lines.append(("states", f"{format_bytes(state)} per sequence; {held} (--state-memory)"))
     adapters = [read_adapter(name, directory) for name, directory in config.lora]
     AdapterSet(adapters).check(backend.linears() if adapters else {})
     lines += [(f"LoRA {a.name}", f"{len(a.modules)} linears, {a.parameters} parameters") for a in adapters]
-    if weights > (free := _free_memory(device)):
+    if weights > free:
         lines.append(("too big", f"the weights do not fit into the {format_bytes(free)} available"))
     return lines
 
@@ -73,11 +83,27 @@ def check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
         raise ConfigError(f"--partition {config.partition}: {error}") from None
 
 
+def check_states(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+    """Raise ConfigError for an option that a model whose layers keep states does not have."""
+    given = {
+        "--speculate": config.speculate != "off",
+        "--prefill-at": config.prefill_at,
+        "--prefill-file": config.prefill_file,
+        "--prefill-listen": config.prefill_listen,
+        "--take-from": config.take_from,
+    }
+    for option in (name for name, value in given.items() if value):
+        if model.state_bytes(1):
+            raise ConfigError(
+                f"{option} is not supported for {model.architecture}: its layers keep states, which are not on R-nodes"
+            )
+
+
 def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype: str) -> None:
     """Raise ConfigError if the weights of the model do not fit into the device's free memory. `dtype` is torch's name
     of the activation dtype."""
     weights, _ = weights_of(config, backend, device, dtype)
-    free = _free_memory(device)
+    free = free_memory(device)
     if weights > free:
         smaller = {"int4": "", "int8": "; --weights int4 takes less"}
         raise ConfigError(
@@ -85,11 +111,6 @@ def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype
             f"{dtype}), and {format_bytes(free)} of memory are available on {device.type}"
             + smaller.get(config.weights, "; --weights int8 and int4 take less")
         )
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes that the weights may take."""
-    return available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def _heads(model: ModelConfig | HFConfig) -> str:

@@ -36,8 +36,8 @@ _FILL_ROWS = 512  # appended by one call when the cache is filled
 _TIMEOUT = 60.0  # seconds for a call
 _ROUNDING_BYTES = 4 << 20  # of each layer's K and V in a lease, which takes whole huge pages
 
-#: Makes an S-Part of a model, its links and its exchange.
-MakeSPart = Callable[[Any, Sequence[DataPath], ChosenExchange], SPart]
+#: Makes an S-Part of a model, its links, its exchange and its slots for states.
+MakeSPart = Callable[[Any, Sequence[DataPath], ChosenExchange, int], SPart]
 
 #: The temperature of requests that give none.
 USUAL_TEMPERATURE = SamplingParams().temperature
@@ -131,7 +131,7 @@ class Decoding:
         n = self.shape.mini_batches
         rows = -(-self.shape.batch // n)
         exchange = choose_exchange("auto", self.model.device, n, rows, PROXY_SPIN_US)
-        spart = self._make_spart(self.model, links, exchange)
+        spart = self._make_spart(self.model, links, exchange, self.shape.batch)
         if exchange.bypass is not None:
             exchange.bypass.prepare(spart, n, least=rows)
         return spart
@@ -196,10 +196,16 @@ class Decoding:
         return StepBatch(
             slot,
             [
-                Chunk(link, seq_index, 1, at, [random.randrange(vocab)], False, spec)
+                Chunk(
+                    link, seq_index, 1, at, [random.randrange(vocab)], False, spec, state=self._state(link, seq_index)
+                )
                 for (link, seq_index), spec in zip(self.mini_batches[slot], specs, strict=True)
             ],
         )
+
+    def _state(self, link: int, seq_index: int) -> int:
+        """The slot of a sequence's state."""
+        return seq_index * len(self.links) + link
 
     async def split_round(self, steps: int | None = None) -> Round:
         """A round of the split system, of all of the shape's steps or of fewer."""
@@ -212,6 +218,9 @@ class Decoding:
                 waited += output.r_wait_seconds
                 busy += 1e-9 * max(times.busy_ns for times in output.link_costs.values())
 
+        if (states := self.spart.states) is not None:
+            for slot in range(self.shape.batch):
+                states.record(slot, self.shape.context)
         start = time.perf_counter()
         await asyncio.gather(*(drive(slot) for slot in range(self.shape.mini_batches)))
         elapsed = time.perf_counter() - start

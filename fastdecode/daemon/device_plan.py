@@ -20,6 +20,7 @@ from fastdecode.spart.loader import choose_device
 from fastdecode.spart.memory import graph_bytes, step_bytes
 from fastdecode.spart.prefill.prompt import staged_token_bytes
 from fastdecode.spart.served import ServedModel
+from fastdecode.spart.shape import AttentionShape
 
 if TYPE_CHECKING:
     from fastdecode.transports.base import Link
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 _GPU_ROWS, _STEPS_PART = 4096, 4
 #: Without --staging-memory, unfinished prompts may take this part of a CPU's available memory.
 _STAGING_PART = 8
+#: Without --state-memory, states may take this part of the device's free memory.
+_STATE_PART = 4
 #: Memory of a GPU that is left to torch's kernels (workspaces of products and of sorting) and to its allocator.
 KERNEL_BYTES = 512 << 20
 #: Microseconds that the proxy of a bypass spins, without --spin-us. A GPU takes hundreds of them for its part of a
@@ -63,9 +66,41 @@ def node_exchange(config: NodeConfig, device: torch.device, mini_batches: int) -
         raise ConfigError(f"--exchange {config.exchange}: {error}") from None
 
 
-def plan_steps(config: NodeConfig, model: ServedModel, mini_batches: int, captures: bool) -> tuple[NodeConfig, int]:
+def free_memory(device: torch.device) -> int:
+    """Bytes of the device's memory that are free."""
+    return available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def state_slots(config: NodeConfig, model: AttentionShape, itemsize: int, free: int, mini_batches: int) -> int:
+    """How many sequences can have a state at once, with activations of `itemsize` bytes and `free` bytes of memory; 0:
+    the model's layers keep no states.
+
+    Raises ConfigError if --state-memory holds no state, is more than what is free, or is for another kind of model.
+    """
+    state, memory = model.state_bytes(itemsize), config.state_memory
+    if not state:
+        if memory is not None:
+            raise ConfigError(f"--state-memory: the layers of {model.architecture} keep no states")
+        return 0
+    if memory is None:
+        memory = free // _STATE_PART
+    elif memory > free:
+        raise ConfigError(f"--state-memory {format_bytes(memory)}: {format_bytes(free)} are free")
+    slots = min(memory // state, mini_batches * config.max_batch_size)
+    if not slots:
+        raise ConfigError(
+            f"a sequence of {model.architecture} keeps a state of {format_bytes(state)}, and there are "
+            f"{format_bytes(memory)} for states: raise --state-memory, or free memory"
+        )
+    return slots
+
+
+def plan_steps(
+    config: NodeConfig, model: ServedModel, mini_batches: int, captures: bool, states: int = 0
+) -> tuple[NodeConfig, int]:
     """`config` with the rows of a step, and the tokens of unfinished prompts whose K and V may be staged on the device.
     The weights must have been loaded. `captures`: decode steps are captured in graphs, which keep memory of their own.
+    `states`: bytes of the states.
 
     Raises ConfigError if the steps of all mini-batches do not fit beside the weights.
     """
@@ -83,10 +118,10 @@ def plan_steps(config: NodeConfig, model: ServedModel, mini_batches: int, captur
 
     if config.max_batch_tokens is None:
         config = dataclasses.replace(config, max_batch_tokens=gpu_rows(config.step_rows, free, bytes_of))
-    steps = bytes_of(config.step_rows)
+    steps = bytes_of(config.step_rows) + states
     memory = gpu_staging(total, free, config.gpu_memory_utilization, steps, config.staging_memory)
     log.info(
-        "GPU memory: %s of %s in use, %s for steps of up to %d rows, %s for kernels, %s for unfinished prompts",
+        "GPU memory: %s of %s in use, %s for states and steps of %d rows, %s for kernels, %s for unfinished prompts",
         format_bytes(total - free),
         format_bytes(total),
         format_bytes(steps),

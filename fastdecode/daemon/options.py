@@ -265,6 +265,10 @@ class NodeOptions:
         "memory of the S-Part for the K and V of prompts that take several steps. Default: what is left of a GPU's; "
         "R-nodes attend for longer prompts. Or an eighth of a CPU's available one; a longer prompt is taken alone",
     )
+    state_memory: int | None = _s_size(
+        "memory of the S-Part for the states of sequences, in a model whose layers keep states (Qwen3.5). Default: as "
+        "much as all mini-batches need, at most a quarter of the free memory; sequences without a state wait"
+    )
     max_queued: int = _s_option(
         "most requests that wait for others to end; the API refuses further ones with status 429",
         1024,

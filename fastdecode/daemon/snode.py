@@ -17,9 +17,9 @@ import uvloop
 
 from fastdecode.api.server import ApiServer, bind, serve
 from fastdecode.daemon.api_processes import ApiProcesses
-from fastdecode.daemon.check_model import check_fits, check_partition
+from fastdecode.daemon.check_model import check_fits, check_partition, check_states
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.device_plan import capacity, node_device, node_exchange, plan_steps
+from fastdecode.daemon.device_plan import capacity, free_memory, node_device, node_exchange, plan_steps, state_slots
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
@@ -76,6 +76,7 @@ def run_s_node(config: NodeConfig) -> None:
     if (config.max_model_len or 0) > positions:
         raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's {positions} positions")
     check_partition(config, backend.config)
+    check_states(config, backend.config)
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
     split = split_machine(config, s_on_gpu=device.type != "cpu")
     set_threads(split.s_threads)
@@ -164,7 +165,16 @@ async def _serve(
                 return
             split = choosing.result()
             set_threads(split.s_threads, model)
-        config, staged = plan_steps(config, model, split.mini_batches, exchange.bypass is not None)
+        itemsize = model.dtype.itemsize
+        slots = state_slots(config, model.config, itemsize, free_memory(model.device), split.mini_batches)
+        state_bytes = slots * model.config.state_bytes(itemsize)
+        if slots:
+            log.info(
+                "the model's layers keep states: %s hold those of %d sequences, and there is no prefix cache",
+                format_bytes(state_bytes),
+                slots,
+            )
+        config, staged = plan_steps(config, model, split.mini_batches, exchange.bypass is not None, state_bytes)
         length = config.max_model_len or backend.config.max_positions
         hello = _make_hello(config, model, split, length)
         embedded: EmbeddedRNode | None = None
@@ -192,7 +202,7 @@ async def _serve(
         if prefill_nodes is not None and config.prefill_file is not None:
             followed = FileSet(config.prefill_file, ("tcp",), may_be_empty=True)
             stack.callback(asyncio.create_task(prefill_nodes.follow(followed)).cancel)
-        spart = backend.make_spart(model, links, exchange)
+        spart = backend.make_spart(model, links, exchange, slots)
         if exchange.bypass is not None:
             await asyncio.to_thread(exchange.bypass.prepare, spart, split.mini_batches)
         ends = _end_tokens(settings.tokenizer, backend.config)
@@ -275,7 +285,7 @@ def _make_engine(
         target_tbt=config.target_tbt_ms / 1000 or None,
         schedule=config.schedule,
         guesses=guesses(config.speculate),
-        prefix_cache=not config.no_prefix_cache,
+        prefix_cache=not config.no_prefix_cache and spart.state_slots is None,
         max_uncached_suffix=None if on_cpu else _MAX_UNCACHED_SUFFIX,
         grow_leases=_leases_grow(config),
         patience=config.reconnect_seconds,

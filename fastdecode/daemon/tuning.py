@@ -204,7 +204,8 @@ def _shape(config: NodeConfig, model: Model | HFModel, split: Split, n_splits: i
     memory = (config.kv_memory or available_memory() // 2) // n_splits
     memory = min(memory, max(_LEAST_BYTES, min(_MOST_BYTES, model.weight_bytes)))
     blocks = max(1, min(_BLOCKS, memory // (batch * block)))
-    batch = max(2, min(batch, memory // (blocks * block)))
+    state = model.config.state_bytes(model.dtype.itemsize)
+    batch = max(2, min(batch, memory // (blocks * block + state)))
     longest = min(config.max_model_len or model.config.max_positions, model.config.max_positions)
     context = max(1, min(blocks * PAGE_TOKENS, longest) - _STEPS - 1)
     return DecodeShape(batch, context, _STEPS, split.mini_batches, config.kv_dtype, USUAL_TEMPERATURE)

@@ -289,7 +289,7 @@ async def s_part_times(
     link = await connect(url, model.hello(1, _PROMPT_TOKENS, "fp16", None, 1), None)
     taken: list[list[float]] = []
     try:
-        spart, end = SPart(model, [link]), time.perf_counter() + seconds
+        spart, end = SPart(model, [link], state_slots=1), time.perf_counter() + seconds
         tokens = list(range(3, 3 + _PROMPT_TOKENS))
         while len(taken) <= _LEAST_SAMPLES or time.perf_counter() < end:
             tag = len(taken) + 1

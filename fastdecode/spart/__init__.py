@@ -9,6 +9,7 @@
     exchange/     the ways of a step's Q, K, V and O rows to the slots of its links and back
     exchange_kernels/  CUDA kernels with which a stream moves these rows
     prefill/      attention of prompts, which the S-node computes
+    states/       layers that keep a state of each sequence in place of K and V
     decoder/      the native decoder
     hf/           the transformers backend: any model of transformers
     backend       choose_backend: the native decoder, or the transformers backend

@@ -63,7 +63,11 @@ class Backend:
         return hf_linears(self.source.path)
 
     def make_spart(
-        self, model: Model | HFModel, links: Sequence[DataPath], exchange: ChosenExchange | None = None
+        self,
+        model: Model | HFModel,
+        links: Sequence[DataPath],
+        exchange: ChosenExchange | None = None,
+        state_slots: int = 0,
     ) -> SPart:
         """The S-Part of a model that `load` returned; see SPart."""
         if self.name == "native":
@@ -71,7 +75,7 @@ class Backend:
             from fastdecode.spart.decoder.weights import Model
 
             assert isinstance(model, Model), "the model is not one that `load` returned"
-            return SPart(model, links, exchange)
+            return SPart(model, links, exchange, state_slots)
         from fastdecode.spart.hf.decoder import HFSPart
         from fastdecode.spart.hf.model import HFModel
 

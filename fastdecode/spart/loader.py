@@ -26,7 +26,7 @@ from fastdecode.spart.checkpoints.gguf import GGUFCheckpoint
 from fastdecode.spart.checkpoints.mxfp4 import MXFP4Checkpoint
 from fastdecode.spart.checkpoints.quantised_files import QuantisedCheckpoint
 from fastdecode.spart.checkpoints.tensors import Checkpoint, SafetensorsCheckpoint
-from fastdecode.spart.decoder.weights import Blueprint, Model, Weights
+from fastdecode.spart.decoder.weights import Blueprint, Layer, Model, StateBlock, Weights
 from fastdecode.spart.int4.calibration import MOST_INPUTS, CalibratedLinear, Calibration
 from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears.base import Embedding, Linear
@@ -79,7 +79,7 @@ def load_model(
         tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar,
     ):
         known = [token for token in calibration or () if token < config.vocab_size]
-        tokens = None if weights != "int4" or config.names.sinks else known or None
+        tokens = None if weights != "int4" or config.names.sinks or config.delta else known or None
         loading = _Loading(checkpoint, config, device, dtype, weights, adapter_set, bar, tokens)
         loaded = blueprint.weights(loading)
         loading.settle_head(loaded)
@@ -185,7 +185,7 @@ class _Wanted:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.linears: dict[str, tuple[int, int]] = {}  # (out, in) of each linear of the model, by its module's name
 
-    def tensor(self, name: str, *shape: int) -> Any:
+    def tensor(self, name: str, *shape: int, **_: Any) -> Any:
         self.shapes[name] = shape
 
     def linear(self, names: Sequence[str], outs: Sequence[int], width: int, bias: bool, *_: Any, **__: Any) -> Any:
@@ -244,10 +244,14 @@ class _Loading:
     def _in_form(self, matrix: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
         return matrix.dequantise() if isinstance(matrix, Quantised) and not self._as_stored else matrix
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int, offset: float = 0.0, single: bool = False) -> torch.Tensor:
         self._progress.update(math.prod(shape))
+        dtype = torch.float32 if single else self._dtype
+        stored = self._checkpoint.tensor(name)
+        if offset:
+            return (stored.float() + offset).to(self._device, dtype)
         # A copy, because the checkpoint's tensor may be a view of the file.
-        return self._checkpoint.tensor(name).to(self._device, self._dtype, copy=True)
+        return stored.to(self._device, dtype, copy=True)
 
     def linear(
         self,
@@ -307,7 +311,9 @@ class _Loading:
                 weight_bytes=0,
             )
             self._calibration = Calibration(model, self._tokens)
-        self._calibration.pass_block(index, weights.layers[index])
+        block = weights.blocks[index]
+        assert isinstance(block, Layer), "a model whose blocks keep states is not calibrated"
+        self._calibration.pass_block(index, block)
         _return_free_memory()
 
     def settle_head(self, weights: Weights) -> None:
@@ -384,7 +390,10 @@ def _return_free_memory() -> None:
 
 def _weight_bytes(weights: Weights) -> int:
     linears = [weights.head, weights.project_in, weights.project_out]
-    for layer in weights.layers:
-        linears += [layer.qkv, layer.o]
-    mlps = sum(layer.mlp.nbytes for layer in weights.layers)
+    for block in weights.blocks:
+        if isinstance(block, Layer):
+            linears += [block.qkv, block.o]
+        elif isinstance(block, StateBlock):
+            linears += [block.delta.inputs, block.delta.out]
+    mlps = sum(block.mlp.nbytes for block in weights.blocks)
     return weights.embedding.nbytes + mlps + sum(linear.nbytes for linear in linears if linear is not None)

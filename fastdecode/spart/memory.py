@@ -21,7 +21,8 @@ def step_bytes(model: ServedModel, rows: int, sampled: int) -> int:
     tests/spart/test_memory.py compares the bound with the live tensors of steps.
     """
     logits = _logit_bytes(model, rows if model.all_logits else sampled)
-    return _kept_bytes(model, rows) + max(_layer_bytes(model, rows), logits + sampling_bytes(model, sampled))
+    layer = max(_layer_bytes(model, rows), model.state_step_bytes(rows, sampled))
+    return _kept_bytes(model, rows) + max(layer, logits + sampling_bytes(model, sampled))
 
 
 def graph_bytes(model: ServedModel, rows: int) -> int:

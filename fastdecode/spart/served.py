@@ -43,6 +43,11 @@ class ServedModel:
         """The hidden size, and the elements of the widest row within a block, that of the MLP."""
         raise NotImplementedError
 
+    def state_step_bytes(self, rows: int, single: int) -> int:
+        """An upper bound of the memory, in bytes, that a layer with states takes at once in a step of `rows` rows,
+        `single` of which are chunks of one row."""
+        return 0
+
     @property
     def pooled(self) -> bool:
         """Whether kernels/ computes the products of all linears, so that torch needs no threads (threads.py)."""

@@ -25,7 +25,7 @@ class AttentionShape:
     architecture: str  # as in config.json, for example "LlamaForCausalLM"
     dtype: str  # of the checkpoint: "fp32", "fp16" or "bf16"
     vocab_size: int
-    n_layers: int
+    n_layers: int  # that attend, with K and V on the R-nodes
     n_q_heads: int
     n_kv_heads: int
     head_size: int
@@ -40,6 +40,11 @@ class AttentionShape:
     def kv_layers(self) -> tuple[int, ...]:
         """The layer whose K and V each layer attends to: itself, or an earlier one."""
         return self.options.kv_layers or tuple(range(self.n_layers))
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of the state that layers without attention keep of a sequence in the S-Part, with activations of
+        `itemsize` bytes. 0: all layers attend."""
+        return 0
 
     def heads_of(self, layer: int) -> Heads:
         """The heads of a layer."""

@@ -109,3 +109,25 @@ def test_check_refuses_what_a_node_refuses_in_the_same_words(tmp_path, file, con
             start(config)
         messages.append(str(caught.value))
     assert messages[0] == messages[1] and says in messages[0]
+
+
+def test_the_report_says_what_a_state_takes():
+    path = make_checkpoint("qwen3.5")
+    lines = dict(rows(NodeConfig(model=path, max_batch_size=8), choose_backend("auto", path)))
+    assert "2 layers that attend, others with states" in lines["model"]
+    state = load_model(path, dtype="fp32").config.state_bytes(4)
+    assert lines["states"].startswith(f"{state / 1024:.1f} KiB per sequence; ")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculate": "suffix:3"},
+        *({name: ("tcp://a:1",), "r_node": ("tcp://b:2",)} for name in ("prefill_at", "take_from")),
+    ],
+    ids=str,
+)
+def test_what_a_model_with_states_does_not_have_is_refused(options):
+    path = make_checkpoint("qwen3.5")
+    with pytest.raises(ConfigError, match="its layers keep states, which are not on R-nodes"):
+        rows(NodeConfig(model=path, **options), choose_backend("auto", path))

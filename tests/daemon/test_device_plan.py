@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models.checkpoints import make_checkpoint
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.device_plan import KERNEL_BYTES, capacity, gpu_rows, gpu_staging
+from fastdecode.daemon.device_plan import KERNEL_BYTES, capacity, gpu_rows, gpu_staging, state_slots
 from fastdecode.daemon.option_values import ConfigError
+from fastdecode.spart import read_config
 from fastdecode.transports.base import Lease
 
 pytestmark = pytest.mark.quick
@@ -60,3 +62,28 @@ def test_the_start_line_counts_pages_that_are_given_back():
     lease = Lease(1000, 1000, 8, 1 << 20, "avx2", 1, "r", full_sections=1, limited_sections=5, reach=1024)
     links = [SimpleNamespace(lease=lease, geometry=SimpleNamespace(max_rows=512))]
     assert "= 2 sequences of 40000 tokens" in capacity(0, torch.device("cpu"), links, 40000)  # 313 + 5 * 13 pages each
+
+
+#: Two blocks: 2 inputs of a convolution of 208 channels in fp32, and 6 heads of 16 x 24 numbers in fp32.
+STATE = 2 * (2 * 208 * 4 + 6 * 16 * 24 * 4)
+
+
+def test_states_get_what_all_mini_batches_need_or_a_quarter_of_what_is_free():
+    model = read_config(make_checkpoint("qwen3.5"))
+    assert state_slots(NodeConfig(max_batch_size=8), model, 4, GIB, 2) == 16
+    assert state_slots(NodeConfig(max_batch_size=8), model, 4, 4 * (5 * STATE - 1), 2) == 4
+    assert state_slots(NodeConfig(max_batch_size=8, state_memory=5 * STATE), model, 4, GIB, 2) == 5
+    assert state_slots(NodeConfig(), read_config(make_checkpoint("llama-gqa")), 4, GIB, 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "reason"),
+    [
+        ("qwen3.5", STATE - 1, r"keeps a state of 21\.2 KiB, and there are 21\.2 KiB for states: raise --state-memory"),
+        ("qwen3.5", 2 * GIB, r"--state-memory 2\.0 GiB: 1\.0 GiB are free"),
+        ("llama-gqa", GIB, "the layers of LlamaForCausalLM keep no states"),
+    ],
+)
+def test_state_memory_that_holds_no_state_is_refused(name, memory, reason):
+    with pytest.raises(ConfigError, match=reason):
+        state_slots(NodeConfig(state_memory=memory), read_config(make_checkpoint(name)), 4, GIB, 2)

@@ -33,7 +33,8 @@ async def serving(checkpoint, *urls, **options):
             processes.callback(nodes[-1].end)
         hello = model.hello(2, ROWS, "fp32", 100 << 20, 2 * STREAMS)
         links = [await connect(node.url, hello, None) for node in nodes]
-        engine = Engine(SPart(model, links), links, max_batch_tokens=ROWS, max_batch_size=STREAMS, **options)
+        spart = SPart(model, links, state_slots=STREAMS)
+        engine = Engine(spart, links, max_batch_tokens=ROWS, max_batch_size=STREAMS, **options)
         await engine.start()
         try:
             yield engine, nodes
@@ -73,8 +74,8 @@ def start(engine, given):
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama-gqa", {}), ("mistral", {"prefix_cache": True, "guesses": 4})],
-    ids=["plain", "windows, prefixes and guesses"],
+    [("llama-gqa", {}), ("mistral", {"prefix_cache": True, "guesses": 4}), ("qwen3.5", {})],
+    ids=["plain", "windows, prefixes and guesses", "states"],
 )
 async def test_an_r_node_with_64_streams_is_drained_and_none_is_recomputed(tmp_path, family, options):
     """From shared memory to TCP: all streams are on the R-node that is drained when its replacement joins."""

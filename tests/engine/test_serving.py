@@ -80,8 +80,14 @@ def judge_of(name):
 
 
 @pytest.fixture
-def model():
-    return loaded("llama-gqa")
+def family():
+    """The model's family in tests without a parameter of this name."""
+    return "llama-gqa"
+
+
+@pytest.fixture
+def model(family):
+    return loaded(family)
 
 
 @contextlib.asynccontextmanager
@@ -95,7 +101,7 @@ async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **
 
     links = [await link_to(node.url) for node in nodes]
     engine = Engine(
-        SPart(model, links),
+        SPart(model, links, state_slots=16),
         links,
         mini_batches=mini_batches,
         max_batch_tokens=ROWS,
@@ -113,6 +119,7 @@ async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **
             stats = await node.link.stats()
             assert (stats["seqs"], stats["pages_used"]) == (len(kept), node.pages_evictable)
         assert engine.spart.staged_bytes == 0
+        assert engine.cluster.states.free == engine.cluster.states.total
     finally:
         await engine.stop()
         for link in engine.spart.links:
@@ -146,8 +153,8 @@ def assert_greedy(judge, prompt, tokens):
 
 
 @pytest.fixture
-def judge():
-    return judge_of("llama-gqa")
+def judge(family):
+    return judge_of(family)
 
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 300, 600, 17, 5]
@@ -156,7 +163,7 @@ LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 300, 600, 17, 5]
 @pytest.mark.parametrize("mini_batches", [1, 2, 3])
 @pytest.mark.parametrize("n_nodes", [1, 3])
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
-@pytest.mark.parametrize("family", quick([*FAMILIES, "llama-llama3"], "llama-gqa"))
+@pytest.mark.parametrize("family", quick([*FAMILIES, "llama-llama3", "qwen3.5", "qwen3-next"], "llama-gqa"))
 async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches, shm_nodes, tcp_nodes):
     model, judge = loaded(family), judge_of(family)
     nodes = {"shm": shm_nodes, "tcp": tcp_nodes}[scheme][:n_nodes]
@@ -207,6 +214,22 @@ async def test_48_mixed_requests_at_random_times_equal_each_alone(options, model
             assert together[i] == await tokens_of(submit(engine, given[i], params[i]))
 
 
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3.5-moe"])
+async def test_choices_of_one_prompt(model, judge, tcp_nodes):
+    (prompt,) = prompts([300])
+    params = dataclasses.replace(greedy(60), temperature=0.9, seed=5)
+    async with serving(model, tcp_nodes[:2]) as engine:
+        alone = []
+        for k in range(4):
+            alone.append(await tokens_of(submit(engine, prompt, params.for_choice(k))))
+        queues = {str(k): asyncio.Queue() for k in range(4)}
+        engine.submit_choices(prompt, params, {name: queue.put_nowait for name, queue in queues.items()})
+        together = [[(await queue.get()).token for _ in range(60)] for queue in queues.values()]
+        assert together == alone and len(set(map(tuple, together))) > 1
+        assert_greedy(judge, prompt, await tokens_of(submit(engine, prompt, greedy(60))))
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3.5"])
 @pytest.mark.parametrize("priorities", [[0], [2, 0, 1]], ids=["", "priorities"])
 async def test_tiny_lease_preempts_and_changes_nothing(priorities, model, judge, shm_node):
     async with serving(model, [shm_node], n_pages=6) as engine:
@@ -254,6 +277,7 @@ async def test_preemption_forgets_no_penalty(model, shm_node):
     assert max(tokens.count(tokens[-1]) for tokens in together) < 100
 
 
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3.5"])
 async def test_cancel_in_the_queue_in_prefill_and_in_decode_frees_pages(model, judge, shm_node):
     async with serving(model, [shm_node], mini_batches=1) as engine:
         decoding = submit(engine, [5] * 10, greedy(900))
@@ -287,6 +311,7 @@ async def test_sigkill_of_the_only_r_node_ends_streams_and_a_new_one_serves_on(m
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3-next"])
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 async def test_sigkill_of_one_of_two_r_nodes_costs_time_not_tokens(scheme, model, judge, tmp_path):
     urls = ["tcp://127.0.0.1:0"] * 2 if scheme == "tcp" else [f"shm://{tmp_path}/r{i}.sock" for i in range(2)]

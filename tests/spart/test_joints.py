@@ -58,13 +58,13 @@ async def logits(spart_of, tmp_path, model) -> list[torch.Tensor]:
     first = Chunk(0, 0, 1, 0, tokens[:20], True, GREEDY)
     steps = [
         [first],
-        [Chunk(0, 0, 1, 20, tokens[20:21], False, GREEDY), Chunk(0, 1, 2, 0, tokens[:30], True, GREEDY)],
-        [Chunk(0, 0, 1, 21, tokens[21:23], False, GREEDY), Chunk(0, 2, 3, 0, tokens[:9], True, None)],
-        [Chunk(0, 0, 1, 23, tokens[23:24], False, GREEDY), Chunk(0, 1, 2, 30, tokens[30:31], False, GREEDY)],
+        [Chunk(0, 0, 1, 20, tokens[20:21], False, GREEDY), Chunk(0, 1, 2, 0, tokens[:30], True, GREEDY, state=1)],
+        [Chunk(0, 0, 1, 21, tokens[21:23], False, GREEDY), Chunk(0, 2, 3, 0, tokens[:9], True, None, state=2)],
+        [Chunk(0, 0, 1, 23, tokens[23:24], False, GREEDY), Chunk(0, 1, 2, 30, tokens[30:31], False, GREEDY, state=1)],
     ]
     tmp_path.mkdir(exist_ok=True)
     async with linked(model, tmp_path, kv_dtype="fp16") as links:
-        spart = spart_of(model, links)
+        spart = spart_of(model, links, state_slots=3)
         return [run(spart.step(StepBatch(0, chunks), keep_logits=True)).logits for chunks in steps]
 
 

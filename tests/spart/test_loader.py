@@ -62,6 +62,7 @@ def test_both_spellings_of_rope_mean_the_same(name, copy):
         old = {"rope_scaling": None if scaling.get(kind) == "default" else scaling, "torch_dtype": raw["dtype"]}
         if rope:
             old["rope_theta"] = rope["rope_theta"]
+            old["partial_rotary_factor"] = rope.get("partial_rotary_factor", 1.0)
         edit_config(directory, ("rope_parameters", "dtype"), **old)
         assert read_config(directory) == new
 

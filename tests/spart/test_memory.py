@@ -43,6 +43,11 @@ MODELS = {
     "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "vocab_size": 151936},
     "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "vocab_size": 32768, "sliding_window": 1024},
     "opt": OPT,
+    "qwen3.5": {
+        **LLAMA,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
 
 

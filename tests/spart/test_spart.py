@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import FAMILIES, MIXTURES, VARIANTS, make_checkpoint, reference
+from models.checkpoints import FAMILIES, MIXTURES, STATEFUL, VARIANTS, make_checkpoint, reference
 from models.spart_steps import EXACT, GREEDY, interleaved, linked, run, text
 from quick import quick
 
@@ -20,6 +20,8 @@ from fastdecode.spart import Model, SPart, load_model
 from fastdecode.spart.exchange import SlotViews, link_rows, make_exchange
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch, StepOutput
 from fastdecode.transports.base import CallRefused, LinkDown
+
+SLOTS = 12  # most sequences of a test whose model's layers keep states
 
 
 def expected_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
@@ -52,7 +54,9 @@ class Text:
         tokens = self.tokens[self.pos : self.pos + n]
         more = prefill and self.pos + n < self.prompt
         self.pos += len(tokens)
-        return Chunk(self.link, self.seq_index, 1, self.pos - len(tokens), tokens, prefill, None if more else GREEDY)
+        sample = None if more else GREEDY
+        pos, state = self.pos - len(tokens), self.seq_index
+        return Chunk(self.link, self.seq_index, 1, pos, tokens, prefill, sample, state=state)
 
     def check(self, logits: torch.Tensor) -> None:
         want = self.want[self.pos - 1]
@@ -77,13 +81,13 @@ def feed(spart: SPart, slot: int, pieces: list[tuple[Text, int]]):
 # -- equal to transformers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", quick(VARIANTS, *FAMILIES, *MIXTURES))
+@pytest.mark.parametrize("variant", quick(VARIANTS, *FAMILIES, *MIXTURES, *STATEFUL))
 async def test_logits_equal_transformers(variant, tmp_path):
     """Six prompts in one step, without padding; then all of them token by token past a page's end."""
     directory = make_checkpoint(variant)
     model = load_model(directory, dtype="fp32")
     async with linked(model, tmp_path) as links:
-        spart = SPart(model, links)
+        spart = SPart(model, links, state_slots=SLOTS)
         texts = []
         for seq_index, n in enumerate([1, 2, 17, 60, 64, 130]):
             tokens = text(n + 8, seed=seq_index)
@@ -95,7 +99,7 @@ async def test_logits_equal_transformers(variant, tmp_path):
     assert all(len(t.errors) == 9 for t in texts)
 
 
-@pytest.mark.parametrize("variant", [*FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("variant", [*FAMILIES, *MIXTURES, *STATEFUL])
 async def test_greedy_tokens_equal_transformers(variant, tmp_path):
     directory = make_checkpoint(variant)
     model, theirs = load_model(directory, dtype="fp32"), reference(directory)
@@ -103,20 +107,20 @@ async def test_greedy_tokens_equal_transformers(variant, tmp_path):
     prompts = [text(n, seed=n) for n in (1, 7, 64, 600)]
     n_new = 64
     async with linked(model, tmp_path, n=2) as links:
-        spart = SPart(model, links)
+        spart = SPart(model, links, state_slots=SLOTS)
         ours = [list(p) for p in prompts]
-        chunks = [Chunk(i // 2, i, 1, 0, p, True, GREEDY) for i, p in enumerate(prompts)]
+        chunks = [Chunk(i // 2, i, 1, 0, p, True, GREEDY, state=i) for i, p in enumerate(prompts)]
         for _ in range(n_new):
             output = run(spart.step(StepBatch(0, chunks)))
             for tokens, sampled in zip(ours, output.sampled, strict=True):
                 tokens.append(sampled.token)
-            chunks = [Chunk(i // 2, i, 1, len(t) - 1, t[-1:], False, GREEDY) for i, t in enumerate(ours)]
+            chunks = [Chunk(i // 2, i, 1, len(t) - 1, t[-1:], False, GREEDY, state=i) for i, t in enumerate(ours)]
     for prompt, tokens in zip(prompts, ours, strict=True):
         want = theirs.generate(torch.tensor([prompt]), max_new_tokens=n_new, do_sample=False, use_cache=True)
         assert tokens == want[0].tolist()
 
 
-@pytest.mark.parametrize("variant", [*FAMILIES, "qwen2-window"])
+@pytest.mark.parametrize("variant", [*FAMILIES, *STATEFUL, "qwen2-window"])
 @pytest.mark.parametrize(
     "sizes",
     [[1] * 90, [89, 1], [1, 89], [30, 30, 30], [15, 16, 17, 18, 24]],
@@ -126,7 +130,7 @@ async def test_a_prompt_in_chunks(variant, sizes, tmp_path):
     directory = make_checkpoint(variant)
     model, tokens = load_model(directory, dtype="fp32"), text(90)
     async with linked(model, tmp_path) as links:
-        spart = SPart(model, links)
+        spart = SPart(model, links, state_slots=SLOTS)
         whole = Text(0, 0, tokens, expected_logits(directory, tokens), prompt=len(tokens))
         for n in sizes:
             step, check = feed(spart, 0, [(whole, n)])
@@ -135,13 +139,13 @@ async def test_a_prompt_in_chunks(variant, sizes, tmp_path):
     assert len(whole.errors) == 1 and whole.errors[0] < EXACT
 
 
-@pytest.mark.parametrize("variant", [*FAMILIES, "opt-projected"])
+@pytest.mark.parametrize("variant", [*FAMILIES, *STATEFUL, "opt-projected"])
 async def test_several_tokens_at_once_attend_causally_on_the_r_node(variant, tmp_path):
     directory = make_checkpoint(variant)
     model, tokens = load_model(directory, dtype="fp32"), text(150)
     want = expected_logits(directory, tokens)
     async with linked(model, tmp_path) as links:
-        spart = SPart(model, links)
+        spart = SPart(model, links, state_slots=SLOTS)
         texts = [Text(0, seq_index, tokens, want, prompt=prompt) for seq_index, prompt in enumerate([0, 1, 40])]
         for n in (1, 30, 5, 64, 2):
             step, check = feed(spart, 0, [(t, n) for t in texts])
@@ -150,14 +154,14 @@ async def test_several_tokens_at_once_attend_causally_on_the_r_node(variant, tmp
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
-@pytest.mark.parametrize("variant", [*FAMILIES, "gpt-oss"])
+@pytest.mark.parametrize("variant", [*FAMILIES, *STATEFUL, "gpt-oss"])
 async def test_any_mixture_of_work_gives_the_same_logits(variant, scheme, tmp_path):
     """Twelve texts on three R-nodes in two mini-batches whose layers are interleaved: prompts in chunks, single tokens,
     several tokens, in random combinations."""
     directory = make_checkpoint(variant)
     model, chance = load_model(directory, dtype="fp32"), random.Random(5)
     async with linked(model, tmp_path, n=3, scheme=scheme, max_rows=128) as links:
-        spart = SPart(model, links)
+        spart = SPart(model, links, state_slots=SLOTS)
         slots: list[list[Text]] = [[], []]
         for seq_index in range(12):
             tokens = text(chance.randint(20, 100), seed=seq_index)

@@ -68,8 +68,53 @@ class Experts:
     renormalise: bool  # the probabilities of a token's experts are divided by their sum
     bias: bool = False  # of the router and of the experts' linears
     dense_layers: frozenset[int] = frozenset()  # layers that have an MLP
+    shared_size: int = 0  # of an MLP that all tokens pass beside their experts, times a gate of its own; 0: none
     #: (alpha, limit) of gpt-oss, whose experts compute (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)).
     clamped_swiglu: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """The gated delta rule (Yang et al., arXiv 2412.06464), which some blocks have in place of attention.
+
+    Such a block keeps a state of fixed size for each sequence, not K and V of each token. A K head, which has a Q head
+    of its own, serves `v_heads` / `k_heads` neighbouring V heads.
+    """
+
+    blocks: frozenset[int]  # the blocks that have it
+    k_heads: int
+    v_heads: int
+    k_size: int
+    v_size: int
+    kernel: int  # tokens that the convolution before the rule sees, the token itself included
+    by_head: bool  # the checkpoint's projections stand head by head (Qwen3-Next), not Q, K, V one after another
+
+    @property
+    def v_width(self) -> int:
+        """The elements of all V heads of a token."""
+        return self.v_heads * self.v_size
+
+    @property
+    def channels(self) -> int:
+        """The elements of all Q, K and V heads of a token, all of which pass the convolution."""
+        return 2 * self.k_heads * self.k_size + self.v_width
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of a sequence's state in all blocks, with activations of `itemsize` bytes."""
+        inputs = (self.kernel - 1) * self.channels * itemsize
+        return len(self.blocks) * (inputs + self.k_size * self.v_width * 4)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNames:
+    """The names of a gated delta rule's parameters, relative to the block."""
+
+    inputs: tuple[str, ...]  # the projections: Q, K, V; Z; beta; decay. With `by_head` Q, K, V, Z; beta, decay
+    conv: str  # weight [channels, 1, kernel]
+    decay: str  # the tensor [v_heads] itself: the logarithm of each head's decay
+    decay_bias: str  # the tensor [v_heads] itself
+    norm: str  # of each V head's output, weight [v_size]
+    out: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +146,10 @@ class TensorNames:
     #: tensor [experts, in, out] in which columns of gate and up alternate, whose bias has the same name and "_bias".
     expert_up: tuple[str, ...] = ()
     expert_down: str | None = None
+    shared_up: tuple[str, ...] = ()  # of Experts.shared_size: gate, up
+    shared_down: str | None = None
+    shared_gate: str | None = None  # weight [1, hidden_size]
+    delta: DeltaNames | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +177,27 @@ class ModelConfig(AttentionShape):
     names: TensorNames
     position_offset: int = 0  # learned positions: the row of position 0
     experts: Experts | None = None
+    delta: DeltaRule | None = None
     gated: bool = True  # MLP: down(act(gate(x)) * up(x)); False: down(act(up(x)))
     norm_first: bool = True  # False: a norm follows each residual addition instead (OPT-350m)
     norm_affine: bool = True  # False: norms have no weight and no bias
+    norm_offset: float = 0.0  # it is added to the weights of RMS norms
     final_norm: bool = True
     qk_norm: bool = False  # RMS norm of every Q and K head, before RoPE
     embed_scale: float = 1.0  # the embedding is multiplied by it
     residual_scale: float = 1.0  # the output of each sublayer is multiplied by it before it is added
     logit_divisor: float = 1.0  # the logits are divided by it
     quantisation: Quantisation | None = None  # of a checkpoint in safetensors
+    output_gate: bool = False  # each Q head has a gate beside it, whose sigmoid multiplies the head's output
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
 
     def __post_init__(self) -> None:
         """Raises CheckpointError for sizes that the R-node or the kernels do not support."""
-        check_layers(self.n_layers)
+        check_layers(self.n_blocks)
+        if not self.n_layers:
+            raise CheckpointError("no layer of the model attends; only models with a KV-cache are supported")
         if self.n_q_heads % self.n_kv_heads:
             raise CheckpointError(f"{self.n_q_heads} query heads are not a multiple of {self.n_kv_heads} KV heads")
         if self.head_size % HEAD_SIZE_UNIT or not HEAD_SIZE_UNIT <= self.head_size <= MAX_HEAD_SIZE:
@@ -153,6 +207,14 @@ class ModelConfig(AttentionShape):
             )
         if self.rope is not None:
             self._check_rope(self.rope)
+
+    @property
+    def n_blocks(self) -> int:
+        """The number of transformer blocks; `n_layers` of them attend."""
+        return self.n_layers + (len(self.delta.blocks) if self.delta else 0)
+
+    def state_bytes(self, itemsize: int) -> int:
+        return self.delta.state_bytes(itemsize) if self.delta else 0
 
     def _check_rope(self, rope: Rope) -> None:
         size = rope.width(self.head_size)

@@ -7,11 +7,19 @@ in transformers. A key that would change the model's output and is not understoo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from fastdecode.spart.checkpoints.config import CheckpointError, Experts, ModelConfig, TensorNames, check_layers
+from fastdecode.spart.checkpoints.config import (
+    CheckpointError,
+    DeltaNames,
+    DeltaRule,
+    Experts,
+    ModelConfig,
+    TensorNames,
+    check_layers,
+)
 from fastdecode.spart.checkpoints.config_json import ConfigJson, end_token_ids
 from fastdecode.spart.checkpoints.quantisation import parse_quantisation
 
@@ -20,18 +28,21 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     """`raw` is config.json, `generation` is generation_config.json. Raises CheckpointError."""
     config = ConfigJson(raw)
     architecture = _known_architecture(config)
-    check_layers(config.size("num_hidden_layers"))  # before a list has an element for each
+    n_blocks = config.size("num_hidden_layers")
+    check_layers(n_blocks)  # before a list has an element for each
+    fields = FAMILIES[architecture](config)
+    delta: DeltaRule | None = fields.get("delta")
     return ModelConfig(
         architecture=architecture,
         dtype=config.dtype(),
         vocab_size=config.size("vocab_size"),
         hidden_size=config.size("hidden_size"),
-        n_layers=config.size("num_hidden_layers"),
+        n_layers=n_blocks - (len(delta.blocks) if delta else 0),
         n_q_heads=config.size("num_attention_heads"),
         eos_token_ids=end_token_ids(raw, generation or {}),
         bos_token_id=raw.get("bos_token_id"),
         quantisation=parse_quantisation(config.table("quantization_config")),
-        **FAMILIES[architecture](config),
+        **fields,
     )
 
 
@@ -130,12 +141,17 @@ def _qwen_windows(config: ConfigJson, n_layers: int) -> tuple[int, ...]:
 def _typed_windows(types: Any, window: int, n_layers: int) -> tuple[int, ...]:
     """The windows of layers whose `layer_types` are `types`."""
     sizes = {"full_attention": 0, "sliding_attention": window}
+    return tuple(sizes[kind] for kind in _checked_types(types, sizes, n_layers))
+
+
+def _checked_types(types: Any, known: Collection[str], n_layers: int) -> list[str]:
+    """The `layer_types` of `n_layers` layers. Raises CheckpointError for one that is not `known`."""
+    if not isinstance(types, list) or len(types) < n_layers:
+        raise CheckpointError(f"config.json: 'layer_types' is {types!r}, not a list of the {n_layers} layers' types")
     for kind in types:
-        if kind not in sizes:
-            raise CheckpointError(f"config.json: layer type {kind!r} is not one of {', '.join(sizes)}")
-    if len(types) < n_layers:
-        raise CheckpointError(f"config.json: {len(types)} layer_types for {n_layers} layers")
-    return tuple(sizes[kind] for kind in types[:n_layers])
+        if kind not in known:
+            raise CheckpointError(f"config.json: layer type {kind!r} is not one of {', '.join(known)}")
+    return types[:n_layers]
 
 
 def _qwen2(config: ConfigJson) -> dict[str, Any]:
@@ -231,14 +247,13 @@ def _qwen3_moe(config: ConfigJson) -> dict[str, Any]:
     common = _llama_like(config, 4, _equal_heads(config), 32768)
     window = _window(config) if config.flag("use_sliding_window", False) else 0
     n_layers, bias = len(common["windows"]), config.flag("attention_bias", False)
-    every, dense = config.size("decoder_sparse_step", 1), config.raw.get("mlp_only_layers") or []
     experts = _experts(
         config,
         128,
         8,
         config.size("moe_intermediate_size", 768),
         renormalise=config.flag("norm_topk_prob", False),
-        dense_layers=frozenset(i for i in range(n_layers) if i in dense or (i + 1) % every),
+        dense_layers=_dense_layers(config, n_layers),
     )
     return {
         **common,
@@ -249,6 +264,11 @@ def _qwen3_moe(config: ConfigJson) -> dict[str, Any]:
         "experts": experts,
         "names": QWEN3_MOE_NAMES,
     }
+
+
+def _dense_layers(config: ConfigJson, n_layers: int) -> frozenset[int]:
+    every, dense = config.size("decoder_sparse_step", 1), config.raw.get("mlp_only_layers") or []
+    return frozenset(i for i in range(n_layers) if i in dense or (i + 1) % every)
 
 
 def _gpt_oss(config: ConfigJson) -> dict[str, Any]:
@@ -277,6 +297,91 @@ def _granite(config: ConfigJson) -> dict[str, Any]:
         "residual_scale": config.number("residual_multiplier", 1.0),
         "logit_divisor": config.number("logits_scaling", 1.0),
     }
+
+
+# -- gated delta rule -------------------------------------------------------------------------------------------------
+
+_QWEN3_5_DELTA = DeltaNames(
+    inputs=tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
+    conv="linear_attn.conv1d",
+    decay="linear_attn.A_log",
+    decay_bias="linear_attn.dt_bias",
+    norm="linear_attn.norm",
+    out="linear_attn.out_proj",
+)
+QWEN3_5_NAMES = replace(
+    QWEN3_MOE_NAMES,
+    shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    shared_down="mlp.shared_expert.down_proj",
+    shared_gate="mlp.shared_expert_gate",
+    delta=_QWEN3_5_DELTA,
+)
+QWEN3_NEXT_NAMES = replace(
+    QWEN3_5_NAMES,
+    delta=replace(_QWEN3_5_DELTA, inputs=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+)
+
+
+def _qwen3_5(config: ConfigJson, kv_heads: int = 4, by_head: bool = False) -> dict[str, Any]:
+    """Qwen3.5, and what Qwen3-Next and the mixtures have in common with it. `kv_heads` is the default."""
+    fraction = config.number("partial_rotary_factor", 0.25)
+    config = ConfigJson(config.raw | {"partial_rotary_factor": fraction})
+    delta = _delta_rule(config, by_head)
+    bias = config.flag("attention_bias", False)
+    return {
+        **_llama_like(config, kv_heads, 256, 32768, partial=True),
+        "windows": (0,) * (config.size("num_hidden_layers") - len(delta.blocks)),
+        "delta": delta,
+        "norm_offset": 1.0,
+        "output_gate": True,
+        "qk_norm": True,
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "names": QWEN3_NEXT_NAMES if by_head else QWEN3_5_NAMES,
+    }
+
+
+def _delta_rule(config: ConfigJson, by_head: bool) -> DeltaRule:
+    n_blocks, every = config.size("num_hidden_layers"), config.size("full_attention_interval", 4)
+    types = config.raw.get("layer_types")
+    if types is None:
+        types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(n_blocks)]
+    types = _checked_types(types, ("full_attention", "linear_attention"), n_blocks)
+    delta = DeltaRule(
+        blocks=frozenset(i for i, kind in enumerate(types) if kind == "linear_attention"),
+        k_heads=config.size("linear_num_key_heads", 16),
+        v_heads=config.size("linear_num_value_heads", 32),
+        k_size=config.size("linear_key_head_dim", 128),
+        v_size=config.size("linear_value_head_dim", 128),
+        kernel=config.size("linear_conv_kernel_dim", 4),
+        by_head=by_head,
+    )
+    if delta.v_heads % delta.k_heads:
+        raise CheckpointError(f"{delta.v_heads} linear V heads are not a multiple of {delta.k_heads} linear K heads")
+    return delta
+
+
+def _qwen3_5_moe(config: ConfigJson) -> dict[str, Any]:
+    size = config.size("moe_intermediate_size", 512)
+    shared = config.size("shared_expert_intermediate_size", 512)
+    return {
+        **_qwen3_5(ConfigJson({"intermediate_size": size} | config.raw), kv_heads=2),
+        "experts": _experts(config, 256, 8, size, renormalise=True, shared_size=shared),
+    }
+
+
+def _qwen3_next(config: ConfigJson) -> dict[str, Any]:
+    experts = _experts(
+        config,
+        512,
+        10,
+        config.size("moe_intermediate_size", 512),
+        renormalise=config.flag("norm_topk_prob", True),
+        dense_layers=_dense_layers(config, config.size("num_hidden_layers")),
+        shared_size=config.size("shared_expert_intermediate_size", 512),
+    )
+    config = ConfigJson({"intermediate_size": 5632} | config.raw)
+    return {**_qwen3_5(config, kv_heads=2, by_head=True), "experts": experts}
 
 
 # -- OPT --------------------------------------------------------------------------------------------------------------
@@ -340,6 +445,9 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "MixtralForCausalLM": _mixtral,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "GptOssForCausalLM": _gpt_oss,
+    "Qwen3NextForCausalLM": _qwen3_next,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
     "GraniteForCausalLM": _granite,
     "OPTForCausalLM": _opt,
 }

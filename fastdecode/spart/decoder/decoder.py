@@ -23,11 +23,11 @@ import torch
 
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.block_ops import RowHeads, make_block_ops
-from fastdecode.spart.decoder.experts import Mixture
+from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.joints import make_joints
 from fastdecode.spart.decoder.rope import RotaryEmbedding
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
-from fastdecode.spart.decoder.weights import MLP, Layer, Model
+from fastdecode.spart.decoder.weights import Block, Layer, Model, StateBlock
 from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_rows, make_exchange
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.exchange.heads import multiply_heads
@@ -35,6 +35,8 @@ from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prefill.prompt import PromptCache, PromptChunk
 from fastdecode.spart.sampler.prompt_logprobs import Scorer
 from fastdecode.spart.sampler.sampling import make_sampler
+from fastdecode.spart.states.delta import delta_block
+from fastdecode.spart.states.pool import StatePool, StateRows
 from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
 from fastdecode.spart.step.step_table import StepTable
 from fastdecode.transports.base import DataPath, Pending
@@ -46,25 +48,44 @@ class SPart:
     Steps of different slots may be interleaved; they must not run at the same time in several threads.
     """
 
-    def __init__(self, model: Model, links: Sequence[DataPath], exchange: ChosenExchange | None = None):
+    def __init__(
+        self,
+        model: Model,
+        links: Sequence[DataPath],
+        exchange: ChosenExchange | None = None,
+        state_slots: int = 0,
+    ):
         """`links` is used as it is, not copied: the caller may append or replace a link between steps. `exchange` None
-        means the exchange that always works on the model's device."""
+        means the exchange that always works on the model's device. `state_slots`: how many sequences can have a state
+        at once, in a model whose layers keep one; see Chunk.state."""
         self.model, self.links = model, links
         self.exchange = exchange or ChosenExchange.plain(model.device)
         self._config = model.config
         self.timeline = Timeline()
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(model.config, model.device, model.dtype)
-        self._prepare()
+        self.states: StatePool | None = None
+        self._prepare(state_slots)
 
-    def _prepare(self) -> None:
+    def _prepare(self, state_slots: int) -> None:
         """Make what the steps of the model's own backend need."""
         model, config = self.model, self.model.config
-        self._weights = model.weights
+        self._weights, self._layers = model.weights, model.weights.layers
         self._ops = ops = make_block_ops(config, model.device, model.dtype)
-        self._joints = make_joints(config, model.weights.layers, ops)
+        self._joints = make_joints(config, self._layers, ops)
         rope = config.rope
         self._rope = RotaryEmbedding(rope, config.head_size, model.device, ops.angle_dtype) if rope else None
+        if config.delta is not None:
+            self.states = StatePool(config.delta, state_slots, model.device, model.dtype)
+        #: The blocks with a state before each layer, and behind the last one, with their indexes in the pool.
+        self._between: list[list[tuple[int, StateBlock]]] = [[]]
+        n_states = 0
+        for block in model.weights.blocks:
+            if isinstance(block, StateBlock):
+                self._between[-1].append((n_states, block))
+                n_states += 1
+            else:
+                self._between.append([])
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, float | None, StepOutput]:
@@ -98,7 +119,7 @@ class SPart:
                 self._prompts.drop(prompt.key)
             raise
         link_costs = exchange.disarm()
-        self._end_prompts(rows, exchange)
+        self._end_chunks(rows, exchange)
         logits = state.logits()
         sampled = self._sample(logits, rows)
         scores = rows.scorer(state.scored_logits, rows.uploaded)
@@ -116,7 +137,7 @@ class SPart:
 
     def _begin(self, rows: StepRows, exchange: Exchange) -> LayerPass:
         """The way of a step's rows through the layers of the model's own backend."""
-        return StepState(self, rows.uploaded, exchange, rows.prompts, rows.adapters)
+        return StepState(self, rows.uploaded, exchange, rows.prompts, rows.adapters, rows.states)
 
     def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor:
         """All layers of a step without prompts, on a device that waits for the R-nodes itself.
@@ -129,14 +150,19 @@ class SPart:
             exchange.wait(0.0)
         return state.logits().float()
 
-    def _end_prompts(self, rows: StepRows, exchange: Exchange) -> None:
-        """Keep the staged K and V of prompts that go on; prompts whose link has failed begin again."""
+    def _end_chunks(self, rows: StepRows, exchange: Exchange) -> None:
+        """Keep the states of all chunks, and the staged K and V of prompts that go on. Sequences whose link has failed
+        begin again."""
         failed = [i for i, link in enumerate(self.links) if link in exchange.failures]
         for prompt in rows.prompts:
             if prompt.chunk.link in failed:
                 self._prompts.drop(prompt.key)
             else:
                 self._prompts.end(prompt)
+        if self.states is not None:
+            for chunk in rows.chunks:
+                if chunk.link not in failed:
+                    self.states.record(chunk.state, chunk.pos + len(chunk.tokens))
 
     def drop(self, link: int, seq_index: int, tag: int) -> None:
         """Free the staged K and V of a prompt that will not be continued. May be called from any thread.
@@ -153,7 +179,7 @@ class SPart:
     @property
     def state_slots(self) -> int | None:
         """How many sequences can have a state at once. None: the model's layers keep no states."""
-        return None
+        return None if self.states is None else self.states.n_slots
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -169,13 +195,13 @@ class SPart:
     @property
     def expert_load(self) -> dict[int, list[int]]:
         """The number of rows that each expert has had, by layer, with the rows that fill up captured steps."""
-        mixtures = ((i, layer.mlp) for i, layer in enumerate(self._weights.layers))
+        mixtures = ((i, block.mlp) for i, block in enumerate(self._weights.blocks))
         return {i: mlp.load.tolist() for i, mlp in mixtures if isinstance(mlp, Mixture) and mlp.load is not None}
 
     def forget_expert_load(self) -> None:
         """Count the rows of `expert_load` anew, for all S-Parts of the model."""
         for i in self.expert_load:
-            mlp = self._weights.layers[i].mlp
+            mlp = self._weights.blocks[i].mlp
             assert isinstance(mlp, Mixture)
             mlp.load = None
 
@@ -297,6 +323,7 @@ class StepRows:
         table.add("last rows", np.array(last_rows, np.int64))
         if any(chunk.long for chunk in chunks):
             table.add("long", np.array([chunk.long for chunk in chunks], dtype=np.int64).repeat(lengths))
+        self.states = StateRows(spart.states, chunks, starts, table) if spart.states is not None else None
         self.scorer = Scorer(chunks, starts, config.vocab_size, table)
         self._adapter_rows = AdapterRows(chunks, len(spart.model.adapters), table)
         self.adapters: AdapterRows | None = None
@@ -310,6 +337,8 @@ class StepRows:
         self.sampler = make_sampler(self.specs, self.vocab_size, self.table, on_host and device.type == "cpu")
         self.uploaded = self.table.upload(device)
         self.adapters = self._adapter_rows.on_device(self.uploaded)
+        if self.states is not None:
+            self.states.on_device(self.uploaded)
 
     def elapsed(self) -> float:
         """Seconds since the step began."""
@@ -338,10 +367,12 @@ class StepState:
         exchange: RowExchange,
         prompts: Sequence[PromptChunk] = (),
         adapters: AdapterRows | None = None,
+        states: StateRows | None = None,
     ):
         c = spart.model.config
         self._spart, self._ops, self._config = spart, spart._ops, c
-        self._prompts, self._exchange, self._adapters = prompts, exchange, adapters
+        self._prompts, self._exchange, self._adapters, self._states = prompts, exchange, adapters, states
+        self._gate: torch.Tensor | None = None  # of the layer's heads, [n, n_q_heads * head_size]
         positions = uploaded["positions"]
         self._drawn_rows = uploaded.get("last rows", positions[:0])  # of `x`, after which tokens are drawn
         self._scored_rows = uploaded.get("scored rows", positions[:0])
@@ -349,7 +380,7 @@ class StepState:
         self._o = exchange.o
         self.heads = RowHeads(exchange.q, exchange.kv, c)
         self._angles = spart._rope.angles(positions, uploaded.get("long")) if spart._rope else None
-        self._layers = spart._weights.layers
+        self._layers, self._between = spart._layers, spart._between
         self._joints, self._joint_rows = spart._joints, None
         if spart._joints is not None and adapters is None and self._angles is not None:
             self._joint_rows = spart._joints.rows(self.x, self._o, self._angles, self.heads)
@@ -407,6 +438,8 @@ class StepState:
             return
         if index > 0:
             self.finish(self._layers[index - 1])
+        for i, block in self._between[index]:
+            self.pass_state(i, block)
         if index < len(self._layers):
             self.project(self._layers[index])
 
@@ -424,12 +457,27 @@ class StepState:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""
         h = self._ops.norm(self.x, layer.attention_norm) if self._config.norm_first else self.x
         qkv = adapted_product(layer.qkv, h, self._adapters)
+        if self._config.output_gate:
+            qkv, self._gate = self._without_gate(qkv)
         self._ops.write_heads(qkv, layer, self._angles, self.heads)
         if (balance := layer.balance) is not None:
             if balance.q is not None and balance.k is not None:
                 multiply_heads(self.heads.q_heads, balance.q)
                 multiply_heads(self.heads.k_heads, balance.k)
             multiply_heads(self.heads.v_heads, balance.v)
+
+    def _without_gate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of a projection in which each Q head is followed by its gate -> Q, K and V, and the gates."""
+        width = self._config.n_q_heads * self._config.head_size
+        q, gate = qkv[:, : 2 * width].unflatten(1, (self._config.n_q_heads, 2, -1)).unbind(2)
+        return torch.cat([q.flatten(1), qkv[:, 2 * width :]], dim=1), gate.flatten(1)
+
+    def pass_state(self, index: int, block: StateBlock) -> None:
+        """Compute a block that has a state, the `index`-th of its kind."""
+        c = self._config
+        assert c.delta is not None and self._states is not None, "a step of such a model has rows in its states"
+        h = self._ops.norm(self.x, block.attention_norm)
+        self._end_block(block, delta_block(c.delta, block.delta, c.norm_eps, h, self._states, index, self._adapters))
 
     def attend_prompts(self, layer: int) -> None:
         """Compute the O rows of prompts."""
@@ -444,17 +492,25 @@ class StepState:
         if layer.balance is not None:
             o = o.clone(memory_format=torch.contiguous_format)  # the link's memory stays as the R-node wrote it
             multiply_heads(o.unflatten(1, (-1, self._config.head_size)), layer.balance.o)
-        attended = adapted_product(layer.o, o, self._adapters)
+        if self._gate is not None:
+            o = o * self._gate.sigmoid()
+        self._end_block(layer, adapted_product(layer.o, o, self._adapters))
+
+    def _end_block(self, block: Block, mixed: torch.Tensor) -> None:
+        """Add the output of attention, or of what the block has in its place, to the residual stream; then the MLP."""
         if self._config.norm_first:
-            h = self._ops.add_norm(self.x, attended, layer.mlp_norm)
-            self.x.add_(self._mlp(layer.mlp, h), alpha=self._config.residual_scale)
+            h = self._ops.add_norm(self.x, mixed, block.mlp_norm)
+            self.x.add_(self._mlp(block.mlp, h), alpha=self._config.residual_scale)
         else:
-            self.x = self._ops.add_norm(self.x, attended, layer.attention_norm)
-            self.x = self._ops.add_norm(self.x, self._mlp(layer.mlp, self.x), layer.mlp_norm)
+            self.x = self._ops.add_norm(self.x, mixed, block.attention_norm)
+            self.x = self._ops.add_norm(self.x, self._mlp(block.mlp, self.x), block.mlp_norm)
 
     def _mlp(self, mlp: MLP | Mixture, h: torch.Tensor) -> torch.Tensor:
         """h [n, hidden_size] -> [n, hidden_size]."""
         if isinstance(mlp, Mixture):
-            return mlp(h, self._ops.activate)
+            y = mlp(h, self._ops.activate)
+            if (shared := mlp.shared) is not None:
+                y += torch.sigmoid(h @ shared.gate.T) * self._mlp(shared.mlp, h)
+            return y
         up = adapted_product(mlp.up, h, self._adapters)
         return adapted_product(mlp.down, self._ops.activate(up), self._adapters)

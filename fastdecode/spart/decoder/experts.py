@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from fastdecode.spart.checkpoints.config import Experts
+from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.linears.experts import ExpertLinears, ExpertRows
+
+
+@dataclass(slots=True)
+class MLP:
+    """The rows of `up` are gate, up if it is gated."""
+
+    up: Linear
+    down: Linear
+
+    @property
+    def nbytes(self) -> int:
+        return self.up.nbytes + self.down.nbytes
+
+    @property
+    def pooled(self) -> bool:
+        return self.up.pooled and self.down.pooled
+
+
+@dataclass(slots=True)
+class SharedExpert:
+    """An MLP that all tokens pass beside their experts. Its output is multiplied by the sigmoid of the product of
+    `gate` [1, hidden_size] and the token's row."""
+
+    mlp: MLP
+    gate: torch.Tensor
 
 
 class Mixture:
@@ -22,8 +49,11 @@ class Mixture:
         router_bias: torch.Tensor | None,
         up: ExpertLinears,
         down: ExpertLinears,
+        shared: SharedExpert | None = None,
     ):
-        """router [experts, hidden_size], router_bias [experts] or None. The rows of `up` are gate, up."""
+        """router [experts, hidden_size], router_bias [experts] or None. The rows of `up` are gate, up. The caller
+        computes the `shared` expert."""
+        self.shared = shared
         self._config, self._router, self._router_bias = config, router, router_bias
         self._up, self._down = up, down
         self.load: torch.Tensor | None = None
@@ -52,8 +82,9 @@ class Mixture:
     @property
     def pooled(self) -> bool:
         """Whether kernels/ computes the products of all experts."""
-        return self._up.pooled and self._down.pooled
+        return self._up.pooled and self._down.pooled and (self.shared is None or self.shared.mlp.pooled)
 
     @property
     def nbytes(self) -> int:
-        return self._router.nbytes + self._up.nbytes + self._down.nbytes
+        shared = 0 if self.shared is None else self.shared.mlp.nbytes + self.shared.gate.nbytes
+        return self._router.nbytes + self._up.nbytes + self._down.nbytes + shared

@@ -15,7 +15,8 @@ from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
-from fastdecode.spart.decoder.weights import MLP, Layer
+from fastdecode.spart.decoder.experts import MLP
+from fastdecode.spart.decoder.weights import Layer
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.prefill.prompt_attention import NativePrompts
 from fastdecode.spart.threads import pool_threads
@@ -138,6 +139,8 @@ def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -
         return "kernels/decoder has no row operations for this device"
     if not ops.llama or not config.norm_first or config.rope is None:
         return "a block has not RMS norms before attention and MLP, RoPE and a gated SiLU"
+    if config.delta is not None or config.output_gate:
+        return "a block keeps a state, or its heads have gates"
     if not all(isinstance(layer.mlp, MLP) for layer in layers):
         return "a layer has experts"
     if any(norm.weight is None for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)):

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.experts import Mixture
+from fastdecode.spart.checkpoints.config import DeltaRule, ModelConfig
+from fastdecode.spart.decoder.experts import MLP, Mixture, SharedExpert
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.served import ServedModel
+from fastdecode.spart.states.delta import DeltaWeights, step_bytes
 from fastdecode.transports.base import HadamardHeads
 
 
@@ -26,22 +27,6 @@ class Norm:
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
-
-
-@dataclass(slots=True)
-class MLP:
-    """The rows of `up` are gate, up if it is gated."""
-
-    up: Linear
-    down: Linear
-
-    @property
-    def nbytes(self) -> int:
-        return self.up.nbytes + self.down.nbytes
-
-    @property
-    def pooled(self) -> bool:
-        return self.up.pooled and self.down.pooled
 
 
 @dataclass(slots=True)
@@ -55,18 +40,32 @@ class Balance:
     o: torch.Tensor
 
 
-@dataclass(slots=True)
-class Layer:
-    """One transformer block. The rows of `qkv` are Q heads, K heads, V heads."""
+@dataclass(slots=True, kw_only=True)
+class Block:
+    """One transformer block."""
 
-    attention_norm: Norm
+    attention_norm: Norm  # before attention, or before what the block has in its place
+    mlp_norm: Norm
+    mlp: MLP | Mixture
+
+
+@dataclass(slots=True, kw_only=True)
+class StateBlock(Block):
+    """A block that keeps a state in place of attention to K and V."""
+
+    delta: DeltaWeights
+
+
+@dataclass(slots=True, kw_only=True)
+class Layer(Block):
+    """A block that attends. The rows of `qkv` are Q heads, K heads, V heads; with ModelConfig.output_gate, each Q head
+    is followed by its gate."""
+
     qkv: Linear
     q_norm: torch.Tensor | None  # [head_size]
     k_norm: torch.Tensor | None
     o: Linear
     sinks: torch.Tensor | None  # [n_q_heads]
-    mlp_norm: Norm
-    mlp: MLP | Mixture
     balance: Balance | None = None
 
 
@@ -77,10 +76,15 @@ class Weights:
     embedding: Embedding  # rows of embed_size
     positions: torch.Tensor | None  # [position_offset + max_positions, hidden_size]
     project_in: Linear | None
-    layers: list[Layer]
+    blocks: list[Block]
     final_norm: Norm | None
     project_out: Linear | None
     head: Linear
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The blocks that attend; the i-th is layer i of the links."""
+        return [block for block in self.blocks if isinstance(block, Layer)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,8 +96,14 @@ class Model(ServedModel):
 
     @property
     def pooled(self) -> bool:
+        if self.config.delta is not None:  # torch computes the rule
+            return False
         layers = all(layer.qkv.pooled and layer.o.pooled and layer.mlp.pooled for layer in self.weights.layers)
         return layers and self.weights.head.pooled
+
+    def state_step_bytes(self, rows: int, single: int) -> int:
+        rule = self.config.delta
+        return 0 if rule is None else step_bytes(rule, rows, single, self.dtype.itemsize)
 
     @property
     def hadamard(self) -> HadamardHeads:
@@ -110,7 +120,7 @@ class Model(ServedModel):
         hidden, experts = self.config.hidden_size, self.config.experts
         widest = self.config.intermediate_size * (2 if self.config.gated else 1)
         if experts is not None:
-            widest = max(widest, experts.used * (2 * experts.intermediate_size + hidden))
+            widest = max(widest, experts.used * (2 * experts.intermediate_size + hidden), 2 * experts.shared_size)
         return hidden, widest
 
 
@@ -123,8 +133,8 @@ _BLOCKS_OF_AN_END = 12
 class ParameterReader(Protocol):
     """Makes parameters of a checkpoint's tensors, whose names end in ".weight" or ".bias"."""
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor `name` in the activation dtype."""
+    def tensor(self, name: str, *shape: int, offset: float = 0.0, single: bool = False) -> torch.Tensor:
+        """The tensor `name` plus `offset`, in the activation dtype, or with `single` in fp32."""
 
     def linear(
         self,
@@ -146,7 +156,7 @@ class ParameterReader(Protocol):
         """The embedding `name`, [rows, width]."""
 
     def block_read(self, weights: Weights, index: int) -> None:
-        """The block `index`, the last one in weights.layers so far, has all of its parameters."""
+        """The block `index`, the last one in weights.blocks so far, has all of its parameters."""
 
     def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
         """The embedding `name`, [rows, width], and the LM head with the same weight."""
@@ -174,31 +184,53 @@ class Blueprint:
             embedding=embedding,
             positions=reader.tensor(f"{names.positions}.weight", positions, c.hidden_size) if names.positions else None,
             project_in=self._projection(reader, names.project_in, c.hidden_size, c.embed_size),
-            layers=[],
+            blocks=[],
             final_norm=self._norm(reader, names.final_norm) if c.final_norm else None,
             project_out=self._projection(reader, names.project_out, c.embed_size, c.hidden_size),
             head=head,
         )
-        for i in range(c.n_layers):
-            weights.layers.append(self._layer(reader, i))
+        for i in range(c.n_blocks):
+            weights.blocks.append(self._block(reader, i))
             reader.block_read(weights, i)
         return weights
 
-    def _layer(self, reader: ParameterReader, index: int) -> Layer:
+    def _block(self, reader: ParameterReader, index: int) -> Block:
         c, names = self._config, self._config.names
         block = names.block.replace("{i}", str(index))
-        q_size, kv_size = c.n_q_heads * c.head_size, c.n_kv_heads * c.head_size
-        qkv = [f"{block}{name}" for name in names.qkv]
         has_experts = c.experts is not None and index not in c.experts.dense_layers
+        common: dict[str, Any] = {
+            "attention_norm": self._norm(reader, f"{block}{names.attention_norm}"),
+            "mlp_norm": self._norm(reader, f"{block}{names.mlp_norm}"),
+            "mlp": self._mixture(reader, block) if has_experts else self._mlp(reader, index, block),
+        }
+        if c.delta is not None and index in c.delta.blocks:
+            return StateBlock(**common, delta=self._delta(reader, c.delta, block))
+        q_size, kv_size = c.n_q_heads * c.head_size, c.n_kv_heads * c.head_size
+        sizes = [2 * q_size if c.output_gate else q_size, kv_size, kv_size]
+        qkv = [f"{block}{name}" for name in names.qkv]
         return Layer(
-            attention_norm=self._norm(reader, f"{block}{names.attention_norm}"),
-            qkv=_block_linear(reader, qkv, [q_size, kv_size, kv_size], c.hidden_size, c.qkv_bias, precise=_V),
-            q_norm=reader.tensor(f"{block}{names.q_norm}.weight", c.head_size) if c.qk_norm else None,
-            k_norm=reader.tensor(f"{block}{names.k_norm}.weight", c.head_size) if c.qk_norm else None,
+            **common,
+            qkv=_block_linear(reader, qkv, sizes, c.hidden_size, c.qkv_bias, precise=_V),
+            q_norm=self._head_norm(reader, f"{block}{names.q_norm}") if c.qk_norm else None,
+            k_norm=self._head_norm(reader, f"{block}{names.k_norm}") if c.qk_norm else None,
             o=_block_linear(reader, [f"{block}{names.o}"], [c.hidden_size], q_size, c.o_bias),
             sinks=reader.tensor(f"{block}{names.sinks}", c.n_q_heads) if names.sinks else None,
-            mlp_norm=self._norm(reader, f"{block}{names.mlp_norm}"),
-            mlp=self._mixture(reader, block) if has_experts else self._mlp(reader, index, block),
+        )
+
+    def _delta(self, reader: ParameterReader, rule: DeltaRule, block: str) -> DeltaWeights:
+        names, hidden = self._config.names.delta, self._config.hidden_size
+        assert names is not None, "the family's TensorNames has no names for the rule"
+        sizes = [rule.channels, rule.v_width, rule.v_heads, rule.v_heads]
+        if rule.by_head:
+            sizes = [rule.channels + rule.v_width, 2 * rule.v_heads]
+        inputs = [f"{block}{name}" for name in names.inputs]
+        return DeltaWeights(
+            inputs=reader.linear(inputs, sizes, hidden, bias=False, layer=True),
+            conv=reader.tensor(f"{block}{names.conv}.weight", rule.channels, 1, rule.kernel, single=True),
+            decay=reader.tensor(f"{block}{names.decay}", rule.v_heads, single=True),
+            decay_bias=reader.tensor(f"{block}{names.decay_bias}", rule.v_heads, single=True),
+            norm=reader.tensor(f"{block}{names.norm}.weight", rule.v_size, single=True),
+            out=reader.linear([f"{block}{names.out}"], [hidden], rule.v_width, bias=False, layer=True),
         )
 
     def _mlp(self, reader: ParameterReader, index: int, block: str) -> MLP:
@@ -221,6 +253,18 @@ class Blueprint:
             reader.tensor(f"{block}{names.router}.bias", n) if bias else None,
             reader.experts([f"{block}{name}" for name in names.expert_up], [size, size], hidden, n, bias),
             reader.experts([f"{block}{names.expert_down}"], [hidden], size, n, bias),
+            self._shared_expert(reader, experts.shared_size, block) if experts.shared_size else None,
+        )
+
+    def _shared_expert(self, reader: ParameterReader, size: int, block: str) -> SharedExpert:
+        names, hidden = self._config.names, self._config.hidden_size
+        up, down = [f"{block}{name}" for name in names.shared_up], [f"{block}{names.shared_down}"]
+        return SharedExpert(
+            MLP(
+                reader.linear(up, [size, size], hidden, bias=False, layer=True),
+                reader.linear(down, [hidden], size, bias=False, layer=True),
+            ),
+            reader.tensor(f"{block}{names.shared_gate}.weight", 1, hidden),
         )
 
     def _projection(self, reader: ParameterReader, name: str | None, out: int, width: int) -> Linear | None:
@@ -234,8 +278,11 @@ class Blueprint:
         c = self._config
         if not c.norm_affine:
             return Norm(None, None)
-        weight = reader.tensor(f"{name}.weight", c.hidden_size)
+        weight = reader.tensor(f"{name}.weight", c.hidden_size, offset=c.norm_offset)
         return Norm(weight, reader.tensor(f"{name}.bias", c.hidden_size) if c.norm == "layer" else None)
+
+    def _head_norm(self, reader: ParameterReader, name: str) -> torch.Tensor:
+        return reader.tensor(f"{name}.weight", self._config.head_size, offset=self._config.norm_offset)
 
 
 def _block_linear(

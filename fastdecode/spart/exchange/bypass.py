@@ -14,8 +14,8 @@ Each mini-batch has a stream of its own, and waits in it for R-nodes only, never
 are published before anything is waited for. So streams that share a hardware queue cost time, and cannot deadlock. The
 proxy (transports/proxy.h) opens every gate of an R-node that dies or is late; then the step goes on for the others.
 
-Steps with prompts, LoRA adapters or LongRoPE's long factors, and steps of more rows than are captured, take the staged
-exchange.
+Steps with prompts, LoRA adapters, LongRoPE's long factors or states, and steps of more rows than are captured, take the
+staged exchange.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _NODE_BYTES = 256 << 20
 #: The kinds of steps that are captured at start. None: their tokens are drawn behind the graph.
 _KINDS = (*KINDS, None)
 _LINE = 64  # bytes between two completion words
-#: Arrays of a step's table that no graph reads: of LoRA adapters, and of LongRoPE's long factors.
-_STAGED = ("adapter rows", "long")
+#: Arrays of a step's table that no graph reads: of LoRA adapters, of LongRoPE's long factors, and of states.
+_STAGED = ("adapter rows", "long", "state rows")
 #: What a graph is captured for: R-nodes, size class, kind of sampling.
 _Key = tuple[tuple[DataPath, ...], int, Kind | None]
 

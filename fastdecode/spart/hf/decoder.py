@@ -41,7 +41,7 @@ class HFSPart(SPart):
         capture of its first step fails, and all steps are staged."""
         super().__init__(model, links, exchange)  # type: ignore[arg-type]
 
-    def _prepare(self) -> None:
+    def _prepare(self, state_slots: int) -> None:
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(self.model.module.forward).parameters
 
     def _begin(self, rows: StepRows, exchange: Exchange) -> LayerPass:

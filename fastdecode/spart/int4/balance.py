@@ -53,9 +53,9 @@ def hadamard_by_s_node(kv_dtype: str) -> HadamardHeads:
 @torch.inference_mode()
 def balance_for(model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> None:
     """Give each layer of a model its matrices, which SPart then applies, if the KV-cache stores V in 4 bits; take them
-    away if not. Models of the transformers backend have none. `tokens` are those of some text; with 4 bits this
-    computes at most 1,024 of them."""
-    if not isinstance(model, Model):
+    away if not. Models of the transformers backend, and models whose layers keep states, have none. `tokens` are those
+    of some text; with 4 bits this computes at most 1,024 of them."""
+    if not isinstance(model, Model) or model.config.delta is not None:
         return
     for layer in model.weights.layers:
         layer.balance = None

@@ -117,8 +117,8 @@ class EmptyParameters:
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self._device, self._dtype = device, dtype
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=self._device, dtype=self._dtype)
+    def tensor(self, name: str, *shape: int, offset: float = 0.0, single: bool = False) -> torch.Tensor:
+        return torch.empty(shape, device=self._device, dtype=torch.float32 if single else self._dtype)
 
     def linear(self, names: list[str], outs: list[int], width: int, bias: bool, **_: Any) -> Any:
         from fastdecode.spart.linears.dense import make_dense
@@ -137,7 +137,7 @@ class EmptyParameters:
         return self.embedding(name, rows, width), self.linear([name], [rows], width, False)
 
 
-def make_spart(directory: str, dtype: torch.dtype) -> Any:
+def make_spart(directory: str, dtype: torch.dtype, state_slots: int = 0) -> Any:
     """The S-Part of the model in `directory`, of which only the configuration is read, with two links."""
     from fastdecode.spart import read_config
     from fastdecode.spart.decoder import decoder
@@ -158,9 +158,8 @@ def make_spart(directory: str, dtype: torch.dtype) -> Any:
     decoder.make_exchange = DeviceRows
     with FakeTensorMode():
         weights = Blueprint(config, own_head=not config.tied).weights(EmptyParameters(device, dtype))
-        return WithoutLinks(
-            Model(config=config, weights=weights, device=device, dtype=dtype, parameters=0, weight_bytes=0), []
-        )
+        model = Model(config=config, weights=weights, device=device, dtype=dtype, parameters=0, weight_bytes=0)
+        return WithoutLinks(model, [], state_slots=state_slots)
 
 
 def samplers() -> dict[str, Any]:

@@ -46,9 +46,15 @@ def run(spart: Any, memory: LiveMemory, chunks: list[Any]) -> int:
     from fastdecode.spart.step.batch import StepBatch
 
     with FakeTensorMode(allow_non_fake_inputs=True), memory:
+        counted = None
+        if spart.states is not None:  # a view lets `memory` count the pool from the start
+            counted = spart.states.inputs[:], spart.states.sums[:]
+            for chunk in chunks:
+                spart.states.record(chunk.state, chunk.pos)
         before = memory.peak = memory.bytes()
         for _ in spart.step(StepBatch(0, chunks)):
             pass
+    del counted
     return memory.peak - before
 
 
@@ -77,18 +83,19 @@ def main() -> None:
     # The kernel of this device makes the matrix of scores, a GPU's kernels do not.
     prompt.attend = attend_efficient
     directory, dtype, rows, decoding = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    spart, memory = make_spart(directory, dtype), LiveMemory()
+    spart, memory = make_spart(directory, dtype, state_slots=decoding + 2), LiveMemory()
     kinds = list(samplers().values())
-    decode = [Chunk(i % 2, i, 1, 45, [5], False, kinds[i % len(kinds)]) for i in range(decoding)]
+    decode = [Chunk(i % 2, i, 1, 45, [5], False, kinds[i % len(kinds)], state=i) for i in range(decoding)]
+    first, second = decoding, decoding + 1  # the slots of two prompts
     decode.sort(key=lambda chunk: chunk.link)
     long = 4096
-    run(spart, memory, [Chunk(0, 9999, 1, 0, [5] * rows, True, None, long)])
-    late = Chunk(0, 9999, 1, rows, [5] * (rows - decoding), True, None, long)
+    run(spart, memory, [Chunk(0, 9999, 1, 0, [5] * rows, True, None, long, state=first)])
+    late = Chunk(0, 9999, 1, rows, [5] * (rows - decoding), True, None, long, state=first)
     found = {
         "decode": [run(spart, memory, decode), step_bytes(spart.model, decoding, decoding)],
         "decode and a prompt": [run(spart, memory, [*decode, late]), step_bytes(spart.model, rows, decoding)],
         "a prompt": [
-            run(spart, memory, [Chunk(0, 9998, 1, 0, [5] * rows, True, kinds[0])]),
+            run(spart, memory, [Chunk(0, 9998, 1, 0, [5] * rows, True, kinds[0], state=second)]),
             step_bytes(spart.model, rows, 1),
         ],
         "captured sampling": [

@@ -50,6 +50,18 @@ _LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 _QWEN3_MOE = {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "rope": {"partial_rotary_factor": 0.5},
+}
+_STATE_LAST = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
 
 #: name -> (family, config, how to store it)
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -81,6 +93,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "sliding_window": 16, "rope": _YARN},
         {},
     ),
+    "qwen3-next": ("qwen3_next", {**_DELTA, **_QWEN3_MOE, "shared_expert_intermediate_size": 48}, {}),
+    "qwen3-next-dense": (
+        "qwen3_next",
+        {**_DELTA, **_QWEN3_MOE, "mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True},
+        {},
+    ),
+    "qwen3.5": ("qwen3_5_text", {**_DELTA, "num_key_value_heads": 2, "tie_word_embeddings": True}, {}),
+    "qwen3.5-last": ("qwen3_5_text", {**_DELTA, "num_key_value_heads": 1, "layer_types": _STATE_LAST}, {}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**_DELTA, **_QWEN3_MOE, "shared_expert_intermediate_size": 48}, {}),
     "granite": (
         "granite",
         {
@@ -108,6 +129,8 @@ FAMILIES = (
     "granite",
     "opt",
 )
+#: Models whose layers keep states.
+STATEFUL = ("qwen3-next", "qwen3.5", "qwen3.5-last", "qwen3.5-moe")
 #: Mixtures of experts. Rounding may give a token other experts, so they have no budgets for smaller formats.
 MIXTURES = ("mixtral", "gpt-oss")
 
@@ -143,7 +166,9 @@ def make_model(name: str, seed: int = 0) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                if parameter.ndim == 1:
+                if parameter_name.endswith("A_log"):
+                    parameter.normal_(-3.0, 2.0)  # states that forget fast, and states that keep hundreds of tokens
+                elif parameter.ndim == 1:
                     base = 1.0 if "norm" in parameter_name and parameter_name.endswith("weight") else 0.0
                     parameter.normal_(base, 0.2)
                 elif "embed" in parameter_name:
