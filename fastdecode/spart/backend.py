@@ -80,7 +80,7 @@ class Backend:
         from fastdecode.spart.hf.model import HFModel
 
         assert isinstance(model, HFModel), "the model is not one that `load` returned"
-        return HFSPart(model, links, exchange)
+        return HFSPart(model, links, exchange, state_slots)
 
 
 def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:

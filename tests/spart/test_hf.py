@@ -21,6 +21,7 @@ from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, MAX_HEAD_SIZE, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart.checkpoints.config import CheckpointError
+from fastdecode.spart.hf import trace
 from fastdecode.spart.hf.config import HFConfig
 from fastdecode.spart.hf.decoder import HFSPart
 from fastdecode.spart.hf.model import block_linears, load_hf_model
@@ -30,8 +31,13 @@ from fastdecode.transports.registry import connect
 #: Why a type cannot be served. Every other type of TYPES must pass.
 REFUSED = {
     "doge": "makes an attention mask of its own",
+    "deepseek_v32": "choose the tokens they attend to",
+    "deepseek_v4": "do not keep K and V of each token",
+    "glm_moe_dsa": "choose the tokens they attend to",
     "mamba": "calls attention 0 times",
-    "qwen3_next": "cannot be traced on the meta device",
+    "minimax": "is not compatible with `cache`",
+    "recurrent_gemma": "keeps a state in layer 0 in a way that is not supported",
+    "rwkv": "keeps states in a cache of its own",
 }
 SUPPORTED = sorted(set(TYPES) - set(REFUSED))
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -79,7 +85,7 @@ def generate(spart: HFSPart, on_r_node: bool = False) -> list[list[int]]:
                 prefill = cached[i] < PROMPT_LENGTHS[i] and not on_r_node
                 tokens = sequences[i][cached[i] : cached[i] + CHUNK]
                 more = cached[i] + len(tokens) < len(sequences[i])
-                chunks.append((i, Chunk(0, i, 1, cached[i], tokens, prefill, None if more else GREEDY)))
+                chunks.append((i, Chunk(0, i, 1, cached[i], tokens, prefill, None if more else GREEDY, state=i)))
                 cached[i] += len(tokens)
             chunks.sort(key=lambda pair: pair[1].prefill)
             group = [i for i, _ in chunks]
@@ -102,7 +108,7 @@ async def ours(directory: Path, scheme: str, tmp_path: Path, on_r_node: bool = F
         hello = model.hello(n_slots=2, max_rows=2 * CHUNK, kv_dtype="fp32", kv_bytes=1 << 25, max_seqs=8)
         link = await connect(url, hello, None)
         try:
-            return await asyncio.to_thread(lambda: generate(HFSPart(model, [link]), on_r_node))
+            return await asyncio.to_thread(lambda: generate(HFSPart(model, [link], state_slots=4), on_r_node))
         finally:
             await link.close()
     finally:
@@ -121,7 +127,9 @@ async def test_tokens_equal_transformers_over_tcp(model_type: str, checkpoints: 
     assert await ours(directory, "tcp", tmp_path) == expected(directory)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "gemma2", "gemma4_text", "gpt_oss", "llama4_text", "mpt"])
+@pytest.mark.parametrize(
+    "model_type", ["bamba", "deepseek_v2", "gemma2", "gemma4_text", "gpt_oss", "llama4_text", "mpt"]
+)
 async def test_prompts_attended_on_the_r_node_give_the_same_tokens(
     model_type: str, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +140,14 @@ async def test_prompts_attended_on_the_r_node_give_the_same_tokens(
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_model_that_cannot_be_split_is_refused_before_its_weights_are_read(model_type: str) -> None:
     with pytest.raises(CheckpointError, match=REFUSED[model_type]):
+        HFConfig.from_configs(make_config(model_type), None)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_model_that_needs_a_mask_is_refused(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The indexers of these types read the mask, which no step makes."""
+    monkeypatch.setattr(trace, "_keeps_states", lambda *_: False)
+    with pytest.raises(CheckpointError, match=r"cannot be traced .*'NoneType' object is not subscriptable"):
         HFConfig.from_configs(make_config(model_type), None)
 
 
@@ -205,7 +221,8 @@ def test_the_documentation_lists_every_type() -> None:
     lines = [
         "# Models",
         "",
-        "The native decoder serves Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Phi-3, Granite and OPT.",
+        "The native decoder serves Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Qwen3-Next, Qwen3.5, gpt-oss,",
+        "Phi-3, Granite and OPT.",
         "The transformers backend (`--backend transformers`, extra `fastdecode[models]`) serves every causal language",
         "model of transformers whose attention goes through its attention interface, and Falcon, MPT and BLOOM.",
         "",
@@ -224,6 +241,10 @@ def test_the_documentation_lists_every_type() -> None:
         "DeepSeek-V3, 5120 for DeepSeek-V2-Lite. All query heads share one KV head of 576 elements, whose V is stored",
         "beside its K. [Performance](performance.md) has the rate at which R-nodes attend to it. LoRA adapters for",
         "`kv_b_proj` are refused.",
+        "",
+        "Layers that keep a state of each sequence in place of K and V (Mamba, short convolutions, linear attention)",
+        "are served where transformers has the state in its own cache. The states stay in the S-Part",
+        "([more](architecture.md#layers-with-states)). Adapters for their linears are refused.",
         "",
         "| Model type | Served | Reason |",
         "|---|---|---|",

@@ -35,7 +35,7 @@ from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prefill.prompt import PromptCache, PromptChunk
 from fastdecode.spart.sampler.prompt_logprobs import Scorer
 from fastdecode.spart.sampler.sampling import make_sampler
-from fastdecode.spart.states.delta import delta_block
+from fastdecode.spart.states.delta import delta_block, state_tensors
 from fastdecode.spart.states.pool import StatePool, StateRows
 from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
 from fastdecode.spart.step.step_table import StepTable
@@ -76,7 +76,8 @@ class SPart:
         rope = config.rope
         self._rope = RotaryEmbedding(rope, config.head_size, model.device, ops.angle_dtype) if rope else None
         if config.delta is not None:
-            self.states = StatePool(config.delta, state_slots, model.device, model.dtype)
+            tensors = [state_tensors(config.delta)] * len(config.delta.blocks)
+            self.states = StatePool(tensors, state_slots, model.device, model.dtype)
         #: The blocks with a state before each layer, and behind the last one, with their indexes in the pool.
         self._between: list[list[tuple[int, StateBlock]]] = [[]]
         n_states = 0

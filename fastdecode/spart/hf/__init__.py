@@ -6,6 +6,7 @@
     config      HFConfig: the heads of each layer, and the reason why a model cannot be served
     model       load_hf_model: the checkpoint through transformers' own loader
     linears     the linears of a model on a CPU or with quantised weights, those of the same rows as one product
+    mixers      modules that keep a state of each sequence
     fusion      norms and MLPs that kernels/decoder computes on a CPU
     attention   the function that transformers calls in every layer
     decoder     HFSPart: one step of one mini-batch, whose forward pass is a greenlet that pauses at each layer

@@ -9,6 +9,7 @@ import torch
 
 from fastdecode.spart.hf.latent import latent_heads
 from fastdecode.spart.lora.adapters import AdapterRows
+from fastdecode.spart.states.pool import StateRows
 
 #: The function's name in transformers' AttentionInterface. There is no mask function of this name, so no mask is made.
 ATTENTION = "fastdecode"
@@ -18,6 +19,7 @@ class ForwardPass(Protocol):
     """One pass of a step's rows through the model; decoder.py implements it."""
 
     adapters: AdapterRows | None  # None: no row of the step uses an adapter
+    states: StateRows | None  # None: the model's layers keep no states
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,

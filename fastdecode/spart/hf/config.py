@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
 from fastdecode.spart.checkpoints.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
+from fastdecode.spart.hf.mixers import Mixer
 from fastdecode.spart.hf.trace import AttentionLayer, trace
 from fastdecode.spart.shape import AttentionShape, Heads
 from fastdecode.transports.base import LayerOptions
@@ -32,6 +34,7 @@ class HFConfig(AttentionShape):
     """A transformers model. The numbers of heads and their size are those of the first layer."""
 
     layers: tuple[AttentionLayer, ...]
+    mixers: tuple[Mixer, ...] = ()
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> HFConfig:
@@ -42,7 +45,8 @@ class HFConfig(AttentionShape):
     @classmethod
     def from_configs(cls, config: Any, generation: Any) -> HFConfig:
         """`config` is a PretrainedConfig, `generation` a GenerationConfig or None. Raises CheckpointError."""
-        layers = tuple(trace(config))
+        traced, mixers = trace(config)
+        layers = tuple(traced)
         _check(config, layers)
         text = config.get_text_config()
         kv_layers = tuple(layer.kv_layer for layer in layers)
@@ -62,6 +66,7 @@ class HFConfig(AttentionShape):
             eos_token_ids=_token_ids(*(getattr(each, "eos_token_id", None) for each in (generation, text, config))),
             bos_token_id=text.bos_token_id,
             layers=layers,
+            mixers=mixers,
             options=LayerOptions(
                 segments=_unless_plain(layer.chunk for layer in layers),
                 kv_layers=() if len({layer.kv_layer for layer in layers}) == len(layers) else kv_layers,
@@ -70,6 +75,10 @@ class HFConfig(AttentionShape):
                 heads=() if alike else tuple(heads),
             ),
         )
+
+    def state_bytes(self, itemsize: int) -> int:
+        tensors = (tensor for mixer in self.mixers for tensor in mixer.tensors)
+        return sum(math.prod(t.shape) * (t.dtype.itemsize if t.dtype else itemsize) for t in tensors)
 
     @property
     def rope(self) -> None:

@@ -27,6 +27,7 @@ from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.lora.adapters import AdapterRows
 from fastdecode.spart.prefill.prompt import PromptChunk
+from fastdecode.spart.states.pool import StatePool, StateRows
 from fastdecode.transports.base import DataPath
 
 
@@ -36,16 +37,25 @@ class HFSPart(SPart):
     model: Any
     _config: Any
 
-    def __init__(self, model: HFModel, links: Sequence[DataPath], exchange: ChosenExchange | None = None):
-        """`links` and `exchange` are those of SPart. If the model's own code makes the host wait for its device, the
+    def __init__(
+        self,
+        model: HFModel,
+        links: Sequence[DataPath],
+        exchange: ChosenExchange | None = None,
+        state_slots: int = 0,
+    ):
+        """The arguments are those of SPart. If the model's own code makes the host wait for its device, the
         capture of its first step fails, and all steps are staged."""
-        super().__init__(model, links, exchange)  # type: ignore[arg-type]
+        super().__init__(model, links, exchange, state_slots)  # type: ignore[arg-type]
 
     def _prepare(self, state_slots: int) -> None:
+        if mixers := self._config.mixers:
+            tensors = [mixer.tensors for mixer in mixers]
+            self.states = StatePool(tensors, state_slots, self.model.device, self.model.dtype)
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(self.model.module.forward).parameters
 
     def _begin(self, rows: StepRows, exchange: Exchange) -> LayerPass:
-        return _Forward(self, rows.uploaded, exchange, rows.prompts, rows.adapters)
+        return _Forward(self, rows.uploaded, exchange, rows.prompts, rows.adapters, rows.states)
 
     def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor:
         """All layers of a step without prompts; see SPart.whole_step."""
@@ -78,10 +88,11 @@ class _Forward:
         exchange: RowExchange,
         prompts: Sequence[PromptChunk] = (),
         adapters: AdapterRows | None = None,
+        states: StateRows | None = None,
     ):
         """`inputs` is the step's table on the device."""
         self._spart, self._inputs, self._exchange = spart, inputs, exchange
-        self._prompts, self.adapters = prompts, adapters
+        self._prompts, self.adapters, self.states = prompts, adapters, states
         self._config = spart.model.config
         self._layer, self._timeout = 0, 0.0
         self._logits: torch.Tensor

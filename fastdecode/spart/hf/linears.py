@@ -98,17 +98,17 @@ def quantise_embedding(model: Any, bits: int) -> None:
     model.set_input_embeddings(EmbeddingModule(embedding, GroupedEmbedding(linears, dtype, shared=tied)))
 
 
-def replace_linears(module: Any, head: Any, bits: int | None) -> None:
+def replace_linears(module: Any, head: Any, bits: int | None, kept: Sequence[torch.nn.Module] = ()) -> None:
     """Replace every plain nn.Linear below `module`, product by product, so that few weights exist twice at a time.
 
-    `bits` to quantise to; None: the module's own dtype. `head` is the LM head; see quantise_head. A matrix in
-    another kind of module stays as it is.
+    `bits` to quantise to; None: the module's own dtype. `head` is the LM head; see quantise_head. The linears `kept`,
+    and a matrix in another kind of module, stay as they are.
     """
     for parent in list(module.modules()):
         linears = {
             name: child
             for name, child in parent.named_children()
-            if type(child) is torch.nn.Linear and (bits or child.weight.device.type == "cpu")
+            if type(child) is torch.nn.Linear and child not in kept and (bits or child.weight.device.type == "cpu")
         }
         for names in _together(linears):
             members = {name: linears[name] for name in names}

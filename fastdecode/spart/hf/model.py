@@ -15,6 +15,7 @@ from fastdecode.spart.hf.attention import ATTENTION, register, running, split_at
 from fastdecode.spart.hf.config import HFConfig, read_configs
 from fastdecode.spart.hf.fusion import use_row_ops
 from fastdecode.spart.hf.linears import quantise_embedding, replace_linears, replaced_bytes
+from fastdecode.spart.hf.mixers import Mixer, install
 from fastdecode.spart.linears.dense import can_pack
 from fastdecode.spart.linears.quantised import BITS
 from fastdecode.spart.lora.adapters import AdapterSet, Change
@@ -65,7 +66,7 @@ def load_hf_model(
         dtype = TORCH_DTYPES[split.dtype if dtype == "auto" else dtype]
     factory: Any = AutoModelForCausalLM
     if lora:
-        adapter_set.check(_linears(config))
+        adapter_set.check(_linears(config, split.mixers))
     bars: Any = logging
     if not progress:
         bars.disable_progress_bar()
@@ -88,6 +89,7 @@ def load_hf_model(
         raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
     module.eval().requires_grad_(False)
     adapters.adapt(module, split_attention)
+    install(module, split.mixers)
     for child in module.modules():
         if hasattr(child, "warn_if_padding_and_no_attention_mask"):  # it looks at the tokens, so the host would wait
             child.warn_if_padding_and_no_attention_mask = _no_padding
@@ -97,7 +99,8 @@ def load_hf_model(
         with torch.inference_mode():
             if bits:
                 quantise_embedding(module, bits)
-            replace_linears(module, module.get_output_embeddings(), bits)
+            kept = [module.get_submodule(name) for mixer in split.mixers for name in mixer.own]
+            replace_linears(module, module.get_output_embeddings(), bits, kept)
     change_bytes = _adapt_linears(module, adapter_set, device, dtype)
     if device.type == "cpu":
         with torch.inference_mode():
@@ -151,10 +154,11 @@ class _AdaptedModule(torch.nn.Module):
 
 def block_linears(directory: Path) -> dict[str, tuple[int, int]]:
     """(out, in) of each linear of a checkpoint's model but the LM head, by its name. Raises CheckpointError."""
-    return _linears(read_configs(directory)[0])
+    config, generation = read_configs(directory)
+    return _linears(config, HFConfig.from_configs(config, generation).mixers)
 
 
-def _linears(config: Any) -> dict[str, tuple[int, int]]:
+def _linears(config: Any, mixers: Sequence[Mixer]) -> dict[str, tuple[int, int]]:
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
@@ -163,6 +167,8 @@ def _linears(config: Any) -> dict[str, tuple[int, int]]:
     adapters.adapt(model, split_attention)  # the linears that it replaces cannot have adapters
     head, shapes = model.get_output_embeddings(), {}
     for name, module in model.named_modules():
+        if any(name.startswith(f"{mixer.name}.") for mixer in mixers):  # it gets only some rows of a step at a time
+            continue
         if type(module) is torch.nn.Linear and module is not head:
             shapes[name] = (module.out_features, module.in_features)
         elif type(module).__name__ == "Conv1D":  # GPT-2: the weight is [in, out]

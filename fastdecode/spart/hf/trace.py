@@ -1,7 +1,9 @@
 """trace: the attention layers of a transformers model, found by a forward pass on the meta device.
 
 The pass runs the model's own code on tensors without data. An attention function and a mask function record each
-layer's shapes, scale, window and other options, so all of them are known before a weight is read.
+layer's shapes, scale, window and other options, so all of them are known before a weight is read. A second pass is made
+without masks, as steps make it. So a model that needs a mask, or more than K, V and states, is refused before it is
+served.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ import torch
 from fastdecode.spart.checkpoints.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.latent import latent_heads
+from fastdecode.spart.hf.mixers import Mixer, find_mixers
 
 _NAME = "fastdecode-trace"
+_STEP_NAME = "fastdecode-trace-step"  # no mask function has this name, so no mask is made
 _TOKENS = 4
+#: What a model's cache holds for a layer whose K and V R-nodes can hold, and for one without any.
+_PLAIN_CACHES = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 _recording = threading.local()
 
 
@@ -38,11 +44,13 @@ class AttentionLayer:
     kv_layer: int  # the layer whose K and V this layer attends to: itself, or an earlier one (Gemma 3n)
 
 
-def trace(config: Any) -> list[AttentionLayer]:
-    """The attention layers of the model that `config`, a PretrainedConfig, describes. Raises CheckpointError."""
+def trace(config: Any) -> tuple[list[AttentionLayer], tuple[Mixer, ...]]:
+    """The attention layers and the mixers of the model that `config`, a PretrainedConfig, describes. Raises
+    CheckpointError."""
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
     AttentionInterface.register(_NAME, _attention)
+    AttentionInterface.register(_STEP_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
     factory: Any = AutoModelForCausalLM
     try:
@@ -52,13 +60,40 @@ def trace(config: Any) -> list[AttentionLayer]:
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{_type(config)} cannot be split at its attention: {first_line(error)[:200]}") from None
     _use_static_experts(model)
-    layers: list[AttentionLayer] = []
-    _recording.layers, _recording.kv, _recording.model = layers, [], model
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
-    positions = torch.arange(_TOKENS, device="meta")[None]
+    inputs = {"input_ids": ids, "position_ids": torch.arange(_TOKENS, device="meta")[None]}
+    mixers: tuple[Mixer, ...] = ()
+    if _keeps_states(config, model):
+        from transformers import DynamicCache
+
+        cache, called = DynamicCache(config=config), set[Any]()
+        hooks = [m.register_forward_hook(lambda module, *_: called.add(module)) for m in model.modules()]
+        layers, attending = _pass(config, model, {**inputs, "cache": cache, "use_cache": True})
+        for hook in hooks:
+            hook.remove()
+        mixers = find_mixers(model, cache, attending, called)
+    else:
+        inputs |= {"attention_mask": torch.ones_like(ids)}
+        layers, _ = _pass(config, model, inputs)
+    n_layers = config.get_text_config().num_hidden_layers
+    if not layers or (not mixers and len(layers) % n_layers):
+        raise CheckpointError(
+            f"{_type(config)} calls attention {len(layers)} times for {n_layers} layers, so it cannot be split at its "
+            "attention"
+        )
+    model.set_attn_implementation(adapters.implementation(config, _STEP_NAME))
+    _pass(config, model, inputs)
+    return layers, mixers
+
+
+def _pass(config: Any, model: Any, inputs: dict[str, Any]) -> tuple[list[AttentionLayer], set[Any]]:
+    """The attention layers that a forward pass calls, and their modules. Raises CheckpointError."""
+    layers: list[AttentionLayer] = []
+    attending: set[Any] = set()
+    _recording.layers, _recording.attending, _recording.kv, _recording.model = layers, attending, [], model
     try:
         with torch.inference_mode():
-            model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
+            model(**{"use_cache": False, **inputs})
     except CheckpointError:
         raise
     except Exception as error:
@@ -66,14 +101,28 @@ def trace(config: Any) -> list[AttentionLayer]:
         reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise CheckpointError(f"{_type(config)} cannot be traced on the meta device ({reason})") from None
     finally:
-        del _recording.layers, _recording.kv, _recording.model
-    text = config.get_text_config()
-    if not layers or len(layers) % text.num_hidden_layers:
+        del _recording.layers, _recording.attending, _recording.kv, _recording.model
+    return layers, attending
+
+
+def _keeps_states(config: Any, model: Any) -> bool:
+    """True if layers of a model keep states, as its own cache says. Raises CheckpointError if they keep anything but
+    states, K and V."""
+    from transformers import DynamicCache
+
+    caches = {type(layer).__name__: layer for layer in DynamicCache(config=config).layers}
+    others = [layer for name, layer in caches.items() if name not in _PLAIN_CACHES]
+    if getattr(model, "_is_stateful", False) and not others:
+        raise CheckpointError(f"{_type(config)} keeps states in a cache of its own, which is not supported")
+    if any(hasattr(layer, "indexer_keys") for layer in others):
         raise CheckpointError(
-            f"{_type(config)} calls attention {len(layers)} times for {text.num_hidden_layers} layers; layers that "
-            "keep another state than a KV-cache (Mamba, linear attention) are not supported"
+            f"{_type(config)} has layers that choose the tokens they attend to (trained sparse attention), which is "
+            "not supported"
         )
-    return layers
+    unknown = [type(layer).__name__ for layer in others if not hasattr(layer, "recurrent_states")]
+    if unknown:
+        raise CheckpointError(f"{_type(config)} has layers that do not keep K and V of each token, but a {unknown[0]}")
+    return bool(others)
 
 
 def _use_static_experts(model: Any) -> None:
@@ -121,6 +170,7 @@ def _attention(
         kv_layer=next((i for i, kv in enumerate(_recording.kv) if kv[0] is k and kv[1] is v), len(_recording.layers)),
     )
     _recording.layers.append(layer)
+    _recording.attending.add(module)
     _recording.kv.append((k, v))
     return o, None
 

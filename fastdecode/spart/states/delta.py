@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from fastdecode.spart.checkpoints.config import DeltaRule
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
-from fastdecode.spart.states.pool import StateRows
+from fastdecode.spart.states.pool import StateRows, StateTensor
 
 #: Tokens of a sequence that advance together.
 _CHUNK_TOKENS = 64
@@ -40,6 +40,12 @@ class DeltaWeights:
     decay_bias: torch.Tensor  # [v_heads]
     norm: torch.Tensor  # [v_size]
     out: Linear
+
+
+def state_tensors(rule: DeltaRule) -> tuple[StateTensor, StateTensor]:
+    """A sequence's state in a block: the last inputs of the convolution, and the sums S of the V heads."""
+    inputs = StateTensor((rule.kernel - 1, rule.channels), None)
+    return inputs, StateTensor((rule.v_heads, rule.k_size, rule.v_size), torch.float32)
 
 
 def step_bytes(rule: DeltaRule, rows: int, single: int, itemsize: int) -> int:
@@ -65,16 +71,17 @@ def delta_block(
     mixed, z, beta, decay = _split(rule, adapted_product(weights.inputs, h, adapters))
     beta = beta.float().sigmoid()
     decay = weights.decay.exp().neg() * F.softplus(decay.float() + weights.decay_bias)
-    mixed = F.silu(_convolve(mixed, weights.conv[:, 0].T, rows, rows.pool.inputs[index]))
+    inputs, sums = rows.pool.blocks[index]
+    mixed = F.silu(_convolve(mixed, weights.conv[:, 0].T, rows, inputs))
     qk_width = rule.k_heads * rule.k_size
     q, k, v = mixed.split([qk_width, qk_width, rule.v_width], dim=1)
     q, k = _unit_heads(rule, q) * rule.k_size**-0.5, _unit_heads(rule, k)
     v = v.unflatten(1, (rule.v_heads, rule.v_size))
-    sums, o = rows.pool.sums[index], torch.empty_like(v)
+    o = torch.empty_like(v)
     if len(rows.single):
-        inputs = (x.index_select(0, rows.single) for x in (q, k, v, beta, decay))
+        tokens = (x.index_select(0, rows.single) for x in (q, k, v, beta, decay))
         states = sums.index_select(0, rows.slots)
-        o.index_copy_(0, rows.single, _advance_rows(states, *inputs))
+        o.index_copy_(0, rows.single, _advance_rows(states, *tokens))
         sums.index_copy_(0, rows.slots, states)
     for span, slot in rows.prompts:
         for start in range(span.start, span.stop, _CHUNK_TOKENS):

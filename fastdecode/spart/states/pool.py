@@ -6,27 +6,32 @@ row together (gather, update, scatter), those of several rows one after another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fastdecode.spart.checkpoints.config import DeltaRule
 from fastdecode.spart.step.batch import Chunk
 from fastdecode.spart.step.step_table import StepTable
 
 
+class StateTensor(NamedTuple):
+    """One tensor of a state. `dtype` None: that of activations."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
 class StatePool:
-    """The states of `n_slots` sequences in all blocks that have one.
+    """The states of `n_slots` sequences. `blocks` has the tensors of each block that keeps states, [slots, *shape]."""
 
-    `inputs` [blocks, slots, kernel - 1, channels] in the activation dtype are the last inputs of each convolution;
-    `sums` [blocks, slots, v_heads, k_size, v_size] in fp32 are the products of keys and values that a rule has summed.
-    """
-
-    def __init__(self, rule: DeltaRule, n_slots: int, device: torch.device, dtype: torch.dtype):
-        blocks, self.n_slots = len(rule.blocks), n_slots
-        self.inputs = torch.zeros(blocks, n_slots, rule.kernel - 1, rule.channels, device=device, dtype=dtype)
-        self.sums = torch.zeros(blocks, n_slots, rule.v_heads, rule.k_size, rule.v_size, device=device)
+    def __init__(self, blocks: Iterable[Sequence[StateTensor]], n_slots: int, device: torch.device, dtype: torch.dtype):
+        self.n_slots = n_slots
+        self.blocks = [
+            [torch.zeros(n_slots, *one.shape, device=device, dtype=one.dtype or dtype) for one in tensors]
+            for tensors in blocks
+        ]
         self._lengths: list[int | None] = [None] * n_slots  # tokens that a slot's state has seen; None: not known
 
     def begin(self, chunk: Chunk) -> None:
@@ -38,8 +43,9 @@ class StatePool:
         if not 0 <= slot < self.n_slots:
             raise ValueError(f"a chunk has state slot {slot}, not one of the pool's {self.n_slots}")
         if chunk.pos == 0:
-            self.inputs[:, slot] = 0
-            self.sums[:, slot] = 0
+            for tensors in self.blocks:
+                for tensor in tensors:
+                    tensor[slot] = 0
         elif self._lengths[slot] != chunk.pos:
             raise ValueError(f"a sequence goes on at {chunk.pos}, its state is that of {self._lengths[slot]} tokens")
         self._lengths[slot] = None
@@ -69,6 +75,13 @@ class StateRows:
         table.add("state slots", np.array(slots, np.int64))
         self.single: torch.Tensor
         self.slots: torch.Tensor
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The rows that advance together, int64 [sequences, tokens], and the slots of their sequences."""
+        if len(self.single):
+            yield self.single[:, None], self.slots
+        for span, slot in self.prompts:
+            yield torch.arange(span.start, span.stop, device=self.slots.device)[None], self.slots.new_tensor([slot])
 
     def on_device(self, uploaded: dict[str, torch.Tensor]) -> None:
         """Take the rows and slots of the chunks of one row, int64 [chunks] each, from the step's table."""

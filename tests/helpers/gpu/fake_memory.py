@@ -48,7 +48,7 @@ def run(spart: Any, memory: LiveMemory, chunks: list[Any]) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True), memory:
         counted = None
         if spart.states is not None:  # a view lets `memory` count the pool from the start
-            counted = spart.states.inputs[:], spart.states.sums[:]
+            counted = [tensor[:] for tensors in spart.states.blocks for tensor in tensors]
             for chunk in chunks:
                 spart.states.record(chunk.state, chunk.pos)
         before = memory.peak = memory.bytes()

@@ -36,6 +36,22 @@ _LATENT = {
     "num_key_value_heads": 4,
     "head_dim": None,
 }
+_MIXED = ["linear_attention", "full_attention", "linear_attention"]
+_DELTA = {
+    "layer_types": _MIXED,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+_INDEXED = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 32}
 
 #: model type -> what its configuration has besides or instead of the common values; None takes a value away.
 TYPES: dict[str, dict[str, Any]] = {
@@ -130,7 +146,46 @@ TYPES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "mpt": {},
     "mamba": {},
-    "qwen3_next": {**_MOE, "shared_expert_intermediate_size": 32},
+    "qwen3_next": {**_MOE, **_DELTA, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": {**_DELTA},
+    "qwen3_5_moe_text": {**_MOE, **_DELTA, "shared_expert_intermediate_size": 32, "intermediate_size": None},
+    "olmo_hybrid": {"layer_types": _MIXED},
+    "kimi_linear": {
+        **_ROUTED,
+        **_LATENT,
+        "layer_types": _MIXED,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+    },
+    "bailing_hybrid": {"layer_group_size": 2, "num_key_value_heads": 4},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
+    "granitemoehybrid": {
+        **_LOCAL,
+        **_MAMBA,
+        "shared_intermediate_size": 32,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1, "mamba_dt_rank": 8},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "num_key_value_heads": 4,
+        "num_mem_blocks": 1,
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "mamba_d_state": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {**_MOE, "layer_types": ["conv", "full_attention", "conv"]},
+    "zaya": {},
+    "minimax": {},
+    "recurrent_gemma": {},
+    "rwkv": {},
+    "deepseek_v32": {**_ROUTED, **_LATENT, **_INDEXED, "n_group": 1, "topk_group": 1},
+    "deepseek_v4": {},
+    "glm_moe_dsa": {**_ROUTED, **_LATENT, **_INDEXED, "n_group": 1, "topk_group": 1},
 }
 
 
