@@ -173,7 +173,11 @@ def _match(shapes: dict[str, tuple[int, ...]], checkpoint: Checkpoint, config: M
         if (stored := checkpoint.shape(name)) != shape:
             raise CheckpointError(f"tensor {name!r} has shape {stored}, config.json says {shape}")
     used = set(shapes) | ({f"{config.names.head}.weight"} if config.tied else set())
-    if unused := sorted(name for name in have - used if not name.endswith(_DERIVED)):
+    unused = sorted(name for name in have - used if not name.endswith(_DERIVED))
+    if aside := [name for name in unused if name.startswith(config.names.aside)]:
+        log.info("%d tensors are left aside, of vision or of drafts: %s, ...", len(aside), aside[0])
+        unused = [name for name in unused if not name.startswith(config.names.aside)]
+    if unused:
         shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
         log.warning("%d tensors of the checkpoint are not used: %s", len(unused), shown)
 

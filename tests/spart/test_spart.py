@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import FAMILIES, MIXTURES, STATEFUL, VARIANTS, make_checkpoint, reference
+from models.checkpoints import FAMILIES, MIXTURES, STATEFUL, VARIANTS, beside_vision, make_checkpoint, reference
 from models.spart_steps import EXACT, GREEDY, interleaved, linked, run, text
 from quick import quick
 
@@ -118,6 +118,21 @@ async def test_greedy_tokens_equal_transformers(variant, tmp_path):
     for prompt, tokens in zip(prompts, ours, strict=True):
         want = theirs.generate(torch.tensor([prompt]), max_new_tokens=n_new, do_sample=False, use_cache=True)
         assert tokens == want[0].tolist()
+
+
+@pytest.mark.parametrize("variant", ["qwen3.5", "qwen3.5-moe"])
+async def test_the_text_part_of_a_model_with_vision(variant, tmp_path):
+    directory = make_checkpoint(variant)
+    theirs = beside_vision(directory, tmp_path / "m")
+    model, prompt = load_model(tmp_path / "m", dtype="fp32"), text(70)
+    tokens = list(prompt)
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links, state_slots=1)
+        for pos in (0, *range(70, 85)):
+            chunk = Chunk(0, 0, 1, pos, tokens[pos:], pos == 0, GREEDY)
+            tokens.append(run(spart.step(StepBatch(0, [chunk]))).sampled[0].token)
+    want = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+    assert tokens == want[0].tolist()
 
 
 @pytest.mark.parametrize("variant", [*FAMILIES, *STATEFUL, "qwen2-window"])

@@ -150,6 +150,8 @@ class TensorNames:
     shared_down: str | None = None
     shared_gate: str | None = None  # weight [1, hidden_size]
     delta: DeltaNames | None = None
+    #: The beginnings of the names of tensors that are left aside: those of vision and of drafts.
+    aside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,14 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     """`raw` is config.json, `generation` is generation_config.json. Raises CheckpointError."""
     config = ConfigJson(raw)
     architecture = _known_architecture(config)
+    family = TEXT_PARTS.get(architecture, architecture)
+    if family != architecture:
+        config = _text_part(config)
     n_blocks = config.size("num_hidden_layers")
     check_layers(n_blocks)  # before a list has an element for each
-    fields = FAMILIES[architecture](config)
+    fields = FAMILIES[family](config)
+    if family != architecture:
+        fields["names"] = _beside_vision(fields["names"])
     delta: DeltaRule | None = fields.get("delta")
     return ModelConfig(
         architecture=architecture,
@@ -39,8 +44,8 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         hidden_size=config.size("hidden_size"),
         n_layers=n_blocks - (len(delta.blocks) if delta else 0),
         n_q_heads=config.size("num_attention_heads"),
-        eos_token_ids=end_token_ids(raw, generation or {}),
-        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=end_token_ids(config.raw, generation or {}),
+        bos_token_id=config.raw.get("bos_token_id"),
         quantisation=parse_quantisation(config.table("quantization_config")),
         **fields,
     )
@@ -49,10 +54,31 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
 def _known_architecture(config: ConfigJson) -> str:
     names = config.architectures()
     for name in names:
-        if name in FAMILIES:
+        if name in FAMILIES or name in TEXT_PARTS:
             return name
     found = ", ".join(names) or f"none (model_type {config.raw.get('model_type')!r})"
-    raise CheckpointError(f"unknown architecture {found}; known are {', '.join(FAMILIES)}")
+    raise CheckpointError(f"unknown architecture {found}; known are {', '.join([*FAMILIES, *TEXT_PARTS])}")
+
+
+def _text_part(config: ConfigJson) -> ConfigJson:
+    """The configuration of the text part of a model that has others too."""
+    common = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
+    return ConfigJson(config.table("text_config") | {name: config.raw[name] for name in common if name in config.raw})
+
+
+def _beside_vision(names: TensorNames) -> TensorNames:
+    """The names of the tensors of a text part beside vision."""
+
+    def inner(name: str) -> str:
+        return f"model.language_model.{name.removeprefix('model.')}"
+
+    return replace(
+        names,
+        embedding=inner(names.embedding),
+        block=inner(names.block),
+        final_norm=inner(names.final_norm),
+        aside=(*names.aside, "model.visual."),
+    )
 
 
 # -- Llama and its relatives ------------------------------------------------------------------------------------------
@@ -315,6 +341,7 @@ QWEN3_5_NAMES = replace(
     shared_down="mlp.shared_expert.down_proj",
     shared_gate="mlp.shared_expert_gate",
     delta=_QWEN3_5_DELTA,
+    aside=("mtp.",),
 )
 QWEN3_NEXT_NAMES = replace(
     QWEN3_5_NAMES,
@@ -450,4 +477,10 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
     "GraniteForCausalLM": _granite,
     "OPTForCausalLM": _opt,
+}
+
+#: Architectures of several modes, and the families of their text parts, which alone are served.
+TEXT_PARTS = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }

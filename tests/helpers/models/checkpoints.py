@@ -187,6 +187,26 @@ def reference(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
+def beside_vision(directory: Path, target: Path) -> Any:
+    """Save the model of `directory` as the text part of one with a random vision part in `target`; returns it."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = reference(directory)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    tied = text.config.tie_word_embeddings
+    config = AutoConfig.for_model(
+        text.config.model_type.removesuffix("_text"),
+        text_config=text.config.to_dict(),
+        vision_config={**vision, "patch_size": 4},
+        tie_word_embeddings=tied,
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(target)
+    return model
+
+
 def _config(family: str, overrides: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
