@@ -202,6 +202,30 @@ def test_weights_are_converted(name, dtype):
     assert (ours - theirs).abs().max() <= 8 * torch.finfo(dtype).eps * theirs.abs().max()
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe"])
+def test_experts_that_lie_in_two_tensors_are_read_one_by_one(name, copy):
+    """As transformers itself names and lays out the parameters of a layer's experts."""
+    directory = copy(name)
+
+    def stack(tensors):
+        for block in {key.partition(".experts.")[0] for key in tensors if ".experts." in key}:
+            matrices = [
+                [tensors.pop(f"{block}.experts.{e}.{kind}_proj.weight") for kind in ("gate", "up", "down")]
+                for e in range(6)
+            ]
+            tensors[f"{block}.experts.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in matrices])
+            tensors[f"{block}.experts.down_proj"] = torch.stack([down for *_, down in matrices])
+
+    edit_tensors(directory, stack)
+    theirs, same = (reference(path).state_dict() for path in (directory, make_checkpoint(name)))
+    assert all(torch.equal(theirs[key], same[key]) for key in same)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    ours, one_by_one = (load_model(path, dtype="fp32").weights.blocks for path in (directory, make_checkpoint(name)))
+    for got, want in zip(ours, one_by_one, strict=True):
+        assert torch.equal(got.mlp(x, lambda up: up[:, :32]), want.mlp(x, lambda up: up[:, :32]))
+        assert torch.equal(got.mlp(x, lambda up: up[:, 32:]), want.mlp(x, lambda up: up[:, 32:]))
+
+
 def test_a_missing_tensor_is_named(copy):
     directory = copy()
     edit_tensors(directory, lambda tensors: tensors.pop("model.layers.1.self_attn.v_proj.weight"))

@@ -142,7 +142,8 @@ class TensorNames:
     head: str = "lm_head"  # weight [vocab_size, embed_size]
     sinks: str | None = None  # the tensor [n_q_heads] itself: each head's attention sink
     router: str | None = None
-    #: The names of the experts' `up` and `down`. "{e}" stands for the expert's number. A name without it is that of a
+    #: The names of the experts' `up` and `down`. "{e}" stands for the expert's number; SafetensorsCheckpoint gives such
+    #: names to experts that a file has in transformers' two tensors of a layer, too. A name without it is that of a
     #: tensor [experts, in, out] in which columns of gate and up alternate, whose bias has the same name and "_bias".
     expert_up: tuple[str, ...] = ()
     expert_down: str | None = None

@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: str  # in safetensors' spelling, such as "BF16"
+    part: tuple[int, slice] | None = None  # the tensor is these rows of one of the stored tensor's matrices
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -107,7 +108,12 @@ class SafetensorsCheckpoint(Checkpoint):
             self._open = None  # a file that is mapped takes memory
             with open_safetensors(stored.path) as file:
                 self._open = (stored.path, file)
-        data: torch.Tensor = self._open[1].get_tensor(stored.name)
+        file = self._open[1]
+        if stored.part is not None:
+            matrix, rows = stored.part
+            part: torch.Tensor = file.get_slice(stored.name)[matrix, rows]
+            return part
+        data: torch.Tensor = file.get_tensor(stored.name)
         return data
 
 
@@ -156,4 +162,27 @@ def _scan(directory: Path, names: TensorNames) -> dict[str, Stored]:
     if not any(name.startswith(f"{base}.") for name in stored):  # saved from the base model, which has no LM head
         head = f"{names.head}."
         stored = {name if name.startswith(head) else f"{base}.{name}": tensor for name, tensor in stored.items()}
-    return stored
+    return _one_by_one(stored, names)
+
+
+def _one_by_one(stored: dict[str, Stored], names: TensorNames) -> dict[str, Stored]:
+    """`stored`, in which the experts of a layer that lie in two tensors, [experts, gate and up, in] and [experts, out,
+    in], stand one by one."""
+    if not any("{e}" in name for name in names.expert_up):
+        return stored
+    experts = names.expert_up[0].partition("{e}")[0]
+    members = {"gate_up_proj": names.expert_up, "down_proj": (names.expert_down,)}
+    found: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        block, _, kind = name.partition(experts)
+        if kind not in members or len(tensor.shape) != 3:
+            found[name] = tensor
+            continue
+        n, rows, width = tensor.shape
+        size = rows // len(members[kind])
+        for i, member in enumerate(members[kind]):
+            part = slice(i * size, (i + 1) * size)
+            for e in range(n):
+                one = f"{block}{member}.weight".replace("{e}", str(e))
+                found[one] = replace(tensor, shape=(size, width), part=(e, part))
+    return found
