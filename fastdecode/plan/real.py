@@ -57,7 +57,7 @@ class RealSystem:
             hello = self.model.hello(n, limits.max_batch_tokens, self.kv_dtype, memory, 2 * n * limits.max_seqs)
             links = [await connect(url, dataclasses.replace(hello), None) for url in urls]
             engine = Engine(
-                SPart(self.model, links),
+                SPart(self.model, links, state_slots=n * limits.max_seqs),
                 links,
                 mini_batches=n,
                 max_batch_size=limits.max_seqs,

@@ -15,8 +15,8 @@ import pytest
 from models.checkpoints import VARIANTS, make_checkpoint
 
 SCRIPT = Path(__file__).parents[1] / "helpers/gpu/fake_device.py"
-#: Of the native families, with and without windows, biases, QK norm, projections.
-MODELS = ("llama-gqa", "mistral", "qwen2-window", "qwen3", "phi3", "granite", "opt")
+#: Of the native families, with and without windows, biases, QK norm, projections, states.
+MODELS = ("llama-gqa", "mistral", "qwen2-window", "qwen3", "qwen3.5", "phi3", "granite", "opt")
 CASES = [(model, "float16") for model in MODELS] + [("opt-projected", "float32")]
 
 

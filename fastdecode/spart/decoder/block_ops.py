@@ -43,6 +43,14 @@ class RowHeads:
         return self.kv.view(len(self.kv), -1, self._size)[:, self._kv_heads :]
 
 
+def split_gate(qkv: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of a projection in which each Q head is followed by its gate -> Q, K and V, and the gates
+    [n, q_heads * head_size]."""
+    width = config.n_q_heads * config.head_size
+    q, gate = qkv[:, : 2 * width].unflatten(1, (config.n_q_heads, 2, -1)).unbind(2)
+    return torch.cat([q.flatten(1), qkv[:, 2 * width :]], dim=1), gate.flatten(1)
+
+
 class BlockOps:
     """The operations in torch."""
 

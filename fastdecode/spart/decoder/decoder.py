@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.block_ops import RowHeads, make_block_ops
+from fastdecode.spart.decoder.block_ops import RowHeads, make_block_ops, split_gate
 from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.joints import make_joints
 from fastdecode.spart.decoder.rope import RotaryEmbedding
@@ -459,19 +459,13 @@ class StepState:
         h = self._ops.norm(self.x, layer.attention_norm) if self._config.norm_first else self.x
         qkv = adapted_product(layer.qkv, h, self._adapters)
         if self._config.output_gate:
-            qkv, self._gate = self._without_gate(qkv)
+            qkv, self._gate = split_gate(qkv, self._config)
         self._ops.write_heads(qkv, layer, self._angles, self.heads)
         if (balance := layer.balance) is not None:
             if balance.q is not None and balance.k is not None:
                 multiply_heads(self.heads.q_heads, balance.q)
                 multiply_heads(self.heads.k_heads, balance.k)
             multiply_heads(self.heads.v_heads, balance.v)
-
-    def _without_gate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of a projection in which each Q head is followed by its gate -> Q, K and V, and the gates."""
-        width = self._config.n_q_heads * self._config.head_size
-        q, gate = qkv[:, : 2 * width].unflatten(1, (self._config.n_q_heads, 2, -1)).unbind(2)
-        return torch.cat([q.flatten(1), qkv[:, 2 * width :]], dim=1), gate.flatten(1)
 
     def pass_state(self, index: int, block: StateBlock) -> None:
         """Compute a block that has a state, the `index`-th of its kind."""

@@ -27,6 +27,9 @@ class StatePool:
     """The states of `n_slots` sequences. `blocks` has the tensors of each block that keeps states, [slots, *shape]."""
 
     def __init__(self, blocks: Iterable[Sequence[StateTensor]], n_slots: int, device: torch.device, dtype: torch.dtype):
+        """Raises ValueError without a slot."""
+        if n_slots < 1:
+            raise ValueError("the layers of the model keep states, so its S-Part needs state_slots")
         self.n_slots = n_slots
         self.blocks = [
             [torch.zeros(n_slots, *one.shape, device=device, dtype=one.dtype or dtype) for one in tensors]

@@ -214,9 +214,13 @@ def run_model(directory: str, dtype: torch.dtype, every_sampler: bool) -> list[t
     """What every step of the model in `directory` waits for."""
     from fastdecode.spart.step.batch import StepBatch
 
-    spart = make_spart(directory, dtype)
+    spart = make_spart(directory, dtype, state_slots=16)
     report = []
     for name, chunks in steps(every_sampler):
+        for slot, chunk in enumerate(chunks):
+            chunk.state = slot
+            if spart.states is not None:
+                spart.states.record(slot, chunk.pos)
         with FakeTensorMode(allow_non_fake_inputs=True), Transfers() as transfers:
             step = spart.step(StepBatch(0, chunks))
             while True:

@@ -1,0 +1,79 @@
+"""The gated delta rule against its recurrence in float64, and what the pool of states refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models.checkpoints import make_checkpoint
+from models.spart_steps import GREEDY, linked, run, text
+
+from fastdecode.spart import SPart, load_model
+from fastdecode.spart.states.delta import _advance_chunk, _advance_rows
+from fastdecode.spart.step.batch import Chunk, StepBatch
+
+HEADS, K_SIZE, V_SIZE = 3, 16, 24
+
+
+def one_by_one(state, q, k, v, beta, decay):
+    """The rule's equations (arXiv 2412.06464, equation 10), a token and a head at a time, in float64."""
+    outs = torch.empty_like(v)
+    for t in range(len(q)):
+        for head in range(HEADS):
+            key, value, s = k[t, head], v[t, head], state[head] * decay[t, head].exp()
+            s = s - beta[t, head] * torch.outer(key, key @ s) + beta[t, head] * torch.outer(key, value)
+            state[head], outs[t, head] = s, q[t, head] @ s
+    return outs
+
+
+def tokens_of(n, weakest, strongest):
+    """n tokens, whose states decay by exp(-10 ** x) with x between two numbers."""
+    generator = torch.Generator().manual_seed(n)
+    q, k = (torch.nn.functional.normalize(torch.randn(n, HEADS, K_SIZE, generator=generator), dim=2) for _ in "qk")
+    v = torch.randn(n, HEADS, V_SIZE, generator=generator)
+    beta, power = torch.rand(n, HEADS, generator=generator), torch.rand(n, HEADS, generator=generator)
+    return q, k, v, beta, -(10 ** (weakest + (strongest - weakest) * power))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("decays", [(-4, -2), (-2, 0), (0, 2.5)], ids=["slow", "medium", "at once"])
+@pytest.mark.parametrize("n", [1, 2, 63, 64])
+def test_tokens_that_advance_together_equal_the_recurrence(n, decays):
+    start = torch.randn(HEADS, K_SIZE, V_SIZE, generator=torch.Generator().manual_seed(1))
+    inputs = tokens_of(n, *decays)
+    want_state = start.double()
+    want = one_by_one(want_state, *(x.double() for x in inputs))
+    state = start.clone()
+    got = _advance_chunk(state, *inputs)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
+    torch.testing.assert_close(state.double(), want_state, rtol=0, atol=2e-5)
+
+
+@pytest.mark.quick
+def test_single_tokens_of_many_sequences_equal_the_recurrence():
+    inputs = tokens_of(7, -3, 1)
+    start = torch.randn(7, HEADS, K_SIZE, V_SIZE, generator=torch.Generator().manual_seed(2))
+    states = start.clone()
+    got = _advance_rows(states, *inputs)
+    for i in range(7):
+        want_state = start[i].double()
+        want = one_by_one(want_state, *(x[i : i + 1].double() for x in inputs))
+        torch.testing.assert_close(got[i : i + 1].double(), want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(states[i].double(), want_state, rtol=0, atol=1e-5)
+
+
+async def test_a_chunk_that_does_not_follow_its_state_is_refused(tmp_path):
+    model = load_model(make_checkpoint("qwen3.5"), dtype="fp32")
+    with pytest.raises(ValueError, match="so its S-Part needs state_slots"):
+        SPart(model, [])
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links, state_slots=2)
+
+        def step(pos, tokens, state):
+            run(spart.step(StepBatch(0, [Chunk(0, 0, 1, pos, tokens, False, GREEDY, state=state)])))
+
+        with pytest.raises(ValueError, match="state slot 2, not one of the pool's 2"):
+            step(0, text(5), 2)
+        step(0, text(5), 1)
+        for pos, state in ((6, 1), (5, 0)):
+            with pytest.raises(ValueError, match=f"goes on at {pos}, its state is that of"):
+                step(pos, [7], state)
