@@ -46,7 +46,7 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     free, state, slots = free_memory(device), model.state_bytes(torch_dtype.itemsize), 0
     if free > weights:
         slots = state_slots(config, model, torch_dtype.itemsize, free - weights, config.mini_batches or 2)
-    layers = f"{model.n_layers} layers" + (" that attend, others with states" if state else "")
+    layers = f"{model.n_layers} layers with K and V, and layers with states" if state else f"{model.n_layers} layers"
     shape = f"{layers}, {_heads(model)}"
     lines = [
         ("model", f"{model.architecture} ({shape}), by the {backend.name} backend"),
@@ -100,8 +100,8 @@ def check_states(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
 
 
 def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype: str) -> None:
-    """Raise ConfigError if the weights of the model do not fit into the device's free memory. `dtype` is torch's name
-    of the activation dtype."""
+    """Raise ConfigError if the weights of the model, or the states that its layers may keep, do not fit into the
+    device's free memory. `dtype` is torch's name of the activation dtype."""
     weights, _ = weights_of(config, backend, device, dtype)
     free = free_memory(device)
     if weights > free:
@@ -111,6 +111,8 @@ def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype
             f"{dtype}), and {format_bytes(free)} of memory are available on {device.type}"
             + smaller.get(config.weights, "; --weights int8 and int4 take less")
         )
+    itemsize = getattr(torch, dtype).itemsize
+    state_slots(config, backend.config, itemsize, free - weights, config.mini_batches or 1)
 
 
 def _heads(model: ModelConfig | HFConfig) -> str:

@@ -111,10 +111,19 @@ def test_check_refuses_what_a_node_refuses_in_the_same_words(tmp_path, file, con
     assert messages[0] == messages[1] and says in messages[0]
 
 
+def test_a_state_that_does_not_fit_is_refused_by_the_report_and_at_start():
+    options = NodeConfig(model=make_checkpoint("qwen3.5"), port=0, dtype="fp32", state_memory=1024)
+    reason = r"keeps a state of 21\.2 KiB, and there are 1\.0 KiB for states: raise --state-memory"
+    with pytest.raises(ConfigError, match=reason):
+        rows(options, choose_backend("auto", options.model))
+    with pytest.raises(ConfigError, match=reason):
+        run_s_node(options)
+
+
 def test_the_report_says_what_a_state_takes():
     path = make_checkpoint("qwen3.5")
     lines = dict(rows(NodeConfig(model=path, max_batch_size=8), choose_backend("auto", path)))
-    assert "2 layers that attend, others with states" in lines["model"]
+    assert "2 layers with K and V, and layers with states" in lines["model"]
     state = load_model(path, dtype="fp32").config.state_bytes(4)
     assert lines["states"].startswith(f"{state / 1024:.1f} KiB per sequence; ")
 

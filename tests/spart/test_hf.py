@@ -157,6 +157,12 @@ async def test_tokens_of_variants_equal_transformers(name: str, checkpoints: Pat
     assert await ours(directory, "shm", tmp_path) == expected(directory)
 
 
+def test_adapters_change_no_linear_of_a_module_with_states(checkpoints: Path) -> None:
+    """Such a module gets the rows of one sequence, or one row of each, so the adapters' rows would not be its own."""
+    linears = block_linears(save_model("bamba", checkpoints))
+    assert any(".self_attn.q_proj" in name for name in linears) and not any(".mamba." in name for name in linears)
+
+
 def test_falcon_with_position_biases_in_bf16_is_refused() -> None:
     with pytest.raises(CheckpointError, match="round their position biases to bf16"):
         HFConfig.from_configs(make_config("falcon/alibi"), None)
