@@ -31,7 +31,7 @@ class CallScanner:
         self._key: str | None = None  # the key at depth 1 whose value is being read
         self._start = 0  # where the string or the value begins in `raw`
         self._in_value = False
-        self._place = "key"  # what follows at depth 1: then "colon", "value", maybe "scalar", "end"
+        self._next = "key"  # what follows at depth 1: then "colon", "value", maybe "scalar", "end"
         self._arguments = ""  # text of the arguments that `take` has not returned
         self._begun = False  # the value is not white space alone
         self._streams = False  # the value is an object, whose text is returned as it comes
@@ -47,7 +47,7 @@ class CallScanner:
     @property
     def ended(self) -> bool:
         """Whether the arguments have ended: their own object is complete, or the text cannot become such an object."""
-        return self.done or self.broken or self._place == "end"
+        return self.done or self.broken or self._next == "end"
 
     @property
     def is_call(self) -> bool:
@@ -95,7 +95,7 @@ class CallScanner:
         elif self._depth == 1 and not c.isspace() and not self._fits(c):
             self.broken = True
         elif c == '"':
-            if self._place == "key":
+            if self._next == "key":
                 self._start = len(self.raw) - 1
             self._in_string = True
             self._value(c)
@@ -110,21 +110,21 @@ class CallScanner:
                 self.cut()
             else:
                 self._value(c)
-                self._place = "end" if self._depth == 1 else self._place
+                self._next = "end" if self._depth == 1 else self._next
         elif c == "," and self._depth == 1:
             self._end_value()
-            self._place = "key"
-        elif self._place == "colon":
+            self._next = "key"
+        elif self._next == "colon":
             if c == ":":
-                self._place, self._in_value, self._begun, self._start = "value", True, False, len(self.raw)
+                self._next, self._in_value, self._begun, self._start = "value", True, False, len(self.raw)
         else:
             self._value(c)
             if self._depth == 1 and not c.isspace():
-                self._place = "scalar"
+                self._next = "scalar"
 
     def _fits(self, c: str) -> bool:
         """Whether a JSON object may go on with this character at depth 1."""
-        match self._place:
+        match self._next:
             case "key":
                 return c in '"}'
             case "colon":
@@ -145,10 +145,10 @@ class CallScanner:
             self._in_string = False
             if self._depth > 1:
                 return
-            if self._place == "key":
-                self._key, self._place = self._decoded(self.raw[self._start :]), "colon"
+            if self._next == "key":
+                self._key, self._next = self._decoded(self.raw[self._start :]), "colon"
                 return
-            self._place = "end"
+            self._next = "end"
             if self._key == "name" and self.name is None:
                 self._take_name(self.raw[self._start :])
 
