@@ -40,6 +40,7 @@ from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.checkpoints.config_file import open_source
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.int4.balance import balance_digest, balance_for
+from fastdecode.spart.loader import check_tensors
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.threads import set_threads
@@ -84,11 +85,13 @@ def run_s_node(config: NodeConfig) -> None:
     sockets = bind(config.host, config.port)
     try:
         check_fits(config, backend, device, str(dtype).removeprefix("torch."))
+        if isinstance(backend.config, ModelConfig):
+            check_tensors(source, backend.config)
+        settings = ApiSettings.make(config, source)
     except BaseException:
         for sock in sockets:
             sock.close()
         raise
-    settings = ApiSettings.make(config, source)
     _check_vocabulary(settings.tokenizer, backend.config)
     # They start while the weights are loaded.
     api_processes = ApiProcesses(config, sockets) if config.api_processes else None
