@@ -28,6 +28,19 @@ from fastdecode.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 8 * 2**20
 
+#: The paths of the API, which routers forward. The other paths report on the S-node.
+API_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/models",
+    "/v1/models/{name:.+}",
+    "/tokenize",
+    "/detokenize",
+    "/version",
+)
+
 #: Closes an application: refuses new requests, gives running ones this number of seconds, then ends them with an error.
 CLOSE: web.AppKey[Callable[[float], Awaitable[None]]] = web.AppKey("close")
 

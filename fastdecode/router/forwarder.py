@@ -8,10 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import orjson
 from aiohttp import web
+from yarl import URL
 
 from fastdecode.api.body import read_bytes
 from fastdecode.api.continuation import FIELD, HEADER, MARK, Progress
@@ -112,7 +114,7 @@ class Forwarder:
         try:
             async with self._session.request(
                 request.method,
-                s_node.url + request.path_qs,
+                URL(s_node.url + request.rel_url.raw_path_qs, encoded=True),
                 data=relay.body or None,
                 headers=headers | {"Accept-Encoding": "identity", HEADER: "1"},
                 allow_redirects=False,
@@ -219,6 +221,14 @@ class _Relay:
         except (ConnectionError, aiohttp.ClientError):
             self.client_gone = True
             raise
+
+
+def has_dot_segments(path: str) -> bool:
+    """True if a path, percent-encoded any number of times, has a segment . or .. (RFC 3986, 5.2.4) between slashes
+    or backslashes."""
+    while (decoded := unquote(path)) != path:
+        path = decoded
+    return not {".", ".."}.isdisjoint(path.replace("\\", "/").split("/"))
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:

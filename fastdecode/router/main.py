@@ -20,7 +20,7 @@ import uvloop
 from aiohttp import web
 
 from fastdecode import __version__
-from fastdecode.api.app import CLOSE, MAX_BODY_BYTES
+from fastdecode.api.app import API_PATHS, CLOSE, MAX_BODY_BYTES
 from fastdecode.api.errors import ApiError, json_response
 from fastdecode.api.middleware import errors_as_json, log_requests, with_expectations
 from fastdecode.api.server import bind, serve
@@ -28,7 +28,7 @@ from fastdecode.daemon import option_values
 from fastdecode.daemon.config_sources import Parser
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed
 from fastdecode.daemon.process import set_up_logging, wait_for_shutdown
-from fastdecode.router.forwarder import Forwarder
+from fastdecode.router.forwarder import Forwarder, has_dot_segments
 from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import Pool
 
@@ -130,6 +130,8 @@ def make_app(pool: Pool, forwarder: Forwarder, metrics: RouterMetrics, *, access
         return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def forward(request: web.Request) -> web.StreamResponse:
+        if has_dot_segments(request.rel_url.raw_path):
+            raise ApiError(400, "a path must not have the segments . and ..", code="invalid_path")
         if closing.is_set():
             raise ApiError(503, "the router is shutting down", code="shutting_down", headers={"Retry-After": "1"})
         return await forwarder.handle(request)
@@ -148,8 +150,7 @@ def make_app(pool: Pool, forwarder: Forwarder, metrics: RouterMetrics, *, access
     )
     app[CLOSE] = close
     app.add_routes(with_expectations(web.get("/health", health), web.get("/metrics", show_metrics)))
-    for path in ("/v1/{path:.*}", "/tokenize", "/detokenize", "/version"):
-        app.add_routes(with_expectations(web.route("*", path, forward)))
+    app.add_routes(with_expectations(*(web.route("*", path, forward) for path in API_PATHS)))
     return app
 
 

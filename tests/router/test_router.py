@@ -20,7 +20,10 @@ from models.tokenizers_made import CHATML, byte_level
 from nodes.node_process import complete, fetch
 from openai import AsyncOpenAI, OpenAI
 
+from fastdecode.api.app import API_PATHS
+from fastdecode.api.app import make_app as s_node_app
 from fastdecode.api.continuation import FIELD, HEADER, mark
+from fastdecode.api.page import is_page
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon.discovery import FileSet, FixedSet
 from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes
@@ -92,8 +95,15 @@ async def dying(*parts):
         request.transport.abort()
         return response
 
+    async with scripted(web.get("/health", health), web.post("/v1/{path:.*}", answer)) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def scripted(*routes):
+    """The URL of a server with these routes."""
     app = web.Application()
-    app.add_routes([web.get("/health", health), web.post("/v1/{path:.*}", answer)])
+    app.add_routes(routes)
     runner = web.AppRunner(app)
     await runner.setup()
     [sock] = bind("127.0.0.1", 0)
@@ -164,6 +174,53 @@ async def test_errors_of_the_client_pass_and_are_not_retried(tokenizer):
         assert "fastdecode:router_retries_total 0.0" in text
         async with http.get("/v1/models") as answer:
             assert (await answer.json())["data"][0]["id"] == MODEL
+
+
+OUTSIDE = [
+    "/v1/../metrics",
+    "/v1/%2e%2e/metrics",
+    "/v1/.%2E/cluster",
+    "/v1/%252e%252e/metrics",
+    "/v1/models/..%2f..%2fmetrics",
+    "/v1/models/..\\..\\metrics",
+    "/v1/models/%5c..%5cmetrics",
+    "/v1/./../metrics",
+    "http://s-node/v1/../metrics",
+]
+
+
+@pytest.mark.parametrize(
+    "path", [*OUTSIDE, "/v1/metrics", "/v1//../metrics", "/cluster", "//metrics", "/tokenize/../x"]
+)
+async def test_no_path_leads_out_of_the_api(path):
+    seen = []
+
+    async def answer(request):
+        seen.append(request.raw_path)
+        return web.json_response({"status": "ok", "running": 0, "waiting": 0})
+
+    async with scripted(web.route("*", "/{path:.*}", answer)) as url, routed(url) as (api, _, _):
+        reader, writer = await asyncio.open_connection(api.base_url.host, api.base_url.port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        answered = await reader.read()
+        writer.close()
+        assert answered.split()[1] in (b"400", b"404"), answered
+        assert set(seen) <= {"/health"}, "nothing was forwarded"
+
+
+async def test_a_model_s_name_passes_as_it_was_written(tokenizer):
+    names = ("meta/a model", "org/b%2e")
+    async with served(ScriptedEngine(), tokenizer, names=names) as client, routed(url_of(client)) as (api, _, _):
+        for name in names:
+            assert (await api.models.retrieve(name)).id == name
+
+
+def test_the_router_forwards_every_path_of_the_api(tokenizer):
+    reports = {"/health", "/cluster", "/metrics"}
+    app = s_node_app(ScriptedEngine(), tokenizer, MODEL)
+    paths = {route.resource.canonical for route in app.router.routes()}
+    forwarded = {path.replace("{name:.+}", "{name}") for path in API_PATHS}
+    assert forwarded == {path for path in paths - reports if not is_page(path)}
 
 
 async def test_a_client_that_leaves_ends_its_request_at_the_s_node(tokenizer, spell):
