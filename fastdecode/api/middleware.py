@@ -66,6 +66,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         if (expected := request.headers.get("Expect", _CONTINUE)).lower() != _CONTINUE:
             raise ApiError(417, f"only {_CONTINUE} can be expected, not {expected}", code="expectation_failed")
+        if _too_long(request):
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length or 0)
         return await handler(request)
     except web.HTTPException as error:
         refused = _from_aiohttp(error, request)
@@ -77,10 +79,16 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     return refused.response()
 
 
+def _too_long(request: web.Request) -> bool:
+    """True if the body will be longer than the server takes, so nobody need send it."""
+    return (request.content_length or 0) > request.client_max_size
+
+
 async def _expect(request: web.Request) -> None:
     """Tell a client that waits for it to send its body (RFC 9110, 10.1.1). aiohttp's own answer to another expectation
     is no JSON, so errors_as_json refuses these."""
-    if request.headers["Expect"].lower() == _CONTINUE and request.version >= HttpVersion11:
+    wanted = request.headers["Expect"].lower() == _CONTINUE and not _too_long(request)
+    if wanted and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the answer has not begun
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
@@ -12,6 +13,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from fastdecode.api.app import CLOSE
+from fastdecode.api.arrivals import Arrivals, descriptors_for_connections
 
 #: Connections that wait to be accepted; the kernel's own limit is often lower. A client whose connection finds no room
 #: tries again after a second.
@@ -23,7 +25,14 @@ class ApiServer:
 
     def __init__(self, runner: web.AppRunner, app: web.Application, port: int):
         self._runner, self._app = runner, app
+        self._listening: list[asyncio.Server] = []
         self.port = port
+
+    async def listen(self, sockets: list[socket.socket], arrivals: Arrivals, tls: ssl.SSLContext | None) -> None:
+        """Accept connections on bound sockets. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        for sock in sockets:
+            self._listening.append(await loop.create_server(arrivals, sock=sock, ssl=tls, backlog=_BACKLOG))
 
     async def drain(self, grace: float) -> None:
         """Refuse new requests, with /health at 503 while the port still listens, and wait up to `grace` seconds for the
@@ -33,8 +42,8 @@ class ApiServer:
     async def close(self, grace: float = 1.0) -> None:
         """Drain, then stop listening. Idempotent."""
         await self.drain(grace)
-        for site in list(self._runner.sites):
-            await site.stop()
+        for server in self._listening:
+            server.close()
         await self._runner.cleanup()
 
 
@@ -96,26 +105,33 @@ _log = logging.getLogger("fastdecode.api.http")
 _log.addFilter(_OneLine())
 
 
-async def serve(app: web.Application, sockets: list[socket.socket], *, tls: ssl.SSLContext | None = None) -> ApiServer:
+async def serve(
+    app: web.Application,
+    sockets: list[socket.socket],
+    *,
+    tls: ssl.SSLContext | None = None,
+    header_seconds: float = 10.0,
+    most_connections: int | None = None,
+) -> ApiServer:
     """Serve `app` on bound sockets, which the ApiServer then owns; over TLS if `tls` is given. Raises OSError.
+
+    The header of a request may take `header_seconds`. With more than `most_connections` at once, by default what
+    the process has descriptors for, connections without a request are closed.
 
     `handler_cancellation` makes aiohttp cancel the handler of a client that goes away; without it, the request would
     run to its end.
     """
     port = sockets[0].getsockname()[1]
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
-        auto_decompress=False,  # see body.py
-        access_log=None,
-        logger=_log,
-        shutdown_timeout=2.0,
-    )
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=2.0)
     await runner.setup()
+    assert runner.server is not None, "a runner has a server once it is set up"
+    # body.py decompresses.
+    options = {"auto_decompress": False, "access_log": None, "logger": _log}
+    arrivals = Arrivals(runner.server, header_seconds, most_connections or descriptors_for_connections(), **options)
+    server = ApiServer(runner, app, port)
     try:
-        for sock in sockets:
-            await web.SockSite(runner, sock, ssl_context=tls, backlog=_BACKLOG).start()
+        await server.listen(sockets, arrivals, tls)
     except OSError:
-        await runner.cleanup()
+        await server.close()
         raise
-    return ApiServer(runner, app, port)
+    return server
