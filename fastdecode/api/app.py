@@ -61,6 +61,7 @@ def make_app(
     keep_alive_seconds: float = 15.0,
     stalled_after_seconds: float = 60.0,
     prefill_url: str | None = None,
+    router_secret: bytes | None = None,
 ) -> web.Application:
     """Make the application.
 
@@ -78,13 +79,14 @@ def make_app(
         keep_alive_seconds: a stream without text for this long sends a comment.
         stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
         prefill_url: where other S-nodes get the K and V of streams that they continue; None: nowhere.
+        router_secret: a router that knows it can continue streams of other S-nodes here; None: no router can.
     """
     plain, with_tools = tokenizer.template_source(), tokenizer.template_source(tools=True)
     forms = tool_form(tool_parser, with_tools), reasoning_form(reasoning_parser, plain + with_tools)
     served = ApiModel(names, *forms, defaults, tuple(adapters))
     preparation = Preparation(engine, tokenizer)
     runs = Runs(engine, keep_alive_seconds, prefill_url)
-    endpoints = Endpoints(tokenizer, served, preparation, runs)
+    endpoints = Endpoints(tokenizer, served, preparation, runs, router_secret)
     tokenization = Tokenization(tokenizer, served, preparation, engine.max_model_len)
     created = int(time.time())
 

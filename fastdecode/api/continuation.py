@@ -1,6 +1,7 @@
 """Streams that another S-node can continue, if a router has kept their tokens (fastdecode/router).
 
-A router that sends the header X-Fastdecode-Resumable gets marks in the stream, which are comments of the event stream:
+A router proves by the header X-Fastdecode-Router that it knows the S-node's secret, and gets marks in the stream, which
+are comments of the event stream:
 
     : fd {"id": ..., "created": ..., "seed": ...}   first: what the answer takes from elsewhere than the request
     : fd []                                         the events before it show that the answer has begun
@@ -20,6 +21,8 @@ Only streams of one prompt without log-probabilities are resumable.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,11 +40,26 @@ if TYPE_CHECKING:
     from fastdecode.api.protocol import Generation
 
 #: The header by which a router asks for marks, and the field by which it continues a stream.
-HEADER, FIELD = "X-Fastdecode-Resumable", "fastdecode_resume"
+HEADER, FIELD = "X-Fastdecode-Router", "fastdecode_resume"
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 #: What a mark begins with.
 MARK = b": fd "
 LEAVING = "leaving"
+
+
+def router_proof(secret: bytes, body: bytes) -> str:
+    """The value of HEADER beside a body: a MAC (HMAC-SHA256, RFC 2104) in hexadecimal digits."""
+    return hmac.new(secret, b"fastdecode router\n" + hashlib.sha256(body).digest(), "sha256").hexdigest()
+
+
+def is_from_router(secret: bytes | None, headers: Mapping[str, str], body: bytes) -> bool:
+    """True if a router that knows the secret has sent this body."""
+    given = headers.get(HEADER)
+    return (
+        secret is not None
+        and given is not None
+        and hmac.compare_digest(given.encode(), router_proof(secret, body).encode())
+    )
 
 
 def mark(value: Any) -> bytes:
@@ -130,13 +148,13 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise invalid(FIELD, str(error)) from None
 
 
-def is_resumable(headers: Mapping[str, str], generation: Generation, n_prompts: int, answer: Answer) -> bool:
-    """True if the stream that answers a request is to have marks."""
+def is_resumable(generation: Generation, n_prompts: int, answer: Answer) -> bool:
+    """True if a router can continue the stream that answers a request."""
     sampling = generation.sampling
     scored = generation.logprobs or sampling.logprobs is not None or sampling.prompt_logprobs is not None
     all_shown = n_prompts == 1 and generation.candidates == generation.n
     plain = not (scored or generation.text.prompt_only)
-    return HEADER in headers and generation.stream and all_shown and plain
+    return generation.stream and all_shown and plain
 
 
 def resumable(generation: Generation, answer: Answer, resume: Resume | None) -> Generation:

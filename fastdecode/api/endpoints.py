@@ -10,7 +10,7 @@ from aiohttp import web
 
 from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer
 from fastdecode.api.body import read_bytes
-from fastdecode.api.continuation import Resume
+from fastdecode.api.continuation import Resume, is_from_router
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError
 from fastdecode.api.generation import Echo
@@ -64,6 +64,7 @@ class Endpoints:
     model: ApiModel
     preparation: Preparation
     runs: Runs
+    router_secret: bytes | None = None
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -115,9 +116,10 @@ class Endpoints:
 
     async def _parse(self, request: web.Request, parse: Callable[[Any, SamplingDefaults], _T]) -> _T:
         raw = await read_body(request)
+        by_router = notes().by_router = is_from_router(self.router_secret, request.headers, raw)
 
         def check(body: Any) -> tuple[Resume | None, _T]:
-            resume = Resume.taken_from(body)
+            resume = Resume.taken_from(body) if by_router else None
             return resume, parse(body, self.model.defaults)
 
         notes().resume, parsed = await self.preparation.parse(raw, check)

@@ -37,6 +37,7 @@ class Notes:
     headers: dict[str, str] = field(default_factory=dict)  # headers that the answer gets
     client: str = ""  # a digest of the API key, for fair shares; "": no key was asked for
     logged: dict[str, Any] = field(default_factory=dict)  # fields of the request's line in the access log
+    by_router: bool = False  # a router that knows the secret has sent the request
     resume: Resume | None = None  # the stream that the request continues
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,9 +84,9 @@ class RouterConfig:
 class ClusterConfig:
     """A cluster. `ray_address` is that of Ray's head, "auto": of the cluster that this machine belongs to.
 
-    `secret_file` is read on every machine. `placement`: near keeps nodes on few machines, where shared memory joins
-    them; spread puts them on many. `transport`: auto takes shared memory on one machine, RDMA where both ends have it,
-    else TCP.
+    `secret_file` is read on every machine; without one the nodes share `made_secret`, which reaches them through Ray.
+    `placement`: near keeps nodes on few machines, where shared memory joins them; spread puts them on many.
+    `transport`: auto takes shared memory on one machine, RDMA where both ends have it, else TCP.
     """
 
     name: str = "fastdecode"
@@ -98,6 +99,7 @@ class ClusterConfig:
     s_nodes: SNodesConfig = SNodesConfig()
     prefill_nodes: PrefillNodesConfig = PrefillNodesConfig()
     router: RouterConfig = RouterConfig()
+    made_secret: str = field(default_factory=secrets.token_urlsafe, repr=False, metadata={"in_file": False})
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -113,7 +115,6 @@ class ClusterConfig:
                 raise ClusterError(f"{key}: count and cpus must be at least 1")
         if self.prefill_nodes.count < 0 or self.prefill_nodes.cpus < 1:
             raise ClusterError("prefill-nodes: count must be at least 0, and cpus at least 1")
-        self.check_prefill(self.prefill_nodes.count)
         for key, text in (
             ("r-nodes: kv-memory", self.r_nodes.kv_memory),
             ("s-nodes: memory", self.s_nodes.memory),
@@ -128,13 +129,6 @@ class ClusterConfig:
         self.r_options()
         self.s_options()
         self.prefill_options()
-
-    def check_prefill(self, count: int) -> None:
-        """Raise ClusterError if the cluster may not have `count` prefill S-nodes."""
-        if count and not self.secret_file:
-            raise ClusterError(
-                "prefill-nodes: S-nodes take prompts of each other only with a shared secret: secret-file"
-            )
 
     def r_options(self) -> list[str]:
         """The further options of an R-node, as a command line."""
@@ -178,7 +172,8 @@ def _made(cls: type[_T], content: Any, where: str) -> _T:
     """A dataclass from a mapping of its fields, with - or _ in their names. Raises ClusterError."""
     if not isinstance(content, dict):
         raise ClusterError(f"{where or 'the file'} must be a mapping")
-    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    known = {f.name: f for f in fields if f.metadata.get("in_file", True)}
     values: dict[str, Any] = {}
     for key, value in content.items():
         name, prefix = str(key).replace("-", "_"), f"{where}: " if where else ""

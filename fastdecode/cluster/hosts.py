@@ -52,11 +52,19 @@ class Host(ABC):
         self._folder = tempfile.TemporaryDirectory(prefix=f"fastdecode-{config.name}-{name}-")
         self.folder = Path(self._folder.name)
         self.port = free_port(machine)
+        self._secret_file = config.secret_file or self._keep(config.made_secret)
         self._process = Supervised(f"{config.name}/{name}", self._next_command)
         self._leaving = threading.Event()
         self._ended = threading.Event()
         self._was_ready = False
         self._ticker = threading.Thread(target=self._tick, name=f"report {name}", daemon=True)
+
+    def _keep(self, secret: str) -> str:
+        """Write the cluster's own secret to a file that only this user can read. Returns its path."""
+        path = self.folder / "secret"
+        path.touch(mode=0o600)
+        path.write_text(secret)
+        return str(path)
 
     def start(self) -> None:
         if os.nice(0) > 0 and os.geteuid() != 0:
@@ -165,7 +173,7 @@ class RNodeHost(Host):
         numa = [] if self._numa is None else ["--numa-node", str(self._numa)]
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._reach.socket)
-        return ["fastdecode.daemon.node", "--role", "r", *listen, *numa, *_secret(self.config), *_insecure(self.config),
+        return ["fastdecode.daemon.node", "--role", "r", *listen, *numa, "--secret-file", self._secret_file,
                 "--threads", str(r.cpus), "--kv-memory", str(r.kv_bytes), "--drain-seconds", str(r.drain_seconds),
                 *self.config.r_options()]  # fmt: skip
 
@@ -202,7 +210,7 @@ class SNodeHost(Host):
         threads = [] if s.gpus else ["--s-threads", str(s.cpus)]
         return ["fastdecode.daemon.node", "--role", "s", "--host", self.machine, "--port", str(self.port),
                 "--r-nodes-file", str(self._r_nodes.path), "--connect-seconds", str(self.config.start_seconds),
-                *threads, *_secret(self.config), "--drain-seconds", str(s.drain_seconds),
+                *threads, "--secret-file", self._secret_file, "--drain-seconds", str(s.drain_seconds),
                 *self._own_options()]  # fmt: skip
 
     def _own_options(self) -> list[str]:
@@ -283,7 +291,8 @@ class RouterHost(Host):
     def _command(self) -> Sequence[str]:
         door = self.config.router
         return ["fastdecode.router.main", "--host", door.host, "--port", str(self.port),
-                "--s-nodes-file", str(self._s_nodes.path), "--drain-seconds", str(self.drain_seconds)]  # fmt: skip
+                "--secret-file", self._secret_file, "--s-nodes-file", str(self._s_nodes.path),
+                "--drain-seconds", str(self.drain_seconds)]  # fmt: skip
 
     def _learn(self, view: View) -> bool:
         urls = [entry.url for entry in view.entries if entry.role == "s" and entry.listed]
@@ -341,14 +350,6 @@ def listens(address: str, port: int) -> bool:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _secret(config: ClusterConfig) -> list[str]:
-    return ["--secret-file", config.secret_file] if config.secret_file else []
-
-
-def _insecure(config: ClusterConfig) -> list[str]:
-    return [] if config.secret_file else ["--insecure"]
 
 
 _claimed: list[int] = []  # descriptors of the locks that this process holds

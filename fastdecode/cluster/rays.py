@@ -227,8 +227,6 @@ class RayCluster:
         """Start or drain nodes of a role until there are `count`, and wait until they serve. Raises ClusterError."""
         config: ClusterConfig = _answer(self._directory().config.remote())
         actors = self.actors(role)
-        if role == "p":
-            config.check_prefill(count)
         if count < 1 and role in "rs":
             raise ClusterError("a cluster needs at least one S-node and one R-node")
         if count > len(actors):

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from fastdecode import __version__
 from fastdecode.daemon.config_checks import check_options
-from fastdecode.daemon.config_files import find_model, read_key
+from fastdecode.daemon.config_files import find_model, read_key, read_secret
 from fastdecode.daemon.config_sources import Parser, add_argument, flag, merged, option_words
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.options import NodeOptions
-from fastdecode.transports.session import secret_fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +34,7 @@ class NodeConfig(NodeOptions):
 
     def read_secret(self) -> bytes | None:
         """The shared secret, without surrounding white space; None without --secret-file. Raises ConfigError."""
-        secret = read_key(self.secret_file, "--secret-file")
-        if secret is not None and (fault := secret_fault(secret)):
-            raise ConfigError(f"--secret-file {self.secret_file} {fault}")
-        return secret
+        return read_secret(self.secret_file)
 
     def read_api_keys(self) -> tuple[str, ...]:
         """The API's keys; () without --api-key-file. Raises ConfigError."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.gguf.file import GGUFError, find_gguf
+from fastdecode.transports.session import secret_fault
 
 #: The name by which --model asks for a small model to talk to, and the package that ships it. That package's own
 #: dependencies, among them a build of llama.cpp, are not needed.
@@ -53,3 +54,11 @@ def read_key(path: Path | None, flag: str) -> bytes | None:
     if not key:
         raise ConfigError(f"{flag} {path} is empty")
     return key
+
+
+def read_secret(path: Path | None) -> bytes | None:
+    """The content of --secret-file, without surrounding white space; None without a file. Raises ConfigError."""
+    secret = read_key(path, "--secret-file")
+    if secret is not None and (fault := secret_fault(secret)):
+        raise ConfigError(f"--secret-file {path} {fault}")
+    return secret

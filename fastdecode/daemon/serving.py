@@ -70,6 +70,7 @@ class ApiSettings:
             reasoning_parser=self.config.reasoning_parser,
             defaults=self.defaults,
             prefill_url=self.config.prefill_listen,
+            router_secret=self.config.read_secret(),
         )
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from yarl import URL
 
 from fastdecode.api.body import read_bytes
-from fastdecode.api.continuation import FIELD, HEADER, MARK, Progress
+from fastdecode.api.continuation import FIELD, HEADER, MARK, Progress, router_proof
 from fastdecode.api.errors import ApiError
 from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import Pool, SNode, prefix_keys
@@ -49,10 +49,16 @@ class Forwarder:
     """The handler of all requests that S-nodes answer."""
 
     def __init__(
-        self, pool: Pool, session: aiohttp.ClientSession, metrics: RouterMetrics, continue_seconds: float = 30.0
+        self,
+        pool: Pool,
+        session: aiohttp.ClientSession,
+        metrics: RouterMetrics,
+        secret: bytes | None,
+        continue_seconds: float = 30.0,
     ):
-        """`continue_seconds`: how long a stream that can be continued waits for an S-node."""
-        self._pool, self._session, self._metrics = pool, session, metrics
+        """`secret`: that of the S-nodes; None: streams cannot be continued. `continue_seconds`: how long a stream that
+        can be continued waits for an S-node."""
+        self._pool, self._session, self._metrics, self._secret = pool, session, metrics, secret
         self._continue_seconds = continue_seconds
         self.requests = 0  # that wait for an S-node's answer
 
@@ -110,13 +116,16 @@ class Forwarder:
         """Send the request to one S-node and its answer to the client. Raises _Retry."""
         request = relay.request
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
+        body = relay.body
+        if self._secret is not None and body:
+            headers[HEADER] = router_proof(self._secret, body)
         self._metrics.requests.labels(s_node.url).inc()
         try:
             async with self._session.request(
                 request.method,
                 URL(s_node.url + request.rel_url.raw_path_qs, encoded=True),
-                data=relay.body or None,
-                headers=headers | {"Accept-Encoding": "identity", HEADER: "1"},
+                data=body or None,
+                headers=headers | {"Accept-Encoding": "identity"},
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             ) as answer:

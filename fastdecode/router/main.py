@@ -25,8 +25,10 @@ from fastdecode.api.errors import ApiError, json_response
 from fastdecode.api.middleware import errors_as_json, log_requests, with_expectations
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon import option_values
+from fastdecode.daemon.config_files import read_secret
 from fastdecode.daemon.config_sources import Parser
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed
+from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.process import set_up_logging, wait_for_shutdown
 from fastdecode.router.forwarder import Forwarder, has_dot_segments
 from fastdecode.router.metrics import RouterMetrics
@@ -64,6 +66,12 @@ def _parser() -> Parser:
         default=30.0,
         help="how long a stream whose S-node is lost waits for one that continues it (default: 30)",
     )
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the secret of the S-nodes, which streams need to go on at another S-node",
+    )
     parser.add_argument("--no-access-log", action="store_true", help="do not log a line for every request")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
@@ -79,13 +87,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     for url in args.s_node or ():
         if urlsplit(url).scheme not in _SCHEMES or not urlsplit(url).netloc:
             parser.error(f"--s-node: {url!r} is not of the form http://host:port")
+    try:
+        secret = read_secret(args.secret_file)
+    except ConfigError as error:
+        parser.error(str(error))
     nodes: NodeSet = (
         FileSet(args.s_nodes_file, _SCHEMES) if args.s_nodes_file else FixedSet(_without_slash(args.s_node))
     )
     set_up_logging(args.log_level, args.log_format)
+    if secret is None:
+        log.warning("without --secret-file a stream whose S-node is lost ends with an error")
     try:
         sockets = bind(args.host, args.port)
-        uvloop.run(_run(nodes, sockets, args))
+        uvloop.run(_run(nodes, sockets, secret, args))
     except OSError as error:
         sys.exit(f"fastdecode-router: error: {error}")
 
@@ -94,7 +108,7 @@ def _without_slash(urls: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
 
 
-async def _run(nodes: NodeSet, sockets: list[Any], args: argparse.Namespace) -> None:
+async def _run(nodes: NodeSet, sockets: list[Any], secret: bytes | None, args: argparse.Namespace) -> None:
     shutdown = asyncio.create_task(wait_for_shutdown())
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
@@ -102,7 +116,7 @@ async def _run(nodes: NodeSet, sockets: list[Any], args: argparse.Namespace) -> 
         pool = Pool(nodes, session)
         metrics.watch(pool)
         await pool.start()
-        forwarder = Forwarder(pool, session, metrics, args.continue_seconds)
+        forwarder = Forwarder(pool, session, metrics, secret, args.continue_seconds)
         server = await serve(make_app(pool, forwarder, metrics, access_log=not args.no_access_log), sockets)
         url = f"http://{bracketed(args.host)}:{server.port}/v1"
         print(f"Router on {url}", flush=True)

@@ -22,6 +22,7 @@ from fastdecode.cluster.hosts import NodeFile
 from fastdecode.cluster.reach import Reach, boot_id
 from fastdecode.cluster.supervised import Supervised
 from fastdecode.cluster.table import table
+from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.discovery import FileSet, parse_list
 
 FILE = """
@@ -62,7 +63,7 @@ def test_a_file_is_a_configuration(tmp_path):
         ("r-nodes: {options: {listen: 'tcp://a:1'}}", "options: listen is set by the cluster itself"),
         ("s-nodes: {options: {nonsense: 1}}", "s-nodes: options: there is no option 'nonsense'"),
         ("s-nodes: {options: {max-queued: -1}}", "s-nodes: options: fastdecode-node refuses them"),
-        ("prefill-nodes: {count: 1}", "prefill-nodes: S-nodes take prompts of each other only with a shared secret"),
+        ("made-secret: 1234567890123456", "there is no key 'made-secret'"),
         ("prefill-nodes: {count: -1}", "prefill-nodes: count must be at least 0"),
         ("prefill-nodes: {options: {prefill-listen: 'tcp://a:1'}}", "options: prefill-listen is set by the cluster"),
         ("r-nodes: 4", "r-nodes must be a mapping"),
@@ -154,6 +155,26 @@ def test_an_s_node_watches_a_file_of_prefill_s_nodes(tmp_path, monkeypatch):
     assert path.read_text() == ""
     for host in (prefill, decode):
         host.drain(0)
+
+
+@pytest.mark.quick
+def test_without_a_secret_file_the_nodes_share_a_secret_that_only_their_user_can_read(monkeypatch):
+    monkeypatch.setattr(hosts, "has_rdma", lambda: False)
+    secrets = []
+    for config in (ClusterConfig(), ClusterConfig(secret_file="/s")):
+        nodes = [hosts.HOSTS[role](role, config, lambda entry: None, "127.0.0.1") for role in ("r", "s", "p", "router")]
+        commands = [[*node._command()] for node in nodes]
+        assert not any("--insecure" in command for command in commands)
+        files = [command[command.index("--secret-file") + 1] for command in commands]
+        if config.secret_file:
+            assert set(files) == {"/s"}
+        else:
+            assert {Path(file).stat().st_mode & 0o777 for file in files} == {0o600}
+            secrets = [NodeConfig(secret_file=Path(file)).read_secret() for file in files]
+        for node in nodes:
+            node.drain(0)
+    assert len({*secrets}) == 1 and None not in secrets
+    assert ClusterConfig().made_secret != ClusterConfig().made_secret
 
 
 @pytest.mark.quick

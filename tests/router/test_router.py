@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import threading
 
@@ -12,7 +13,8 @@ import openai
 import orjson
 import pytest
 from aiohttp import web
-from engines.api_client import MODEL, served
+from engines import api_client
+from engines.api_client import MODEL
 from engines.real_engine import real_engine
 from engines.scripted_engine import ScriptedEngine
 from models.checkpoints import make_checkpoint
@@ -22,7 +24,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from fastdecode.api.app import API_PATHS
 from fastdecode.api.app import make_app as s_node_app
-from fastdecode.api.continuation import FIELD, HEADER, mark
+from fastdecode.api.continuation import FIELD, HEADER, MARK, mark, router_proof
 from fastdecode.api.page import is_page
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon.discovery import FileSet, FixedSet
@@ -36,6 +38,8 @@ from fastdecode.router.pool import BLOCK_BYTES, Pool, SNode, prefix_keys
 from fastdecode.text.tokenizer import Tokenizer
 
 ASK = {"model": MODEL, "prompt": "x"}
+SECRET = b"a secret of S-nodes and routers"
+served = functools.partial(api_client.served, router_secret=SECRET)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def spell(tokenizer):
 
 
 @contextlib.asynccontextmanager
-async def routed(*urls, nodes=None, continue_seconds=30.0):
+async def routed(*urls, nodes=None, secret=SECRET, continue_seconds=30.0):
     """A router over S-nodes that it has found healthy; yields OpenAI's client, an HTTP client and the pool."""
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         metrics = RouterMetrics()
@@ -58,7 +62,7 @@ async def routed(*urls, nodes=None, continue_seconds=30.0):
         metrics.watch(pool)
         await pool.start()
         server = await serve(
-            make_app(pool, Forwarder(pool, session, metrics, continue_seconds), metrics), bind("127.0.0.1", 0)
+            make_app(pool, Forwarder(pool, session, metrics, secret, continue_seconds), metrics), bind("127.0.0.1", 0)
         )
         url = f"http://127.0.0.1:{server.port}"
         try:
@@ -538,9 +542,46 @@ async def test_a_request_that_fails_everywhere_ends_with_an_error(tokenizer, spe
 )
 async def test_what_cannot_be_continued_is_refused(tokenizer, spell, wrong):
     async with served(ScriptedEngine(spell("x")), tokenizer, remote=False) as client:
-        for headers, body in (({HEADER: "1"}, ASK | {"stream": True}), ({}, ASK)):
-            async with client.http.post("/v1/completions", json=body | {FIELD: wrong}, headers=headers) as answer:
+        for fields in ({"stream": True}, {}):
+            body = orjson.dumps(ASK | fields | {FIELD: wrong})
+            headers = {HEADER: router_proof(SECRET, body), "Content-Type": "application/json"}
+            async with client.http.post("/v1/completions", data=body, headers=headers) as answer:
                 assert answer.status == 400 and FIELD in (await answer.json())["error"]["message"]
+
+
+PAST = HEAD | {"begun": True, "choices": [[[1], None]]}
+
+
+@pytest.mark.parametrize(
+    "by", ["a client", "a router of another secret", "an S-node without a secret", "a changed body"]
+)
+async def test_only_a_router_that_proves_the_secret_has_marks_and_continues_streams(tokenizer, spell, by):
+    body = orjson.dumps(ASK | {"stream": True})
+    headers = {"Content-Type": "application/json"}
+    match by:
+        case "a router of another secret":
+            headers[HEADER] = router_proof(b"x" * 16, body)
+        case "an S-node without a secret" | "a changed body":
+            headers[HEADER] = router_proof(SECRET, body)
+    secret = None if by == "an S-node without a secret" else SECRET
+    async with api_client.served(ScriptedEngine(spell("x")), tokenizer, router_secret=secret) as client:
+        forged = orjson.dumps(ASK | {"stream": True, FIELD: PAST})
+        async with client.http.post("/v1/completions", data=forged, headers=headers) as answer:
+            assert answer.status == 400 and FIELD in (await answer.json())["error"]["message"]
+        if by != "a changed body":
+            async with client.http.post("/v1/completions", data=body, headers=headers) as answer:
+                assert answer.status == 200 and MARK not in await answer.read()
+
+
+async def test_a_client_s_own_header_does_not_reach_the_s_node(tokenizer, spell):
+    async with (
+        served(ScriptedEngine(spell("x")), tokenizer) as client,
+        routed(url_of(client), secret=None) as (_, http, _),
+    ):
+        body = orjson.dumps(ASK | {"stream": True})
+        headers = {HEADER: router_proof(SECRET, body), "Content-Type": "application/json"}
+        async with http.post("/v1/completions", data=body, headers=headers) as answer:
+            assert answer.status == 200 and MARK not in await answer.read()
 
 
 # ---- real S-nodes ----
@@ -548,10 +589,13 @@ async def test_what_cannot_be_continued_is_refused(tokenizer, spell, wrong):
 
 def test_s_nodes_are_killed_and_drained_behind_the_router(start, tmp_path):
     # A sequence that is recomputed attends to K and V as computed, so a rounded cache might change its tokens.
-    options = ("--kv-memory", "64MiB", "--threads", "1", "--dtype", "fp32", "--kv-dtype", "fp32")
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    shared = ("--secret-file", str(secret))
+    options = ("--kv-memory", "64MiB", "--threads", "1", "--dtype", "fp32", "--kv-dtype", "fp32", *shared)
     s_nodes = [start("--port", "0", *options, own_group=True) for _ in range(2)]
     urls = [s_node.wait_for(r"(http://127\.0\.0\.1:\d+)/v1")[1] for s_node in s_nodes]
-    router = start("--port", "0", *(word for url in urls for word in ("--s-node", url)), program="router")
+    router = start("--port", "0", *(word for url in urls for word in ("--s-node", url)), *shared, program="router")
     router.wait_for(r"takes requests(?s:.)*takes requests")
     with OpenAI(base_url=str(router.api().base_url), api_key="none", max_retries=0, timeout=60) as api:
         expected = complete(api, 40)
