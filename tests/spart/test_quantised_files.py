@@ -121,6 +121,23 @@ def fp8(weight: torch.Tensor, grid: int) -> tuple[dict, Any]:
     return {"weight": q, name: scales if grid else scales.reshape(())}, back
 
 
+def nvfp4(weight: torch.Tensor, modelopt: bool = False) -> tuple[dict, Any]:
+    """E2M1 in groups of 16, by NVIDIA's recipe: the largest number of the matrix becomes 448 * 6."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat([numbers, -numbers])
+    whole = weight.abs().amax() / (448 * 6)
+    groups = weight.unflatten(1, (-1, 16))
+    scales = (groups.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
+    spread = (scales.float() * whole)[:, :, None]
+    q = (groups[..., None] / spread[..., None] - numbers).abs().argmin(3).flatten(1)
+    back = (numbers[q].unflatten(1, (-1, 16)) * spread).flatten(1)
+    packed = (q[:, ::2] | q[:, 1::2] << 4).to(torch.uint8)
+    if modelopt:
+        return {"weight": packed, "weight_scale": scales, "weight_scale_2": whole, "input_scale": torch.ones(())}, back
+    tensors = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": (1 / whole).reshape(1)}
+    return tensors, back
+
+
 def _ct(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"type": "int", **weights}, "input_activations": inputs}
     return {
@@ -152,6 +169,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, float]] = {
     "FP8": (_ct("float-quantized", {"num_bits": 8, "type": "float"}), lambda w: fp8(w, 1), ROUNDED),
     "fp8-blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, lambda w: fp8(w, 32), ROUNDED),
     "fp8-tensor": ({"quant_method": "fp8"}, lambda w: fp8(w, 0), ROUNDED),
+    "nvfp4": (_ct("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 16}), nvfp4, ROUNDED),
+    "modelopt-nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda w: nvfp4(w, modelopt=True), ROUNDED),
+    "modelopt-fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, lambda w: fp8(w, 0), ROUNDED),
     "fbgemm_fp8": ({"quant_method": "fbgemm_fp8"}, lambda w: fp8(w, 1), ROUNDED),
 }
 
@@ -181,7 +201,9 @@ async def test_logits_of_each_format(name, tmp_path):
     assert await error_of_logits(tmp_path / "m", theirs, tmp_path) < FORMATS[name][2]
 
 
-@pytest.mark.parametrize("name", ["FP8", "fp8-blocks", "fp8-tensor", "fbgemm_fp8", "gptq-group-16"])
+@pytest.mark.parametrize(
+    "name", ["FP8", "fp8-blocks", "fp8-tensor", "fbgemm_fp8", "gptq-group-16", "nvfp4", "modelopt-nvfp4"]
+)
 def test_numbers_that_are_rounded_again_move_by_half_a_step(name, tmp_path):
     theirs = make(tmp_path / "m", name)
     config = read_config(tmp_path / "m")
@@ -231,6 +253,16 @@ def test_numbers_packed_by_compressed_tensors_are_unpacked(bits, symmetric, tmp_
     assert torch.equal(theirs, pack(zeros.T.long() + (1 << bits - 1), bits).T)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors")
+def test_numbers_of_nvfp4_are_those_of_compressed_tensors(tmp_path):
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+    tensors, back = nvfp4(torch.randn(8, 64))
+    theirs = unpack_fp4_from_uint8(tensors["weight_packed"], 8, 64).float().unflatten(1, (-1, 16))
+    scales = tensors["weight_scale"].float() / tensors["weight_global_scale"]
+    torch.testing.assert_close((theirs * scales[:, :, None]).flatten(1), back)
+
+
 # ---- refusals ----
 
 
@@ -243,7 +275,9 @@ def test_numbers_packed_by_compressed_tensors_are_unpacked(bits, symmetric, tmp_
         (_GPTQ | {"bits": 3}, "quantised to 3 bits by gptq; known are 4, 8"),
         (_GPTQ | {"checkpoint_format": "marlin"}, "GPTQ format 'marlin' is not supported"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ version 'gemv' is not supported"),
-        (_ct("nvfp4-pack-quantized", {"num_bits": 4}), "format 'nvfp4-pack-quantized' is not supported"),
+        (_ct("mxfp8-quantized", {"num_bits": 8}), "format 'mxfp8-quantized' is not supported"),
+        (_ct("pack-quantized", {"num_bits": 4, "type": "float"}), "float of 4 bits"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt algorithm 'W4A8_AWQ' is not supported"),
         (_ct("pack-quantized", {"num_bits": 2}), "int of 2 bits"),
         (_ct("pack-quantized", {"num_bits": 4}) | {"sparsity_config": {"format": "sparse-24"}}, "sparse"),
         (_ct("pack-quantized", {"num_bits": 4}) | {"transform_config": {"a": 1}}, "rotates its weights"),

@@ -7,9 +7,11 @@ from typing import Any
 from fastdecode.spart.checkpoints.config import CheckpointError, Quantisation
 
 #: `quant_method`s that the native decoder reads.
-METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "mxfp4")
+METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "mxfp4", "modelopt")
 #: Formats of compressed-tensors that are read.
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
+#: `quant_algo`s of NVIDIA's ModelOpt that are read.
+_MODELOPT = ("NVFP4", "FP8")
 
 
 def parse_quantisation(raw: dict[str, Any]) -> Quantisation | None:
@@ -37,6 +39,13 @@ def parse_quantisation(raw: dict[str, Any]) -> Quantisation | None:
             if version != "gemm":
                 raise CheckpointError(f"the checkpoint's AWQ version {version!r} is not supported; known is 'gemm'")
             return Quantisation(method, _bits(raw, (4,)))
+        case "modelopt":
+            if (algorithm := raw.get("quant_algo")) not in _MODELOPT:
+                listed = ", ".join(_MODELOPT)
+                raise CheckpointError(
+                    f"the checkpoint's ModelOpt algorithm {algorithm!r} is not supported; known are {listed}"
+                )
+            return Quantisation(method)
         case "compressed-tensors":
             return _compressed_tensors(raw)
         case _:
@@ -74,9 +83,9 @@ def _compressed_tensors(raw: dict[str, Any]) -> Quantisation:
         if not isinstance(weights, dict):
             raise CheckpointError(f"the checkpoint's {name} configuration has a group without weights")
         kind = (weights.get("type", "int"), weights.get("num_bits"))
-        if kind not in (("int", 4), ("int", 8), ("float", 8)):
+        if kind not in (("int", 4), ("int", 8), ("float", 8)) and (form, *kind) != ("nvfp4-pack-quantized", "float", 4):
             raise CheckpointError(
-                f"the checkpoint's weights are {kind[0]} of {kind[1]} bits ({name}), not int4, int8 or fp8"
+                f"the checkpoint's weights are {kind[0]} of {kind[1]} bits ({name}), not int4, int8, fp8 or nvfp4"
             )
         inputs = group.get("input_activations")
         rounded |= isinstance(inputs, dict) and (inputs.get("type", "int"), inputs.get("num_bits")) == ("int", 8)

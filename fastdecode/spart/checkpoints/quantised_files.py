@@ -1,4 +1,4 @@
-"""Quantised safetensors: compressed-tensors, GPTQ, AWQ and FP8 checkpoints as matrices in 4 or 8 bits.
+"""Quantised safetensors: compressed-tensors, GPTQ, AWQ, FP8 and NVFP4 checkpoints as matrices in 4 or 8 bits.
 
 A module's weight is stored as several tensors, in the layouts that the tools publish:
 
@@ -10,8 +10,11 @@ A module's weight is stored as several tensors, in the layouts that the tools pu
                         of a word in the order of _AWQ_ORDER
     fp8                 weight fp8 [out, in]; weight_scale [], [1] or [out, 1], or weight_scale_inv, one for each
                         block of a grid
+    nvfp4               weight_packed uint8 [out, in / 2], two numbers of _FP4 each; weight_scale fp8 [out, in / 16];
+                        weight_global_scale [1], which divides
+    modelopt nvfp4      weight, weight_scale likewise; weight_scale_2 [], which multiplies
 
-Numbers in 4 and 8 bits are kept as they are, FP8 is rounded to 8 bits in groups of 32.
+Numbers in 4 and 8 bits are kept as they are, FP8 and NVFP4 are rounded to 8 bits in groups of 32.
 """
 
 from __future__ import annotations
@@ -29,11 +32,17 @@ _TENSORS = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
     "packed": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale"),
+    "nvfp4": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
     "plain": ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx", "input_scale"),
 }
 #: `weight_scale_inv` stands in for `weight_scale`. `input_scale` is not read: we round activations in smaller groups.
-_MAY_LACK = ("g_idx", "weight_scale_inv", "weight_zero_point", "weight_g_idx", "input_scale")
-_NUMBERS = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
+_MAY_LACK = ("g_idx", "weight_scale_inv", "weight_zero_point", "weight_g_idx", "input_scale", "input_global_scale")
+#: How the first tensor of a form is stored, in safetensors' spelling.
+_STORED_AS = {"packed": ("I32",), "nvfp4": ("U8",), "modelopt": ("U8",), "plain": ("I8", "F8_E4M3")}
+#: The numbers of NVFP4, then their negatives (E2M1; OCP Microscaling Formats 1.0, 5.3.3).
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_GROUP = 16
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -48,12 +57,12 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
 
     def _find(self) -> dict[str, str]:
         """The form of each module's weight, a key of _TENSORS."""
-        forms = ["packed", "plain"] if self._how.method not in ("gptq", "awq") else [self._how.method]
+        forms = [*_STORED_AS] if self._how.method not in ("gptq", "awq") else [self._how.method]
         found = {}
         for form in forms:
             for name in self.stored:
                 module, _, end = name.rpartition(".")
-                if end == _TENSORS[form][0] and (form != "plain" or self.stored[name].dtype in _NUMBERS):
+                if end == _TENSORS[form][0] and self.stored[name].dtype in _STORED_AS.get(form, ("I32",)):
                     found[f"{module}.weight"] = form
         return found
 
@@ -82,6 +91,8 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
                 return columns * 8, rows
             case "packed":
                 return tuple(self._need(name, "weight_shape").tolist())
+            case "nvfp4" | "modelopt":
+                return rows, columns * 2
         return rows, columns
 
     def _stored(self, name: str, end: str) -> tuple[int, int]:
@@ -102,6 +113,10 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
                     return self._awq(name)
                 case "packed":
                     return self._packed(name)
+                case "nvfp4":
+                    return self._fp4(name, "weight_packed", 1 / self._need(name, "weight_global_scale").float())
+                case "modelopt":
+                    return self._fp4(name, "weight", self._need(name, "weight_scale_2").float())
             return self._plain(name)
         except CheckpointError:
             raise
@@ -153,6 +168,13 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         if zeros is not None:  # packed along the outputs
             zeros = _unpack(zeros.T.contiguous(), bits).T[:outs].int()
         return self._make(q, scales, zeros, bits, self._get(name, "weight_g_idx"))
+
+    def _fp4(self, name: str, end: str, whole: torch.Tensor) -> Quantised:
+        numbers = torch.tensor([*_FP4, *(-x for x in _FP4)])
+        packed, scales = self._need(name, end), self._need(name, "weight_scale").float() * whole.reshape(())
+        values = numbers[torch.stack([packed & 15, packed >> 4], dim=-1).int()].flatten(1)
+        by_group = values.unflatten(1, (-1, _FP4_GROUP)) * scales[:, :, None]
+        return quantise(by_group.flatten(1), 8, self._how.activation_bits)
 
     def _plain(self, name: str) -> Quantised:
         weight = self._need(name, "weight")
