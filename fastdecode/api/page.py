@@ -8,14 +8,22 @@ from pathlib import Path
 from aiohttp import web
 
 _FOLDER = Path(__file__).parent / "static"
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
 _INDEX = "index.html"
 _HEADERS = {
     "Cache-Control": "no-cache",  # a browser asks each time, and gets a 304 while the file is the same
-    # The page loads nothing from elsewhere, and no other page may frame it (Content Security Policy Level 3).
+    # The page loads nothing from elsewhere, makes no element from a string, and no other page may frame it (Content
+    # Security Policy Level 3, Trusted Types).
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -24,7 +32,7 @@ _HEADERS = {
 
 def page_routes() -> list[web.RouteDef]:
     """A route for each file of the page; the path of index.html is /."""
-    return [_route(path) for path in sorted(_FOLDER.iterdir())]
+    return [_route(path) for path in sorted(_FOLDER.rglob("*.*"))]
 
 
 def is_page(path: str) -> bool:
@@ -44,4 +52,5 @@ def _route(path: Path) -> web.RouteDef:
         response.etag = etag
         return response
 
-    return web.get("/" if path.name == _INDEX else f"/static/{path.name}", send)
+    name = path.relative_to(_FOLDER).as_posix()
+    return web.get("/" if name == _INDEX else f"/static/{name}", send)

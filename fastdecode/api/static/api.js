@@ -1,5 +1,7 @@
 // Requests to the server: errors as sentences, and the events of a stream.
 
+import { tab } from "./store.js";
+
 /** A request that got no answer, or one that says no. `status` is 0 without an answer. */
 export class Failure extends Error {
   constructor(status, message, { code = null, retryAfter = null } = {}) {
@@ -13,18 +15,19 @@ export class Failure extends Error {
 const KEY = "fastdecode.key";
 
 export function useKey(key) {
-  sessionStorage.setItem(KEY, key);
+  tab.write(KEY, key);
 }
 
 /** The server's answer if its status is 200. Throws Failure, or the signal's AbortError. */
 export async function request(path, { body, signal } = {}) {
-  const key = sessionStorage.getItem(KEY);
+  const key = tab.read(KEY);
   const headers = {};
   if (key) headers.Authorization = `Bearer ${key}`;
   if (body) headers["Content-Type"] = "application/json";
   let response;
   try {
-    response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
+    const method = body ? "POST" : "GET";
+    response = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Failure(0, "The server does not answer.");

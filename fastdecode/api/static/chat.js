@@ -1,73 +1,122 @@
-// The chat: a conversation that the browser keeps, answers as they are written, errors that can be tried again.
+// The chat: conversations, the answer that is being written, and what can be done with the messages.
 
-import { Failure, events, request, sleep } from "./api.js";
-import { $, button, count, el, number, seconds } from "./dom.js";
-import { copyText, render } from "./text.js";
+import { writeAnswer } from "./answer.js";
+import { Failure, sleep } from "./api.js";
+import * as conversations from "./conversations.js";
+import { $, button, el, fit, isAtEnd, onEnter, toEnd } from "./dom.js";
+import { MessageItem } from "./message.js";
+import { Options } from "./options.js";
 
-const STORE = "fastdecode.conversation";
-const TRIES = 5; // of a request that the server refuses because its queue is full
-const QUESTIONS = ["What is the capital of France?", "Explain what a KV-cache is in two sentences.", "Write a limerick about memory bandwidth."];
+const KEEP_SECONDS = 2; // an answer that is being written is kept this often
+const QUESTIONS = [
+  "What is the capital of France?",
+  "Explain in three sentences how a transformer writes text.",
+  "Write a Python function that reverses a string.",
+];
 const BEGINNINGS = ["It was a", "Once upon a time there was", "The first thing that she saw was"];
 
 export class Chat {
-  /** `model`: a promise of the server's first report. */
-  constructor(model) {
-    this.onEnd = () => {};
-    this.model = model;
+  constructor() {
+    this.onState = () => {}; // is called with what the chat does, as "writing"; with null when an answer has ended
+    this.options = new Options();
     this.completes = false; // the model has no chat template
+    this.known = new Promise((resolve) => { this.tellKnown = resolve; }); // whether it has one
     this.running = null; // the AbortController of the answer that is being written
-    this.messages = [];
-    this.load();
-    model.then((report) => this.adapt(report.chat));
+    this.items = []; // of the messages
+    const prompt = $("prompt");
     $("composer").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
     $("stop").addEventListener("click", () => this.running?.abort());
-    $("clear").addEventListener("click", () => this.clear());
-    for (const id of ["system", "temperature", "max-tokens"]) $(id).addEventListener("change", () => this.save());
-    const prompt = $("prompt");
+    $("new").addEventListener("click", () => this.open(conversations.create()));
+    $("options").addEventListener("input", () => this.offerActions());
     prompt.addEventListener("input", () => fit(prompt));
-    prompt.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); this.send(); }
+    onEnter(prompt, () => this.send());
+    document.addEventListener("keydown", ({ key }) => {
+      const inView = !$("view-chat").hidden && !$("side").matches(":popover-open"); // otherwise Escape closes something
+      if (key === "Escape" && inView) this.running?.abort();
     });
-    document.addEventListener("keydown", (event) => { if (event.key === "Escape") this.running?.abort(); });
-    this.show();
+    addEventListener("pagehide", () => { if (this.running) this.keep(this.conversation); });
+    conversations.watch((id) => this.changedElsewhere(id));
+    this.open(conversations.reopen());
   }
 
-  // ---- what the browser keeps ----
-
-  load() {
-    try {
-      const kept = JSON.parse(localStorage.getItem(STORE)) ?? {};
-      this.messages = kept.messages ?? [];
-      for (const [id, value] of Object.entries(kept.options ?? {})) $(id).value = value;
-    } catch {
-      localStorage.removeItem(STORE);
-    }
-  }
-
-  save() {
-    const options = Object.fromEntries(["system", "temperature", "max-tokens"].map((id) => [id, $(id).value]));
-    try {
-      localStorage.setItem(STORE, JSON.stringify({ messages: this.messages, options }));
-    } catch {
-      // The storage is full or forbidden: the conversation lives as long as the page.
-    }
-  }
-
-  clear() {
-    this.running?.abort();
-    this.messages = [];
-    this.save();
-    this.show();
-    $("prompt").focus();
-  }
-
+  /** Take in whether the model has a chat template. */
   adapt(hasTemplate) {
     this.completes = !hasTemplate;
     $("completion-note").hidden = hasTemplate;
     $("system").disabled = !hasTemplate;
     $("prompt").placeholder = hasTemplate ? "Your message" : "The beginning of a text";
     const texts = hasTemplate ? QUESTIONS : BEGINNINGS;
-    $("suggestions").replaceChildren(...texts.map((text) => button(text, () => { $("prompt").value = text; this.send(); })));
+    $("suggestions").replaceChildren(...texts.map((text) => button(text, () => this.say(text))));
+    this.options.show();
+    this.tellKnown();
+  }
+
+  // ---- conversations ----
+
+  open(conversation) {
+    if ($("side").matches(":popover-open")) $("side").hidePopover();
+    if (conversation.id === this.conversation?.id) return;
+    this.running?.abort();
+    this.conversation = conversation;
+    conversations.markOpen(conversation);
+    this.showRunning(null);
+    this.show();
+    this.list();
+    toEnd();
+    if (matchMedia("(hover: hover)").matches) $("prompt").focus(); // elsewhere it would open a keyboard
+  }
+
+  keep(conversation) {
+    if (conversation.removed) return;
+    $("storage-note").hidden = conversations.write(conversation);
+    conversations.markOpen(this.conversation);
+  }
+
+  remove(conversation) {
+    conversations.remove(conversation.id);
+    if (conversation.id !== this.conversation.id) this.list();
+    else {
+      this.conversation.removed = true;
+      this.open(conversations.create());
+    }
+  }
+
+  /** Another tab has written or removed a conversation, or all if `id` is null. */
+  changedElsewhere(id) {
+    this.list();
+    const { conversation } = this;
+    if (this.running || !conversation.changed || (id ?? conversation.id) !== conversation.id) return;
+    this.conversation = conversations.read(conversation.id) ?? conversations.create();
+    this.show();
+  }
+
+  list() {
+    const all = conversations.all();
+    $("conversations").replaceChildren(...all.map((conversation) => {
+      const { id } = conversation;
+      // What is kept may have changed since the list was made.
+      const reopen = () => this.open(conversations.read(id) ?? conversations.create());
+      const open = button(conversations.title(conversation), reopen, "open");
+      if (id === this.conversation.id) open.setAttribute("aria-current", "true");
+      return el("li", {}, open, this.remover(conversation));
+    }));
+  }
+
+  /** A button that removes a conversation when it is pressed twice. */
+  remover(conversation) {
+    const label = `Delete “${conversations.title(conversation)}”`;
+    const node = button("×", () => {
+      if (node.classList.contains("bad")) this.remove(conversation);
+      node.classList.add("bad");
+      node.textContent = "Delete?";
+    }, "remove");
+    node.title = label;
+    node.setAttribute("aria-label", label);
+    node.addEventListener("blur", () => {
+      node.classList.remove("bad");
+      node.textContent = "×";
+    });
+    return node;
   }
 
   // ---- asking ----
@@ -77,189 +126,113 @@ export class Chat {
     if (!text.trim() || this.running) return;
     $("prompt").value = "";
     fit($("prompt"));
-    this.messages.push({ role: "user", content: this.completes ? text : text.trim() });
-    this.show();
-    this.answer();
+    this.say(text);
   }
 
-  /** Let the model write the answer to the last message of the user. */
-  async answer() {
-    const message = { role: "assistant", content: "", reasoning: "" };
-    const { messages } = this;
-    const item = this.append(message);
-    this.running = new AbortController();
-    this.showRunning(true);
-    try {
-      await this.write(message, item, this.running.signal);
-    } catch (error) {
-      if (error.name === "AbortError") message.stopped = true;
-      else if (error instanceof Failure) message.error = error.message;
-      else message.error = `The page failed: ${error.message}.`;
-    }
-    this.running = null;
-    this.showRunning(false);
-    this.onEnd();
-    if (messages !== this.messages) return; // a new conversation has begun
-    message.notice = null;
-    messages.push(message);
-    this.save();
-    this.show();
-    $("announcer").textContent = message.error ?? message.content;
+  say(text) {
+    if (this.running) return;
+    this.conversation.messages.push({ role: "user", content: this.completes ? text : text.trim() });
+    this.answer({ role: "assistant", content: "", reasoning: "" });
   }
 
-  async write(message, item, signal) {
-    await Promise.race([this.model, sleep(3, signal)]);
-    const begun = performance.now();
-    let first = null;
-    let usage = null;
-    for await (const event of events(await this.ask(message, item, signal))) {
-      usage = event.usage ?? usage;
-      const [choice] = event.choices;
-      if (!choice) continue;
-      first ??= performance.now();
-      message.content += choice.text ?? choice.delta?.content ?? "";
-      message.reasoning += choice.delta?.reasoning_content ?? "";
-      message.cut = choice.finish_reason === "length" || message.cut;
-      message.stats = stats(begun, first, usage);
-      this.refresh(item, message);
-    }
-    message.stats = stats(begun, first, usage);
-  }
-
-  /** The stream of the answer. Waits and asks again while the server's queue is full. */
-  async ask(message, item, signal) {
-    const [path, body] = this.body();
-    for (let tries = 1; ; tries += 1) {
-      try {
-        return await request(path, { body, signal });
-      } catch (error) {
-        if (error.status !== 429 || tries === TRIES) throw error;
-        for (let left = error.retryAfter ?? 2 ** tries; left > 0; left -= 1) {
-          message.notice = `The server is busy. Trying again in ${left} s.`;
-          this.refresh(item, message);
-          await sleep(1, signal);
-        }
-        message.notice = null;
-      }
-    }
-  }
-
-  body() {
-    const body = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
-    if ($("temperature").value !== "") body.temperature = Number($("temperature").value);
-    if ($("max-tokens").value !== "") body.max_tokens = Number($("max-tokens").value);
-    const said = this.messages.filter((message) => message.content);
-    if (this.completes) {
-      // The text so far is the prompt, and the endpoint's default of 16 tokens would be short.
-      const prompt = said.map((message) => message.content).join("");
-      return ["/v1/completions", { max_tokens: 256, ...body, prompt }];
-    }
-    const system = $("system").value.trim();
-    const messages = said.map(({ role, content }) => ({ role, content }));
-    if (system) messages.unshift({ role: "system", content: system });
-    return ["/v1/chat/completions", { ...body, messages }];
+  /** Say `text` in place of a message of the user, and of everything behind it. */
+  sayInstead(message, text) {
+    const { messages } = this.conversation;
+    messages.splice(messages.indexOf(message));
+    this.say(text);
   }
 
   again() {
-    if (this.running) return;
-    if (this.messages.at(-1)?.role === "assistant") this.messages.pop();
+    this.conversation.messages.pop();
+    this.answer({ role: "assistant", content: "", reasoning: "" });
+  }
+
+  /** Let the model write `message`, a new one or the last. */
+  async answer(message) {
+    const { conversation } = this;
+    const running = new AbortController();
+    const said = conversation.messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
+    if (conversation.messages.at(-1) !== message) conversation.messages.push(message);
+    Object.assign(message, { writing: true, stats: "", waited: 0, stopped: false, cut: false, error: null });
+    this.showRunning(running);
     this.show();
-    this.answer();
+    toEnd();
+    const item = this.items.at(-1);
+    const changed = () => {
+      if (running !== this.running) return;
+      this.onState(message.stats ? "writing" : "waiting for the first token");
+      item.refresh();
+    };
+    changed();
+    this.keep(conversation);
+    this.list();
+    const keeping = setInterval(() => this.keep(conversation), KEEP_SECONDS * 1000);
+    try {
+      await Promise.race([this.known, sleep(3, running.signal)]);
+      await writeAnswer(...this.request(said), message, running.signal, changed);
+    } catch (error) {
+      if (error.name === "AbortError") message.stopped = true;
+      else message.error = error instanceof Failure ? error.message : `The page failed: ${error.message}.`;
+    }
+    clearInterval(keeping);
+    message.writing = false;
+    this.keep(conversation);
+    if (running !== this.running) return; // another conversation is open
+    const atEnd = isAtEnd();
+    this.showRunning(null);
+    item.finish();
+    this.offerActions();
+    if (atEnd) toEnd();
+    this.list();
+    $("announcer").textContent = message.error ?? message.content;
+  }
+  /** The path and the body of a request for what comes after the messages `said`. */
+  request(said) {
+    const body = this.options.fields();
+    if (this.options.model) body.model = this.options.model;
+    if (this.completes) return ["/v1/completions", { ...body, prompt: said.map(({ content }) => content).join("") }];
+    const messages = [];
+    for (const message of said) {
+      // Many templates want roles in turns; they are not where an answer failed.
+      if (messages.at(-1)?.role === message.role) messages.at(-1).content += `\n\n${message.content}`;
+      else messages.push({ ...message });
+    }
+    const goesOn = messages.at(-1).role === "assistant";
+    if (goesOn) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+    if (this.options.system) messages.unshift({ role: "system", content: this.options.system });
+    return ["/v1/chat/completions", { ...body, messages }];
   }
 
   // ---- showing ----
 
   show() {
-    $("messages").replaceChildren(...this.messages.map((message, i) => this.item(message, i === this.messages.length - 1)));
-    $("welcome").hidden = this.messages.length > 0;
-    $("clear").disabled = this.messages.length === 0;
-    toEnd();
+    const { messages } = this.conversation;
+    this.items = messages.map((message) => new MessageItem(message));
+    $("messages").replaceChildren(...this.items.map((item) => item.node));
+    $("welcome").hidden = messages.length > 0;
+    document.title = messages.length ? `${conversations.title(this.conversation)} – fastdecode` : "fastdecode";
+    this.offerActions();
   }
 
   showRunning(running) {
-    $("send").hidden = running;
+    this.running = running;
+    $("send").hidden = Boolean(running);
     $("stop").hidden = !running;
-    $("messages").setAttribute("aria-busy", running);
+    $("messages").setAttribute("aria-busy", Boolean(running));
+    if (!running) this.onState(null);
   }
 
-  append(message) {
-    const item = this.item(message, false);
-    item.classList.add("writing");
-    $("messages").append(item);
-    toEnd();
-    return item;
+  /** Show under each message what can be done with it now. */
+  offerActions() {
+    for (const item of this.items) item.offer(this.running ? {} : this.actions(item));
   }
 
-  item(message, last) {
-    const item = el("li", { className: `message ${message.role}` });
-    fill(item, message);
-    if (message.role === "assistant" && last) {
-      item.querySelector(".foot").append(button(message.error ? "Try again" : "Write another", () => this.again()));
-    }
-    return item;
+  actions({ message }) {
+    if (message.role === "user") return { Edit: (item) => item.edit((text) => this.sayInstead(message, text)) };
+    if (message !== this.conversation.messages.at(-1)) return {};
+    const complete = !message.stopped && !message.cut && !message.error;
+    const goOn = { Continue: () => this.answer(message) };
+    if (complete) return this.options.greedy ? {} : { "Write another": () => this.again() };
+    return { ...(message.content ? goOn : {}), "Try again": () => this.again() };
   }
-
-  /** Show a message that grows, at most once a frame. */
-  refresh(item, message) {
-    if (item.dataset.due) return;
-    item.dataset.due = "1";
-    requestAnimationFrame(() => {
-      delete item.dataset.due;
-      if (!item.isConnected) return;
-      const atEnd = isAtEnd();
-      fill(item, message);
-      if (atEnd) toEnd();
-    });
-  }
-}
-
-function fill(item, message) {
-  const open = item.querySelector("details")?.open;
-  const parts = [el("span", { className: "visually-hidden" }, message.role === "user" ? "You:" : "The model:")];
-  if (message.reasoning) {
-    const details = el("details", { className: "reasoning" }, el("summary", {}, "Reasoning"), ...render(message.reasoning));
-    details.open = open ?? !message.content;
-    parts.push(details);
-  }
-  parts.push(el("div", { className: "text" }, ...(message.role === "user" ? [el("p", {}, message.content)] : render(message.content))));
-  if (message.notice) parts.push(el("p", { className: "notice" }, message.notice));
-  if (message.error) parts.push(el("p", { className: "notice bad", role: "alert" }, message.error));
-  if (message.role === "assistant") parts.push(foot(message));
-  item.replaceChildren(...parts);
-}
-
-function foot(message) {
-  const notes = [];
-  if (message.stats) notes.push(message.stats);
-  if (message.stopped) notes.push("stopped");
-  if (message.cut) notes.push("cut at the longest answer");
-  const line = el("div", { className: "foot" }, el("span", { className: "faint" }, notes.join(" · ")));
-  if (message.content) line.append(button("Copy", (self) => copyText(self, message.content)));
-  return line;
-}
-
-/** "120 tokens · the first after 85 ms · 41 tokens/s · 96 of 110 prompt tokens cached" */
-function stats(begun, first, usage) {
-  if (first === null || !usage) return "";
-  const n = usage.completion_tokens;
-  const parts = [count(n, "token"), `the first after ${seconds((first - begun) / 1000)}`];
-  const taken = (performance.now() - first) / 1000;
-  if (n > 1 && taken > 0) parts.push(`${number((n - 1) / taken)} tokens/s`);
-  const cached = usage.prompt_tokens_details?.cached_tokens;
-  if (cached) parts.push(`${cached} of ${usage.prompt_tokens} prompt tokens cached`);
-  return parts.join(" · ");
-}
-
-function fit(area) {
-  area.style.height = "auto";
-  area.style.height = `${Math.min(area.scrollHeight + 2, 220)}px`;
-}
-
-function isAtEnd() {
-  const page = document.scrollingElement;
-  return page.scrollHeight - page.scrollTop - page.clientHeight < 80;
-}
-
-function toEnd() {
-  document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight;
 }

@@ -34,7 +34,8 @@ export class Cluster {
     this.remember(report, rates);
     if ($("view-cluster").hidden) return;
     $("tiles").replaceChildren(...this.tiles(report, rates));
-    $("nodes").replaceChildren(sNode(report, rates), el("div", { className: "r-nodes" }, ...report.nodes.map((node, i) => rNode(node, rates.nodes[i]))));
+    const rNodes = report.nodes.map((node, i) => rNode(node, rates.nodes[i]));
+    $("nodes").replaceChildren(sNode(report, rates), el("div", { className: "r-nodes" }, ...rNodes));
     if (!this.frozen) showTimeline(report.timeline);
     showHistogram("ttft", report.histograms.first_token, "Time to first token");
     showHistogram("tbt", report.histograms.inter_token, "Time between tokens");
@@ -50,7 +51,8 @@ export class Cluster {
       const old = since?.nodes.find((other) => other.url === node.url);
       const delta = (name) => (old ? Math.max(0, node[name] - old[name]) : 0);
       const busy = delta("attention_seconds");
-      return { busy: Math.min(1, busy / time), bandwidth: busy > 1e-4 ? delta("kv_bytes_read") / busy : null, rows: delta("rows") / time };
+      const bandwidth = busy > 1e-4 ? delta("kv_bytes_read") / busy : null;
+      return { busy: Math.min(1, busy / time), bandwidth, rows: delta("rows") / time };
     });
     return {
       output: rate("generated_tokens"),
@@ -69,12 +71,16 @@ export class Cluster {
 
   tiles(report, rates) {
     const { totals } = report;
-    const hits = totals.prefix_queries ? `${Math.round((100 * totals.prefix_hits) / totals.prefix_queries)} % of prompts from the prefix cache` : "";
+    const hits = Math.round((100 * totals.prefix_hits) / totals.prefix_queries);
+    const cached = totals.prefix_queries ? `${hits} % of prompts from the prefix cache` : "";
+    const written = `${number(totals.generated_tokens)} since the start`;
+    const others = `${report.waiting} waiting, ${number(totals.rejected)} refused`;
+    const used = Math.round(100 * report.kv_cache_usage);
     return [
-      tile("Output", `${number(rates.output)}`, "tokens/s", `${number(totals.generated_tokens)} since the start`, this.lines.output),
-      tile("Prompts", `${number(rates.prompt)}`, "tokens/s", hits, this.lines.prompt),
-      tile("Requests", `${report.running}`, "running", `${report.waiting} waiting, ${number(totals.rejected)} refused`, this.lines.running),
-      tile("KV-cache", `${Math.round(100 * report.kv_cache_usage)}`, "% in use", count(totals.preemptions, "preemption"), this.lines.kv),
+      tile("Output", number(rates.output), "tokens/s", written, this.lines.output),
+      tile("Prompts", number(rates.prompt), "tokens/s", cached, this.lines.prompt),
+      tile("Requests", report.running, "running", others, this.lines.running),
+      tile("KV-cache", used, "% in use", count(totals.preemptions, "preemption"), this.lines.kv),
     ];
   }
 }
@@ -95,17 +101,19 @@ function meter(name, share, text, kind = "") {
   const percent = Math.round(100 * Math.min(1, Math.max(0, share)));
   const fill = el("span", { className: `fill ${kind}` });
   fill.style.width = `${percent}%`;
-  const bar = el("span", { className: "meter", role: "meter", "aria-label": name, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": percent, "aria-valuetext": text }, fill);
+  const range = { "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": percent, "aria-valuetext": text };
+  const bar = el("span", { className: "meter", role: "meter", "aria-label": name, ...range }, fill);
   return el("div", { className: "measure" }, el("span", {}, name), el("span", { className: "faint" }, text), bar);
 }
 
 function sNode(report, rates) {
+  const facts = `${report.model}, context ${number(report.max_model_len)} · fastdecode ${report.version}`;
   const steps = rates.steps ? `${number(rates.steps)} steps/s` : "no step is running";
   return el(
     "article",
     { className: "node s-node" },
     el("h3", {}, "S-node"),
-    el("p", { className: "faint" }, `${report.model}, context ${number(report.max_model_len)} · fastdecode ${report.version}`),
+    el("p", { className: "faint" }, facts),
     meter("S-Part computes", rates.computing, `${Math.round(100 * rates.computing)} % of the time`, "s"),
     meter("waits for R-nodes", rates.waiting, `${Math.round(100 * rates.waiting)} % of the time`, "wait"),
     el("p", { className: "faint" }, steps),
@@ -114,13 +122,14 @@ function sNode(report, rates) {
 
 function rNode(node, rate) {
   const [transport] = node.url.split(":", 1);
+  const answers = node.alive && node.answer_seconds ? `answers in ${seconds(node.answer_seconds)}` : "";
   const link = el(
     "div",
     { className: `link${node.alive ? "" : " down"}${rate.rows ? " active" : ""}` },
     el("span", { className: "wire", "aria-hidden": "true" }),
     el("strong", {}, transport),
     el("span", { className: "faint" }, node.alive ? `${number(rate.rows)} rows/s` : "lost"),
-    el("span", { className: "faint" }, node.alive && node.answer_seconds ? `answers in ${seconds(node.answer_seconds)}` : ""),
+    el("span", { className: "faint" }, answers),
   );
   const used = node.pages_used * node.page_bytes;
   const most = node.pages_max * node.page_bytes;
@@ -130,10 +139,13 @@ function rNode(node, rate) {
     el("h3", {}, node.node || node.url),
     el("p", { className: "faint" }, `${node.url} · ${node.isa}, ${count(node.threads, "thread")}`),
   );
-  if (!node.alive) body.append(el("p", { className: "notice bad" }, "The link is lost. The S-node keeps trying to open it again."));
-  else {
+  if (!node.alive) {
+    const lost = "The link is lost. The S-node keeps trying to open it again.";
+    body.append(el("p", { className: "notice bad" }, lost));
+  } else {
+    const kept = `${bytes(used)} of ${bytes(most)}, ${count(node.sequences, "sequence")}`;
     body.append(
-      meter("KV-cache", most ? used / most : 0, `${bytes(used)} of ${bytes(most)}, ${count(node.sequences, "sequence")}`),
+      meter("KV-cache", most ? used / most : 0, kept),
       meter("R-Part", rate.busy, `${Math.round(100 * rate.busy)} % of the time`, "r"),
       bandwidth(node, rate.bandwidth),
     );
@@ -142,16 +154,19 @@ function rNode(node, rate) {
 }
 
 function bandwidth(node, measured) {
-  const roof = node.roofline ? ` of ${number(node.roofline / 1e9)} GB/s` : " GB/s";
-  const text = measured === null ? `idle${node.roofline ? `; the memory gives ${number(node.roofline / 1e9)} GB/s` : ""}` : `${number(measured / 1e9)}${roof}`;
+  const roof = node.roofline ? `${number(node.roofline / 1e9)} GB/s` : null;
+  const idle = roof ? `idle; the memory gives ${roof}` : "idle";
+  const text = measured === null ? idle : `${number(measured / 1e9)} ${roof ? `of ${roof}` : "GB/s"}`;
   const share = measured !== null && node.roofline ? measured / node.roofline : 0;
   const bar = meter("bandwidth", share, text, "r");
-  bar.title = "KV-cache read in the time that the R-engine worked, against what its threads can read from memory, measured when the R-node started";
+  bar.title =
+    "KV-cache read in the time that the R-engine worked, against what its threads can read from memory, measured when " +
+    "the R-node started";
   return bar;
 }
 
 function showTimeline(parts) {
-  const drawn = timeline(parts);
+  const drawn = timeline(parts, $("timeline").clientWidth);
   if (!drawn) {
     $("timeline").replaceChildren(el("p", { className: "empty" }, "No step has run yet."));
     $("timeline-text").textContent = "";
@@ -159,11 +174,13 @@ function showTimeline(parts) {
   }
   $("timeline").replaceChildren(drawn.chart);
   const { computed, length } = drawn;
+  const share = Math.round((100 * computed) / length);
   $("timeline-text").textContent =
-    `The last ${seconds(length / 1e6)} of work: the S-Part computes ${Math.round((100 * computed) / length)} % of it. ` +
+    `The last ${seconds(length / 1e6)} of work: the S-Part computes ${share} % of it. ` +
     "A is the first mini-batch, B the second.";
 }
 
 function showHistogram(id, data, name) {
-  $(id).replaceChildren(histogram(data, name) ?? el("p", { className: "empty" }, "Nothing counted yet."));
+  const chart = histogram(data, name, $(id).clientWidth);
+  $(id).replaceChildren(chart ?? el("p", { className: "empty" }, "Nothing counted yet."));
 }

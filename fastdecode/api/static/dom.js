@@ -13,11 +13,53 @@ export function el(name, properties = {}, ...children) {
   return node;
 }
 
+/** Copy a text, and say on the button that it was. */
+export async function copyText(self, text) {
+  const label = self.textContent;
+  self.textContent = (await toClipboard(text)) ? "Copied" : "Not allowed";
+  setTimeout(() => { self.textContent = label; }, 1500);
+}
+
+async function toClipboard(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
+  // Over http from another host a browser has no navigator.clipboard, and copies only what is selected.
+  const area = el("textarea", { className: "visually-hidden", value: text });
+  document.body.append(area);
+  area.select();
+  const copied = document.execCommand("copy");
+  area.remove();
+  return copied;
+}
+
 /** A quiet button that calls `onclick`, with itself as the argument. */
 export function button(label, onclick, className = "quiet") {
   const node = el("button", { type: "button", className }, label);
   node.addEventListener("click", () => onclick(node));
   return node;
+}
+
+/** Call `act` when Enter is pressed in a text area; with Shift it is a new line, in an input method it ends a word. */
+export function onEnter(area, act) {
+  area.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    act();
+  });
+}
+
+/** Make a text area as high as its text, up to a limit. */
+export function fit(area) {
+  area.style.height = "auto";
+  area.style.height = `${Math.min(area.scrollHeight + 2, 220)}px`;
+}
+
+export function isAtEnd() {
+  const page = document.scrollingElement;
+  return page.scrollHeight - page.scrollTop - page.clientHeight < 80;
+}
+
+export function toEnd() {
+  document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight;
 }
 
 export function svg(name, attributes = {}, ...children) {

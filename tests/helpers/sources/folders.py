@@ -14,5 +14,6 @@ INCLUDES = [f"-I{ROOT}", f"-I{ROOT / 'kernels'}"]
 
 
 def source_files(root: Path, folders: Iterable[str], *endings: str) -> list[Path]:
-    """The files with these endings in folders of `root`, at any depth."""
-    return sorted(path for folder in folders for ending in endings for path in (root / folder).rglob(f"*.{ending}"))
+    """The files with these endings in folders of `root`, at any depth. What others wrote (`vendor/`) is left out."""
+    found = (path for folder in folders for ending in endings for path in (root / folder).rglob(f"*.{ending}"))
+    return sorted(path for path in found if "vendor" not in path.relative_to(root).parts)
