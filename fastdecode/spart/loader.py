@@ -175,7 +175,7 @@ def _match(shapes: dict[str, tuple[int, ...]], checkpoint: Checkpoint, config: M
     used = set(shapes) | ({f"{config.names.head}.weight"} if config.tied else set())
     unused = sorted(name for name in have - used if not name.endswith(_DERIVED))
     if aside := [name for name in unused if name.startswith(config.names.aside)]:
-        log.info("%d tensors are left aside, of vision or of drafts: %s, ...", len(aside), aside[0])
+        log.info("%d tensors are left aside, of vision, sound or drafts: %s, ...", len(aside), aside[0])
         unused = [name for name in unused if not name.startswith(config.names.aside)]
     if unused:
         shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")

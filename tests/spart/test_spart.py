@@ -6,15 +6,26 @@ text: in one prompt or many, token by token, several tokens at once, over one li
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import FAMILIES, MIXTURES, STATEFUL, VARIANTS, beside_vision, make_checkpoint, reference
+from models.checkpoints import (
+    FAMILIES,
+    MIXTURES,
+    STATEFUL,
+    VARIANTS,
+    beside_vision,
+    make_checkpoint,
+    reference,
+    several_modes,
+)
 from models.spart_steps import EXACT, GREEDY, interleaved, linked, run, text
 from quick import quick
+from safetensors.torch import load_file, save_file
 
 from fastdecode.spart import Model, SPart, load_model
 from fastdecode.spart.exchange import SlotViews, link_rows, make_exchange
@@ -122,8 +133,38 @@ async def test_greedy_tokens_equal_transformers(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", ["qwen3.5", "qwen3.5-moe"])
 async def test_the_text_part_of_a_model_with_vision(variant, tmp_path):
-    directory = make_checkpoint(variant)
-    theirs = beside_vision(directory, tmp_path / "m")
+    theirs = beside_vision(make_checkpoint(variant), tmp_path / "m")
+    await check_text_part(theirs, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["mistral3", "llava", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"],
+)
+async def test_the_text_part_of_other_models_with_vision(model_type, tmp_path):
+    await check_text_part(several_modes(model_type, tmp_path / "m"), tmp_path)
+
+
+async def test_the_names_that_transformers_itself_has_for_a_text_part(tmp_path):
+    theirs = several_modes("mistral3", tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    tensors = {n.replace("language_model.model.", "model.language_model."): t for n, t in load_file(path).items()}
+    assert any(name.startswith("model.language_model.") for name in tensors)
+    save_file(tensors, path)
+    await check_text_part(theirs, tmp_path)
+
+
+async def test_a_text_part_without_a_configuration_of_its_own(tmp_path):
+    """As Qwen2-VL and Qwen2.5-VL were published."""
+    theirs = several_modes("qwen2_5_vl", tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config.pop("text_config") | config))
+    await check_text_part(theirs, tmp_path)
+
+
+async def check_text_part(theirs, tmp_path):
+    """The native decoder generates the tokens that `theirs`, whose checkpoint is in tmp_path / "m", does."""
     model, prompt = load_model(tmp_path / "m", dtype="fp32"), text(70)
     tokens = list(prompt)
     async with linked(model, tmp_path) as links:

@@ -151,7 +151,7 @@ class TensorNames:
     shared_down: str | None = None
     shared_gate: str | None = None  # weight [1, hidden_size]
     delta: DeltaNames | None = None
-    #: The beginnings of the names of tensors that are left aside: those of vision and of drafts.
+    #: The beginnings of the names of tensors that are left aside: those of drafts; "": of other parts than text.
     aside: tuple[str, ...] = ()
 
 

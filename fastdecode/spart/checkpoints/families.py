@@ -27,15 +27,14 @@ from fastdecode.spart.checkpoints.quantisation import parse_quantisation
 def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """`raw` is config.json, `generation` is generation_config.json. Raises CheckpointError."""
     config = ConfigJson(raw)
-    architecture = _known_architecture(config)
-    family = TEXT_PARTS.get(architecture, architecture)
+    architecture, family = _family(config)
     if family != architecture:
         config = _text_part(config)
     n_blocks = config.size("num_hidden_layers")
     check_layers(n_blocks)  # before a list has an element for each
     fields = FAMILIES[family](config)
     if family != architecture:
-        fields["names"] = _beside_vision(fields["names"])
+        fields["names"] = replace(fields["names"], aside=("",))
     delta: DeltaRule | None = fields.get("delta")
     return ModelConfig(
         architecture=architecture,
@@ -51,34 +50,28 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     )
 
 
-def _known_architecture(config: ConfigJson) -> str:
+def _family(config: ConfigJson) -> tuple[str, str]:
+    """The architecture of a checkpoint and the family that serves it, which for a model of several modes is that of its
+    text part. Raises CheckpointError."""
     names = config.architectures()
     for name in names:
-        if name in FAMILIES or name in TEXT_PARTS:
-            return name
+        if name in FAMILIES:
+            return name, name
+    text = config.table("text_config") or config.raw
+    if names and (family := TEXT_PARTS.get(str(text.get("model_type")))):
+        return names[0], family
     found = ", ".join(names) or f"none (model_type {config.raw.get('model_type')!r})"
-    raise CheckpointError(f"unknown architecture {found}; known are {', '.join([*FAMILIES, *TEXT_PARTS])}")
+    raise CheckpointError(
+        f"unknown architecture {found}; known are {', '.join(FAMILIES)}, and text parts of these types"
+    )
 
 
 def _text_part(config: ConfigJson) -> ConfigJson:
-    """The configuration of the text part of a model that has others too."""
+    """The configuration of the text part of a model that has others too. Early Qwen-VL models have it in the middle of
+    the others'."""
     common = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
-    return ConfigJson(config.table("text_config") | {name: config.raw[name] for name in common if name in config.raw})
-
-
-def _beside_vision(names: TensorNames) -> TensorNames:
-    """The names of the tensors of a text part beside vision."""
-
-    def inner(name: str) -> str:
-        return f"model.language_model.{name.removeprefix('model.')}"
-
-    return replace(
-        names,
-        embedding=inner(names.embedding),
-        block=inner(names.block),
-        final_norm=inner(names.final_norm),
-        aside=(*names.aside, "model.visual."),
-    )
+    text = config.table("text_config") or config.raw
+    return ConfigJson(text | {name: config.raw[name] for name in common if name in config.raw})
 
 
 # -- Llama and its relatives ------------------------------------------------------------------------------------------
@@ -479,8 +472,18 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "OPTForCausalLM": _opt,
 }
 
-#: Architectures of several modes, and the families of their text parts, which alone are served.
+#: The families that serve the text parts of models of several modes, by the `model_type` of the text part.
 TEXT_PARTS = {
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }

@@ -67,6 +67,10 @@ class Checkpoint(ABC):
         return not torch.equal(ours, theirs)
 
 
+#: What the names of a text part's tensors begin with, in place of "model.", as transformers writes them now and before.
+_TEXT_PARTS = ("model.language_model.", "language_model.model.")
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor in a safetensors file."""
@@ -157,12 +161,20 @@ def _scan(directory: Path, names: TensorNames) -> dict[str, Stored]:
         with open_safetensors(path, "np") as file:  # torch maps a file only if the memory could hold all of it
             for name in file.keys():  # noqa: SIM118
                 view = file.get_slice(name)
-                stored[name] = Stored(path, name, tuple(view.get_shape()), view.get_dtype())
+                stored[_of_text_part(name)] = Stored(path, name, tuple(view.get_shape()), view.get_dtype())
     base = names.embedding.partition(".")[0]
     if not any(name.startswith(f"{base}.") for name in stored):  # saved from the base model, which has no LM head
         head = f"{names.head}."
         stored = {name if name.startswith(head) else f"{base}.{name}": tensor for name, tensor in stored.items()}
     return _one_by_one(stored, names)
+
+
+def _of_text_part(name: str) -> str:
+    """The name that a tensor of the text part of a model of several modes would have in a model of text alone; any
+    other name as it is."""
+    for part in _TEXT_PARTS:
+        name = name.replace(part, "model.", 1) if name.startswith(part) else name
+    return name.removeprefix("language_model.")
 
 
 def _one_by_one(stored: dict[str, Stored], names: TensorNames) -> dict[str, Stored]:

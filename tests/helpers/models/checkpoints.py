@@ -207,6 +207,35 @@ def beside_vision(directory: Path, target: Path) -> Any:
     return model
 
 
+def several_modes(model_type: str, target: Path) -> Any:
+    """Save a random model of a type that has text and vision parts in `target`; returns it."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
+
+    config = transformers.CONFIG_MAPPING[model_type]()
+    text, vision = config.get_text_config(), config.vision_config
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    more = {"vocab_size": VOCAB_SIZE, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 32}
+    limits = {"max_position_embeddings": MAX_POSITIONS, "layer_types": ["full_attention"] * 3, "pad_token_id": 2}
+    for name, value in (sizes | more | limits).items():
+        if getattr(text, name, None) is not None or name == "pad_token_id":
+            setattr(text, name, value)
+    for name in {"num_hidden_layers", "depth"} & vars(vision).keys():
+        setattr(vision, name, 1)
+    if model_type.startswith("qwen"):
+        text.rope_parameters["mrope_section"] = [2, 3, 3]
+    torch.manual_seed(0)
+    model = getattr(transformers, CLASSES[model_type])._from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(target)
+    return model
+
+
 def _config(family: str, overrides: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
