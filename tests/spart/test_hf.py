@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from models.checkpoints import several_modes
 from models.hf_models import TYPES, VOCAB_SIZE, make_config, save_model
 from models.spart_steps import GREEDY, interleaved
 from safetensors.torch import load_file, save_file
@@ -60,7 +61,13 @@ def expected(directory: Path) -> list[list[int]]:
     """What transformers generates, one prompt at a time."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    return expected_of(
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    )
+
+
+@torch.inference_mode()
+def expected_of(model: Any) -> list[list[int]]:
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return [
         model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, **options)[0, len(prompt) :].tolist()
@@ -113,6 +120,23 @@ async def ours(directory: Path, scheme: str, tmp_path: Path, on_r_node: bool = F
             await link.close()
     finally:
         await node.close()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text"), [("gemma3", "gemma3_text"), ("gemma4", "gemma4_text"), ("cohere2_vision", "cohere2")]
+)
+async def test_the_text_part_of_a_model_of_several_modes(model_type: str, text: str, tmp_path: Path) -> None:
+    theirs = several_modes(model_type, tmp_path / "m", make_config(text))
+    model = load_hf_model(tmp_path / "m", dtype="fp32")
+    assert model.parameters == sum(p.numel() for p in theirs.get_decoder().parameters()) + _head(theirs)
+    want = expected_of(theirs)
+    del theirs
+    assert await ours(tmp_path / "m", "shm", tmp_path) == want
+
+
+def _head(model: Any) -> int:
+    """The parameters of an LM head of its own."""
+    return 0 if model.config.get_text_config().tie_word_embeddings else model.get_output_embeddings().weight.numel()
 
 
 @pytest.mark.parametrize("model_type", SUPPORTED)
@@ -247,6 +271,10 @@ def test_the_documentation_lists_every_type() -> None:
         "DeepSeek-V3, 5120 for DeepSeek-V2-Lite. All query heads share one KV head of 576 elements, whose V is stored",
         "beside its K. [Performance](performance.md) has the rate at which R-nodes attend to it. LoRA adapters for",
         "`kv_b_proj` are refused.",
+        "",
+        "Of a model of several modes (Gemma 3 and 4, Mistral 3, LLaVA, InternVL, Qwen-VL, Qwen3.5) the text part is served,",
+        "where the native decoder or transformers has it as a model of its own. The weights of vision and sound",
+        "are left aside, which the log says, and images in requests are refused.",
         "",
         "Layers that keep a state of each sequence in place of K and V (Mamba, short convolutions, linear attention)",
         "are served where transformers has the state in its own cache. The states stay in the S-Part",

@@ -24,6 +24,9 @@ from fastdecode.transports.base import LayerOptions
 #: BLOOM has no limit in itself; it was trained on sequences of this length.
 _BLOOM_POSITIONS = 2048
 
+#: Models of several modes in which all tokens of a prompt attend to each other.
+_PREFIX_MODELS = frozenset(["paligemma"])
+
 _Number = TypeVar("_Number", int, float)
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -88,7 +91,8 @@ class HFConfig(AttentionShape):
 
 
 def read_configs(directory: str | Path) -> tuple[Any, Any]:
-    """The PretrainedConfig and the GenerationConfig (or None) of a model directory. Raises CheckpointError."""
+    """The PretrainedConfig and the GenerationConfig (or None) of a model directory; of a model of several modes, the
+    PretrainedConfig of its text part, if transformers has it as a model of its own. Raises CheckpointError."""
     try:
         from transformers import AutoConfig, GenerationConfig
     except ImportError:
@@ -105,7 +109,20 @@ def read_configs(directory: str | Path) -> tuple[Any, Any]:
     generation = None
     if (Path(directory) / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    return config, generation
+    return _text_part(config), generation
+
+
+def _text_part(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    if text is config or config.model_type in _PREFIX_MODELS or type(text) not in AutoModelForCausalLM._model_mapping:
+        return config
+    for name in ("architectures", "dtype", "tie_word_embeddings"):
+        setattr(text, name, getattr(config, name))
+    if text.eos_token_id is None:
+        text.eos_token_id = config.eos_token_id
+    return text
 
 
 def _check(config: Any, layers: tuple[AttentionLayer, ...]) -> None:

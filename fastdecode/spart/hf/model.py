@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,14 @@ from fastdecode.spart.linears.quantised import BITS
 from fastdecode.spart.lora.adapters import AdapterSet, Change
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.served import TORCH_DTYPES, ServedModel, with_sinks
+
+log = logging.getLogger(__name__)
+
+#: What the names of the tensors of a model of several modes become, so that its text part is a model of its own.
+_TEXT_PART_NAMES = {
+    r"^language_model\.(?=lm_head)": "",
+    r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +67,7 @@ def load_hf_model(
     split = HFConfig.from_configs(config, generation)
     adapter_set = AdapterSet(lora)
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     register()
     device = torch.device(device)
@@ -67,9 +76,10 @@ def load_hf_model(
     factory: Any = AutoModelForCausalLM
     if lora:
         adapter_set.check(_linears(config, split.mixers))
-    bars: Any = logging
+    theirs: Any = transformers_logging
+    theirs.set_verbosity_error()  # a table of all tensors that are left aside would be a warning
     if not progress:
-        bars.disable_progress_bar()
+        theirs.disable_progress_bar()
     placement = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
         module, found = factory.from_pretrained(
@@ -80,6 +90,7 @@ def load_hf_model(
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            key_mapping=_TEXT_PART_NAMES,
             **placement,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -87,6 +98,8 @@ def load_hf_model(
     if missing := sorted(found["missing_keys"]):  # transformers would go on with random numbers
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
+    if aside := sorted(found["unexpected_keys"]):
+        log.info("%d tensors are left aside, of vision, sound or drafts: %s, ...", len(aside), aside[0])
     module.eval().requires_grad_(False)
     adapters.adapt(module, split_attention)
     install(module, split.mixers)

@@ -207,13 +207,25 @@ def beside_vision(directory: Path, target: Path) -> Any:
     return model
 
 
-def several_modes(model_type: str, target: Path) -> Any:
-    """Save a random model of a type that has text and vision parts in `target`; returns it."""
+def several_modes(model_type: str, target: Path, text: Any = None) -> Any:
+    """Save a random model of a type that has text and vision parts in `target`; returns it. `text` is the configuration
+    of the text part; None: one like those of Llama."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
 
-    config = transformers.CONFIG_MAPPING[model_type]()
-    text, vision = config.get_text_config(), config.vision_config
+    make: Any = transformers.CONFIG_MAPPING[model_type]
+    config = make() if text is None else make(text_config=text.to_dict(), tie_word_embeddings=text.tie_word_embeddings)
+    if text is None:
+        _make_small(config.get_text_config(), model_type)
+    for name in {"num_hidden_layers", "depth"} & vars(config.vision_config or object).keys():
+        setattr(config.vision_config, name, 1)
+    torch.manual_seed(0)
+    model = getattr(transformers, CLASSES[model_type])._from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(target)
+    return model
+
+
+def _make_small(text: Any, model_type: str) -> None:
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -226,14 +238,8 @@ def several_modes(model_type: str, target: Path) -> Any:
     for name, value in (sizes | more | limits).items():
         if getattr(text, name, None) is not None or name == "pad_token_id":
             setattr(text, name, value)
-    for name in {"num_hidden_layers", "depth"} & vars(vision).keys():
-        setattr(vision, name, 1)
     if model_type.startswith("qwen"):
         text.rope_parameters["mrope_section"] = [2, 3, 3]
-    torch.manual_seed(0)
-    model = getattr(transformers, CLASSES[model_type])._from_config(config, dtype=torch.float32).eval()
-    model.save_pretrained(target)
-    return model
 
 
 def _config(family: str, overrides: dict[str, Any]) -> Any:
