@@ -272,7 +272,7 @@ def test_the_documentation_lists_every_type() -> None:
         "beside its K. [Performance](performance.md) has the rate at which R-nodes attend to it. LoRA adapters for",
         "`kv_b_proj` are refused.",
         "",
-        "Of a model of several modes (Gemma 3 and 4, Mistral 3, LLaVA, InternVL, Qwen-VL, Qwen3.5) the text part is served,",
+        "Of models of several modes (Gemma 3 and 4, Mistral 3, LLaVA, InternVL, Qwen-VL, Qwen3.5) the text is served,",
         "where the native decoder or transformers has it as a model of its own. The weights of vision and sound",
         "are left aside, which the log says, and images in requests are refused.",
         "",
