@@ -29,9 +29,9 @@ for r_port in "${r_ports[@]}"; do
     pids+=($!)
 done
 
-# The S-node waits for R-nodes that are not up yet (--connect-seconds).
+# The S-node waits for R-nodes that are not up yet.
 fastdecode-node --role s --port "$port" --secret-file "$directory/secret" --dtype fp32 --kv-dtype fp32 \
-    --r-node "tcp://127.0.0.1:${r_ports[0]}" --r-node "tcp://127.0.0.1:${r_ports[1]}" "$@" 2>"$directory/s.log" &
+    --connect-seconds 30 --r-node "tcp://127.0.0.1:${r_ports[0]}" --r-node "tcp://127.0.0.1:${r_ports[1]}" "$@" 2>"$directory/s.log" &
 pids+=($!)
 until curl -sf "$url/health" >"$directory/health"; do
     kill -0 "${pids[2]}" || { cat "$directory"/*.log && exit 1; }

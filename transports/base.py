@@ -18,7 +18,7 @@ of a core.
 A transport is one module with three coroutines, registered by URL scheme in `registry.py`:
 
     async def connect(url, hello, secret, *, spin_us) -> Link                # S side
-    async def dial_url(url) -> FrameSocket                                   # R side, for a migration connection
+    async def dial_url(url) -> FrameSocket                                   # for something else than a link
     async def serve(url, service, secret, *, insecure) -> Server             # R side; `service` is a LinkService
 
 The conformance suite of the transports is tests/transports: test_transports.py, test_link_faults.py, test_waiting.py.

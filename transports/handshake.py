@@ -1,6 +1,6 @@
 """The hand-shake that opens a link, and the proofs of the shared secret.
 
-    R  CHALLENGE  version, nonce, whether the R-node has a secret, the R-node's name
+    R  CHALLENGE  version, nonce, the R-node's name
     S  HELLO      version, nonce, proof, and the request for a link (base.Hello)
     R  WELCOME    proof, the lease (base.Lease), a token   - or -   REFUSED  a reason in plain text
 
@@ -8,6 +8,11 @@
     R  CHALLENGE  as above, with a nonce of its own
     S  ATTACH     version, proof, the token
     R  ATTACHED   proof   - or -   REFUSED  a reason in plain text
+
+on a connection that asks whether the R-node would open a link, before the S-node reads its weights:
+    R  CHALLENGE  as above
+    S  PROBE      version, nonce, proof
+    R  ACCEPTED   proof   - or -   REFUSED  a reason in plain text
 
 on a migration connection, from one R-node to another (migration.py):
     R  CHALLENGE  as above
@@ -50,6 +55,8 @@ from .messages import (
     Deliver,
     Entrust,
     HelloMessage,
+    Probe,
+    Question,
     RefusedMessage,
     VersionMismatch,
     Welcome,
@@ -59,11 +66,9 @@ from .session import Session
 #: Seconds that each end allows for the hand-shake.
 DEADLINE_S = 10.0
 
-_Question = TypeVar("_Question", HelloMessage, Attach, Deliver, Entrust)
-_Offer = TypeVar("_Offer", Deliver, Entrust)
-_Stranger = TypeVar("_Stranger", HelloMessage, Deliver, Entrust)  # knows no session yet
+_Question = TypeVar("_Question", HelloMessage, Attach, Probe, Deliver, Entrust)
+_Stranger = TypeVar("_Stranger", HelloMessage, Probe, Deliver, Entrust)  # knows no session yet
 _Answer = TypeVar("_Answer", Welcome, Attached, Accepted)
-_Opening = HelloMessage | Attach | Deliver | Entrust
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,29 +121,18 @@ async def _answer(
     return answer
 
 
-def _unproved(challenge: Challenge) -> str:
-    return f"R-node {challenge.node} could not prove that it knows the shared secret"
-
-
 async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tuple[Lease, Ticket]:
     """Ask the R-node for a link. Returns the lease and the ticket for `attach`.
 
     Raises LinkRefused, LinkDown, ProtocolError.
     """
-    challenge = await _read_challenge(conn)
-    if challenge.needs_secret and secret is None:
-        raise LinkRefused(f"R-node {challenge.node} asks for a shared secret, and this S-node has none")
-    if secret is not None and not challenge.needs_secret:
-        raise LinkRefused(f"R-node {challenge.node} has no shared secret, and this S-node has one")
-
     try:
         region_bytes = region_layout(hello.geometry).region_bytes
     except GeometryError as error:
         raise TransportError(str(error)) from None
     nonce = secrets.token_hex(32)
     message = HelloMessage(version=PROTOCOL_VERSION, nonce=nonce, mac=None, region_bytes=region_bytes, hello=hello)
-    session = None if secret is None else Session(secret, message.nonce, challenge.nonce)
-    answer = await _answer(conn, challenge, message, Welcome, session, _unproved(challenge))
+    answer, session = await _introduce(conn, message, Welcome, secret)
     conn.max_frame = MAX_FRAME_AFTER_AUTH
     lease = answer.lease
     # The S-node allocates by these numbers, so an R-node may grant less than was asked for and no more.
@@ -168,6 +162,15 @@ async def attach(conn: FrameSocket, ticket: Ticket) -> None:
     await _answer(conn, challenge, message, Attached, ticket.session, stranger)
 
 
+async def probe(conn: FrameSocket, secret: bytes | None) -> None:
+    """Ask the R-node whether it would open a link to an S-node with this secret.
+
+    Raises LinkRefused, LinkDown, ProtocolError.
+    """
+    message = Probe(version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), mac=None)
+    await _introduce(conn, message, Accepted, secret)
+
+
 async def open_migration(conn: FrameSocket, token: str, page_bytes: int, secret: bytes | None) -> None:
     """Make `conn` a migration connection, from this R-node to the one that has admitted `token`.
 
@@ -175,7 +178,7 @@ async def open_migration(conn: FrameSocket, token: str, page_bytes: int, secret:
     """
     nonce = secrets.token_hex(32)
     message = Deliver(version=PROTOCOL_VERSION, nonce=nonce, mac=None, token=token, page_bytes=page_bytes)
-    await _open(conn, message, secret)
+    await _introduce(conn, message, Accepted, secret)
 
 
 async def open_prefill(conn: FrameSocket, model: str, secret: bytes | None) -> None:
@@ -184,16 +187,19 @@ async def open_prefill(conn: FrameSocket, model: str, secret: bytes | None) -> N
     Raises LinkRefused, LinkDown, ProtocolError.
     """
     message = Entrust(version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), mac=None, model=model)
-    await _open(conn, message, secret)
+    await _introduce(conn, message, Accepted, secret)
     conn.max_frame = MAX_FRAME_AFTER_AUTH
 
 
-async def _open(conn: FrameSocket, message: _Offer, secret: bytes | None) -> None:
+async def _introduce(
+    conn: FrameSocket, message: _Stranger, expected: type[_Answer], secret: bytes | None
+) -> tuple[_Answer, Session | None]:
+    """Send the first message of a node that the peer does not know. Returns the answer, and the session that both prove
+    if there is a secret. Where only one node has a secret, the peer refuses, so that both nodes say why."""
     challenge = await _read_challenge(conn)
-    if challenge.needs_secret != (secret is not None):
-        raise LinkRefused(f"of {challenge.node} and this node, only one has a shared secret")
     session = None if secret is None else Session(secret, message.nonce, challenge.nonce)
-    await _answer(conn, challenge, message, Accepted, session, _unproved(challenge))
+    unproved = f"{challenge.node} could not prove that it knows the shared secret"
+    return await _answer(conn, challenge, message, expected, session, unproved), session
 
 
 # ---- R side ----
@@ -202,7 +208,7 @@ async def _open(conn: FrameSocket, message: _Offer, secret: bytes | None) -> Non
 class Handshake:
     """One connection's hand-shake at the R side: CHALLENGE has been sent, and the S-node's `answer` has arrived."""
 
-    def __init__(self, conn: FrameSocket, challenge: Challenge, answer: _Opening):
+    def __init__(self, conn: FrameSocket, challenge: Challenge, answer: Question):
         self.conn = conn
         self.answer = answer
         self.session: Session | None = None  # of the link; None until it is proved, and without a secret
@@ -229,13 +235,13 @@ class Handshake:
         assert isinstance(message, kind)
         if secret is not None:
             if message.mac is None:
-                raise LinkRefused(f"this R-node asks for a shared secret, and {message.TYPE} carries no proof of one")
+                raise LinkRefused("the node asks for a shared secret (--secret-file), and its peer has none")
             session = Session(secret, message.nonce, self._challenge.nonce)
             if not session.is_proved(message, self._challenge):
-                raise LinkRefused("the shared secrets of the two nodes differ")
+                raise LinkRefused("the shared secrets of the two nodes differ (--secret-file)")
             self.session = session
         elif message.mac is not None:
-            raise LinkRefused("this R-node has no shared secret, and the peer has one")
+            raise LinkRefused("the node has no shared secret (--secret-file), and its peer has one")
         return message
 
     async def accept(self) -> None:
@@ -269,20 +275,20 @@ class Handshake:
         self.conn.seal(r_seal, s_seal)
 
 
-async def challenge(conn: FrameSocket, node: str, needs_secret: bool) -> Handshake:
+async def challenge(conn: FrameSocket, node: str) -> Handshake:
     """Send an R-node's CHALLENGE on a new connection and read the answer. Raises LinkRefused, LinkDown,
     ProtocolError."""
-    return await _challenge(conn, node, needs_secret, HelloMessage, Attach, Deliver)
+    return await _challenge(conn, node, HelloMessage, Attach, Probe, Deliver)
 
 
-async def challenge_s_node(conn: FrameSocket, node: str, needs_secret: bool) -> Handshake:
+async def challenge_s_node(conn: FrameSocket, node: str) -> Handshake:
     """Send a prefill S-node's CHALLENGE on a new connection and read the answer. Raises LinkRefused, LinkDown,
     ProtocolError."""
-    return await _challenge(conn, node, needs_secret, Entrust)
+    return await _challenge(conn, node, Entrust)
 
 
-async def _challenge(conn: FrameSocket, node: str, needs_secret: bool, *expected: type[_Opening]) -> Handshake:
-    message = Challenge(version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), needs_secret=needs_secret, node=node)
+async def _challenge(conn: FrameSocket, node: str, *expected: type[Question]) -> Handshake:
+    message = Challenge(version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), node=node)
     await conn.write(message)
     answer = await conn.read()
     if not isinstance(answer, expected):

@@ -55,13 +55,13 @@ class Proved(ControlMessage, frozen=True):
 
 
 # The hand-shake. The R-node sends CHALLENGE. The S-node answers with HELLO, to open a link, or with ATTACH, to add the
-# data connection to a link. The R-node answers HELLO with WELCOME, ATTACH with ATTACHED, and either with REFUSED.
+# data connection to a link. The R-node answers HELLO with WELCOME, ATTACH with ATTACHED, and either with REFUSED. PROBE
+# opens nothing.
 
 
 class Challenge(ControlMessage, frozen=True):
     version: wire.U32
     nonce: wire.Hex32
-    needs_secret: wire.Flag
     node: wire.Name
 
 
@@ -88,6 +88,13 @@ class Welcome(Proved, frozen=True):
 
     token: wire.Hex32
     lease: Lease
+
+
+class Probe(Proved, frozen=True):
+    """Asks whether the R-node would open a link to this S-node. ACCEPTED or REFUSED ends the connection."""
+
+    version: wire.U32
+    nonce: wire.Hex32
 
 
 # A migration connection, over which an R-node sends pages of a sequence to another one (migration.py). The receiving
@@ -252,7 +259,8 @@ class ErrorMessage(_Numbered, frozen=True):
     message: wire.Sentence
 
 
-HandShake = Challenge | HelloMessage | Attach | Attached | Welcome | Deliver | Entrust | Accepted | RefusedMessage
+Question = HelloMessage | Attach | Probe | Deliver | Entrust
+HandShake = Challenge | Question | Welcome | Attached | Accepted | RefusedMessage
 Request = Free | Trim | Fork | Receive | Push | Resize | Stats | PingMessage
 Message = HandShake | EndpointMessage | Pages | Next | PromptMessage | Request | Ok | ErrorMessage
 

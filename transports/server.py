@@ -43,6 +43,7 @@ from .messages import (
     Message,
     Ok,
     PingMessage,
+    Probe,
     ProtocolError,
     Push,
     Receive,
@@ -363,9 +364,13 @@ class ControlServer(ConnectionServer, Server):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def begin(self, conn: FrameSocket) -> Coroutine[None, None, None] | None:
-        opening = await handshake.challenge(conn, self._service.name, self._secret is not None)
+        opening = await handshake.challenge(conn, self._service.name)
         if isinstance(opening.answer, Attach):
             await self._attach(opening, opening.answer.token)
+            return None
+        if isinstance(opening.answer, Probe):
+            opening.verify(Probe, self._secret)
+            await opening.accept()
             return None
         return await self._admit(opening) if isinstance(opening.answer, Deliver) else self._link(opening)
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from .messages import Attach, Challenge, ControlMessage, Entrust, HelloMessage, ProtocolError, Proved, encode
+from .messages import Attach, Challenge, ControlMessage, Entrust, HelloMessage, Probe, ProtocolError, Proved, encode
 
 #: Shortest secret in bytes. A shorter one can be found by trying, from one overheard hand-shake.
 MIN_SECRET_BYTES = 16
@@ -51,12 +51,12 @@ def hkdf_expand(prk: bytes, info: bytes, length: int = 32) -> bytes:
 class Session:
     """The keys of one link, of one migration connection, or of one connection between S-nodes.
 
-    PRK = HKDF-Extract(salt, secret); the salt is the nonce of HELLO, DELIVER or ENTRUST, and that of the CHALLENGE
-    before it, 64 bytes. A key is HKDF-Expand(PRK, "fastdecode " + purpose, 32). The purposes are "S-node HELLO",
-    "R-node WELCOME", "S-node ATTACH", "R-node ATTACHED", "R-node DELIVER", "S-node ENTRUST", "R-node ACCEPTED" for
-    proofs, and "S-node frames " and "R-node frames ", each followed by the hexadecimal nonce of the connection's
-    CHALLENGE, for the frames after the hand-shake. The node that opens a migration connection, or one between S-nodes,
-    uses the key of the S-node's frames.
+    PRK = HKDF-Extract(salt, secret); the salt is the nonce of HELLO, PROBE, DELIVER or ENTRUST, and that of the
+    CHALLENGE before it, 64 bytes. A key is HKDF-Expand(PRK, "fastdecode " + purpose, 32). The purposes are "S-node
+    HELLO", "R-node WELCOME", "S-node ATTACH", "R-node ATTACHED", "S-node PROBE", "R-node DELIVER", "S-node ENTRUST",
+    "R-node ACCEPTED" for proofs, and "S-node frames " and "R-node frames ", each followed by the hexadecimal nonce of
+    the connection's CHALLENGE, for the frames after the hand-shake. The node that opens a migration connection, or one
+    between S-nodes, uses the key of the S-node's frames.
 
     A proof is the `mac` field of a message: HMAC-SHA256 over the JSON (`messages.encode`) of the connection's messages
     so far, its own last and with `mac` null, joined by zero bytes.
@@ -70,7 +70,7 @@ class Session:
         return hkdf_expand(self._prk, b"fastdecode " + purpose.encode())
 
     def _mac(self, before: tuple[ControlMessage, ...], message: Proved) -> str:
-        role = "S-node" if isinstance(message, HelloMessage | Attach | Entrust) else "R-node"
+        role = "S-node" if isinstance(message, HelloMessage | Attach | Probe | Entrust) else "R-node"
         text = b"\0".join(map(encode, (*before, replace(message, mac=None))))
         return hmac.digest(self._key(f"{role} {message.TYPE}"), text, "sha256").hex()
 

@@ -10,6 +10,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.device_plan import free_memory, state_slots
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.machine import available_memory
+from fastdecode.daemon.model_checks import check_for_model
 from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import ModelConfig, choose_device, choose_dtype
@@ -19,9 +20,6 @@ from fastdecode.spart.loader import check_tensors, open_checkpoint, parameter_co
 from fastdecode.spart.lora.adapters import AdapterSet
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.served import TORCH_DTYPES
-from fastdecode.transports.base import TransportError
-from fastdecode.transports.team import check_parts
-from fastdecode.transports.token_team import check_tokens
 
 if TYPE_CHECKING:
     from fastdecode.spart.hf.config import HFConfig
@@ -34,8 +32,7 @@ _QUANTISED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
 def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     """Lines of the report, (name, value), about a model. Raises CheckpointError, ConfigError."""
     model = backend.config
-    check_partition(config, model)
-    check_states(config, model)
+    check_for_model(config, model)
     if isinstance(model, ModelConfig):
         check_tensors(backend.source, model)
     device = choose_device(config.device)
@@ -73,35 +70,9 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     return lines
 
 
-def check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
-    """Raise ConfigError if R-nodes cannot share the model's heads or tokens as `--partition` says."""
-    try:
-        if config.partition == "tokens":
-            check_tokens(model.windows, model.options)
-        check_parts(map(model.heads_of, range(model.n_layers)), config.parts if config.partition == "heads" else 1)
-    except TransportError as error:
-        raise ConfigError(f"--partition {config.partition}: {error}") from None
-
-
-def check_states(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
-    """Raise ConfigError for an option that a model whose layers keep states does not have."""
-    given = {
-        "--speculate": config.speculate != "off",
-        "--prefill-at": config.prefill_at,
-        "--prefill-file": config.prefill_file,
-        "--prefill-listen": config.prefill_listen,
-        "--take-from": config.take_from,
-    }
-    for option in (name for name, value in given.items() if value):
-        if model.state_bytes(1):
-            raise ConfigError(
-                f"{option} is not supported for {model.architecture}: its layers keep states, which are not on R-nodes"
-            )
-
-
 def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype: str) -> None:
-    """Raise ConfigError if the weights of the model, or the states that its layers may keep, do not fit into the
-    device's free memory. `dtype` is torch's name of the activation dtype."""
+    """Raise ConfigError if the weights, or the states that layers may keep, do not fit into the device's free
+    memory, CheckpointError if the files lack a tensor. `dtype` is torch's name of the activation dtype."""
     weights, _ = weights_of(config, backend, device, dtype)
     free = free_memory(device)
     if weights > free:
@@ -113,6 +84,8 @@ def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype
         )
     itemsize = getattr(torch, dtype).itemsize
     state_slots(config, backend.config, itemsize, free - weights, config.mini_batches or 1)
+    if isinstance(backend.config, ModelConfig):
+        check_tensors(backend.source, backend.config)
 
 
 def _heads(model: ModelConfig | HFConfig) -> str:

@@ -1,4 +1,4 @@
-"""Checks of options that contradict each other, or that are too large."""
+"""Checks of options that contradict each other, that are too large, or that this machine cannot meet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fastdecode.daemon.config_sources import flag
-from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.machine import huge_pages, numa_nodes, total_memory, usable_cpus
+from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.daemon.options import NodeOptions
 from fastdecode.kernels._native import MAX_THREADS
 from fastdecode.region.contract import MAX_ROWS, MAX_SLOTS
@@ -97,6 +98,29 @@ def check_options(config: NodeOptions) -> None:
     for check in _CHECKS:
         if check.holds(config):
             raise ConfigError(check.message(config))
+
+
+def check_machine(config: NodeOptions) -> None:
+    """Raise ConfigError for an option that asks for memory or cpus that this machine does not have."""
+    wanted, total = config.kv_memory or 0, total_memory()
+    if config.huge_pages == "hugetlb":  # the pool of huge pages has a limit of its own
+        pool = huge_pages()
+        needed = -(-max(wanted, 1) // pool.size) if pool.size else 1
+        if needed > pool.free and not config.uses_r_nodes:
+            raise ConfigError(
+                f"--huge-pages hugetlb: {needed} huge pages are needed and {pool.free} are free: "
+                f"set vm.nr_hugepages to {pool.total - pool.free + needed} or more"
+            )
+    elif wanted > total:
+        raise ConfigError(
+            f"--kv-memory {format_bytes(wanted)} is more than the {format_bytes(total)} that this process may use"
+        )
+    if missing := set(config.cpus or ()).difference(usable_cpus()):
+        raise ConfigError(f"--cpus: {min(missing)} is not a cpu that this process may use")
+    known = [node.number for node in numa_nodes()]
+    if config.numa_node is not None and config.numa_node not in known:
+        there = ", ".join(map(str, known)) or "none"
+        raise ConfigError(f"--numa-node: there is no NUMA node {config.numa_node}, there are: {there}")
 
 
 def _given(config: NodeOptions, *names: str) -> list[str]:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import uvloop
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.machine import total_memory, usable_cpus
+from fastdecode.daemon.config_checks import check_machine
+from fastdecode.daemon.machine import usable_cpus
 from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.daemon.process import set_up_logging, wait_for_shutdown
 from fastdecode.transports.base import TransportError
@@ -32,13 +33,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             print(report(config))
         elif config.role == "r":
-            _check_kv_memory(config)
+            check_machine(config)
             uvloop.run(run_r_node(config))
         else:
-            # Before torch is imported, which takes seconds.
-            config.model_path()
-            _check_kv_memory(config)
-            from fastdecode.daemon.snode import run_s_node
+            check_machine(config)
+            from fastdecode.daemon.snode_start import run_s_node
 
             run_s_node(config)
     except ConfigError as error:
@@ -53,15 +52,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _exit_with(error: BaseException, status: int) -> None:
     print(f"fastdecode-node: error: {error}", file=sys.stderr)
     sys.exit(status)
-
-
-def _check_kv_memory(config: NodeConfig) -> None:
-    """Raise ConfigError if --kv-memory is more than the memory of this machine."""
-    wanted, total = config.kv_memory or 0, total_memory()
-    if wanted > total and config.huge_pages != "hugetlb":  # the pool of huge pages has a limit of its own
-        raise ConfigError(
-            f"--kv-memory {format_bytes(wanted)} is more than the {format_bytes(total)} that this process may use"
-        )
 
 
 async def run_r_node(config: NodeConfig) -> None:

@@ -127,8 +127,35 @@ def _host_and_port(text: str, *schemes: str, any_port: bool = False) -> str:
 
 
 def url(text: str) -> str:
-    if not urlsplit(text).scheme or "://" not in text:
+    """A URL of an R-node. Transports check the rest of their URLs."""
+    parts = urlsplit(text)
+    try:
+        complete = parts.scheme not in ("tcp", "rdma") or (parts.hostname and parts.port is not None)
+    except ValueError:  # the port is no number
+        complete = False
+    if not parts.scheme or "://" not in text or not complete:
         raise ValueError(f"{text!r} is not a URL such as tcp://host:port or shm:///path/to/socket")
+    return text
+
+
+def origin(text: str) -> str:
+    """The origin of web pages, or "*" for all."""
+    parts = urlsplit(text)
+    if text != "*" and (not (parts.scheme and parts.netloc) or parts.path or parts.query):
+        raise ValueError(f"{text!r} is not an origin such as https://chat.example.org")
+    return text
+
+
+def http_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{text!r} is not a URL such as http://localhost:4318/v1/traces")
+    return text
+
+
+def name(text: str) -> str:
+    if not text.strip():
+        raise ValueError("a name must not be empty")
     return text
 
 
@@ -138,6 +165,14 @@ def parse_bytes(text: str) -> int:
     if not match or not 1 <= (size := float(match[1]) * _UNITS[match[2] or ""]) <= _MAX_BYTES:
         raise ValueError(f"{text!r} is not a size such as 4GiB or 512MiB")
     return int(size)
+
+
+def memory(text: str) -> int:
+    """A size of memory. One below 1 MiB is refused, because its unit was forgotten."""
+    if (size := parse_bytes(text)) < 1 << 20:
+        meant = f"; is {text.strip()}GiB meant?" if re.fullmatch(r"\s*[0-9.]+\s*", text) else ""
+        raise ValueError(f"{text} is less than a MiB{meant}")
+    return size
 
 
 def format_bytes(n: float) -> str:

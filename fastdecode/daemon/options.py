@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.daemon import option_values
-from fastdecode.daemon.option_values import parse_bytes
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.text.output.forms import REASONING_FORMS, TOOL_FORMS
 
@@ -48,7 +47,7 @@ def _file(help: str, *, role: str = "sr") -> Any:
 
 def _size(help: str, *, role: str = "sr") -> Any:
     """An option that is a number of bytes."""
-    return _option(help, role=role, parse=parse_bytes, metavar="SIZE")
+    return _option(help, role=role, parse=option_values.memory, metavar="SIZE")
 
 
 #: Options of one role.
@@ -82,6 +81,7 @@ class NodeOptions:
     served_model_name: tuple[str, ...] = _s_option(
         "the model's name in the API, or several; default: the directory's or file's name",
         (),
+        parse=option_values.name,
         metavar="NAME",
         many=True,
     )
@@ -107,12 +107,14 @@ class NodeOptions:
     cors_origin: tuple[str, ...] = _s_option(
         "origin of web pages that may use the API (repeatable), e.g. https://chat.example.org; '*': all pages",
         (),
+        parse=option_values.origin,
         metavar="ORIGIN",
     )
     no_access_log: bool = _s_option("do not log a line for every request", False)
     otlp_traces_endpoint: str | None = _s_option(
         "URL that takes OpenTelemetry's spans of the requests by OTLP over HTTP, e.g. http://localhost:4318/v1/traces "
         "(extra otel)",
+        parse=option_values.http_url,
         metavar="URL",
     )
     tool_parser: str = _s_option(
@@ -168,7 +170,7 @@ class NodeOptions:
         metavar="URL",
     )
     connect_seconds: float = _s_option(
-        "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, parse=option_values.seconds
+        "at start, how long to wait for R-nodes that cannot be reached yet", 5.0, parse=option_values.seconds
     )
     reconnect_seconds: float = _s_option(
         "how long requests wait for an R-node when the last one has been lost, before they end with an error",

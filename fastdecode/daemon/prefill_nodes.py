@@ -199,7 +199,7 @@ class PrefillServer(ConnectionServer):
 
     async def _order(self, conn: FrameSocket) -> PrefillOrder:
         """Do the hand-shake and read the prompt. Raises LinkRefused, LinkDown, ProtocolError."""
-        opening = await handshake.challenge_s_node(conn, self._name, self._secret is not None)
+        opening = await handshake.challenge_s_node(conn, self._name)
         if opening.verify(Entrust, self._secret).model != self._model:
             raise LinkRefused("the two S-nodes serve different models, or have KV-caches of different formats")
         self.note_proof()

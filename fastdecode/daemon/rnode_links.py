@@ -6,15 +6,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastdecode.daemon.discovery import DiscoveryError, NodeSet
+from fastdecode.daemon.first_answers import first_answers
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.region.contract import PAGE_TOKENS
-from fastdecode.transports.base import Hello, Link, LinkDown, TransportError
+from fastdecode.transports.base import Hello, Link, TransportError
 from fastdecode.transports.teams import connect_team
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 #: `_STABLE_SECONDS` starts the series anew.
 _PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 _STABLE_SECONDS = 60.0
-_LEAST_SECONDS = 5.0  # for a hand-shake, however short --connect-seconds is
-_RETRY_SECONDS = 0.5  # pause between attempts at start
 #: The most that a lease that grows begins with.
 _FIRST_LEASE_BYTES = 1 << 30
 
@@ -84,76 +83,17 @@ class RNodeLinks:
 
         Raises LinkDown after that time; LinkRefused and TransportError at once.
         """
-        deadline = time.monotonic() + (0 if self._embedded else self._config.connect_seconds)
-        self._members = [_Member(url) for url in await self._first_set(deadline)]
-        if self._r_nodes.interval is None:
-            for member in self._members:
-                member.link = await self._open_until(member.url, deadline)
-        else:
-            opening = {asyncio.create_task(self._open_until(m.url, deadline)): m for m in self._members}
-            try:
-                await self._first_link(opening)
-            finally:
-                for task in opening:
-                    task.cancel()
-                ended = await asyncio.gather(*opening, return_exceptions=True)
-                for member, link in zip(opening.values(), ended, strict=True):
-                    if isinstance(link, Link):
-                        member.link = link
-        links: list[Link] = []
-        for member in self._members:
-            if member.link is not None:
-                member.position = len(links)
-                links.append(member.link)
-        return links
-
-    async def _first_set(self, deadline: float) -> list[str]:
-        last_message = None
-        while True:
-            try:
-                return list(await self._r_nodes.read())
-            except DiscoveryError as error:
-                if time.monotonic() >= deadline:
-                    raise LinkDown(f"no R-nodes: {error}") from None
-                if str(error) != last_message:
-                    last_message = str(error)
-                    log.warning("no R-nodes: %s; trying again", last_message)
-            await asyncio.sleep(_RETRY_SECONDS)
-
-    @staticmethod
-    async def _first_link(opening: Iterable[asyncio.Task[Link]]) -> None:
-        """Wait until a link is open, and a moment more for others. Raises TransportError if none can be opened."""
-        pending, error = set(opening), None
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if any(task.exception() is None for task in done):
-                if pending:
-                    await asyncio.wait(pending, timeout=_RETRY_SECONDS)
-                return
-            error = next(iter(done)).exception()
-        assert error is not None, "the set is not empty"
-        raise error
-
-    async def _open_until(self, url: str, deadline: float) -> Link:
-        last_message = None
-        while True:
-            try:
-                # An embedded R-node has no deadline of its own: it was started a moment ago.
-                async with asyncio.timeout(
-                    None if self._embedded else max(_LEAST_SECONDS, deadline - time.monotonic())
-                ):
-                    return await self._open(url)
-            except TimeoutError:
-                seconds = self._config.connect_seconds
-                raise LinkDown(f"{url} did not finish the hand-shake within {seconds:g} s: is it an R-node?") from None
-            except LinkDown as error:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise
-                if str(error) != last_message:
-                    last_message = str(error)
-                    log.warning("%s; trying again for %.0f s", last_message, left)
-            await asyncio.sleep(min(_RETRY_SECONDS, left))
+        answers = await first_answers(
+            self._r_nodes,
+            self._open,
+            0 if self._embedded else self._config.connect_seconds,
+            is_up=self._embedded is not None,
+        )
+        self._members = [_Member(url, link) for url, link in answers.items()]
+        linked = [member for member in self._members if member.link is not None]
+        for position, member in enumerate(linked):
+            member.position = position
+        return [member.link for member in linked if member.link is not None]
 
     async def _open(self, url: str) -> Link:
         address, _, peer_url = url.partition("#")

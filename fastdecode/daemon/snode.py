@@ -1,4 +1,4 @@
-"""The S-node: load the model, open the links, run the engine and serve the API until a signal asks for the end."""
+"""The S-node once its options are checked: load the model, open the links, run the engine and serve the API."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from fastdecode.api.server import ApiServer, bind, serve
+from fastdecode.api.server import ApiServer, serve
 from fastdecode.daemon.api_processes import ApiProcesses
-from fastdecode.daemon.check_model import check_fits, check_partition, check_states
+from fastdecode.daemon.check_model import check_fits
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.device_plan import capacity, free_memory, node_device, node_exchange, plan_steps, state_slots
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
-from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
+from fastdecode.daemon.option_values import format_bytes, guesses
 from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes, model_digest
 from fastdecode.daemon.process import freeze, wait_for_shutdown
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.tuning import choose_split
-from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.runner import Runner
@@ -36,11 +35,9 @@ from fastdecode.engine.stats import EngineStats
 from fastdecode.region.contract import MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, SPart, choose_dtype
-from fastdecode.spart.backend import Backend, choose_backend
-from fastdecode.spart.checkpoints.config_file import open_source
+from fastdecode.spart.backend import Backend
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.int4.balance import balance_digest, balance_for
-from fastdecode.spart.loader import check_tensors
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.threads import set_threads
@@ -63,60 +60,41 @@ _MAX_UNCACHED_SUFFIX = 256
 _ACTIVITY_SECONDS = 10.0  # between two lines of the log about the work
 
 
-def run_s_node(config: NodeConfig) -> None:
-    """Run an S-node until SIGTERM.
-
-    Raises ConfigError, TransportError, OSError, RuntimeError, ValueError; the message is a sentence for the user.
-    """
-    source = open_source(config.model_path() or model_dir())
-    secret = config.read_secret()
+def serve_model(
+    config: NodeConfig, settings: ApiSettings, backend: Backend, sockets: list[socket.socket], secret: bytes | None
+) -> None:
+    """Load the weights and serve the API on bound sockets until SIGTERM. Raises what run_s_node raises."""
     device = node_device(config)
-    backend = choose_backend(config.backend, source)
     adapters = [read_adapter(name, directory) for name, directory in config.lora]
-    positions = backend.config.max_positions
-    if (config.max_model_len or 0) > positions:
-        raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's {positions} positions")
-    check_partition(config, backend.config)
-    check_states(config, backend.config)
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
     split = split_machine(config, s_on_gpu=device.type != "cpu")
     set_threads(split.s_threads)
-    # The port and the tokenizer come before the weights, which take long to load, so that a mistake shows at once.
-    sockets = bind(config.host, config.port)
-    try:
+    with contextlib.closing(node_exchange(config, device, split.mini_batches)) as exchange:
         check_fits(config, backend, device, str(dtype).removeprefix("torch."))
-        if isinstance(backend.config, ModelConfig):
-            check_tensors(source, backend.config)
-        settings = ApiSettings.make(config, source)
-    except BaseException:
-        for sock in sockets:
-            sock.close()
-        raise
-    _check_vocabulary(settings.tokenizer, backend.config)
-    # They start while the weights are loaded.
-    api_processes = ApiProcesses(config, sockets) if config.api_processes else None
-    calibration = calibration_tokens(settings.tokenizer)
-    fitted_to = None if config.no_calibration else calibration
-    # The S-Part's thread is to be the only one with OpenMP threads.
-    progress = sys.stderr.isatty()
-    model = in_own_thread(backend.load, device, dtype, progress, config.weights, adapters, fitted_to)
-    log.info(
-        "%s by the %s backend, %s in %s, activations in %s",
-        backend.config.architecture,
-        backend.name,
-        format_bytes(model.weight_bytes),
-        "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
-        str(dtype).removeprefix("torch."),
-    )
-    if device.type == "cpu" and (for_model := split.for_model(config, model.parameters)) is not split:
-        split = for_model
-        where = "" if split.s_cpu is None else f" on cpu {split.s_cpu}, which it has to itself"
-        log.info("the S-Part of only %d parameters computes in one thread%s", model.parameters, where)
-    in_own_thread(balance_for, model, config.kv_dtype, calibration)
-    set_threads(split.s_threads, model)
-    exchange = node_exchange(config, device, split.mini_batches)
-    log.info("exchange: %s", exchange)
-    uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret))
+        _check_vocabulary(settings.tokenizer, backend.config)
+        # They start while the weights are loaded.
+        api_processes = ApiProcesses(config, sockets) if config.api_processes else None
+        calibration = calibration_tokens(settings.tokenizer)
+        fitted_to = None if config.no_calibration else calibration
+        # The S-Part's thread is to be the only one with OpenMP threads.
+        progress = sys.stderr.isatty()
+        model = in_own_thread(backend.load, device, dtype, progress, config.weights, adapters, fitted_to)
+        log.info(
+            "%s by the %s backend, %s in %s, activations in %s",
+            backend.config.architecture,
+            backend.name,
+            format_bytes(model.weight_bytes),
+            "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
+            str(dtype).removeprefix("torch."),
+        )
+        if device.type == "cpu" and (for_model := split.for_model(config, model.parameters)) is not split:
+            split = for_model
+            where = "" if split.s_cpu is None else f" on cpu {split.s_cpu}, which it has to itself"
+            log.info("the S-Part of only %d parameters computes in one thread%s", model.parameters, where)
+        in_own_thread(balance_for, model, config.kv_dtype, calibration)
+        set_threads(split.s_threads, model)
+        log.info("exchange: %s", exchange)
+        uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> None:
@@ -156,7 +134,6 @@ async def _serve(
         os.sched_setaffinity(0, split.r_cpus)  # the event loop's thread
     shutdown = asyncio.create_task(wait_for_shutdown())
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(exchange.close)
         if isinstance(api, ApiProcesses):
             stack.push_async_callback(api.close)
         if model.device.type == "cpu":

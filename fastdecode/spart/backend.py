@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fastdecode.gguf.file import ModelSource
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
 from fastdecode.spart.checkpoints.config_file import open_source, read_config
+from fastdecode.spart.checkpoints.config_json import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,8 @@ def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:
     Raises CheckpointError, with the reasons of both backends if neither takes the checkpoint.
     """
     source = open_source(model)
+    if source.gguf is None:
+        read_json(source.path / "config.json")  # neither backend takes a file that is not JSON
     if name != "transformers":
         try:
             return Backend("native", source, read_config(source))

@@ -17,7 +17,7 @@ from fastdecode.daemon.check_model import rows
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.options import WEIGHTS
-from fastdecode.daemon.snode import run_s_node
+from fastdecode.daemon.snode_start import run_s_node
 from fastdecode.demo import model_dir
 from fastdecode.spart import load_model
 from fastdecode.spart.backend import choose_backend

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from nodes.rnode_process import r_threads
-from wire.link_driver import Payloads, in_thread
+from wire.link_driver import Payloads, hello, in_thread
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
+from fastdecode.region.geometry import Geometry
 from fastdecode.transports.base import Link, LinkDown, LinkRefused
 from fastdecode.transports.registry import connect
 
@@ -84,10 +85,11 @@ async def test_a_link_is_opened_again_after_a_restart(split: Split):
 
 @pytest.mark.parametrize("split", [IN_TURNS, SIDE_BY_SIDE], ids=["in turns", "side by side"])
 async def test_a_lease_that_does_not_fit_is_refused_in_the_words_of_any_r_node(split: Split):
-    node = EmbeddedRNode(NodeConfig(kv_memory=4096), split)
+    node = EmbeddedRNode(NodeConfig(kv_memory=1 << 20), split)
     await node.start()
+    many_layers = Geometry(2, 32, 64, n_q_heads=8, n_kv_heads=4, head_size=32, act_dtype="fp32")
     with pytest.raises(LinkRefused, match="no memory for a KV-cache"):
-        await connect(node.url, Payloads.HELLO, None)
+        await connect(node.url, hello(many_layers), None)
     await node.stop()
 
 

@@ -15,7 +15,6 @@ import pytest
 from models.checkpoints import make_checkpoint
 from nodes.node_process import NODE, START_SECONDS, complete, fetch, gone, traces
 
-from fastdecode.daemon.machine import total_memory
 from fastdecode.demo import model_dir
 
 
@@ -110,7 +109,7 @@ def test_embedded_r_node_killed_is_started_again(start, tmp_path):
 
 def test_the_s_node_waits_for_an_r_node_that_is_not_up_yet(start, tmp_path):
     sock = tmp_path / "r.sock"
-    s_node = start("--port", "0", "--r-node", f"shm://{sock}")
+    s_node = start("--port", "0", "--r-node", f"shm://{sock}", "--connect-seconds", "30")
     s_node.wait_for(f"no R-node can be reached at shm://{re.escape(str(sock))}.*trying again for 30 s")
     start("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "64MiB", "--threads", "1")
     with s_node.api() as api:
@@ -224,28 +223,6 @@ def test_three_r_nodes_over_tcp_with_a_secret(start, tmp_path):
     assert refused.process.wait(START_SECONDS) == 1
     assert "secret" in refused.log.read_text()
     assert complete(api)
-
-
-def test_a_bad_start_is_one_sentence(start, tmp_path):
-    r_role = ["--role", "r", "--listen", f"shm://{tmp_path}/r.sock"]
-    for argv, sentence in (
-        (["--model", str(tmp_path / "none")], "none"),
-        (["--r-node", "carrier-pigeon://loft"], "carrier-pigeon"),
-        (["--r-node", f"shm://{tmp_path}/nobody.sock", "--connect-seconds", "0"], "nobody.sock"),
-        (["--role", "r", "--listen", "tcp://0.0.0.0:0"], "secret"),
-        ([*r_role, "--numa-node", "99"], "there is no NUMA node 99"),
-        ([*r_role, "--kv-memory", str(total_memory()), "--prefault"], "now, and only"),
-        ([*r_role, "--kv-memory", "500TiB"], "--kv-memory 500.0 TiB is more than the"),
-        (["--kv-memory", "500TiB"], "--kv-memory 500.0 TiB is more than the"),
-        (["--max-model-len", "5000"], "--max-model-len 5000 is more than the model's 1024 positions"),
-        (["--model", "meta-llama/Llama-3.2-1B"], "fastdecode downloads nothing"),
-        (["--model", str(tmp_path)], "has no config.json"),
-        ([*r_role, "--kv-memory", "50TiB", "--huge-pages", "hugetlb"], "set vm.nr_hugepages to"),
-    ):
-        node = start(*argv)
-        assert node.process.wait(START_SECONDS) in (1, 2), argv
-        log = node.log.read_text()
-        assert sentence in log.splitlines()[-1] and "Traceback" not in log, log
 
 
 def test_check_prints_a_report_of_the_machine():

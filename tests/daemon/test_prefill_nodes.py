@@ -89,7 +89,7 @@ async def test_the_frame_of_a_prompt_of_128k_tokens_is_not_too_long(serve):
     ("secret", "model", "reason"),
     [
         (b"another secret 123", MODEL, "secrets of the two nodes differ"),
-        (None, MODEL, "only one has a shared secret"),
+        (None, MODEL, "asks for a shared secret"),
         (SECRET, "ef" * 32, "different models"),
     ],
 )

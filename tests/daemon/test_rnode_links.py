@@ -7,7 +7,7 @@ import socket
 import pytest
 from wire.link_driver import hello
 
-from fastdecode.daemon import rnode_links
+from fastdecode.daemon import first_answers
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.discovery import FixedSet
 from fastdecode.daemon.rnode_links import RNodeLinks
@@ -16,7 +16,7 @@ from fastdecode.transports.base import LinkDown
 
 async def test_connect_seconds_bound_the_wait_for_a_peer_that_is_no_r_node(monkeypatch):
     """A peer that accepts and says nothing, as an HTTP server does."""
-    monkeypatch.setattr(rnode_links, "_LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(first_answers, "_LEAST_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts for it
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         links = RNodeLinks(FixedSet((url,)), hello(), None, NodeConfig(r_node=(url,), connect_seconds=0.2))

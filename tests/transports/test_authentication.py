@@ -18,7 +18,7 @@ from fastdecode.daemon.rnode import RNode
 from fastdecode.transports.base import Link, LinkRefused, TransportError
 from fastdecode.transports.frames import FrameSocket
 from fastdecode.transports.messages import MAX_HANDLES, Free, PingMessage
-from fastdecode.transports.registry import connect, serve
+from fastdecode.transports.registry import connect, probe, serve
 from fastdecode.transports.session import Seal, hkdf_expand, hkdf_extract
 
 KV_BYTES = 64 << 20
@@ -50,16 +50,29 @@ async def test_the_same_secret_opens_a_link(guarded, transport):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_secrets_that_differ(r_node, guarded, transport):
+@pytest.mark.parametrize("ask", ["connect", "probe"])
+async def test_secrets_that_differ(r_node, guarded, transport, ask, caplog):
+    """The S-node's error names the R-node, and the R-node logs the reason, too."""
     for there, secret, error_text in [
-        (guarded, None, "asks for a shared secret, and this S-node has none"),
+        (guarded, None, r"asks for a shared secret \(--secret-file\), and its peer has none"),
         (guarded, SECRET + b"!", "the shared secrets of the two nodes differ"),
-        (r_node, SECRET, "has no shared secret, and this S-node has one"),
+        (r_node, SECRET, r"has no shared secret \(--secret-file\), and its peer has one"),
     ]:
-        with pytest.raises(LinkRefused, match=error_text) as refused:
-            await connect(getattr(there, transport), hello(), secret)
+        url = getattr(there, transport)
+        with pytest.raises(LinkRefused, match=rf"^{url} refuses: .*{error_text}") as refused:
+            await (connect(url, hello(), secret) if ask == "connect" else probe(url, secret))
+        assert re.search(rf"{url} refused .*{error_text}", caplog.messages[-1])
         assert SECRET.decode() not in str(refused.value)
     assert guarded.kv_free == KV_BYTES
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_probe_opens_nothing(r_node, guarded, transport, caplog):
+    for there, secret in ((guarded, SECRET), (r_node, None)):
+        await probe(getattr(there, transport), secret)
+        assert there.kv_free == KV_BYTES
+    assert not caplog.messages
 
 
 @pytest.mark.quick
@@ -114,7 +127,6 @@ async def greeted(url: str, make_mac) -> tuple[Caller, dict, dict, dict]:
     """Send HELLO with the MAC `make_mac(challenge, hello)`. Returns the connection, CHALLENGE, HELLO and the answer."""
     caller = await Caller.dial(url)
     challenge = await caller.read_message()
-    assert challenge["needs_secret"] is True
     message = hello_message()
     message["mac"] = make_mac(challenge, message)
     caller.send_message(message)
@@ -166,7 +178,7 @@ async def test_impostor_that_does_not_know_the_secret(proof):
         def answer(self, message: dict) -> dict:
             return super().answer(message) | {"mac": message["mac"] if proof == "reflected" else proof}
 
-    async with Impostor(needs_secret=True) as url:
+    async with Impostor() as url:
         with pytest.raises(LinkRefused, match="could not prove that it knows the shared secret"):
             await connect(url, hello(), SECRET)
 

@@ -184,8 +184,8 @@ async def test_wrong_field_types_and_ranges(r_node, bystander, field, value):
         ({"type": "x" * 60000}, "unknown control message type"),
         (hello_message() | {"also": 1}, "HELLO: unknown field 'also'"),
         ({k: v for k, v in hello_message().items() if k != "windows"}, "HELLO: missing field 'windows'"),
-        ({"type": "PING", "id": 1}, "expected HELLO, ATTACH or DELIVER, got PING"),
-        ({"type": "FREE", "id": 1, "handles": []}, "expected HELLO, ATTACH or DELIVER, got FREE"),
+        ({"type": "PING", "id": 1}, "expected HELLO, ATTACH, PROBE or DELIVER, got PING"),
+        ({"type": "FREE", "id": 1, "handles": []}, "expected HELLO, ATTACH, PROBE or DELIVER, got FREE"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -149,7 +149,7 @@ class HostileRNode(FakeRNode):
     """Knows the secret, and sends hostile frames at one stage of each link; after them nothing."""
 
     def __init__(self, secret: bytes | None):
-        super().__init__(needs_secret=secret is not None)
+        super().__init__()
         self._secret = secret
         self.begin(random.Random(0))
 

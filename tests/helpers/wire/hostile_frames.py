@@ -27,6 +27,7 @@ MESSAGES: list[dict] = [
         "token": "70" * 32,
         "page_bytes": 4096,
     },
+    {"type": "PROBE", "version": PROTOCOL_VERSION, "nonce": "5a" * 32, "mac": None},
     {"type": "ENTRUST", "version": PROTOCOL_VERSION, "nonce": "5a" * 32, "mac": None, "model": "3c" * 32},
     {
         "type": "PROMPT",

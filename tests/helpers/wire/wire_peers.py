@@ -144,12 +144,11 @@ async def attach(url: str, token: str, **options: int) -> Caller:
 class FakeRNode:
     """An R side of TCP: sends `challenge`, `welcome`, a `verdict` on the first step, a `reply` to its first layer."""
 
-    def __init__(self, needs_secret: bool = False):
+    def __init__(self) -> None:
         self.challenge = {
             "type": "CHALLENGE",
             "version": PROTOCOL_VERSION,
             "nonce": "c4" * 32,
-            "needs_secret": needs_secret,
             "node": "fake",
         }
         self.welcome = {

@@ -1,0 +1,70 @@
+"""check_for_model: whether a model can be served with the options given. It needs neither weights nor torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.kv_pages import KVPages
+from fastdecode.daemon.option_values import ConfigError, format_bytes
+from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.geometry import region_layout
+from fastdecode.spart import ModelConfig
+from fastdecode.transports.base import TransportError
+from fastdecode.transports.team import check_parts
+from fastdecode.transports.token_team import check_tokens
+
+if TYPE_CHECKING:
+    from fastdecode.spart.hf.config import HFConfig
+
+
+def check_for_model(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+    """Raise ConfigError for the first option that the model does not have or that is too large or small for it."""
+    if (config.max_model_len or 0) > model.max_positions:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is more than the model's {model.max_positions} positions"
+        )
+    _check_partition(config, model)
+    _check_states(config, model)
+    _check_kv_memory(config, model)
+
+
+def _check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+    """Raise ConfigError if R-nodes cannot share the model's heads or tokens as `--partition` says."""
+    try:
+        if config.partition == "tokens":
+            check_tokens(model.windows, model.options)
+        check_parts(map(model.heads_of, range(model.n_layers)), config.parts if config.partition == "heads" else 1)
+    except TransportError as error:
+        raise ConfigError(f"--partition {config.partition}: {error}") from None
+
+
+def _check_states(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+    """Raise ConfigError for an option that a model whose layers keep states does not have."""
+    given = {
+        "--speculate": config.speculate != "off",
+        "--prefill-at": config.prefill_at,
+        "--prefill-file": config.prefill_file,
+        "--prefill-listen": config.prefill_listen,
+        "--take-from": config.take_from,
+    }
+    for option in (name for name, value in given.items() if value):
+        if model.state_bytes(1):
+            raise ConfigError(
+                f"{option} is not supported for {model.architecture}: its layers keep states, which are not on R-nodes"
+            )
+
+
+def _check_kv_memory(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+    """Raise ConfigError if --kv-memory or --kv-lease is too small for a block of a sequence."""
+    geometry = model.hello_geometry(config.mini_batches or 1, config.step_rows, "fp32")
+    block = KVPages(geometry, config.kv_dtype, model.windows, model.options).block_bytes // config.parts
+    for option, size, needed in (
+        ("--kv-memory", config.kv_memory, block + region_layout(geometry).region_bytes),
+        ("--kv-lease", config.kv_lease, block),
+    ):
+        if size is not None and size < needed:
+            raise ConfigError(
+                f"{option} {format_bytes(size)} is too small for {PAGE_TOKENS} tokens of {model.architecture} "
+                f"({format_bytes(block)}): give {format_bytes(needed)} or more"
+            )
