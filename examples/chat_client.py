@@ -3,7 +3,7 @@
     python examples/chat_client.py                          # a conversation; an empty line ends it
     python examples/chat_client.py "One message, one answer"
 
-Needs the openai client and a running S-node (`fastdecode-node --role s`).
+Needs the openai client and a running S-node (`fastdecode-node --role s --model chat`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from openai.types.chat import ChatCompletionMessageParam
 
 def answer(client: OpenAI, model: str, messages: list[ChatCompletionMessageParam], max_tokens: int) -> str:
     """Print the answer to `messages` as it comes, and return it."""
-    stream = client.chat.completions.create(model=model, messages=messages, max_tokens=max_tokens, stream=True)
+    stream = client.chat.completions.create(
+        model=model, messages=messages, max_tokens=max_tokens, temperature=0, stream=True
+    )
     text = ""
     for chunk in stream:
         piece = chunk.choices[0].delta.content or ""

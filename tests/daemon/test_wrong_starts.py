@@ -35,7 +35,7 @@ S_STARTS = [
     ("--config {text}", "must be a mapping of options and values"),
     # files
     ("--model {none}", "--model {none}: there is no such directory or file"),
-    ("--model meta-llama/Llama-3.2-1B", "fastdecode downloads nothing"),
+    ("--model meta-llama/Llama-3.2-1B", "does not have it: hf download meta-llama/Llama-3.2-1B"),
     ("--model {empty}", "--model {empty}: the directory has no config.json and no .gguf file"),
     ("--model {broken}", "config.json is not JSON"),
     ("--secret-file {none}", "--secret-file {none}: No such file or directory"),
