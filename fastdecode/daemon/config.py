@@ -14,6 +14,7 @@ from fastdecode import __version__
 from fastdecode.daemon.config_checks import check_options
 from fastdecode.daemon.config_files import find_model, read_key, read_secret
 from fastdecode.daemon.config_sources import Parser, add_argument, flag, merged, option_words
+from fastdecode.daemon.option_help import add_help
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.options import NodeOptions
 
@@ -66,18 +67,13 @@ class NodeConfig(NodeOptions):
         exits with status 2 for a bad one."""
         parser = Parser(
             prog="fastdecode-node",
-            description="One daemon, two roles: an S-node computes everything that has weights and serves the API; "
-            "R-nodes hold the KV-cache and compute attention.",
             allow_abbrev=False,
+            add_help=False,
         )
         parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
-        groups = {
-            "sr": parser.add_argument_group("both roles"),
-            "s": parser.add_argument_group("--role s"),
-            "r": parser.add_argument_group("--role r"),
-        }
+        add_help(parser, dataclasses.fields(cls))
         for f in dataclasses.fields(cls):
-            add_argument(groups[f.metadata["role"]], f)
+            add_argument(parser, f)
         try:
             return cls(**merged(parser, dataclasses.fields(cls), argv))
         except ValueError as error:

@@ -110,8 +110,8 @@ def option_words(f: Field[Any], values: Sequence[str]) -> list[str]:
     return [word for value in values for word in (flag(f.name), value)]
 
 
-def add_argument(group: argparse._ArgumentGroup, f: Field[Any]) -> None:
-    """Add the option of a field to a group of the parser."""
+def add_argument(group: argparse._ActionsContainer, f: Field[Any]) -> None:
+    """Add the option of a field to a parser, or to a group of one."""
     meta = f.metadata
     if isinstance(f.default, bool):
         group.add_argument(flag(f.name), action="store_true", default=None, help=meta["help"])

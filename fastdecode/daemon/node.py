@@ -13,6 +13,7 @@ import uvloop
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import check_machine
 from fastdecode.daemon.machine import usable_cpus
+from fastdecode.daemon.option_help import FIRST_WORDS
 from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.daemon.process import set_up_logging, wait_for_shutdown
 from fastdecode.transports.base import TransportError
@@ -25,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Exit status: 0 after a clean end, 2 for a bad option, 130 if interrupted while it loads, 1 for any other error.
     """
+    if not (sys.argv[1:] if argv is None else argv) and not any(name.startswith("FASTDECODE_") for name in os.environ):
+        print(FIRST_WORDS, file=sys.stderr)
+        sys.exit(2)
     config = NodeConfig.from_args(argv)
     set_up_logging(config.log_level, config.log_format)
     try:

@@ -18,6 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 from fastdecode.daemon import embedded, machine, rnode
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
+from fastdecode.daemon.node import main
 from fastdecode.daemon.option_values import ConfigError, format_bytes, parse_bytes
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.demo import model_dir
@@ -37,13 +38,33 @@ def test_defaults_are_those_of_the_dataclass():
     assert NodeConfig.from_args([]) == NodeConfig()
 
 
-def test_every_field_is_an_option(capsys):
+def options_in(text: str) -> set[str]:
+    """The fields whose options a help text explains."""
+    return {name.replace("-", "_") for name in re.findall(r"^  --([a-z-]+)", text, re.M)}
+
+
+@pytest.mark.parametrize("role", ["s", "r", None])
+def test_help_shows_the_options_of_a_role_by_topic(role, capsys):
+    of_role = {f.name for f in dataclasses.fields(NodeConfig) if role is None or role in f.metadata["role"]}
+    texts = []
+    for words in (["--help"], ["-h"], ["--help-all"]):
+        with pytest.raises(SystemExit) as exit_:
+            NodeConfig.from_args([*(["--role", role] if role else []), *words])
+        assert exit_.value.code == 0
+        texts.append(capsys.readouterr().out)
+    common, short, every = texts
+    assert common == short and options_in(every) == of_role
+    assert options_in(common) < of_role and len(common.splitlines()) < 80
+    assert f"{len(of_role - options_in(common))} further options" in common
+
+
+def test_a_node_without_options_says_what_to_do(capsys, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("FASTDECODE_")]:
+        monkeypatch.delenv(name)
     with pytest.raises(SystemExit) as exit_:
-        NodeConfig.from_args(["--help"])
-    assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    for field in dataclasses.fields(NodeConfig):
-        assert "--" + field.name.replace("_", "-") in text
+        main([])
+    assert exit_.value.code == 2
+    assert "fastdecode-node --role s --model chat" in capsys.readouterr().err
 
 
 def test_values_are_parsed():
