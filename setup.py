@@ -7,7 +7,10 @@ among them at run time, so one wheel serves every machine of an architecture.
 
 import glob
 import os
+import re
+import tomllib
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -20,6 +23,21 @@ INCLUDES = [".", "kernels"]  # an include of another room's file names the room:
 def files(folders: list[str], ending: str) -> list[str]:
     """The files with this ending in these folders, sorted."""
     return sorted(path for folder in folders for path in glob.glob(f"{folder}/*{ending}"))
+
+
+def long_description() -> str:
+    """README.md as a package index shows it: files and pictures of the repository have the address of the project's URL
+    `Source`. Without that URL, links to files are plain text, and there are no pictures."""
+    source = tomllib.loads(Path("pyproject.toml").read_text())["project"]["urls"].get("Source")
+
+    def absolute(link: re.Match[str]) -> str:
+        picture, text, target = link.groups()
+        if source is None:
+            return "" if picture else text
+        return f"{picture}[{text}]({source}/{'raw' if picture else 'blob'}/HEAD/{target})"
+
+    readme = re.sub(r"<!--.*?-->\n", "", Path("README.md").read_text(encoding="utf-8"))
+    return re.sub(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)", absolute, readme)
 
 
 CFLAGS = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=fast"]
@@ -54,6 +72,8 @@ class ParallelBuild(build_ext):
 
 
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     cmdclass={"build_ext": ParallelBuild},
     ext_modules=[
         Extension(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -44,3 +47,12 @@ def test_every_other_file_that_is_read_at_run_time_is_listed():
             if fnmatch(str(path), f"{package.replace('.', '/')}/{pattern}")
         ]
         assert listed, f"{path} is in no wheel"
+
+
+def test_a_package_index_shows_readme_without_links_to_files():
+    """They lead nowhere there. The name of every link is still there."""
+    command = [sys.executable, "setup.py", "-q", "--long-description"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    targets = re.findall(r"\]\(([^)\s]+)\)", shown)
+    assert targets and all(target.startswith(("https://", "#")) for target in targets)
+    assert "docs/operations.md" not in shown and "operations" in shown and "<!--" not in shown
