@@ -34,6 +34,7 @@ from fastdecode.bench.options import pinned, print_result, refuse_unsupported
 from fastdecode.bench.other_version_peer import OtherVersionAttention
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Data, Shape
+from fastdecode.bench.shapes import SHAPES
 from fastdecode.daemon.machine import available_memory, usable_cpus
 from fastdecode.daemon.option_values import parse_bytes
 from fastdecode.daemon.roofline import Roofline, huge_pages
@@ -62,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     repeatable("--context", {"type": int}, "cached tokens of each sequence; default: 512, 4096, 32768")
     repeatable("--head-size", {"type": int}, "elements of a head; default: 64, 128")
     parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument(
+        "--model",
+        choices=SHAPES,
+        help="the heads of a well-known model, in place of --group, --head-size and --kv-heads",
+    )
     parser.add_argument(
         "--kv-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV of each cell and peer; default: 2GiB"
     )
@@ -106,6 +112,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    if args.model is not None:
+        model = SHAPES[args.model]
+        args.group, args.head_size = [model.heads // model.kv_heads], [model.head_size]
+        args.kv_heads = model.kv_heads
     cpus = usable_cpus()
     threads = args.threads or len(cpus)
     if not 1 <= threads <= len(cpus):

@@ -13,12 +13,14 @@ import argparse
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from fastdecode.bench.shapes import SHAPES, ModelShape
 from fastdecode.daemon.config_files import find_model
 from fastdecode.demo import model_dir
 from fastdecode.gguf.file import find_gguf
@@ -38,14 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="write this model, as for fastdecode-node, in another order",
     )
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--intermediate", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--max-positions", type=int, default=8192)
+    parser.add_argument("--model", choices=SHAPES, default="llama-125m", help="shape; default: %(default)s")
+    for size in fields(ModelShape):
+        flag = "--" + size.name.replace("_", "-")
+        parser.add_argument(flag, type=int, metavar="N", help="default: the model's")
     parser.add_argument("--dtype", choices=TORCH_DTYPES, default="bf16")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -57,6 +55,9 @@ def run(args: argparse.Namespace) -> None:
 
 def write(args: argparse.Namespace) -> int:
     """Write a checkpoint with random weights. Returns its number of parameters."""
+    for name, size in asdict(SHAPES[args.model]).items():
+        if getattr(args, name) is None:
+            setattr(args, name, size)
     tensors = dict(_tensors(args))
     _save(args.out, tensors, _config(args))
     for name in ("tokenizer.json", "tokenizer_config.json"):  # a real tokenizer, whose ids are a part of the vocabulary

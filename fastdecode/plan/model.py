@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from fastdecode.bench.shapes import SHAPES
 from fastdecode.daemon.check_model import parameters
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.demo import model_dir
 from fastdecode.engine.scheduling.rtime import layer_groups
 from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
@@ -62,6 +65,20 @@ class PlannedModel:
         each element of Q in each layer, a row 2 for each weight."""
         return 2 * self.n_layers * self.n_q_heads * self.head_size / self.parameters
 
+    @classmethod
+    def of_shape(cls, name: str) -> PlannedModel:
+        """The model with a name of bench/shapes.py."""
+        shape = SHAPES[name]
+        return cls(
+            name,
+            shape.layers,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_size,
+            shape.row_parameters,
+            max_positions=shape.max_positions,
+        )
+
 
 _layer_groups = lru_cache(layer_groups)
 
@@ -70,6 +87,16 @@ _layer_groups = lru_cache(layer_groups)
 def _token_bytes(n_layers: int, n_q_heads: int, n_kv_heads: int, head_size: int, kv_dtype: str) -> float:
     geometry = Geometry(1, 1, n_layers, n_q_heads, n_kv_heads, head_size, "fp16")
     return page_bytes(geometry_tuple(geometry), KV_DTYPES.index(kv_dtype)) / PAGE_TOKENS
+
+
+def find_planned_model(model: Path | None) -> PlannedModel:
+    """The model that --model names: a shape of bench/shapes.py, or a model as for fastdecode-node; by default the demo.
+
+    Raises ConfigError, CheckpointError.
+    """
+    if model is not None and str(model) in SHAPES and not model.exists():
+        return PlannedModel.of_shape(str(model))
+    return read_model(NodeConfig(model=model).model_path() or model_dir())
 
 
 def read_model(path: Path) -> PlannedModel:

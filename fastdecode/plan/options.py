@@ -6,13 +6,23 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdecode.daemon.config import NodeConfig
+from fastdecode.bench.shapes import SHAPES
 from fastdecode.daemon.option_values import parse_bytes
-from fastdecode.demo import model_dir
 from fastdecode.plan.equations import System
-from fastdecode.plan.model import read_model
+from fastdecode.plan.model import find_planned_model
 from fastdecode.plan.profile import Profile, ProfileError, merged, read_profile
 from fastdecode.region.contract import KV_DTYPES
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that `find_planned_model` reads."""
+    shapes = ", ".join(SHAPES)
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help=f"as for fastdecode-node, or the shape of a well-known model: {shapes}; default: the demo model",
+    )
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +45,7 @@ def profile_and_transport(args: argparse.Namespace) -> tuple[Profile, str]:
 def add_system_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that `PlannedSystem.from_args` reads."""
     add = parser.add_argument
-    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    add_model_argument(parser)
     add_profile_arguments(parser)
     add("--r-nodes", type=int, default=1, metavar="N", help="number of R-nodes")
     add("--kv-memory", type=parse_bytes, metavar="SIZE", help="of each R-node; default: the profile's")
@@ -62,6 +72,6 @@ class PlannedSystem:
         """Raises ProfileError, CheckpointError, OSError."""
         profile, transport = profile_and_transport(args)
         assert profile.r_node is not None
-        model = read_model(NodeConfig(model=args.model).model_path() or model_dir())
+        model = find_planned_model(args.model)
         system = System.from_profile(profile, transport, model, args.kv_dtype, args.r_nodes)
         return cls(profile, system, args.kv_memory or profile.r_node.memory)

@@ -25,8 +25,7 @@ COMMAND = ("published", "FastDecode's published figures beside what is predicted
 
 _LENGTH = 1024  # tokens of every sequence in the paper, from a short prompt
 _SOCKETS = 8
-LLAMA_7B = PlannedModel("Llama-7b", 32, 32, 32, 128, 6_607_077_376)
-LLAMA_13B = PlannedModel("Llama-13b", 40, 40, 40, 128, 12_851_609_600)
+LLAMA_7B, LLAMA_13B = PlannedModel.of_shape("llama-7b"), PlannedModel.of_shape("llama-13b")
 
 #: Figure 9: output tokens a second with 8 sockets, by model and batch.
 FIGURE_9 = {
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 def rows() -> list[dict[str, Any]]:
     """A row for each published figure: what it is, the paper's value, and the predicted one."""
     profile = read_profile("a10-epyc7452")
-    table = [("eq. 11, Llama-7b: sockets in balance", float(_SOCKETS), sockets_in_balance(profile))]
+    table = [("eq. 11, llama-7b: sockets in balance", float(_SOCKETS), sockets_in_balance(profile))]
     for (model, batch), paper in FIGURE_9.items():
         table.append((f"fig. 9, {model.name}, batch {batch}: tokens/s", paper, even_growth(profile, model, batch)[0]))
     for model, (gain, peak) in FIGURE_11.items():

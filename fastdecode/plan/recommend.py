@@ -19,10 +19,9 @@ from typing import Any
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving.workload import read_trace
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.demo import model_dir
 from fastdecode.plan.configurations import Configuration, Goal, choose
-from fastdecode.plan.model import read_model
-from fastdecode.plan.options import add_profile_arguments, profile_and_transport
+from fastdecode.plan.model import find_planned_model
+from fastdecode.plan.options import add_model_argument, add_profile_arguments, profile_and_transport
 from fastdecode.plan.profile import Profile
 
 COMMAND = ("recommend", "configurations that serve a model at a rate, and the commands to start them (predicted)")
@@ -33,7 +32,7 @@ _GIB = 1 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastdecode-plan recommend`."""
     add = parser.add_argument
-    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    add_model_argument(parser)
     add_profile_arguments(parser)
     add("--rate", type=float, metavar="R", help="requests a second to keep up with; default: as many as possible")
     add("--ttft", type=float, metavar="S", help="seconds to the first token of a request that does not queue")
@@ -73,8 +72,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the best configurations. Raises ProfileError, CheckpointError, ValueError, OSError."""
     profile, transport = profile_and_transport(args)
     profile = _priced(profile, args)
-    path = NodeConfig(model=args.model).model_path() or model_dir()
-    model, goal = read_model(path), _goal(args)
+    model, goal = find_planned_model(args.model), _goal(args)
     if goal.n_prompt + goal.n_output > model.max_positions:
         raise ValueError(
             f"prompt and output have {goal.n_prompt + goal.n_output:.0f} tokens; {model.name} has "
