@@ -62,6 +62,7 @@ def make_app(
     stalled_after_seconds: float = 60.0,
     prefill_url: str | None = None,
     router_secret: bytes | None = None,
+    drop_hosted_tools: bool = False,
 ) -> web.Application:
     """Make the application.
 
@@ -80,13 +81,14 @@ def make_app(
         stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
         prefill_url: where other S-nodes get the K and V of streams that they continue; None: nowhere.
         router_secret: a router that knows it can continue streams of other S-nodes here; None: no router can.
+        drop_hosted_tools: drop tools that only their vendor runs from requests, which are refused otherwise.
     """
     plain, with_tools = tokenizer.template_source(), tokenizer.template_source(tools=True)
     forms = tool_form(tool_parser, with_tools), reasoning_form(reasoning_parser, plain + with_tools)
     served = ApiModel(names, *forms, defaults, tuple(adapters))
     preparation = Preparation(engine, tokenizer)
     runs = Runs(engine, keep_alive_seconds, prefill_url)
-    endpoints = Endpoints(tokenizer, served, preparation, runs, router_secret)
+    endpoints = Endpoints(tokenizer, served, preparation, runs, router_secret, drop_hosted_tools)
     tokenization = Tokenization(tokenizer, served, preparation, engine.max_model_len)
     created = int(time.time())
 

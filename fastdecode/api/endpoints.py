@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -65,6 +66,7 @@ class Endpoints:
     preparation: Preparation
     runs: Runs
     router_secret: bytes | None = None
+    drop_hosted_tools: bool = False  # else they are refused
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -107,10 +109,14 @@ class Endpoints:
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
-        body, shown = await self._parse(request, parse_response)
-        dialogue, text, generation = await self.prepare_chat(body)
+        body = await self._parse(request, partial(parse_response, drop_hosted_tools=self.drop_hosted_tools))
+        dialogue, text, generation = await self.prepare_chat(body.chat)
         answer = ResponseAnswer(
-            self.model.name(generation.model), self.tokenizer, parser=dialogue.parser(text), shown=shown
+            self.model.name(generation.model),
+            self.tokenizer,
+            parser=dialogue.parser(text),
+            shown=body.shown,
+            namespaces=body.tools.namespaces,
         )
         return await self._answer_chat(request, generation, dialogue, text, answer)
 

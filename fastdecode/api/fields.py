@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from itertools import islice
@@ -10,10 +11,16 @@ from typing import Any, TypeVar
 import orjson
 
 from fastdecode.api.errors import ApiError
+from fastdecode.text.log_once import log_once
+
+log = logging.getLogger(__name__)
 
 MAX_KEYS = 50_000  #: of all objects of a body together; orjson takes some 30 ms for them
 _Default = TypeVar("_Default")
+#: Whether a value of a field passes.
+Test = Callable[[Any], bool]
 _KEY_END = re.compile(rb'"\s*:')
+_NUMBER = re.compile(r"\[\d+\]")  # of an entry of a list, in a field's name
 
 
 def invalid(param: str, message: str, *, code: str | None = None) -> ApiError:
@@ -99,17 +106,26 @@ class Fields:
             message = f"only {kind} are supported, not {value!r}"
             raise invalid(self.param("type"), message, code="unsupported_value")
 
-    def refuse_others(self, neutral: Mapping[str, Callable[[Any], bool]] | None = None) -> None:
-        """Refuse all fields that have not been read, except those in `neutral` whose value passes the test there.
+    def refuse_others(
+        self, neutral: Mapping[str, Test] | None = None, left_out: Mapping[str, Test] | None = None
+    ) -> None:
+        """Refuse all fields that have not been read, except those of which a test in `neutral` or `left_out` passes.
 
-        `neutral` maps the name of an OpenAI field to a test: whether a value of the field asks for nothing.
+        Args:
+            neutral: tests whether a value of a field that the API does not implement asks for nothing.
+            left_out: tests whether a value is valid that asks for something which the field's specification lets a
+                server leave out. The log names the field once.
         """
-        neutral = neutral or {}
+        neutral, left_out = neutral or {}, left_out or {}
         for name, value in self._left.items():
-            if name not in neutral:
-                raise invalid(self.param(name), "unknown field", code="unknown_field")
-            if value is not None and not neutral[name](value):
-                raise invalid(self.param(name), "this value is not supported here", code="unsupported_value")
+            param = self.param(name)
+            if name not in neutral and name not in left_out:
+                raise invalid(param, "unknown field", code="unknown_field")
+            if value is None or (name in neutral and neutral[name](value)):
+                continue
+            if name not in left_out or not left_out[name](value):
+                raise invalid(param, "this value is not supported here", code="unsupported_value")
+            log_once(log, f"the field {_NUMBER.sub('[]', param)} has no effect here")
 
 
 def read_objects(value: Any, param: str, what: str) -> list[Fields]:
@@ -128,11 +144,15 @@ def is_boolean(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def is_one_of(*allowed: Any) -> Callable[[Any], bool]:
+def is_one_of(*allowed: Any) -> Test:
     """A test whether a value equals one of `allowed`; unlike in Python, true does not equal 1."""
     return lambda value: any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)
 

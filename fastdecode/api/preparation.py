@@ -80,7 +80,7 @@ class Preparation:
 
     async def render(self, chat: ChatRequest) -> str:
         """The text of a chat."""
-        self._check_effort(chat)
+        self._check_hints(chat)
 
         def render() -> str:
             return self._tokenizer.render_chat(
@@ -97,13 +97,14 @@ class Preparation:
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
 
-    def _check_effort(self, chat: ChatRequest) -> None:
-        """Say in the log if the chat template cannot follow the `reasoning_effort` of a chat."""
-        if (effort := chat.reasoning_effort) is None:
+    def _check_hints(self, chat: ChatRequest) -> None:
+        """Say in the log which hints of a chat its template cannot follow."""
+        if not chat.hints:
             return
         template = self._tokenizer.template_source(tools=bool(chat.tool_use.definitions))
-        if "reasoning_effort" not in template and not (effort == "none" and "enable_thinking" in template):
-            log_once(log, f"reasoning_effort {effort} has no effect: the model's chat template does not read it")
+        for name, value in chat.hints.items():
+            if name not in template and not (value == "none" and "enable_thinking" in template):
+                log_once(log, f"{name} {value} has no effect: the model's chat template does not read it")
 
     def truncate(self, prompt: list[int], generation: Generation) -> list[int]:
         """The last tokens of a prompt, as many as `truncate_prompt_tokens` asks for."""

@@ -1,16 +1,18 @@
 """Parse and check the bodies of /v1/completions and /v1/chat/completions.
 
-The API ignores no field. It reads a field, or it accepts a value that asks for nothing (an empty list of tools, `echo`
-false), or it refuses the request with a 400 that names the field.
+The API reads a field, or it accepts a value that asks for nothing (an empty list of tools, `echo` false), or it refuses
+the request with a 400 that names the field. Only what a field's specification lets a server leave out is accepted and
+left out: docs/api.md lists these fields, and the log names each of them once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
-from fastdecode.api.fields import Fields, invalid, is_boolean, is_integer, is_object, is_one_of
+from fastdecode.api.fields import Fields, invalid, is_boolean, is_integer, is_object, is_one_of, is_string
 from fastdecode.api.generation import TextOptions
 from fastdecode.api.messages import read_messages
 from fastdecode.api.structured import GrammarField, read_grammar
@@ -25,7 +27,11 @@ MAX_STRING_LENGTH = 1024  # characters of a stop string or a bad word
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+#: Fields that become variables of the chat template, with their values.
+HINTS = {
+    "reasoning_effort": ("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+    "verbosity": ("low", "medium", "high"),
+}
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens on /v1/completions
 _MAX_INT = 2**31 - 1
 
@@ -36,12 +42,12 @@ _LABELS = ("user", "safety_identifier", "prompt_cache_key", "request_id", "chat_
 _NEUTRAL = {  # of both endpoints; most are vLLM's
     "early_stopping": is_one_of(False),
     "length_penalty": is_one_of(1),
-    "metadata": is_object,
+    "metadata": is_object,  # a label
     "return_token_ids": is_one_of(False),
     "return_tokens_as_token_ids": is_one_of(False),
     "service_tier": is_one_of("auto", "default"),
     "spaces_between_special_tokens": is_one_of(True),
-    "store": is_boolean,  # nothing is stored either way
+    "store": is_one_of(False),
     "use_beam_search": is_one_of(False),
 }
 _NEUTRAL_COMPLETION = _NEUTRAL | {"suffix": is_one_of("")}
@@ -51,10 +57,19 @@ _NEUTRAL_CHAT = _NEUTRAL | {
     "function_call": is_one_of("none", "auto"),  # "auto" without functions is "none"
     "functions": is_one_of([]),
     "modalities": is_one_of(["text"]),
-    "prediction": is_one_of(),
-    "verbosity": is_one_of("medium"),
     "web_search_options": is_one_of(),
 }
+
+#: Fields whose specification lets a server leave out what they ask for, each with the test of a valid value.
+LEFT_OUT = {
+    "client_metadata": is_object,
+    "prompt_cache_options": is_object,
+    "prompt_cache_retention": is_string,
+    "service_tier": is_string,
+    "store": is_boolean,  # nothing is stored
+}
+_LEFT_OUT_CHAT = LEFT_OUT | {"prediction": is_object}
+LEFT_OUT_OF_STREAMS = {"include_obfuscation": is_boolean}  # of stream_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +117,7 @@ class ChatRequest:
     tool_use: ToolUse
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
     continue_final_message: bool = False  # the answer continues the last message
-    reasoning_effort: str | None = None  # one of _EFFORTS; the template's variables have it
+    hints: Mapping[str, str] = field(default_factory=dict)  # of the template's variables, those of HINTS
 
 
 def parse_completion(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> CompletionRequest:
@@ -128,7 +143,7 @@ def parse_completion(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> Com
     if echo and logprobs is not None:
         most = max(logprobs, generation.prompt_logprobs or 0)
         generation = replace(generation, sampling=replace(generation.sampling, prompt_logprobs=most))
-    fields.refuse_others(_NEUTRAL_COMPLETION)
+    fields.refuse_others(_NEUTRAL_COMPLETION, LEFT_OUT)
     return CompletionRequest(generation, prompts, echo)
 
 
@@ -146,8 +161,8 @@ def parse_chat(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> ChatReque
         raise invalid("top_logprobs", "needs logprobs to be true")
     logprobs = (top_logprobs or 0) if wants_logprobs else None
     generation = _generation(fields, defaults, n=n, max_tokens=max_tokens, logprobs=logprobs, special=False)
-    effort = read_effort(fields, "reasoning_effort")
-    variables = _template_variables(fields, effort)
+    hints = {name: value for name in HINTS if (value := read_hint(fields, name, HINTS[name])) is not None}
+    variables = _template_variables(fields, hints)
     continues = fields.boolean("continue_final_message")
     begins = fields.boolean("add_generation_prompt", not continues)
     if continues and begins:
@@ -156,16 +171,16 @@ def parse_chat(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> ChatReque
         raise invalid("continue_final_message", "the last message must be the assistant's")
     if continues and given[-1].get("content") is None and any(name in messages[-1] for name in REASONING_FIELDS):
         messages[-1]["content"] = None  # the answer continues the reasoning
-    fields.refuse_others(_NEUTRAL_CHAT)
-    return ChatRequest(generation, messages, variables, tool_use, begins, continues, effort)
+    fields.refuse_others(_NEUTRAL_CHAT, _LEFT_OUT_CHAT)
+    return ChatRequest(generation, messages, variables, tool_use, begins, continues, hints)
 
 
-def read_effort(fields: Fields, name: str) -> str | None:
-    """Read a field that says how much the model is to reason. Raises ApiError (400)."""
-    effort = fields.string(name)
-    if effort not in (None, *_EFFORTS):
-        raise invalid(fields.param(name), f"must be one of {', '.join(_EFFORTS)}", code="unsupported_value")
-    return effort
+def read_hint(fields: Fields, name: str, known: Sequence[str]) -> str | None:
+    """Read a field that has one of the values `known`. Raises ApiError (400)."""
+    hint = fields.string(name)
+    if hint is not None and hint not in known:
+        raise invalid(fields.param(name), f"must be one of {', '.join(known)}", code="unsupported_value")
+    return hint
 
 
 def _max_tokens(fields: Fields, default: int | None, least: int = 1) -> int | None:
@@ -304,7 +319,7 @@ def _usage_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
         raise invalid("stream_options", "needs stream to be true")
     options = Fields(options, "stream_options")
     include_usage, continuous = options.boolean("include_usage"), options.boolean("continuous_usage_stats")
-    options.refuse_others({"include_obfuscation": is_one_of(False)})
+    options.refuse_others({"include_obfuscation": is_one_of(False)}, LEFT_OUT_OF_STREAMS)
     return include_usage, continuous
 
 
@@ -328,11 +343,11 @@ def is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_INT
 
 
-def _template_variables(fields: Fields, effort: str | None) -> dict[str, Any]:
-    """The variables for the model's template: `reasoning_effort`, and those of vLLM's extension `chat_template_kwargs`,
-    e.g. {"enable_thinking": false}."""
-    asked: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if effort == "none":
+def _template_variables(fields: Fields, hints: Mapping[str, str]) -> dict[str, Any]:
+    """The variables for the model's template: `hints`, and those of vLLM's extension `chat_template_kwargs`, e.g.
+    {"enable_thinking": false}."""
+    asked: dict[str, Any] = dict(hints)
+    if hints.get("reasoning_effort") == "none":
         asked["enable_thinking"] = False
     variables = fields.take("chat_template_kwargs")
     if variables is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
@@ -18,13 +19,14 @@ _Event = dict[str, Any]
 class _Item:
     """An output item that is being written: a message, a reasoning or a function call."""
 
-    def __init__(self, response: str, kind: str, index: int, call: CallDelta | None = None):
-        """`response` is the response's id, from which the item's ids follow: another S-node may end the item."""
+    def __init__(self, response: str, kind: str, index: int, called: dict[str, str] | None = None):
+        """`response` is the response's id, from which the item's ids follow: another S-node may end the item. `called`
+        are the fields that name the function of a call."""
         self.kind, self.index, self.text = kind, index, ""
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         digest = blake2b(f"{response} {index}".encode(), digest_size=16).hexdigest()
         self.id = f"{prefix}_{digest}"
-        self._head = {"name": call.name, "call_id": f"call_{digest[:24]}"} if call else {}
+        self._head = called | {"call_id": f"call_{digest[:24]}"} if called else {}
 
     def part(self, text: str) -> dict[str, Any]:
         """The item's only content part."""
@@ -52,11 +54,19 @@ class ResponseAnswer(Answer):
     prompt_param = "input"
     named_events = True
 
-    def __init__(self, model: str, tokenizer: Tokenizer, *, parser: OutputParser, shown: dict[str, Any]):
-        """`shown` are fields of the request that the answer repeats."""
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        parser: OutputParser,
+        shown: dict[str, Any],
+        namespaces: Mapping[str, tuple[str, str]],
+    ):
+        """`shown` are fields of the request that the answer repeats. `namespaces`: see ResponseTools."""
         super().__init__(model, tokenizer, logprobs=False)
         self.id = f"{self.id_prefix}_{uuid4().hex}"
-        self._parser, self._shown = parser, shown
+        self._parser, self._shown, self._namespaces = parser, shown, namespaces
         self._items: list[_Item] = []
         self._n_events = 0
         self._finish_reason: str | None = None
@@ -105,12 +115,19 @@ class ResponseAnswer(Answer):
         if self._items and self._items[-1].kind == kind and call is None:
             return []
         events = self._end_item() if self._items else []
-        item = _Item(self.id, kind, len(self._items), call)
+        item = _Item(self.id, kind, len(self._items), self._called(call.name or "") if call else None)
         self._items.append(item)
         events.append(self._event("output_item.added", output_index=item.index, item=item.shown("in_progress")))
         if kind != "function_call":
             events.append(self._of_item("content_part.added", item, content_index=0, part=item.part("")))
         return events
+
+    def _called(self, name: str) -> dict[str, str]:
+        """The fields that name a called function."""
+        if name not in self._namespaces:
+            return {"name": name}
+        namespace, name = self._namespaces[name]
+        return {"name": name, "namespace": namespace}
 
     def _text(self, item: _Item, text: str) -> _Event:
         item.text += text

@@ -5,43 +5,68 @@ Nothing is stored, so a request holds its whole conversation: `previous_response
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
-from fastdecode.api.fields import Fields, invalid, is_boolean, is_one_of, read_objects
-from fastdecode.api.protocol import ChatRequest, parse_chat, read_effort
-
-
-def _is_string(value: Any) -> bool:
-    return isinstance(value, str)
-
+from fastdecode.api.fields import Fields, invalid, is_integer, is_one_of, is_string, read_objects
+from fastdecode.api.protocol import HINTS, LEFT_OUT, LEFT_OUT_OF_STREAMS, ChatRequest, parse_chat, read_hint
+from fastdecode.api.response_tools import ResponseTools, flat_name
 
 #: Fields that a chat has under the same names.
 _SAME = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "safety_identifier", "metadata"),
-    *("prompt_cache_key", "service_tier", "top_k", "min_p", "seed", "repetition_penalty", "chat_template_kwargs"),
+    *("prompt_cache_key", "top_k", "min_p", "seed", "repetition_penalty", "chat_template_kwargs"),
 )
 _NEUTRAL = {
     "background": is_one_of(False),
-    "context_management": is_one_of(),
+    "context_management": is_one_of([]),
     "conversation": is_one_of(),
     "include": is_one_of([]),
-    "max_tool_calls": is_one_of(),
     "previous_response_id": is_one_of(),
     "prompt": is_one_of(),
-    "prompt_cache_retention": _is_string,
-    "store": is_boolean,  # nothing is stored either way
+    "service_tier": is_one_of("auto", "default"),
+    "store": is_one_of(False),
     "stream_options": is_one_of({"include_obfuscation": False}, {}),
     "top_logprobs": is_one_of(0),
     "truncation": is_one_of("disabled"),
 }
+_LEFT_OUT_OF_ITEMS = {"phase": is_string}
+_LOGPROBS = "message.output_text.logprobs"
 
 
-def parse_response(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> tuple[ChatRequest, dict[str, Any]]:
-    """Check a decoded JSON body. Returns the chat that it means, and the fields that its answer repeats.
+def _is_left_out(include: Any) -> bool:
+    """Whether a value of `include` names nothing that this server could give."""
+    return isinstance(include, list) and all(map(is_string, include)) and _LOGPROBS not in include
 
-    Raises ApiError (400).
+
+_LEFT_OUT = LEFT_OUT | {
+    "include": _is_left_out,
+    "max_tool_calls": is_integer,  # of hosted tools
+    "stream_options": lambda value: isinstance(value, dict) and value.keys() <= LEFT_OUT_OF_STREAMS.keys(),
+}
+_LEFT_OUT_OF_REASONING = {"summary": is_string, "generate_summary": is_string}  # no summary is written
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRequest:
+    """A body of /v1/responses.
+
+    Attributes:
+        chat: the chat that it means.
+        shown: the fields that its answer repeats.
+        tools: its tools.
     """
+
+    chat: ChatRequest
+    shown: dict[str, Any]
+    tools: ResponseTools
+
+
+def parse_response(
+    body: Any, defaults: SamplingDefaults = NO_DEFAULTS, *, drop_hosted_tools: bool = False
+) -> ResponseRequest:
+    """Check a decoded JSON body. Raises ApiError (400)."""
     fields = Fields(body)
     chat: dict[str, Any] = {name: value for name in _SAME if (value := fields.take(name)) is not None}
     given = fields.required("input")
@@ -51,19 +76,21 @@ def parse_response(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> tuple
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = messages
     reasoning = Fields(fields.take("reasoning") or {}, "reasoning")
-    chat["reasoning_effort"] = effort = read_effort(reasoning, "effort")
-    reasoning.refuse_others({"summary": _is_string, "generate_summary": _is_string})  # there are no summaries
+    chat["reasoning_effort"] = effort = read_hint(reasoning, "effort", HINTS["reasoning_effort"])
+    reasoning.refuse_others(left_out=_LEFT_OUT_OF_REASONING)
     most = fields.integer("max_output_tokens", 1, 2**31 - 1, None)
     if most is not None:
         chat["max_completion_tokens"] = most
-    tools, choice = fields.take("tools") or [], fields.take("tool_choice")
-    chat["tools"], chat["tool_choice"] = _tools(tools), _tool_choice(choice)
+    tools = ResponseTools.read(fields.take("tools") or [], drop_hosted=drop_hosted_tools)
+    choice = fields.take("tool_choice")
+    chat["tools"], chat["tool_choice"] = tools.functions, tools.choice(choice)
     text = Fields(fields.take("text") or {}, "text")
     form = text.take("format")
     if form is not None:
         chat["response_format"] = _format(Fields(form, "text.format"))
-    text.refuse_others({"verbosity": is_one_of("medium")})
-    fields.refuse_others(_NEUTRAL)
+    chat["verbosity"] = verbosity = read_hint(text, "verbosity", HINTS["verbosity"])
+    text.refuse_others()
+    fields.refuse_others(_NEUTRAL, _LEFT_OUT)
     request = parse_chat(chat, defaults)
     sampling = request.generation.sampling
     shown = {
@@ -73,12 +100,12 @@ def parse_response(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> tuple
         "parallel_tool_calls": chat.get("parallel_tool_calls", True),
         "reasoning": {"effort": effort, "summary": None},
         "temperature": sampling.temperature,
-        "text": {"format": form or {"type": "text"}},
+        "text": {"format": form or {"type": "text"}, **({"verbosity": verbosity} if verbosity else {})},
         "tool_choice": choice or "auto",
-        "tools": tools,
+        "tools": tools.shown,
         "top_p": sampling.top_p,
     }
-    return request, shown
+    return ResponseRequest(request, shown, tools)
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
@@ -110,10 +137,12 @@ def _add_item(messages: list[dict[str, Any]], fields: Fields, thought: str) -> s
         case "function_call":
             if not messages or messages[-1]["role"] != "assistant" or reasoning:
                 messages.append({"role": "assistant", "content": None, **reasoning})
-            function = {"name": fields.required("name"), "arguments": fields.required("arguments")}
+            name = flat_name(fields.string("namespace"), fields.required("name"))
+            function = {"name": name, "arguments": fields.required("arguments")}
             call = {"type": "function", "id": fields.string("call_id"), "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         case "function_call_output":
+            fields.take("name"), fields.take("namespace")  # the call has them
             output = _text(fields.required("output"), fields.param("output"))
             messages.append({"role": "tool", "tool_call_id": fields.string("call_id"), "content": output})
         case "reasoning":
@@ -123,7 +152,7 @@ def _add_item(messages: list[dict[str, Any]], fields: Fields, thought: str) -> s
         case _:
             message = f"must be message, function_call, function_call_output or reasoning, not {kind!r}"
             raise invalid(fields.param("type"), message, code="unsupported_value")
-    fields.refuse_others({"phase": _is_string})
+    fields.refuse_others(left_out=_LEFT_OUT_OF_ITEMS)
     return thought
 
 
@@ -147,26 +176,6 @@ def _text(content: Any, param: str) -> Any:
         parts.append({"type": "text", "text": part.required("text")})
         part.refuse_others({"annotations": is_one_of([]), "logprobs": is_one_of([])})
     return parts
-
-
-def _tools(tools: Any) -> list[Any]:
-    """Functions as a chat has them."""
-    found = []
-    for tool in read_objects(tools, "tools", "tools"):
-        tool.require_type("function", kind="functions")
-        function = {name: tool.take(name) for name in ("name", "description", "parameters", "strict")}
-        tool.refuse_others()
-        found.append({"type": "function", "function": function})
-    return found
-
-
-def _tool_choice(choice: Any) -> Any:
-    if not isinstance(choice, dict):
-        return choice
-    fields = Fields(choice, "tool_choice")
-    named = {"type": fields.required("type"), "function": {"name": fields.string("name")}}
-    fields.refuse_others()
-    return named
 
 
 def _format(fields: Fields) -> dict[str, Any]:

@@ -123,6 +123,10 @@ class NodeOptions:
         "auto",
         choices=("auto", *TOOL_FORMS),
     )
+    drop_hosted_tools: bool = _s_option(
+        "drop tools that only their vendor runs, such as web_search, from requests; default: such a request is refused",
+        False,
+    )
     reasoning_parser: str = _s_option(
         "how the model writes its reasoning, which chats get as reasoning_content; none: as a part of the content",
         "auto",

@@ -74,6 +74,7 @@ class ApiSettings:
             defaults=self.defaults,
             prefill_url=self.config.prefill_listen,
             router_secret=self.config.read_secret(),
+            drop_hosted_tools=self.config.drop_hosted_tools,
         )
 
 

@@ -1,4 +1,4 @@
-"""Fields about reasoning through the real server: how much a model is to reason, and the reasoning of earlier turns."""
+"""Fields about how much a model is to reason and to write, and the reasoning of earlier turns."""
 
 from __future__ import annotations
 
@@ -53,6 +53,14 @@ async def test_reasoning_effort_is_a_variable_of_the_template(prompts_of):
     asked = [{"effort": "minimal", "summary": "auto"}, {"effort": None}, {}]
     prompts = await prompts_of("/v1/responses", *({"input": "Hi", "reasoning": fields} for fields in asked))
     assert [prompt.partition("<")[0] for prompt in prompts] == ["minimal unset", "unset unset", "unset unset"]
+
+
+async def test_verbosity_is_a_variable_of_the_template(prompts_of):
+    template = "{{ verbosity | default('unset') }}"
+    chats = [{"messages": HI}, {"messages": HI, "verbosity": "low"}]
+    assert await prompts_of("/v1/chat/completions", *chats, template=template) == ["unset", "low"]
+    response = {"input": "Hi", "text": {"verbosity": "high"}}
+    assert await prompts_of("/v1/responses", response, template=template) == ["high"]
 
 
 async def test_an_effort_that_the_template_does_not_read_is_said_once_in_the_log(prompts_of, caplog):

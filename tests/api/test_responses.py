@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import openai
 import pytest
@@ -13,6 +14,7 @@ from models.checkpoints import VOCAB_SIZE, make_checkpoint, write_tokenizer
 
 from fastdecode import __version__
 from fastdecode.engine.state.request import GenerationFailed, TokenEvent
+from fastdecode.text.log_once import log_once
 from fastdecode.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -28,6 +30,9 @@ DICE = {
 }
 CALL = '<tool_call>{"name": "dice", "arguments": {"sides": 6}}</tool_call>'
 MESSAGE = "<think>A die.</think>\n\nI roll. " + CALL + "\n" + CALL.replace("6", "20")
+
+
+CRM = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [DICE, DICE | {"name": "dial"}]}
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +120,76 @@ async def test_a_conversation_is_sent_back(tokenizer, spell):
     assert tail == 'Roll.<assistant>I roll.[dice {"sides": 6}][dice {"sides": 20}]<tool>6<tool>6'
 
 
+@pytest.mark.quick
+async def test_functions_of_namespaces(tokenizer, spell):
+    """The model sees flat names; the client gets its own, and sends them back."""
+    text = CALL.replace("dice", "crm.dial") + "\n" + CALL
+    engine = ScriptedEngine(spell(text), spell(text), spell("Six."))
+    ask = {"model": MODEL, "tools": [DICE, CRM]}
+    async with served(engine, tokenizer) as client:
+        first = await client.openai.responses.create(**ask, input="Call.")
+        assert [(item.name, item.namespace) for item in first.output] == [("dial", "crm"), ("dice", None)]
+        async with client.openai.responses.stream(**ask, input="Call.") as stream:
+            final = await stream.get_final_response()
+        assert [(item.name, item.namespace) for item in final.output] == [("dial", "crm"), ("dice", None)]
+        history = [item.model_dump(exclude_none=True) for item in first.output]
+        history += [
+            {"type": "function_call_output", "call_id": item.call_id, "namespace": item.namespace, "output": "6"}
+            for item in first.output
+        ]
+        choice = {"type": "function", "namespace": "crm", "name": "dice"}
+        await client.openai.responses.create(**ask, input=history, tool_choice="auto")
+        status, body = await client.post("/v1/responses", ask | {"input": "x", "tool_choice": choice | {"name": "x"}})
+        assert (status, body["error"]["param"]) == (400, "tool_choice") and "crm.x" in body["error"]["message"]
+    head, _, tail = tokenizer.decode(engine.prompts[2]).partition("<assistant>")
+    functions = [tool["function"] for tool in json.loads(head)]
+    assert [(f["name"], f.get("description")) for f in functions] == [
+        ("dice", None),
+        ("crm.dice", "Customers."),
+        ("crm.dial", None),
+    ]
+    assert tail.endswith('[crm.dial {"sides": 6}][dice {"sides": 6}]<tool>6<tool>6')
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["web_search", "web_search_preview_2025_03_11", "file_search", "mcp"])
+async def test_hosted_tools_are_dropped_where_that_is_asked_for(tokenizer, spell, caplog, kind):
+    caplog.set_level(logging.INFO, "fastdecode.api.response_tools")
+    ask = {"input": "Roll.", "tools": [{"type": kind, "anything": {"x": 1}}, DICE]}
+    async with served(ScriptedEngine(spell(CALL)), tokenizer, drop_hosted_tools=True) as client:
+        status, body = await client.post("/v1/responses", ask)
+    assert status == 200 and [tool["name"] for tool in body["tools"]] == ["dice"]
+    assert [item["type"] for item in body["output"]] == ["function_call"]
+    assert any(kind in record.getMessage() for record in caplog.records)
+    async with served(ScriptedEngine(), tokenizer) as client:
+        status, body = await client.post("/v1/responses", ask)
+    assert (status, body["error"]["param"]) == (400, "tools[0].type")
+    assert kind in body["error"]["message"] and "--drop-hosted-tools" in body["error"]["message"]
+
+
+@pytest.mark.quick
+async def test_what_a_server_may_leave_out_is_accepted_and_named_once(tokenizer, spell, caplog):
+    """The fields of a request of Codex CLI that ask for what this server does not have."""
+    log_once.cache_clear()
+    caplog.set_level(logging.INFO, "fastdecode.api.fields")
+    ask = {
+        "input": [{"type": "message", "role": "user", "phase": "x", "content": [{"type": "input_text", "text": "Hi"}]}],
+        "include": ["reasoning.encrypted_content"],
+        "client_metadata": {"session_id": "1"},
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "prompt_cache_key": "1",
+        "service_tier": "priority",
+    }
+    async with served(ScriptedEngine(spell("Hi."), spell("Hi."), spell("Hi.")), tokenizer) as client:
+        plain = await client.openai.responses.create(model=MODEL, input="Hi")
+        for _ in range(2):
+            status, body = await client.post("/v1/responses", ask)
+            assert status == 200 and body["usage"]["input_tokens"] == plain.usage.input_tokens
+    named = [record.getMessage().split()[2] for record in caplog.records]
+    assert sorted(named) == ["client_metadata", "include", "input[].phase", "reasoning.summary", "service_tier"]
+
+
 async def test_a_cut_response_and_a_failed_stream(tokenizer, spell):
     cut = [*spell("Hel")[:-1]]
     async with served(ScriptedEngine(cut, cut, [*cut, GenerationFailed("lost")]), tokenizer) as client:
@@ -156,6 +231,13 @@ async def test_structured_text(tmp_path, tokenizer):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [CRM | {"tools": [{"type": "custom", "name": "x"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [CRM | {"name": None}]}, "tools[0].name"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": "reasoning.encrypted_content"}, "include"),
+        ({"client_metadata": "x"}, "client_metadata"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"nonsense": 1}, "nonsense"),
