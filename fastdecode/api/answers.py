@@ -72,8 +72,8 @@ class Answer(ABC):
             "usage": usage,
         }
 
-    def begin(self) -> list[dict[str, Any]]:
-        """The events of a stream before its first token."""
+    def begin(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a stream before its first token. `usage` has the prompt's tokens."""
         return []
 
     def end(self, usage: dict[str, Any], *, wanted: bool) -> list[dict[str, Any]]:

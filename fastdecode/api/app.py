@@ -13,7 +13,7 @@ from aiohttp.typedefs import Middleware
 from fastdecode import __version__
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.endpoints import ApiModel, Endpoints
-from fastdecode.api.errors import ApiError, json_response
+from fastdecode.api.errors import MESSAGES_PATH, ApiError, json_response
 from fastdecode.api.middleware import allow_origins, errors_as_json, log_requests, require_key, with_expectations
 from fastdecode.api.page import page_routes
 from fastdecode.api.preparation import Preparation
@@ -33,6 +33,8 @@ API_PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    MESSAGES_PATH,
+    f"{MESSAGES_PATH}/count_tokens",
     "/v1/embeddings",
     "/v1/models",
     "/v1/models/{name:.+}",
@@ -148,6 +150,8 @@ def make_app(
             web.post("/v1/completions", endpoints.completions),
             web.post("/v1/chat/completions", endpoints.chat),
             web.post("/v1/responses", endpoints.responses),
+            web.post(MESSAGES_PATH, endpoints.messages),
+            web.post(f"{MESSAGES_PATH}/count_tokens", endpoints.count_tokens),
             web.post("/v1/embeddings", embeddings),
             web.post("/tokenize", tokenization.tokenize),
             web.post("/detokenize", tokenization.detokenize),

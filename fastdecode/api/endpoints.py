@@ -1,4 +1,4 @@
-"""The handlers of the endpoints that generate: /v1/completions, /v1/chat/completions and /v1/responses."""
+"""The handlers of the endpoints that generate: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer
+from fastdecode.api.anthropic import parse_message
+from fastdecode.api.anthropic_answer import AnthropicAnswer
 from fastdecode.api.body import read_bytes
 from fastdecode.api.continuation import Resume, is_from_router
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
-from fastdecode.api.errors import ApiError
+from fastdecode.api.errors import ApiError, json_response
 from fastdecode.api.generation import Echo
 from fastdecode.api.middleware import notes
 from fastdecode.api.preparation import Preparation
@@ -119,6 +121,22 @@ class Endpoints:
             namespaces=body.tools.namespaces,
         )
         return await self._answer_chat(request, generation, dialogue, text, answer)
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/messages."""
+        parse = partial(parse_message, drop_hosted_tools=self.drop_hosted_tools)
+        dialogue, text, generation = await self.prepare_chat(await self._parse(request, parse))
+        name, parser = self.model.name(generation.model), dialogue.parser(text)
+        answer = AnthropicAnswer(name, self.tokenizer, parser=parser)
+        return await self._answer_chat(request, generation, dialogue, text, answer)
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """POST /v1/messages/count_tokens."""
+        parse = partial(parse_message, drop_hosted_tools=self.drop_hosted_tools, counts=True)
+        _, text, generation = await self.prepare_chat(await self._parse(request, parse))
+        special = generation.add_special_tokens
+        [prompt] = await self.preparation.encode([text], AnthropicAnswer.prompt_param, add_special_tokens=special)
+        return json_response({"input_tokens": len(prompt)})
 
     async def _parse(self, request: web.Request, parse: Callable[[Any, SamplingDefaults], _T]) -> _T:
         raw = await read_body(request)

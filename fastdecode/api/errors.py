@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, and in Anthropic's."""
 
 from __future__ import annotations
 
@@ -35,12 +35,32 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> web.Response:
-        """The answer for aiohttp."""
-        return json_response(self.body, status=self.status, headers=self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The JSON object of the answer in Anthropic's shape; `code` is an addition."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}}
+
+    def response(self, path: str) -> web.Response:
+        """The answer to a request for `path`, for aiohttp."""
+        body = self.anthropic_body if is_anthropic(path) else self.body
+        return json_response(body, status=self.status, headers=self.headers)
 
 
+def is_anthropic(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+MESSAGES_PATH = "/v1/messages"
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 def from_engine(error: EngineError, prompt_param: str | None = None) -> ApiError:

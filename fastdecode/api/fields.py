@@ -144,6 +144,10 @@ def is_boolean(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def is_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_object, value))
+
+
 def is_string(value: Any) -> bool:
     return isinstance(value, str)
 

@@ -42,6 +42,7 @@ class Piece:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None  # on a choice's last piece: "stop" or "length"
+    stop_string: str | None = None  # that ended the choice
     #: If the stream has marks (continuation.py), its tokens; the engine's finish reason is the last entry.
     tokens: tuple[int | str, ...] = ()
 
@@ -49,7 +50,7 @@ class Piece:
         self.tokens += piece.tokens
         self.text += piece.text
         self.logprobs += piece.logprobs
-        self.finish_reason = piece.finish_reason
+        self.finish_reason, self.stop_string = piece.finish_reason, piece.stop_string
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class Choice:
         ended = event.finish_reason is not None and not stopped
         ready = sum(ended or entry.offset < self._released for entry in self._waiting)
         logprobs, self._waiting = self._waiting[:ready], self._waiting[ready:]
-        return Piece(released, logprobs, "stop" if stopped else event.finish_reason)
+        return Piece(released, logprobs, "stop" if stopped else event.finish_reason, self._stops.complete)
 
 
 def _echoed(echo: Echo, scores: Sequence[TokenScore]) -> Piece:

@@ -1,4 +1,4 @@
-"""The middlewares of every request: the access log, CORS, errors as JSON in OpenAI's shape, and the API keys."""
+"""The middlewares of every request: the access log, CORS, errors as JSON, and the API keys."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:
         refused = from_exception(error, f"{request.method} {request.path}")
     notes().logged["error"] = " ".join(refused.message.split())[:_LOGGED_ERROR]
-    return refused.response()
+    return refused.response(request.path)
 
 
 def _too_long(request: web.Request) -> bool:
@@ -116,13 +116,15 @@ def _from_aiohttp(error: web.HTTPException, request: web.Request) -> ApiError:
 
 
 def require_key(api_keys: Iterable[str]) -> Middleware:
-    """A middleware that requires `Authorization: Bearer <key>` with one of the keys on every path but /health and those
-    of the page's files."""
+    """A middleware that requires one of the keys on every path but /health and those of the page's files, as
+    `Authorization: Bearer <key>` or, by Anthropic's clients, `X-API-Key: <key>`."""
     expected = [_digest(key) for key in api_keys]
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if "X-API-Key" in request.headers:
+            scheme, key = "bearer", request.headers["X-API-Key"]
         # All digests have the same length and all keys are compared, so the time reveals neither the length of a key
         # nor which one it was.
         given = _digest(key.strip())

@@ -78,7 +78,7 @@ class ResponseAnswer(Answer):
         self.deltas(0, pieces[0])
         return self._response(usage)
 
-    def begin(self) -> list[_Event]:
+    def begin(self, usage: dict[str, Any]) -> list[_Event]:
         response = self._response(None, "in_progress")
         return [self._event("created", response=response), self._event("in_progress", response=response)]
 

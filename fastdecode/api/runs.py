@@ -126,7 +126,7 @@ class Runs:
         if len(resume.choices) > len(run.choices) or longest >= self.engine.max_model_len:
             raise not_resumable()
         if resume.begun:
-            answer.begin()
+            answer.begin(usage(run.choices, len(run.choices)))
         try:
             for index, past in enumerate(resume.choices):
                 for i, event in enumerate(past.events()):
@@ -189,7 +189,7 @@ class Runs:
                 run.leave()
         try:
             if not (resume is not None and resume.begun):
-                events.send(answer.begin())
+                events.send(answer.begin(usage(run.choices, generation.n)))
             if run.names_tokens:
                 events.write(mark([]))
             await stream.write_all(self.keep_alive_seconds)

@@ -17,7 +17,9 @@ from yarl import URL
 
 from fastdecode.api.body import read_bytes
 from fastdecode.api.continuation import FIELD, HEADER, MARK, Progress, router_proof
-from fastdecode.api.errors import ApiError
+from fastdecode.api.errors import ApiError, is_anthropic
+from fastdecode.api.sse import event as plain_event
+from fastdecode.api.sse import named_event
 from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import Pool, SNode, prefix_keys
 
@@ -212,11 +214,14 @@ class _Relay:
         """End the stream with an error event."""
         assert self.response is not None, "a stream has begun"
         metrics.broken.inc()
-        body = ApiError(502, _LOST, code="s_node_lost").body
-        if self.request.path == "/v1/responses":
-            body = {"type": "error", "code": "s_node_lost", "message": _LOST, "param": None}
-            await self._write(b"event: error\n")
-        await self._write(b"data: " + orjson.dumps(body) + b"\n\n")
+        error, path = ApiError(502, _LOST, code="s_node_lost"), self.request.path
+        if is_anthropic(path):
+            last = named_event(error.anthropic_body)
+        elif path == "/v1/responses":
+            last = named_event({"type": "error", "code": error.code, "message": _LOST, "param": None})
+        else:
+            last = plain_event(error.body)
+        await self._write(last)
         await self.response.write_eof()
         return self.response
 
@@ -274,7 +279,7 @@ def _prompt(body: bytes) -> bytes:
         return b""
     if messages := fields.get("messages"):
         # Messages are appended as a chat goes on, so the JSON of a longer chat begins with that of a shorter one.
-        return orjson.dumps([fields.get("tools"), messages])
+        return orjson.dumps([fields.get("tools"), fields.get("system"), messages])
     prompt = fields.get("prompt") or fields.get("input") or ""
     return prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else orjson.dumps(prompt)
 

@@ -28,6 +28,7 @@ class StopStrings:
         self._patterns = [(stop, _failures(stop), is_special(stop)) for stop in stops]
         self._matched = [0] * len(stops)  # for each stop string, how many of its characters the text ends with
         self._held = ""
+        self.complete: str | None = None  # the stop string at which the text was cut
         # Of the last characters, as many as a special stop string has: 1 for one that is shown, 0 for a hidden one.
         self._shown = bytearray()
         self._longest = max((len(stop) for stop, _, special in self._patterns if special), default=0)
@@ -44,7 +45,7 @@ class StopStrings:
         self._held += "" if hidden else text
         for n, character in enumerate(text, 1):
             if (i := self._advance(character, hidden)) is not None:
-                stop = self._patterns[i][0]
+                stop = self.complete = self._patterns[i][0]
                 end = before + (0 if hidden else n)
                 released = self._held[: end - self._n_shown(i, len(stop))]
                 return released + (stop if self._include else ""), True

@@ -1,6 +1,6 @@
 """Coding agents, unmodified, against a node with the chat model: a turn with a call of their shell's tool.
 
-A test is skipped where its agent is not on the PATH: Codex CLI, opencode.
+A test is skipped where its agent is not on the PATH: Codex CLI, opencode, Claude Code.
 """
 
 from __future__ import annotations
@@ -107,3 +107,26 @@ def test_opencode(url, tmp_path):
     [call] = [part for part in parts if part.get("type") == "tool"]
     assert call["tool"] == "bash" and call["state"]["status"] == "completed" and YEAR in call["state"]["output"]
     assert any(part.get("type") == "text" and part["text"] for part in parts)
+
+
+@pytest.mark.skipif(shutil.which("claude") is None, reason="Claude Code is not installed")
+def test_claude_code(url, tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("ANTHROPIC", "CLAUDE"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", url.removesuffix("/v1"))
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "none")
+    monkeypatch.setenv("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1")
+    options = ("--model", "chat", "--allowedTools", "Bash", "--output-format", "stream-json", "--verbose")
+    printed = run(tmp_path, "claude", "-p", ASK, *options)
+    events = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    blocks = [
+        block
+        for event in events
+        if event["type"] in ("assistant", "user")
+        for block in event["message"]["content"]
+        if isinstance(block, dict)
+    ]
+    [call] = [block for block in blocks if block["type"] == "tool_use"]
+    [result] = [block for block in blocks if block["type"] == "tool_result"]
+    assert call["name"] == "Bash" and YEAR in result["content"] and not result.get("is_error")
+    assert events[-1]["type"] == "result" and not events[-1]["is_error"]

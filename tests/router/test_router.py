@@ -271,7 +271,7 @@ async def test_a_stream_that_breaks_before_its_first_token_goes_on_elsewhere(tok
             assert "".join([chunk.choices[0].text async for chunk in stream]) == "ok"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages"])
 async def test_a_stream_that_breaks_later_ends_in_an_error_event(path):
     event = b'data: {"choices": [{"text": "half"}]}\n\n'
     async with dying(event, b'data: {"choi') as bad, routed(bad) as (_, http, pool):
@@ -281,6 +281,7 @@ async def test_a_stream_that_breaks_later_ends_in_an_error_event(path):
         *_, last = [orjson.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: ")]
         error = last if path.endswith("responses") else last["error"]
         assert error["code"] == "s_node_lost" and "was lost" in error["message"]
+        assert (b"event: error" in body) == (last.get("type") == "error") == (path != "/v1/completions")
         assert b"[DONE]" not in body and not pool.s_nodes[0].healthy
 
 
@@ -452,6 +453,34 @@ async def test_a_response_goes_on_at_another_s_node_with_the_same_ids_and_number
         assert last.output_text == "one two" and last.id == events[0].response.id
         named = {event.item_id for event in events if hasattr(event, "item_id")}
         assert named == {last.output[0].id}
+
+
+@pytest.mark.parametrize("n_seen", [0, 1, 5], ids=lambda n: f"after {n} tokens")
+@pytest.mark.parametrize("fails", [False, True], ids=["leaves", "fails"])
+async def test_a_message_goes_on_at_another_s_node(tokenizer, spell, n_seen, fails):
+    """Anthropic's API."""
+    script, waits = spell("one two"), asyncio.Event()
+    end = GenerationFailed("lost") if fails else waits
+    first, second = ScriptedEngine([*script[:n_seen], end]), ScriptedEngine(script[n_seen:])
+    async with contextlib.AsyncExitStack() as stack:
+        one, two = [await stack.enter_async_context(served(engine, tokenizer)) for engine in (first, second)]
+        alone = await stack.enter_async_context(served(ScriptedEngine(script), tokenizer))
+        _, http, pool = await stack.enter_async_context(routed(url_of(one), url_of(two)))
+        pool.s_nodes[1].requests = 9
+        message = {"role": "user", "content": "x"}
+        ask = {"model": MODEL, "messages": [message], "stream": True, "max_tokens": 99}
+        async with alone.http.post("/v1/messages", json=ask) as answer:
+            expected = await answer.text()
+        async with http.post("/v1/messages", json=ask) as answer:
+            got = b""
+            while got.count(b"text_delta") < n_seen or b"message_start" not in got:
+                got += await answer.content.readany()
+            closing = asyncio.create_task(one.server.close(grace=60))
+            got += await answer.read()
+        await closing
+        ids = [re.search(r"msg_\w+", text)[0] for text in (got.decode(), expected)]
+        assert got.decode() == expected.replace(ids[1], ids[0])
+        assert second.generated == [script[:n_seen]]
 
 
 async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path):

@@ -1,0 +1,229 @@
+"""The body of /v1/messages, Anthropic's Messages API, and of its count_tokens: it is translated into a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
+from fastdecode.api.fields import (
+    Fields,
+    Test,
+    invalid,
+    is_boolean,
+    is_integer,
+    is_object,
+    is_objects,
+    is_one_of,
+    is_string,
+    read_objects,
+)
+from fastdecode.api.protocol import HINTS, ChatRequest, parse_chat, read_hint
+from fastdecode.api.response_tools import drop_hosted_tool
+
+#: Fields that a chat has under the same names.
+_SAME = ("model", "stream", "temperature", "top_p", "top_k")
+_ROLES = ("user", "assistant", "system")
+_CACHE: Mapping[str, Test] = {"cache_control": is_object}  # every prompt is cached
+_NEUTRAL = {
+    **_CACHE,
+    "container": is_one_of(),
+    "mcp_servers": is_one_of([]),
+    "service_tier": is_one_of("auto", "standard_only"),
+    "speed": is_one_of("standard"),
+    "user_profile_id": is_string,  # a label
+    "workspace_id": is_string,  # a label
+}
+_LEFT_OUT = {"context_management": is_object, "diagnostics": is_object, "speed": is_string}
+_NEUTRAL_OF_TOOLS = {
+    **_CACHE,
+    "allowed_callers": is_one_of(["direct"]),
+    "defer_loading": is_one_of(False),
+    "eager_input_streaming": is_boolean,  # arguments are streamed as the model writes them
+}
+_LEFT_OUT_OF_TOOLS = {"defer_loading": is_boolean, "input_examples": is_objects}
+_LEFT_OUT_OF_THINKING = {"budget_tokens": is_integer, "display": is_string}
+#: What the types of tools that run at Anthropic begin with.
+_HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def parse_message(
+    body: Any, defaults: SamplingDefaults = NO_DEFAULTS, *, drop_hosted_tools: bool = False, counts: bool = False
+) -> ChatRequest:
+    """Check a decoded JSON body, and return the chat that it means. Raises ApiError (400).
+
+    `counts`: the client asks for the number of the prompt's tokens, and for no answer.
+    """
+    fields = Fields(body)
+    chat: dict[str, Any] = {name: value for name in _SAME if (value := fields.take(name)) is not None}
+    most = fields.integer("max_tokens", 1, 2**31 - 1, None)
+    if most is None and not counts:
+        raise invalid("max_tokens", "this field is required")
+    chat["max_completion_tokens"] = most
+    chat["stop"] = fields.take("stop_sequences")
+    chat["messages"] = messages = _messages(fields)
+    last = messages[-1]
+    chat["continue_final_message"] = last["role"] == "assistant" and "tool_calls" not in last
+    chat["tools"] = _tools(fields.take("tools") or [], drop_hosted=drop_hosted_tools)
+    chat |= _tool_choice(Fields(fields.take("tool_choice") or {"type": "auto"}, "tool_choice"))
+    output = Fields(fields.take("output_config") or {}, "output_config")
+    chat["reasoning_effort"] = read_hint(output, "effort", HINTS["reasoning_effort"])
+    chat |= _thinking(Fields(fields.take("thinking") or {"type": "adaptive"}, "thinking"))
+    if (form := output.take("format")) is not None:
+        chat["response_format"] = _format(Fields(form, "output_config.format"))
+    output.refuse_others()
+    metadata = Fields(fields.take("metadata") or {}, "metadata")
+    chat["user"] = metadata.string("user_id")
+    metadata.refuse_others()
+    fields.refuse_others(_NEUTRAL, _LEFT_OUT)
+    return parse_chat(chat, defaults)
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    """The messages of the chat, the system prompt included."""
+    messages: list[dict[str, Any]] = []
+    if (system := fields.take("system")) is not None:
+        _add_turn(messages, "system", _blocks(system, "system"))
+    given = read_objects(fields.required("messages"), "messages", "messages")
+    if not given:
+        raise invalid("messages", "must be a list of at least one message")
+    for message in given:
+        role = message.required("role")
+        if role not in _ROLES:
+            raise invalid(message.param("role"), f"must be one of {', '.join(_ROLES)}")
+        blocks = _blocks(message.required("content"), message.param("content"))
+        message.refuse_others()
+        if role == "assistant":
+            _add_answer(messages, blocks)
+        else:
+            _add_turn(messages, role, blocks)
+    if not messages:
+        raise invalid("messages", "no message has content")
+    return messages
+
+
+def _blocks(content: Any, param: str) -> list[Fields]:
+    """The content blocks of a message. A text stands for a block with this text."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    return read_objects(content, param, "content blocks")
+
+
+def _add_turn(messages: list[dict[str, Any]], role: str, blocks: list[Fields]) -> None:
+    """Add text of a user or of the system, and the results of tools. Turns of the same role are one message."""
+    known = ("text", "tool_result") if role == "user" else ("text",)
+    for block in blocks:
+        if _kind(block, *known) == "tool_result":
+            messages.append(_result(block))
+        else:
+            _open(messages, role)["content"].append(_text_part(block))
+
+
+def _add_answer(messages: list[dict[str, Any]], blocks: list[Fields]) -> None:
+    """Add blocks that the assistant has written."""
+    for block in blocks:
+        message = _open(messages, "assistant")
+        match _kind(block, "text", "tool_use", "thinking", "redacted_thinking"):
+            case "text":
+                message["content"].append(_text_part(block))
+            case "tool_use":
+                function = {"name": block.required("name"), "arguments": block.required("input")}
+                call = {"type": "function", "id": block.string("id"), "function": function}
+                message.setdefault("tool_calls", []).append(call)
+                block.refuse_others({**_CACHE, "caller": is_one_of({"type": "direct"})})
+            case "thinking":
+                before = message.get("reasoning_content")
+                thought = block.required_string("thinking")
+                message["reasoning_content"] = thought if before is None else f"{before}\n{thought}"
+                block.refuse_others({"signature": is_string})
+            case "redacted_thinking":
+                block.refuse_others(left_out={"data": is_string})
+
+
+def _open(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    """The last message if it has this role, else a new one."""
+    if not messages or messages[-1]["role"] != role:
+        messages.append({"role": role, "content": []})
+    return messages[-1]
+
+
+def _kind(block: Fields, *known: str) -> str:
+    kind: str = block.required("type")
+    if kind not in known:
+        message = f"must be {' or '.join(known)}, not {kind!r}"
+        raise invalid(block.param("type"), message, code="unsupported_value")
+    return kind
+
+
+def _text_part(block: Fields) -> dict[str, Any]:
+    part = {"type": "text", "text": block.required_string("text")}
+    block.refuse_others({**_CACHE, "citations": is_one_of([])})
+    return part
+
+
+def _result(block: Fields) -> dict[str, Any]:
+    """The message with the result of a tool. A result that is an error says so in its first line."""
+    parts = [{"type": "text", "text": "Error:"}] if block.boolean("is_error") else []
+    for part in _blocks(block.take("content") or "", block.param("content")):
+        _kind(part, "text")
+        parts.append(_text_part(part))
+    message = {"role": "tool", "tool_call_id": block.required_string("tool_use_id"), "content": parts or ""}
+    block.refuse_others(_CACHE)
+    return message
+
+
+def _tools(tools: Any, *, drop_hosted: bool) -> list[dict[str, Any]]:
+    """The functions of the chat."""
+    functions = []
+    for tool in read_objects(tools, "tools", "tools"):
+        kind = tool.string("type") or "custom"
+        if kind.startswith(_HOSTED):
+            drop_hosted_tool(tool.param("type"), kind, allowed=drop_hosted)
+            continue
+        if kind != "custom":
+            message = f"only tools with an input_schema are supported, not {kind!r}"
+            raise invalid(tool.param("type"), message, code="unsupported_value")
+        function = {name: tool.take(name) for name in ("name", "description", "strict")}
+        function["parameters"] = tool.required("input_schema")
+        tool.refuse_others(_NEUTRAL_OF_TOOLS, _LEFT_OUT_OF_TOOLS)
+        functions.append({"type": "function", "function": function})
+    return functions
+
+
+def _tool_choice(fields: Fields) -> dict[str, Any]:
+    """The chat's fields about the choice of tools."""
+    kind = fields.required("type")
+    chat: dict[str, Any] = {"parallel_tool_calls": not fields.boolean("disable_parallel_tool_use")}
+    if kind == "tool":
+        chat["tool_choice"] = {"type": "function", "function": {"name": fields.required_string("name")}}
+    elif kind in _CHOICES:
+        chat["tool_choice"] = _CHOICES[kind]
+    else:
+        raise invalid(fields.param("type"), f"must be tool, {', '.join(_CHOICES)}, not {kind!r}")
+    fields.refuse_others()
+    return chat
+
+
+def _thinking(fields: Fields) -> dict[str, Any]:
+    """The chat's fields about its reasoning. How much a model reasons that may choose is its own affair."""
+    chat: dict[str, Any] = {}
+    match fields.required("type"):
+        case "disabled":
+            chat["reasoning_effort"] = "none"
+        case "enabled":
+            chat["chat_template_kwargs"] = {"enable_thinking": True}
+        case "adaptive" | "between_tools":
+            pass
+        case kind:
+            known = "disabled, enabled, adaptive or between_tools"
+            raise invalid(fields.param("type"), f"must be {known}, not {kind!r}", code="unsupported_value")
+    fields.refuse_others(left_out=_LEFT_OUT_OF_THINKING)
+    return chat
+
+
+def _format(fields: Fields) -> dict[str, Any]:
+    """The response_format of the chat."""
+    kind, schema = fields.required("type"), fields.required("schema")
+    fields.refuse_others()
+    return {"type": kind, "json_schema": {"name": "answer", "schema": schema}}
