@@ -88,7 +88,7 @@ def make_app(
     plain, with_tools = tokenizer.template_source(), tokenizer.template_source(tools=True)
     forms = tool_form(tool_parser, with_tools), reasoning_form(reasoning_parser, plain + with_tools)
     served = ApiModel(names, *forms, defaults, tuple(adapters))
-    preparation = Preparation(engine, tokenizer)
+    preparation = Preparation(engine, tokenizer, served.tool_form)
     runs = Runs(engine, keep_alive_seconds, prefill_url)
     endpoints = Endpoints(tokenizer, served, preparation, runs, router_secret, drop_hosted_tools)
     tokenization = Tokenization(tokenizer, served, preparation, engine.max_model_len)

@@ -155,8 +155,8 @@ class Endpoints:
         use = body.tool_use
         if use.tools and self.model.tool_form is None:
             message = (
-                "the model's chat template has no tools in a form that is known; --tool-parser can name the form, "
-                "and --chat-template a template with tools"
+                "the model's chat template has no tools in a form that is known; --tool-parser can name the form "
+                "(generic suits any model), and --chat-template a template with tools"
             )
             raise ApiError(400, f"tools: {message}", param="tools", code="unsupported_value")
         form = self.model.tool_form if use.tools else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from fastdecode.text.chat_template import ChatTemplateError
 from fastdecode.text.detokenizer import Detokenizer
 from fastdecode.text.grammar import GrammarError
 from fastdecode.text.log_once import log_once
+from fastdecode.text.output.deltas import ToolForm
 from fastdecode.text.output.dialogue import Dialogue
 from fastdecode.text.tokenizer import Tokenizer
 
@@ -39,8 +40,9 @@ _T = TypeVar("_T")
 class Preparation:
     """Prepares the requests of one server. All methods raise ApiError (400; 503 once it is closing)."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer):
-        self._engine, self._tokenizer = engine, tokenizer
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, form: ToolForm | None = None):
+        """`form`: how the model writes tool calls; None: it is not known."""
+        self._engine, self._tokenizer, self._form = engine, tokenizer, form
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         self.closing = False
 
@@ -83,9 +85,13 @@ class Preparation:
         self._check_hints(chat)
 
         def render() -> str:
+            messages: Sequence[Mapping[str, Any]] = chat.messages
+            tools: Sequence[Mapping[str, Any]] = chat.tool_use.definitions
+            if self._form is not None:
+                messages, tools = self._form.shown(messages, tools)
             return self._tokenizer.render_chat(
-                chat.messages,
-                tools=chat.tool_use.definitions,
+                messages,
+                tools=tools,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 **chat.template_variables,

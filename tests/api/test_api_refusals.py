@@ -145,7 +145,6 @@ BAD_CHAT = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": "x", "mood": "sad"}]}, "messages[0].mood"),
     ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ({"store": 1}, "store"),

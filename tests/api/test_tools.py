@@ -335,9 +335,9 @@ async def test_the_arguments_of_a_required_call_are_an_object(client, parameters
             assert call.function.arguments.lstrip()[:1] in ("{", "")
 
 
-async def test_a_model_without_tools_says_so(tmp_path):
-    tokenizer = Tokenizer.from_dir(write_tokenizer(tmp_path))
+async def test_a_model_with_tools_in_an_unknown_form_says_so(tmp_path):
+    tokenizer = Tokenizer.from_dir(write_tokenizer(tmp_path, chat_template="{{ tools }}{{ messages }}"))
     async with served(ScriptedEngine(), tokenizer) as client:
-        with pytest.raises(openai.BadRequestError, match="--tool-parser") as caught:
+        with pytest.raises(openai.BadRequestError, match=r"--tool-parser.*--chat-template") as caught:
             await client.openai.chat.completions.create(**ASK)
     assert caught.value.param == "tools"

@@ -6,6 +6,7 @@ reasoning  text between <think> and </think>
 hermes     tool calls of Hermes and Qwen: <tool_call>{...}</tool_call>
 llama3     tool calls of Llama 3: a bare JSON object
 mistral    tool calls of Mistral: [TOOL_CALLS]
+generic    tools for chat templates without tools
 harmony    the channels of gpt-oss
 lark       pieces of grammars of tool calls
 forms      chooses the forms of a model by its chat template

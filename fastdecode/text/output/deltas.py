@@ -92,6 +92,12 @@ class ToolForm(ABC):
         """The rule `plain`: a message without a call; None if this form tells calls by their `opening` alone."""
         return None
 
+    def shown(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+        """The messages and the definitions of tools as the chat template gets them."""
+        return messages, tools
+
 
 def split_marker(text: str, marker: str) -> tuple[str, str, bool]:
     """(the text before `marker`, the text behind it, True) if the marker is there; else (text, held, False), where

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fastdecode.text.grammar import GrammarError, GrammarSpec
+from fastdecode.text.grammar import GrammarSpec
 from fastdecode.text.output import lark, reasoning
 from fastdecode.text.output.deltas import AllowedCalls, OutputParser, PlainParser, Tool, ToolForm
 from fastdecode.text.output.forms import TOOL_FORMS
@@ -92,11 +92,13 @@ class Dialogue:
         if answer is not None:
             before = final_channel(self._literal) if self._harmony else ""
             return GrammarSpec("lark", f"start: calls | {before} answer\n{lark.answer_rule(answer)}\n{calls}")
-        if form.opening is not None and self.tokenizer.token_id(form.opening) is not None:
-            return GrammarSpec("lark", f"start: calls\n{form.grammar(allowed, opened=True)}", after=form.opening)
         if (plain := form.plain(self._literal)) is not None:
             return GrammarSpec("lark", f"start: calls | plain\n{plain}\n{calls}")
-        raise GrammarError("strict tools need a tokenizer with a token for the beginning of a call")
+        assert form.opening is not None, "a form has the rule `plain` or an opening"
+        calls = form.grammar(allowed, opened=True)
+        if self.tokenizer.token_id(form.opening) is None:
+            return GrammarSpec("lark", lark.behind(form.opening, calls))
+        return GrammarSpec("lark", f"start: calls\n{calls}", after=form.opening)
 
     def _literal(self, text: str) -> str:
         """An added token or a text as it stands in a grammar."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastdecode.text.output.deltas import ToolForm
+from fastdecode.text.output.generic import GenericForm
 from fastdecode.text.output.harmony import CHANNEL, HarmonyForm
 from fastdecode.text.output.hermes import HermesForm
 from fastdecode.text.output.llama3 import TAG, Llama3Form
@@ -10,7 +11,7 @@ from fastdecode.text.output.mistral import MistralForm
 from fastdecode.text.output.reasoning import CLOSE
 
 TOOL_FORMS: dict[str, ToolForm] = {
-    form.name: form for form in (HermesForm(), Llama3Form(), MistralForm(), HarmonyForm())
+    form.name: form for form in (HermesForm(), Llama3Form(), MistralForm(), HarmonyForm(), GenericForm())
 }
 REASONING_FORMS = ("think", "gpt-oss")
 
@@ -25,11 +26,14 @@ _SIGNS = (
 
 
 def tool_form(name: str, template: str) -> ToolForm | None:
-    """The form called `name`, a key of TOOL_FORMS; "auto": that of the chat template, None if it does not tell."""
+    """The form called `name`, a key of TOOL_FORMS; "auto": that of the chat template.
+
+    A template without tools has the generic form. None: there is no template, or it does not tell.
+    """
     if name != "auto":
         return TOOL_FORMS[name]
     if "tools" not in template:
-        return None
+        return TOOL_FORMS[GenericForm.name] if template else None
     return next((TOOL_FORMS[form] for sign, form in _SIGNS if sign in template), None)
 
 

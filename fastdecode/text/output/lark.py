@@ -34,6 +34,22 @@ def rules(tools: Sequence[Tool], call: Callable[[str, str], str]) -> list[str]:
     return lines
 
 
+def behind(opening: str, calls: str) -> str:
+    """A grammar of texts that follow the rule `calls` from their first `opening` on. A text without it may be any text.
+
+    `calls` has that rule and those it needs.
+    """
+    any_text = r"/(.|\n)*/"
+    return "\n".join(
+        [
+            "start: PLAIN | OPENED calls",
+            f"PLAIN: {any_text} & ~({any_text} {text(opening)} {any_text})",
+            f"OPENED: PLAIN {text(opening)}",
+            calls,
+        ]
+    )
+
+
 def text(value: str) -> str:
     """A text as it stands in a grammar."""
     return json.dumps(value, ensure_ascii=False)
