@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAIError
 
 
 async def complete_all(client: AsyncOpenAI, model: str, prompts: list[str], args: argparse.Namespace) -> int:
@@ -43,7 +43,8 @@ async def run(args: argparse.Namespace) -> None:
     prompts = [line for line in args.prompts.read_text().splitlines() if line.strip()]
     # A full queue is answered by a 429, which the client tries again.
     async with AsyncOpenAI(base_url=args.url, api_key=args.api_key, max_retries=20) as client:
-        model = (await client.models.list()).data[0].id  # an S-node serves one model
+        models = await client.with_options(max_retries=2).models.list()
+        model = models.data[0].id  # an S-node serves one model
         begun = time.perf_counter()
         generated = await complete_all(client, model, prompts, args)
     seconds = time.perf_counter() - begun
@@ -58,7 +59,10 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="of a completion; default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight; default: %(default)s")
-    asyncio.run(run(parser.parse_args()))
+    try:
+        asyncio.run(run(parser.parse_args()))
+    except OpenAIError as error:
+        sys.exit(f"batch_completions: the server at --url cannot be asked: {error}")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ Needs the openai client and a running S-node (`fastdecode-node --role s --model 
 from __future__ import annotations
 
 import argparse
+import sys
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 from openai.types.chat import ChatCompletionMessageParam
 
 
@@ -52,3 +53,5 @@ if __name__ == "__main__":
         main()
     except (EOFError, KeyboardInterrupt):
         print()
+    except OpenAIError as error:
+        sys.exit(f"chat_client: the server at --url cannot be asked: {error}")

@@ -62,6 +62,8 @@ text() { sed -n 's/^data: {/{/p' "$directory/stream-$1" | python3 -c '
 import json, sys
 print("".join(json.loads(line)["choices"][0]["text"] for line in sys.stdin))'; }
 echo "The streams ended after $(events 1) and $(events 2) events."
-[ "$(text 1)" = "$(text 2)" ] || { text 1 && text 2 && echo "Their texts differ." && exit 1; }
-text 1
+first=$(text 1) second=$(text 2)
+[ -n "$first" ] || { echo "They have no text." && exit 1; }
+[ "$first" = "$second" ] || { echo "$first" && echo "$second" && echo "Their texts differ." && exit 1; }
+echo "$first"
 echo "Both streams have this text, character for character."

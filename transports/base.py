@@ -141,6 +141,12 @@ class Lease:
     limited_sections: wire.Sections = 0  # and for the layers of limited reach (windows, segments)
     reach: wire.U32 = 0  # tokens that a token sees in those layers, at most
 
+    @property
+    def summary(self) -> str:
+        """The lease in words, for logs."""
+        pages = f"{self.n_pages} pages of {self.page_bytes} bytes (at most {self.max_pages})"
+        return f"{pages}, {self.max_seqs} sequences, {self.isa}, {self.threads} thread(s)"
+
 
 class Member(NamedTuple):
     """The data path to one R-node, and its part of each row of a step."""

@@ -438,7 +438,7 @@ class ControlServer(ConnectionServer, Server):
         self._unattached[token] = _Unattached(link, timer, opening.session)
         self._links[task] = link
         task.add_done_callback(lambda t: self._links.pop(t, None))
-        self._service.log.info("link of %s opened: %s", link.name, link.lease)
+        self._service.log.info("link of %s opened: %s", link.name, link.lease.summary)
         try:
             if self._accepting.done():
                 link.end("the R-node is shutting down")

@@ -26,6 +26,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _QUIET_PATHS = frozenset({"/health", "/metrics", "/cluster"})  # asked for every few seconds, so the level is debug
 _CONTINUE = "100-continue"
+_ANY_PATH = "/{path}"  # the canonical form of the route below
 _LOGGED_ERROR = 300  # characters of an error's message in the log
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -95,11 +96,22 @@ async def _expect(request: web.Request) -> None:
 
 
 def with_expectations(*routes: web.RouteDef) -> list[web.RouteDef]:
-    """The routes, of an application with errors_as_json, with JSON for an unknown `Expect`."""
+    """All routes of an application with errors_as_json, so that an unknown `Expect` gets JSON, also on other paths."""
     return [
         web.RouteDef(route.method, route.path, route.handler, route.kwargs | {"expect_handler": _expect})
-        for route in routes
+        for route in (*routes, web.route("*", "/{path:.*}", _refuse_path))
     ]
+
+
+async def _refuse_path(request: web.Request) -> web.StreamResponse:
+    """Do as aiohttp does where no route fits."""
+    methods: set[str] = set()
+    for resource in request.app.router.resources():
+        if resource.canonical != _ANY_PATH:
+            methods |= (await resource.resolve(request))[1]
+    if methods:
+        raise web.HTTPMethodNotAllowed(request.method, methods)
+    raise web.HTTPNotFound
 
 
 def _from_aiohttp(error: web.HTTPException, request: web.Request) -> ApiError:

@@ -80,7 +80,8 @@ def _bound(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> sock
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            # The address :: stands for IPv4's addresses too. Of a name, each address gets a socket of its own.
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address[0] != "::")
         sock.bind(address)
     except OSError:
         sock.close()

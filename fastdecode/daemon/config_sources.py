@@ -7,6 +7,7 @@ file, an option's key is its name, with - or _.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PREFIX = "FASTDECODE_"
+#: Variables that are no options: of the kernels, the tests and the scripts.
+_OTHER_VARIABLES = frozenset(
+    _PREFIX + name
+    for name in (
+        *("CALLS", "CLUSTER_EVENTS", "COMPILED", "CYCLES", "FUZZ_S", "ISA", "LONG_CONTEXT", "NAMESPACES"),
+        *(
+            "OTHER_PYTHON",
+            "RDMA_ALL",
+            "RDMA_HOST",
+            "RDMA_VM",
+            "RDMA_WIRE",
+            "SLOW",
+            "STEPS",
+            "VLLM_PYTHON",
+            "WRITE_DOCS",
+        ),
+    )
+)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -38,6 +57,16 @@ def flag(name: str) -> str:
 def variable(name: str) -> str:
     """The environment variable of a field."""
     return _PREFIX + name.upper()
+
+
+def check_environment(fields: Sequence[Field[Any]], environment: Mapping[str, str]) -> None:
+    """Raise ValueError for a variable that looks like an option's and is none."""
+    known = {variable(f.name) for f in fields} | _OTHER_VARIABLES
+    for name in environment:
+        if name.startswith(_PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"the environment variable {name} is no option of fastdecode{hint}")
 
 
 def from_environment(fields: Sequence[Field[Any]], role: str, environment: Mapping[str, str]) -> list[str]:
@@ -141,6 +170,7 @@ def add_argument(group: argparse._ActionsContainer, f: Field[Any]) -> None:
 def merged(parser: Parser, fields: Sequence[Field[Any]], argv: Sequence[str] | None) -> dict[str, Any]:
     """The options that are given, from all sources. Raises ValueError."""
     given, in_file = _parsed(parser, argv), {}
+    check_environment(fields, os.environ)
     if path := given.get("config") or os.environ.get(variable("config")):
         try:
             arguments = from_file(fields, Path(path))

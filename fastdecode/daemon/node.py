@@ -45,16 +45,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             run_s_node(config)
     except ConfigError as error:
-        _exit_with(error, 2)
+        _exit_with(error, 2, config.log_format)
     except KeyboardInterrupt:
         sys.exit(130)  # the interrupt came before wait_for_shutdown, so no request was running
     except (TransportError, OSError, RuntimeError, MemoryError, ValueError) as error:
         log.debug("the node ended", exc_info=True)
-        _exit_with(error, 1)
+        _exit_with(error, 1, config.log_format)
 
 
-def _exit_with(error: BaseException, status: int) -> None:
-    print(f"fastdecode-node: error: {error}", file=sys.stderr)
+def _exit_with(error: BaseException, status: int, log_format: str) -> None:
+    if log_format == "json":
+        log.critical("%s", error)
+    else:
+        print(f"fastdecode-node: error: {error}", file=sys.stderr)
     sys.exit(status)
 
 

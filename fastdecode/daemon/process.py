@@ -43,6 +43,16 @@ def set_up_logging(level: str, form: str) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(True)
+
+
+def announce(log: logging.Logger, form: str, text: str, hint: str = "") -> None:
+    """Say on stdout that a program is ready; in the log if that is "json", because its collector reads stdout too. The
+    `hint` is for people."""
+    if form == "json":
+        log.info("%s", text)
+    else:
+        print(text + hint, flush=True)
 
 
 def freeze() -> None:

@@ -350,4 +350,11 @@ class REngineGrant:
         stats = self._link.stats()
         self._link.close()
         self._node.link_closed(self)
-        self._node.log.info("lease of %d pages freed after %s", stats["pages_total"], stats)
+        self._node.log.info(
+            "lease of %d pages freed after %d calls with %d rows, %.1f s of attention over %s of KV-cache",
+            stats["pages_total"],
+            stats["calls"],
+            stats["rows"],
+            stats["busy_ns"] / 1e9,
+            format_bytes(stats["kv_bytes"]),
+        )

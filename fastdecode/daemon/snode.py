@@ -24,7 +24,7 @@ from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.option_values import format_bytes, guesses
 from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes, model_digest
-from fastdecode.daemon.process import freeze, wait_for_shutdown
+from fastdecode.daemon.process import announce, freeze, wait_for_shutdown
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.tuning import choose_split
@@ -212,7 +212,7 @@ async def _serve(
             server = await serve(settings.app(client), api, tls=settings.tls)
         stack.push_async_callback(server.close)
         freeze()
-        _print_greeting(config.host, server.port, settings)
+        _greet(config, server.port, settings)
         await shutdown
         log.info("draining: running requests may go on for %.0f s", config.drain_seconds)
         await server.drain(config.drain_seconds)
@@ -307,17 +307,16 @@ def _line(stats: EngineStats, prompt_rate: float, generated_rate: float, looked_
     )
 
 
-def _print_greeting(host: str, port: int, settings: ApiSettings) -> None:
-    """Print the API's address and a command to try it."""
+def _greet(config: NodeConfig, port: int, settings: ApiSettings) -> None:
+    """Announce the API's address and a command to try it."""
     name, scheme = settings.names[0], "http" if settings.tls is None else "https"
-    url = f"{scheme}://{bracketed(host)}:{port}/v1"
+    url = f"{scheme}://{bracketed(config.host)}:{port}/v1"
     endpoint, ask = "completions", '"prompt": "It was a"'
     if settings.tokenizer.template_source():
         question = '{"role": "user", "content": "What is the capital of France?"}'
         endpoint, ask = "chat/completions", f'"messages": [{question}], "temperature": 0'
-    print(
-        f"Serving {name} on {url}. Try:\n"
-        f"  curl -N {url}/{endpoint} -H 'Content-Type: application/json' \\\n"
-        f"""    -d '{{"model": "{name}", {ask}, "max_tokens": 100, "stream": true}}'""",
-        flush=True,
+    command = (
+        f". Try:\n  curl -N {url}/{endpoint} -H 'Content-Type: application/json' \\\n"
+        f"""    -d '{{"model": "{name}", {ask}, "max_tokens": 100, "stream": true}}'"""
     )
+    announce(log, config.log_format, f"Serving {name} on {url}", command)

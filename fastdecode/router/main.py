@@ -29,7 +29,7 @@ from fastdecode.daemon.config_files import read_secret
 from fastdecode.daemon.config_sources import Parser
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed
 from fastdecode.daemon.option_values import ConfigError
-from fastdecode.daemon.process import set_up_logging, wait_for_shutdown
+from fastdecode.daemon.process import announce, set_up_logging, wait_for_shutdown
 from fastdecode.router.forwarder import Forwarder, has_dot_segments
 from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import Pool
@@ -119,7 +119,7 @@ async def _run(nodes: NodeSet, sockets: list[Any], secret: bytes | None, args: a
         forwarder = Forwarder(pool, session, metrics, secret, args.continue_seconds)
         server = await serve(make_app(pool, forwarder, metrics, access_log=not args.no_access_log), sockets)
         url = f"http://{bracketed(args.host)}:{server.port}/v1"
-        print(f"Router on {url}", flush=True)
+        announce(log, args.log_format, f"Router on {url}")
         await shutdown
         log.info("draining: running requests may go on for %.0f s", args.drain_seconds)
         await server.drain(args.drain_seconds)
@@ -163,8 +163,13 @@ def make_app(pool: Pool, forwarder: Forwarder, metrics: RouterMetrics, *, access
         middlewares=[*([log_requests] if access_log else []), errors_as_json], client_max_size=MAX_BODY_BYTES
     )
     app[CLOSE] = close
-    app.add_routes(with_expectations(web.get("/health", health), web.get("/metrics", show_metrics)))
-    app.add_routes(with_expectations(*(web.route("*", path, forward) for path in API_PATHS)))
+    app.add_routes(
+        with_expectations(
+            web.get("/health", health),
+            web.get("/metrics", show_metrics),
+            *(web.route("*", path, forward) for path in API_PATHS),
+        )
+    )
     return app
 
 

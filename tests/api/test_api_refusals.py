@@ -251,6 +251,16 @@ async def test_codings_that_are_known(client, coding, encode):
         assert response.status == 200, await response.text()
 
 
+async def test_an_unknown_expectation_where_no_route_fits(client):
+    for method, path, status in (("POST", "/v1/nothing", 404), ("DELETE", "/v1/completions", 405)):
+        async with client.http.request(method, path, headers={"Expect": "200-ok"}) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (417, "expectation_failed")
+        async with client.http.request(method, path, headers={"Expect": "100-continue"}) as response:
+            assert response.status == status
+            assert (await response.json())["error"]["message"].endswith(("here", path))
+            assert response.headers.get("Allow") == ("POST" if status == 405 else None)
+
+
 async def test_a_small_body_that_becomes_a_large_one(engine, tokenizer):
     async with served(engine, tokenizer, max_body_bytes=10_000) as client:
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}

@@ -112,6 +112,21 @@ async def test_cors(tokenizer, origins):
             assert allowed == ("*" if granted == "*" else None)
 
 
+async def test_the_address_for_all_of_ipv6_is_one_for_all_of_ipv4_too(tokenizer):
+    try:
+        sockets = bind("::", 0)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    server = await serve(make_app(ScriptedEngine(), tokenizer, MODEL), sockets)
+    try:
+        async with aiohttp.ClientSession() as http:
+            for host in ("127.0.0.1", "[::1]"):
+                async with http.get(f"http://{host}:{server.port}/v1/models") as response:
+                    assert response.status == 200
+    finally:
+        await server.close(grace=0)
+
+
 async def test_tls(tokenizer, tmp_path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.config_sources import variable, without_options
+from fastdecode.daemon.config_sources import check_environment, variable, without_options
 
 pytestmark = pytest.mark.quick
 
@@ -101,6 +103,24 @@ def test_a_mistake_in_a_file_is_named(write, capsys, text, says):
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+def test_an_unknown_variable_is_named(monkeypatch, capsys):
+    monkeypatch.setenv(variable("prot"), "9000")
+    with pytest.raises(SystemExit):
+        NodeConfig.from_args([])
+    message = f"{variable('prot')} is no option of fastdecode; did you mean {variable('port')}?"
+    assert message in capsys.readouterr().err
+
+
+def test_the_repositorys_own_variables_are_known():
+    """Those of the tests, the scripts and the kernels."""
+    root = Path(__file__).parents[2]
+    listed = subprocess.run(["git", "grep", "-ohE", r"FASTDECODE_[A-Z0-9_]+"], cwd=root, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git repository")
+    found = set(listed.stdout.split())
+    check_environment(dataclasses.fields(NodeConfig), dict.fromkeys(found, ""))
 
 
 def test_a_mistake_in_the_environment_is_named(setenv, capsys):

@@ -33,6 +33,22 @@ def test_demo_model_streams_and_sigterm_ends_both_processes(start, tmp_path):
     assert traces(tmp_path) <= before
 
 
+def test_every_line_of_a_json_log_is_json(start):
+    """Also on stdout, and in the processes of the API and of the R-node."""
+    node = start("--port", "0", "--kv-memory", "256MiB", "--mini-batches", "2", "--log-format", "json")
+    complete(node.api())
+    assert node.end() == 0
+    lines = [orjson.loads(line) for line in node.log.read_bytes().splitlines()]
+    text = " ".join(line["message"] for line in lines)
+    assert all(line.keys() >= {"time", "level", "logger", "message"} for line in lines)
+    assert "Serving fastdecode-demo on http://" in text and "lease of" in text
+    assert not re.search(r"\w+\(\w+=|\{'|<\w+ object", text)  # no value as Python writes it
+    failed = start("--port", "0", "--model", "/nowhere", "--log-format", "json")
+    assert failed.process.wait(START_SECONDS) != 0
+    [line] = [orjson.loads(line) for line in failed.log.read_bytes().splitlines()]
+    assert line["level"] == "critical" and "/nowhere" in line["message"]
+
+
 @pytest.mark.parametrize("mini_batches", ["1", "2"])
 def test_a_killed_s_node_ends_its_embedded_r_node_and_leaves_nothing_behind(mini_batches, start, tmp_path):
     before = traces(tmp_path)

@@ -54,6 +54,16 @@ def test_chat_client_answers_one_message(url):
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
+@pytest.mark.parametrize("name", ["chat_client.py", "batch_completions.py"])
+def test_a_client_without_a_server_says_so(name, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    words = tmp_path / "prompts.txt"
+    words.write_text("It was\n")
+    done = run([sys.executable, str(EXAMPLES / name), str(words), "--url", url])
+    assert done.returncode == 1 and "cannot be asked" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 def test_batch_completions_are_those_of_single_requests_in_order(url, tmp_path: Path):
     prompts = [f"It was the {word} time that" for word in ("first", "second", "last", "only", "same", "worst")]
     (tmp_path / "prompts.txt").write_text("\n\n".join(prompts) + "\n")
