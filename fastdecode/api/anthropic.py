@@ -197,7 +197,7 @@ def _tool_choice(fields: Fields) -> dict[str, Any]:
     chat: dict[str, Any] = {"parallel_tool_calls": not fields.boolean("disable_parallel_tool_use")}
     if kind == "tool":
         chat["tool_choice"] = {"type": "function", "function": {"name": fields.required_string("name")}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         chat["tool_choice"] = _CHOICES[kind]
     else:
         raise invalid(fields.param("type"), f"must be tool, {', '.join(_CHOICES)}, not {kind!r}")
