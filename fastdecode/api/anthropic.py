@@ -206,7 +206,7 @@ def _tool_choice(fields: Fields) -> dict[str, Any]:
 
 
 def _thinking(fields: Fields) -> dict[str, Any]:
-    """The chat's fields about its reasoning. How much a model reasons that may choose is its own affair."""
+    """The chat's fields about its reasoning. "adaptive" and "between_tools" leave it to the model."""
     chat: dict[str, Any] = {}
     match fields.required("type"):
         case "disabled":

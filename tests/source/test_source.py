@@ -74,6 +74,13 @@ def test_the_top_of_the_s_part_has_at_most_eight_files():
     assert len(list((ROOT / "fastdecode/spart").glob("*.py"))) <= 8
 
 
+def test_children_import_the_installed_package():
+    """Without -P, `python -m` in a checkout imports the folder `fastdecode`, which has no C after `pip install .`."""
+    starts = r"(sys\.executable|python\d?),\s*\"-m\""
+    sources = source_files(ROOT, ("bench", "fastdecode"), "py")
+    assert [path.name for path in sources if re.search(starts, path.read_text())] == []
+
+
 def test_every_environment_variable_is_documented():
     sources = source_files(ROOT, FOLDERS, "py", "c", "h", "sh")
     used = {name for path in sources for name in re.findall(r"\bFASTDECODE_[A-Z_]+", path.read_text())}
