@@ -14,6 +14,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
 from fastdecode.engine.state.pages import PageGroups
+from fastdecode.region.contract import MAX_SLOTS
 from fastdecode.spart.exchange.choice import BypassImpossible, ChosenExchange, choose_exchange
 from fastdecode.spart.exchange.graph_table import size_class
 from fastdecode.spart.loader import choose_device
@@ -48,6 +49,12 @@ def node_device(config: NodeConfig) -> torch.device:
         # A kernel that is loaded late waits for streams that wait for R-nodes.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     return choose_device(config.device)
+
+
+def prompts_apart(device: torch.device) -> bool:
+    """True if prompts have steps of their own, see SchedulerLimits. A GPU computes them beside the captured steps of
+    the sequences that decode; a CPU's one thread reads the weights once for both."""
+    return device.type != "cpu"
 
 
 def node_exchange(config: NodeConfig, device: torch.device, mini_batches: int) -> ChosenExchange:
@@ -102,9 +109,12 @@ def plan_steps(
     The weights must have been loaded. `captures`: decode steps are captured in graphs, which keep memory of their own.
     `states`: bytes of the states.
 
-    Raises ConfigError if the steps of all mini-batches do not fit beside the weights.
+    Raises ConfigError if there are too many mini-batches, or if the steps of all of them and of prompts do not fit
+    beside the weights.
     """
     device = model.device
+    if mini_batches + prompts_apart(device) > MAX_SLOTS:
+        raise ConfigError(f"--mini-batches {mini_batches}: on a GPU there are up to {MAX_SLOTS - 1}")
     token_bytes = staged_token_bytes(model.config, device, model.dtype)
     if device.type != "cuda":
         memory = config.staging_memory
@@ -114,7 +124,8 @@ def plan_steps(
     graphs = graph_bytes(model, size_class(config.max_batch_size)) if captures else 0
 
     def bytes_of(rows: int) -> int:
-        return mini_batches * (step_bytes(model, rows, min(rows, drawn)) + graphs)
+        slots = mini_batches + prompts_apart(device)
+        return slots * step_bytes(model, rows, min(rows, drawn)) + mini_batches * graphs
 
     if config.max_batch_tokens is None:
         config = dataclasses.replace(config, max_batch_tokens=gpu_rows(config.step_rows, free, bytes_of))

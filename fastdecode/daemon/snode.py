@@ -19,7 +19,15 @@ from fastdecode.api.server import ApiServer, serve
 from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.device_plan import capacity, free_memory, node_device, node_exchange, plan_steps, state_slots
+from fastdecode.daemon.device_plan import (
+    capacity,
+    free_memory,
+    node_device,
+    node_exchange,
+    plan_steps,
+    prompts_apart,
+    state_slots,
+)
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.option_values import format_bytes, guesses
@@ -224,7 +232,7 @@ async def _serve(
 def _make_hello(config: NodeConfig, model: Model | HFModel, split: Split, length: int) -> Hello:
     """The lease to ask R-nodes for. One that grows begins with room for a sequence of `length` tokens."""
     hello = model.hello(
-        n_slots=split.mini_batches,
+        n_slots=split.mini_batches + prompts_apart(model.device),
         max_rows=config.step_rows,
         kv_dtype=config.kv_dtype,
         kv_bytes=config.kv_lease,
@@ -262,6 +270,7 @@ def _make_engine(
         max_queued=config.max_queued,
         max_staged_tokens=staged,
         strict_staging=not on_cpu,
+        prompts_apart=prompts_apart(spart.model.device),
         target_tbt=config.target_tbt_ms / 1000 or None,
         schedule=config.schedule,
         guesses=guesses(config.speculate),

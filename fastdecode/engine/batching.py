@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def step_batch(plan: Plan, n_layers: int) -> StepBatch:
     """The step batch that the S-Part, which has `n_layers` layers, computes for `plan`."""
     chunks = [_chunk(planned) for planned in plan.chunks]
-    return StepBatch(plan.mini_batch, chunks, layer_deadline(plan, n_layers))
+    return StepBatch(plan.slot, chunks, layer_deadline(plan, n_layers))
 
 
 def _chunk(planned: PlannedChunk) -> Chunk:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.state.request import InvalidParameter, InvalidPrompt, PromptTooLong, SamplingParams, check_length
 
 if TYPE_CHECKING:
+    from fastdecode.engine.scheduling.plan import SchedulerLimits
     from fastdecode.transports.base import Link
 
 
@@ -51,10 +52,10 @@ def adapter_index(name: str | None, adapters: Sequence[str]) -> int | None:
     return None if name is None else adapters.index(name)
 
 
-def check_link(link: Link, mini_batches: int, max_batch_tokens: int) -> None:
+def check_link(link: Link, limits: SchedulerLimits) -> None:
     """Raises ValueError if a link has too few slots or rows."""
     slots, rows = link.geometry.n_slots, link.geometry.max_rows
-    if slots < mini_batches:
-        raise ValueError(f"{link.url} has {slots} slots for {mini_batches} mini-batches")
-    if rows < max_batch_tokens:
-        raise ValueError(f"{link.url} takes {rows} rows a call, fewer than max_batch_tokens {max_batch_tokens}")
+    if slots < limits.slots:
+        raise ValueError(f"{link.url} has {slots} slots for {limits.slots} steps at the same time")
+    if rows < limits.max_batch_tokens:
+        raise ValueError(f"{link.url} takes {rows} rows a call, fewer than max_batch_tokens {limits.max_batch_tokens}")

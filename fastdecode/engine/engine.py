@@ -2,8 +2,9 @@
 
 Life of a request: `submit_choices` queues it. The driver of a mini-batch lets the scheduler plan a step, hands the step
 to the runner's thread, records the result and puts the new tokens into the requests' streams. Each mini-batch has one
-driver task; a driver with nothing to do sleeps until something changes. All of this runs in the event loop; only the
-S-Part computes in the runner's thread.
+driver task, and so have the steps of prompts where these are apart (SchedulerLimits.prompts_apart); a driver with
+nothing to do sleeps until something changes. All of this runs in the event loop; only the S-Part computes in the
+runner's thread.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Engine:
         max_uncached_suffix: int | None = None,
         max_staged_tokens: int | None = None,
         strict_staging: bool = False,
+        prompts_apart: bool = False,
         target_tbt: float | None = None,
         grow_leases: bool = False,
         patience: float = 0.0,
@@ -83,18 +85,21 @@ class Engine:
         """`max_batch_size` bounds the sequences of a mini-batch, `max_batch_tokens` the rows of a step, `max_queued`
         the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
         of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
-        `max_uncached_suffix`: see Cluster; `max_staged_tokens`, `strict_staging`: see StagingBudget; `target_tbt`
-        (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`, `prefill_nodes`: see
-        RNodeControl. `schedule`: one of SCHEDULES, see scheduling/admission.py. `guesses`: most tokens of a sequence
-        that a step guesses, see scheduling/speculation.py. `end_token_ids` None: the model's own. `clock` gives
-        seconds, and `start_runner` starts the runner of the steps; plan/simulation.py replaces both. `rebalance`:
-        running sequences migrate between R-nodes, see migration/rebalance.py.
+        `max_uncached_suffix`: see Cluster; `max_staged_tokens`, `strict_staging`: see StagingBudget; `prompts_apart`:
+        see SchedulerLimits; `target_tbt` (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`,
+        `prefill_nodes`: see RNodeControl. `schedule`: one of SCHEDULES, see scheduling/admission.py. `guesses`: most
+        tokens of a sequence that a step guesses, see scheduling/speculation.py. `end_token_ids` None: the model's own.
+        `clock` gives seconds, and `start_runner` starts the runner of the steps; plan/simulation.py replaces both.
+        `rebalance`: running sequences migrate between R-nodes, see migration/rebalance.py.
 
         Raises ValueError if a value does not fit the model or a link."""
         if not links:
             raise ValueError("the engine needs at least one R-node")
+        limits = SchedulerLimits(
+            mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens, strict_staging, prompts_apart
+        )
         for link in links:
-            check_link(link, mini_batches, max_batch_tokens)
+            check_link(link, limits)
         if spart.state_slots is not None and (prefix_cache or guesses or prefill_nodes is not None):
             raise ValueError(
                 "a model whose layers keep states has no prefix cache, no guesses and no prefill S-nodes: the pages on "
@@ -116,7 +121,6 @@ class Engine:
             step_rows=max_batch_tokens,
             state_slots=spart.state_slots,
         )
-        limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens, strict_staging)
         self.scheduler = Scheduler(
             self.cluster,
             limits,
@@ -138,8 +142,8 @@ class Engine:
         self._broken = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._wake = [asyncio.Event() for _ in range(mini_batches)]  # one for each driver
-        self._plans: list[Plan | None] = [None] * mini_batches  # in flight
+        self._wake = [asyncio.Event() for _ in range(limits.slots)]  # one for each driver
+        self._plans: list[Plan | None] = [None] * limits.slots  # in flight
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -148,8 +152,8 @@ class Engine:
         """Start the runner's thread and the drivers."""
         self._runner = self._start_runner()
         self.r_nodes.start(self._rebalance)
-        for mini_batch in range(len(self._wake)):
-            self._spawn(self._drive(mini_batch))
+        for slot in range(len(self._wake)):
+            self._spawn(self._drive(slot))
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait up to `timeout` seconds for the live ones to end; False if some have not."""
@@ -315,18 +319,18 @@ class Engine:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    async def _drive(self, mini_batch: int) -> None:
+    async def _drive(self, slot: int) -> None:
         while True:
-            await self.r_nodes.migrator.settle(mini_batch)
-            self._wake[mini_batch].clear()
-            plan = self.scheduler.schedule(mini_batch)
+            await self.r_nodes.migrator.settle(slot)
+            self._wake[slot].clear()
+            plan = self.scheduler.schedule(slot)
             self._apply_changes()
             if plan is None:
-                await self._wake[mini_batch].wait()
+                await self._wake[slot].wait()
                 continue
-            self._plans[mini_batch] = plan
+            self._plans[slot] = plan
             await self._run_step(plan)
-            self._plans[mini_batch] = None
+            self._plans[slot] = None
             self._install_replacements()
             self._on_change()
 
@@ -429,13 +433,13 @@ class Engine:
     def replace_link(self, position: int, link: Link) -> None:
         """Use a new link to the R-node at `position`, whose link was lost. It takes effect once no step in flight uses
         the old link. Raises ValueError if the new link does not fit."""
-        check_link(link, len(self._wake), self.scheduler.limits.max_batch_tokens)
+        check_link(link, self.scheduler.limits)
         self.r_nodes.set_replacement(position, link)
         self._install_replacements()
 
     def add_link(self, link: Link) -> int:
         """Use one more R-node. Returns its position. Raises ValueError if the link does not fit."""
-        check_link(link, len(self._wake), self.scheduler.limits.max_batch_tokens)
+        check_link(link, self.scheduler.limits)
         return self.r_nodes.add(link)
 
     def _install_replacements(self) -> None:

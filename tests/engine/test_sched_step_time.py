@@ -56,6 +56,27 @@ def test_a_prompt_that_no_stream_waits_for_takes_all_rows():
     assert len(run.steps) == 30
 
 
+def test_prompts_apart_add_to_the_steps_beside_them_what_the_target_leaves():
+    """A step that decodes takes 10 ms, and 50 us more for each row of the prompts beside it; a step of prompts takes as
+    long as seven that decode. Nothing is granted before a step has decoded without prompts."""
+    times, rng, target = StepTimes(0.030, prompts_apart=True), random.Random(0), 0.030
+    assert times.budget(1, 4096, sharers=1, streams=False).chunk(0, 8192) == 4096
+    assert times.budget(1, 4096, sharers=1, streams=True).chunk(0, 8192) == 0
+    seconds, rows = [], 0
+    for i in range(400):
+        if i % 7 == 1:
+            rows = times.budget(1, 4096, sharers=1, streams=True).chunk(0, 8192)
+            times.begin(1, PromptWork(rows, pairs(0, rows)), False)
+        times.begin(0, PromptWork(0, 0.0), True)
+        seconds.append((0.010 + 50e-6 * rows) * rng.uniform(0.95, 1.05))
+        times.end(0, seconds[-1])
+        if i % 7 == 0 and i:
+            times.end(1, sum(seconds[-7:]))
+            rows = 0
+    assert 0.8 * target < percentile(seconds[100:], 0.99) < 1.1 * target
+    assert percentile(seconds[100:], 0.5) > 0.7 * target, "the time that is allowed is used"
+
+
 def test_an_idle_mini_batch_learns_the_time_that_the_others_prompts_take_from_it():
     """A decoding mini-batch beside one that prefills takes longer, and its base time is not blamed for it."""
     times = StepTimes(target=0.1)

@@ -17,8 +17,9 @@ from fastdecode.region.contract import PAGE_TOKENS
 pytestmark = pytest.mark.quick
 
 
+@pytest.mark.parametrize("prompts_apart", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_arrivals_ends_cancels(seed, monkeypatch):
+def test_random_arrivals_ends_cancels(seed, prompts_apart, monkeypatch):
     """In any order of events, the accounts balance and every request ends with the right number of tokens."""
     rng = random.Random(seed)
     monkeypatch.setattr(queue, "MAX_PASSED", max_passed := rng.choice([0, 1, 5, 64]))
@@ -31,6 +32,8 @@ def test_random_arrivals_ends_cancels(seed, monkeypatch):
         rng.choice([3, 8]),
         rng.choice([0.01, 0.2]),
         rng.choice([None, 0, 400]),
+        strict=prompts_apart,
+        prompts_apart=prompts_apart,
     )
     capacity = world.cluster.capacity
     seqs, cancelled = [], set()
@@ -51,11 +54,11 @@ def test_random_arrivals_ends_cancels(seed, monkeypatch):
         elif action < 0.2:
             world.free()
         else:
-            mini_batch = rng.randrange(world.limits.mini_batches)
-            if mini_batch in world.flights:
-                world.end(mini_batch)
+            slot = rng.randrange(world.limits.slots)
+            if slot in world.flights:
+                world.end(slot)
             else:
-                world.begin(mini_batch)
+                world.begin(slot)
     world.run()
     world.assert_empty()
     assert not world.scheduler.running.take_failed()
@@ -119,6 +122,28 @@ def test_long_prompt_is_chunked_within_the_budget_beside_decoding_rows():
     assert long.n_generated == 1
     assert first.n_generated == 4, "a running stream does not stall while a prompt is prefilled"
     world.run()
+
+
+def test_prompts_apart_are_computed_beside_the_steps_of_decoding_sequences():
+    """A long prompt takes steps of its own slot, in which no sequence decodes; the others decode meanwhile, in the
+    steps of their mini-batches, and the sequence joins these when its prompt is computed."""
+    world = World([(400, 64)], mini_batches=2, max_batch_tokens=100, prompts_apart=True)
+    early = [world.add(10, 50) for _ in range(4)]
+    prompts = world.limits.mini_batches
+    assert [world.begin(slot) for slot in range(prompts)] == [None] * prompts, "only the slot of prompts admits"
+    assert {chunk.seq for chunk in world.begin(prompts).chunks} == set(early)
+    world.end(prompts)
+    long = world.add(250, 5)
+    for _ in range(3):
+        assert [chunk.seq for chunk in world.begin(prompts).chunks] == [long]
+        for slot in range(prompts):
+            decoding = {chunk.seq for chunk in world.begin(slot).chunks}
+            assert decoding == {seq for seq in early if seq.mini_batch == slot}
+            world.end(slot)
+        world.end(prompts)
+    assert [seq.n_generated for seq in early] == [4] * 4
+    assert world.begin(prompts) is None
+    assert long in {chunk.seq for chunk in world.begin(long.mini_batch).chunks}
 
 
 def test_a_prompt_starts_only_after_the_unfinished_one():

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class SchedulerLimits:
     """Bounds on a step. All counts are of one mini-batch, except `max_staged_tokens` (see budgets.StagingBudget).
 
+    `prompts_apart`: prompts that the S-node attends to have steps of their own, beside those of the mini-batches.
+
     Raises ValueError for bounds that no step can keep.
     """
 
@@ -24,6 +26,7 @@ class SchedulerLimits:
     max_seqs: int  # sequences; at most max_batch_tokens, so that all of them can decode in every step
     max_staged_tokens: int | None = None  # None: no bound
     strict_staging: bool = False  # no prompt may exceed max_staged_tokens
+    prompts_apart: bool = False
 
     def __post_init__(self) -> None:
         if self.mini_batches < 1:
@@ -33,12 +36,17 @@ class SchedulerLimits:
         if self.max_staged_tokens is not None and self.max_staged_tokens < 0:
             raise ValueError(f"max_staged_tokens must not be negative, as {self.max_staged_tokens} is")
 
+    @property
+    def slots(self) -> int:
+        """Steps that may be in flight at once. With `prompts_apart` the last slot is that of the steps of prompts."""
+        return self.mini_batches + self.prompts_apart
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One step. Chunks that attend on R-nodes come first; each kind is in order of link (see spart/step/batch.py)."""
 
-    mini_batch: int
+    slot: int  # the mini-batch, or that of the steps of prompts
     chunks: list[PlannedChunk]
     prompts: PromptWork = NO_PROMPTS  # the work of its chunks of prompts
 

@@ -15,6 +15,10 @@ decodes, because the keys and values before it are not on the S-node.
 
 A sequence may change its mini-batch between any two steps at no cost, because its cache stays where it is. So a step
 first puts sequences into mini-batches whose steps are shorter, until all steps are about equal.
+
+With SchedulerLimits.prompts_apart, a slot of its own has the steps of prompts. In these the S-node computes the prompts
+of all mini-batches, while the sequences that decode go on in the steps of their mini-batches. Only this slot admits
+sequences, each to the mini-batch that has fewest.
 """
 
 from __future__ import annotations
@@ -74,7 +78,7 @@ class Scheduler:
         self.admission = admission or Greedy()
         self.limits = limits
         self.speculation = speculation
-        self.step_times = StepTimes(target_tbt)
+        self.step_times = StepTimes(target_tbt, limits.prompts_apart)
         self.pace = Pace(cluster, target_tbt, limits.mini_batches)
         self.waiting = WaitingQueue()
         self._staging = StagingBudget(limits.max_staged_tokens, limits.strict_staging)
@@ -200,36 +204,42 @@ class Scheduler:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def schedule(self, mini_batch: int) -> Plan | None:
-        """Plan the next step of a mini-batch that has none in flight; None if it has nothing to do now."""
+    def schedule(self, slot: int) -> Plan | None:
+        """Plan the next step of a mini-batch, or the next step of prompts, for a slot that has no step in flight; None
+        if it has nothing to do now."""
         self.pauses.serve_starved()
-        self.running.even_out(mini_batch, self.limits.max_seqs)
-        self.pauses.give_way(mini_batch)
-        self.pauses.keep_pace(mini_batch)
-        chunks, n_decoding = self._decode_chunks(mini_batch)
+        chunks: list[PlannedChunk] = []
+        n_decoding = 0
+        if slot < len(self.mini_batches):
+            self.running.even_out(slot, self.limits.max_seqs)
+            self.pauses.give_way(slot)
+            self.pauses.keep_pace(slot)
+            chunks, n_decoding = self._decode_chunks(slot)
         n_streams = len(chunks)
-        chunks += self._prompt_chunks(mini_batch, self._budget(mini_batch, n_decoding))
+        chunks += self._prompt_chunks(slot, self._budget(slot, n_decoding))
         if not chunks:
             return None
-        self.running.begin(mini_batch)
         prompts = NO_PROMPTS
         for chunk in chunks[n_streams:]:
             prompts += PromptWork(chunk.n_tokens, pairs(chunk.seq.cached, chunk.n_tokens))
-        self.step_times.begin(mini_batch, prompts, n_decoding > 0)
-        self.pace.begin(mini_batch, n_decoding)
-        self.admission.tick(1 / len(self.mini_batches))
+        self.step_times.begin(slot, prompts, n_decoding > 0)
+        if slot < len(self.mini_batches):
+            self.running.begin(slot)
+            self.pace.begin(slot, n_decoding)
+            self.admission.tick(1 / len(self.mini_batches))
         if len(chunks) > n_streams or len(self.cluster.nodes) > 1:
             chunks.sort(key=step_order)
-        return Plan(mini_batch, chunks, prompts)
+        return Plan(slot, chunks, prompts)
 
-    def _budget(self, mini_batch: int, n_decoding: int) -> StepBudget:
-        """The budget of the prompts of a mini-batch's next step beside `n_decoding` decoding rows."""
-        others = [batch for i, batch in enumerate(self.mini_batches) if i != mini_batch]
+    def _budget(self, slot: int, n_decoding: int) -> StepBudget:
+        """The budget of the prompts of a slot's next step beside `n_decoding` decoding rows."""
+        others = [batch for i, batch in enumerate(self.mini_batches) if i != slot]
+        apart = self.limits.prompts_apart
         return self.step_times.budget(
-            mini_batch,
+            slot,
             self.limits.max_batch_tokens - n_decoding,
-            sharers=1 + sum(any(seq.prefilling for seq in batch) for batch in others),
-            streams=n_decoding > 0 or any(not seq.prefilling for batch in others for seq in batch),
+            sharers=1 if apart else 1 + sum(any(seq.prefilling for seq in batch) for batch in others),
+            streams=n_decoding > 0 or any(not (seq.prefilling or seq.held) for batch in others for seq in batch),
         )
 
     def complete(
@@ -290,8 +300,8 @@ class Scheduler:
 
     def _end_step(self, plan: Plan, seconds: float | None = None, s_seconds: float | None = None) -> None:
         """Learn from the times of a step; it has failed if `seconds` is None."""
-        undisturbed = self.step_times.end(plan.mini_batch, seconds, s_seconds)
-        self.pace.end(plan.mini_batch, undisturbed, s_seconds if plan.prompts is NO_PROMPTS else None)
+        undisturbed = self.step_times.end(plan.slot, seconds, s_seconds)
+        self.pace.end(plan.slot, undisturbed, s_seconds if plan.prompts is NO_PROMPTS else None)
 
     def _drawn(self, chunk: PlannedChunk, first: Sampled | None) -> list[Sampled]:
         """The tokens that a step has drawn after a chunk: one token, and one more for each right guess."""
@@ -369,18 +379,36 @@ class Scheduler:
             chunks.append(chunk)
         return chunks, len(chunks) + all_spare - spare
 
-    def _prompt_chunks(self, mini_batch: int, budget: StepBudget) -> list[PlannedChunk]:
-        """Chunks of prompts within the budget: the mini-batch's unfinished prompts first, then newly admitted ones."""
+    def _prompt_chunks(self, slot: int, budget: StepBudget) -> list[PlannedChunk]:
+        """Chunks of prompts within the budget: the slot's unfinished prompts first, then newly admitted ones."""
         chunks: list[PlannedChunk] = []
-        for seq in [seq for seq in self.mini_batches[mini_batch] if seq.cached < seq.prefill_end]:
-            self._append_prompt_chunk(chunks, seq, budget)  # at most one of them is prefilled on the S-node
+        unfinished = self.mini_batches[slot] if slot < len(self.mini_batches) else self.running
+        for seq in [seq for seq in unfinished if seq.cached < seq.prefill_end]:
+            if self._belongs(seq, slot):
+                self._append_prompt_chunk(chunks, seq, budget)  # at most one of them is prefilled on the S-node
+        if self.limits.prompts_apart and slot < len(self.mini_batches):
+            return chunks
         n_forks = len(self._forks)
         while budget.rows > 0 and len(self._forks) - n_forks < _MOST_FORKS:
-            admitted = self._admit(mini_batch, budget)
+            admitted = self._admit(slot, budget)
             if admitted is None:
                 break
-            self._append_prompt_chunk(chunks, admitted, budget)
+            if self._belongs(admitted, slot):
+                self._append_prompt_chunk(chunks, admitted, budget)
+            else:
+                self.running.changed = True
         return chunks
+
+    def _belongs(self, seq: Sequence, slot: int) -> bool:
+        """True if the steps of `slot` compute a prompt: the S-node attends to prompts of the last slot, if prompts are
+        apart, and R-nodes attend to those of mini-batches."""
+        if not self.limits.prompts_apart:
+            return True
+        return (slot == len(self.mini_batches)) == (seq.prefilling and self._attends_here(seq))
+
+    def _attends_here(self, seq: Sequence) -> bool:
+        """True if the S-node attends to a prompt even if that takes several steps."""
+        return not seq.shared_tokens and self._staging.holds(seq.prefill_end)
 
     def _append_prompt_chunk(self, chunks: list[PlannedChunk], seq: Sequence, budget: StepBudget) -> None:
         """Append the next chunk of a prompt, as long as the budget allows. A sequence that waits for a FORK, or that
@@ -400,14 +428,19 @@ class Scheduler:
         if n_tokens > 0 and self.pauses.cover(seq, seq.cached + n_tokens):
             seq.in_flight = True
             last = seq.cached + n_tokens == seq.prefill_end
-            in_one = last and not seq.cached
-            prefill = not seq.shared_tokens and (in_one or self._staging.holds(seq.prefill_end))
+            in_one = last and not seq.cached and not self.limits.prompts_apart
+            prefill = (in_one and not seq.shared_tokens) or self._attends_here(seq)
             if prefill and not last:
                 self._staging.stage(seq, seq.prefill_end)
             chunks.append(PlannedChunk(seq, n_tokens, prefill=prefill, sample=last))
 
-    def _admit(self, mini_batch: int, budget: StepBudget) -> Sequence | None:
-        """Move the first waiting sequence that can start into the mini-batch, if that has less than its share."""
+    def _admit(self, slot: int, budget: StepBudget) -> Sequence | None:
+        """Move the first waiting sequence that can start into the slot's mini-batch, if that has less than its share.
+        The slot of prompts moves it into the mini-batch that has fewest sequences."""
+        mini_batch = slot
+        if slot == len(self.mini_batches):
+            mini_batch = min(range(slot), key=lambda i: len(self.mini_batches[i]))
+            self.pace.plan(mini_batch, self.mini_batches[mini_batch])
         running = self.mini_batches[mini_batch]
         share = -(-(len(self.running) + len(self.waiting)) // len(self.mini_batches))
         if not self.waiting or not self.cluster.alive or len(running) >= min(share, self.limits.max_seqs):

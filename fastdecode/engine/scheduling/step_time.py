@@ -5,6 +5,9 @@ are chosen so that slow steps keep the target too. The cost of a prompt's chunk 
 its rows (projections, MLP) and its pairs of a row and a key that the row attends to (attention).
 The steps of several mini-batches share the S-node, so the chunks of a step that is in flight slow down those beside it.
 
+Where prompts have steps of their own (SchedulerLimits.prompts_apart), streams do not wait for these steps, but their
+own steps take longer beside them: the cost of a chunk is what it adds to one step that decodes beside it.
+
 Pure arithmetic: the caller measures the seconds.
 """
 
@@ -66,10 +69,11 @@ class _StepInFlight:
 class StepTimes:
     """The time of steps as a function of their work. Times are in seconds."""
 
-    def __init__(self, target: float | None):
+    def __init__(self, target: float | None, prompts_apart: bool = False):
         """`target` is the time between two tokens of a stream that prompts should not exceed; None: they may take all
         rows of a step."""
         self.target = target
+        self._apart = prompts_apart
         self.base: float | None = None  # of a step that only decodes
         self._bases: deque[float] = deque(maxlen=_MEDIAN_OF)
         self.s_part: float | None = None  # of a step that only decodes: the S-Part alone
@@ -83,9 +87,9 @@ class StepTimes:
         """Record that a step begins. `decodes`: it has rows of decoding sequences."""
         step = _StepInFlight(decodes, False, work, NO_PROMPTS)
         for other in self._in_flight.values():
-            other.neighbours_work += work
+            other.neighbours_work = self._together(other.neighbours_work, work)
             other.neighbours_decode |= decodes
-            step.neighbours_work += other.work
+            step.neighbours_work = self._together(step.neighbours_work, other.work)
             step.neighbours_decode |= other.decodes
         self._in_flight[mini_batch] = step
 
@@ -93,16 +97,18 @@ class StepTimes:
         """Record that a step took `seconds`, `s_seconds` of them for the S-Part, or (`seconds` None) that it failed.
         Returns the seconds of a step that decoded with no prompt in it or beside it, None for any other."""
         step = self._in_flight.pop(mini_batch, None)
-        if step is None or seconds is None:
+        if step is None or seconds is None or (self._apart and not step.decodes):
             return None
-        # A step overlaps with about half of its two neighbours in each other mini-batch.
-        rows = step.work.rows + step.neighbours_work.rows / 2
-        n_pairs = step.work.pairs + step.neighbours_work.pairs / 2
+        # A step overlaps with about half of its two neighbours in each other mini-batch. Steps of prompts apart are
+        # longer than the decoding steps beside them.
+        share = 1.0 if self._apart else 0.5
+        rows = step.work.rows + share * step.neighbours_work.rows
+        n_pairs = step.work.pairs + share * step.neighbours_work.pairs
         if s_seconds is not None and not step.work.rows:
             self.s_part = _decayed(self.s_part, s_seconds, _BASE_MEMORY_BESIDE_PROMPTS)
         if step.decodes and self.base:
             self._spread.observe(seconds / (self.base + self._cost(rows, n_pairs)))
-        if step.decodes:
+        if step.decodes and not (self._apart and rows and self.base is None):
             self._observe_base(seconds - self._cost(rows, n_pairs), rows > 0)
         if rows > 0:
             # A step of prompts alone that runs beside a decoding one reads the weights too, and waits its turn.
@@ -117,6 +123,8 @@ class StepTimes:
         somewhere; if none does, the time of the step has no bound.
         """
         row_cost, pair_cost = self._costs
+        if self._apart and self.target is not None and streams and self.base is None:
+            return StepBudget(0)  # until a step has decoded with no prompts beside it
         if self.target is None or not streams or self.base is None or not (row_cost or pair_cost):
             return StepBudget(rows)
         allowed = max(self.target / self._spread.value - self.base, _STRETCH * self.base)
@@ -136,6 +144,10 @@ class StepTimes:
             small=_SMALL_ROWS,
             most_work=allowed,
         )
+
+    def _together(self, a: PromptWork, b: PromptWork) -> PromptWork:
+        """The work beside a step of two steps that have run beside it."""
+        return max(a, b) if self._apart else a + b
 
     def prompt_seconds(self, n_tokens: float) -> float:
         """How much a prompt of `n_tokens` tokens adds to the steps that it is in; 0 before the first one."""

@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class GraphStream:
-    """A stream of operations on a CUDA device, beside the stream on which torch computes otherwise. The graphs that are
-    captured on it share their memory, so one of them runs at a time."""
+    """A stream of operations on a CUDA device, beside the stream on which torch computes otherwise, which has a lower
+    priority. The graphs that are captured on it share their memory, so one of them runs at a time."""
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)  # prompts take the processors that decode steps leave
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which has loaded the weights
         self._pool = torch.cuda.graph_pool_handle()
         self.handle: int = self._stream.cuda_stream  # for the driver

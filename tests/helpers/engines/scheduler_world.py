@@ -31,6 +31,7 @@ class World:
         strict=False,
         block=1,
         state_slots=None,
+        prompts_apart=False,
     ):
         """`block`: pages of a block."""
         links = [
@@ -38,13 +39,13 @@ class World:
             for i, (pages, seqs) in enumerate(leases)
         ]
         self.cluster = Cluster(links, watermark=watermark, state_slots=state_slots)
-        self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_seqs, max_staged, strict)
+        self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_seqs, max_staged, strict, prompts_apart)
         self.scheduler = Scheduler(self.cluster, self.limits)
         self.flights: dict[int, Plan] = {}
         self.cached: list[dict[tuple[int, int], int]] = [{} for _ in links]  # per R-node: handle -> tokens appended
         self.appended = 0  # tokens, recomputed ones counted again
         self.ended: list[Sequence] = []
-        self.admitted: list[int] = []  # orders of arrival, as they were first given a chunk
+        self.admitted: list[int] = []  # orders of arrival, as they began to run
         self.lasts: dict[Sequence, int] = {}  # the length at which END comes
         self.staged: set[Sequence] = set()  # prompts that took several steps
         self._orders = 0
@@ -66,21 +67,21 @@ class World:
         self.scheduler.add(seq)
         return seq
 
-    def begin(self, mini_batch: int) -> Plan | None:
-        assert mini_batch not in self.flights
-        plan = self.scheduler.schedule(mini_batch)
+    def begin(self, slot: int) -> Plan | None:
+        assert slot not in self.flights
+        plan = self.scheduler.schedule(slot)
         if plan is not None:
             self.check_plan(plan)
-            self.flights[mini_batch] = plan
+            self.flights[slot] = plan
             for chunk in plan.chunks:
                 self.append(chunk)
-            self.admitted += sorted({chunk.seq.order for chunk in plan.chunks} - set(self.admitted))
+            self.admitted += sorted({seq.order for seq in self.scheduler.running} - set(self.admitted))
         self.check_book()
         return plan
 
-    def end(self, mini_batch: int) -> list[Sequence]:
+    def end(self, slot: int) -> list[Sequence]:
         """End a step in flight; returns the sequences that finished."""
-        plan = self.flights.pop(mini_batch)
+        plan = self.flights.pop(slot)
         sampled = []
         for chunk in plan.chunks:
             last = len(chunk.seq.tokens) + 1 == self.lasts.get(chunk.seq)
@@ -97,7 +98,10 @@ class World:
         for node, cached in zip(self.cluster.nodes, self.cached, strict=True):
             released = node.take_released()
             for seq in released:
-                del cached[seq.handle]
+                if not self.limits.prompts_apart:
+                    del cached[seq.handle]
+                else:
+                    cached.pop(seq.handle, None)  # a sequence may be freed before its first chunk
             node.acknowledge_free(released)
             any_freed |= bool(released)
         return any_freed
@@ -125,7 +129,9 @@ class World:
         for chunk in plan.chunks:
             assert chunk.n_tokens >= 1
             assert blocks_for(chunk.seq.cached + chunk.n_tokens) <= len(chunk.seq.pages), "a chunk without a page"
-            assert chunk.seq.mini_batch == plan.mini_batch
+            of_prompts = plan.slot == self.limits.mini_batches
+            assert of_prompts or chunk.seq.mini_batch == plan.slot
+            assert not self.limits.prompts_apart or chunk.prefill == of_prompts
             flying = [c.seq for other in self.flights.values() for c in other.chunks]
             assert chunk.seq not in flying, "in two steps at once"
             assert chunk.sample == (chunk.seq.cached + chunk.n_tokens == len(chunk.seq.tokens))
@@ -143,7 +149,8 @@ class World:
         for i, batch in enumerate(self.scheduler.mini_batches):
             assert all(seq.mini_batch == i for seq in batch)
             assert len(batch) <= self.limits.max_seqs
-            assert sum(seq.prefilling for seq in batch) <= 1 or i in self.flights, "two unfinished prompts"
+            in_flight = i in self.flights or self.limits.prompts_apart
+            assert sum(seq.prefilling for seq in batch) <= 1 or in_flight, "two unfinished prompts"
         for node in self.cluster.nodes:
             running = self.scheduler.running.on_node(node)
             counted = sum(len(seq.pages) for seq in running)
@@ -163,14 +170,14 @@ class World:
         assert ranks == sorted(ranks)
 
     def run(self, limit=100_000) -> None:
-        """All mini-batches in turn until nothing is left."""
+        """All slots in turn until nothing is left."""
         for _ in range(limit):
             moved = False
-            for mini_batch in range(self.limits.mini_batches):
-                if mini_batch in self.flights:
-                    self.end(mini_batch)
+            for slot in range(self.limits.slots):
+                if slot in self.flights:
+                    self.end(slot)
                     moved = True
-                moved |= self.begin(mini_batch) is not None
+                moved |= self.begin(slot) is not None
             moved |= self.free()
             if not self.scheduler.has_work and not self.flights:
                 self.free()
