@@ -92,9 +92,10 @@ class StepGroup:
     ) -> None: ...
     def arm(self) -> _Failures:
         """Publish the step to every link. Returns at once. Raises ValueError if a slot has a message in flight."""
-    def ring(self, layer: int, /) -> _Failures:
-        """Copy every member's rows into its slot and ask for the layer, the step's next one. Returns at once. Raises
-        ValueError if it is another one or a slot has a message in flight."""
+    def ring(self, layer: int, kv: Buffer | None = None, /) -> _Failures:
+        """Copy every member's rows into its slot and ask for the layer, the step's next one. Returns at once. `kv`: the
+        layer's K and V rows, instead of those in the step's buffer. Raises ValueError if it is another layer, a slot
+        has a message in flight, or `kv` is of another shape than the buffer."""
     def wait(self, timeout: float, rows: bool = True) -> _Failures:
         """Wait until every link has answered, and gather the O rows if `rows` is true. The O rows of a member that
         fails become zero.

@@ -300,12 +300,32 @@ const char *fd_py_group_ring(GroupObject *self, size_t n, uint32_t layer) {
     return misuse;
 }
 
-static PyObject *group_ring(GroupObject *self, PyObject *arg) {
-    const unsigned long layer = PyLong_AsUnsignedLong(arg);
-    if (PyErr_Occurred()) return NULL;
+/* Puts `rows` in the place of the step's `kv`, which the caller puts back. */
+static bool take_other_kv(GroupObject *self, PyObject *rows, Py_buffer *kept) {
+    Py_buffer given;
+    size_t row_bytes = 0;
+    if (!take_buffer(rows, PyBUF_SIMPLE, &given, &row_bytes)) return false;
+    if (!self->kv.buf || row_bytes != self->kv_row_bytes || given.len != self->kv.len) {
+        PyBuffer_Release(&given);
+        return FD_PY_FAIL(PyExc_ValueError, "the rows differ in size from the step's buffer");
+    }
+    *kept = self->kv;
+    self->kv = given;
+    return true;
+}
+
+static PyObject *group_ring(GroupObject *self, PyObject *args) {
+    unsigned long layer;
+    PyObject *rows = Py_None;
+    if (!PyArg_ParseTuple(args, "k|O:ring", &layer, &rows)) return NULL;
     size_t n;
     const char *misuse;
     if (!fd_py_group_begin(self, &n)) return NULL;
+    Py_buffer kept;
+    if (rows != Py_None && !take_other_kv(self, rows, &kept)) {
+        self->busy = false;
+        return NULL;
+    }
     const uint32_t index = layer < FD_MAX_LAYERS ? (uint32_t)layer : FD_MAX_LAYERS;
     if (self->local && self->bytes_per_layer <= GIL_BYTES) {
         misuse = fd_py_group_ring(self, n, index);
@@ -313,6 +333,10 @@ static PyObject *group_ring(GroupObject *self, PyObject *arg) {
         PyThreadState *state = fd_py_group_leave_python(self, n);
         misuse = fd_py_group_ring(self, n, index);
         fd_py_group_return_to_python(self, n, state);
+    }
+    if (rows != Py_None) {
+        PyBuffer_Release(&self->kv);
+        self->kv = kept;
     }
     return fd_py_group_end(self, n, misuse);
 }
@@ -368,7 +392,7 @@ static PyObject *group_disarm(GroupObject *self, PyObject *unused) {
 
 static PyMethodDef group_methods[] = {
     {"arm", (PyCFunction)group_arm, METH_NOARGS, NULL},
-    {"ring", (PyCFunction)group_ring, METH_O, NULL},
+    {"ring", (PyCFunction)group_ring, METH_VARARGS, NULL},
     {"wait", FD_PY_KEYWORDS(group_wait), NULL},
     {"disarm", (PyCFunction)group_disarm, METH_NOARGS, NULL},
     {"run_layers", (PyCFunction)fd_py_group_run_layers, METH_VARARGS, NULL},

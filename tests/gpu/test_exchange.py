@@ -35,8 +35,8 @@ def test_a_device_without_what_the_bypass_needs_is_refused_by_name(cuda, monkeyp
     ("loading", "connections", "fault"),
     [
         ("EAGER", None, None),
-        ("EAGER", "3", None),
-        ("EAGER", "2", "MAX_CONNECTIONS is 2: 2 mini-batches need 3"),
+        ("EAGER", "4", None),
+        ("EAGER", "3", "MAX_CONNECTIONS is 3: 2 mini-batches need 4"),
         ("EAGER", "many", "MAX_CONNECTIONS is many"),
         ("LAZY", None, "CUDA_MODULE_LOADING is LAZY"),
         (None, None, "CUDA_MODULE_LOADING is not set"),

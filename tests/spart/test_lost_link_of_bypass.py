@@ -1,4 +1,4 @@
-"""An R-node that dies or stalls in the middle of a captured step, seen from the engine's streams.
+"""An R-node that dies or stalls in a captured step, or in a step of prompts, seen from the engine's streams.
 
 tests/helpers/gpu/lying_engine.py runs the engine: its S-Part computes on a device that lies; R-nodes, links are real.
 The lying device belongs to the whole process, so each test runs it in a process of its own.
@@ -17,11 +17,11 @@ from models.checkpoints import make_checkpoint
 SCRIPT = Path(__file__).parents[1] / "helpers/gpu/lying_engine.py"
 
 
-@pytest.mark.parametrize("how", ["kill", "stall"])
+@pytest.mark.parametrize("how", ["kill", "stall", "append"])
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
-def test_streams_go_on_with_the_same_tokens_when_a_captured_step_loses_an_r_node(scheme, how):
-    """The device's stream is let go with poison, the R-node's sequences are computed again on the other one, and later
-    steps are captured for the R-node that is left."""
+def test_streams_go_on_with_the_same_tokens_when_a_step_loses_an_r_node(scheme, how):
+    """In a captured step the device's stream is let go with poison. The R-node's sequences are computed again on the
+    other one, and later steps are captured for the R-node that is left."""
     command = [sys.executable, "-W", "ignore", str(SCRIPT), scheme, how, str(make_checkpoint("llama-gqa"))]
     process = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert process.returncode == 0, process.stderr

@@ -308,13 +308,13 @@ async def test_with_one_link_the_rows_are_the_slot_itself(tmp_path):
     async with linked(model, tmp_path, n=2) as links:
         views = {i: SlotViews(link, 1) for i, link in enumerate(links)}
         chunks = [Chunk(0, 0, 1, 5, [7], False, GREEDY), Chunk(0, 1, 1, 0, [7] * 3, True, GREEDY)]
-        exchange = make_exchange(1, link_rows(chunks, views), torch.device("cpu"))
+        exchange = make_exchange(1, link_rows(chunks, views), torch.device("cpu"), None)
         y = links[0].layout
         start = torch.frombuffer(links[0].region, dtype=torch.uint8).data_ptr() + y.slot(1)
         assert [x.data_ptr() - start for x in (exchange.q, exchange.kv, exchange.o)] == [y.q, y.kv, y.o]
         assert [len(exchange.q), len(exchange.kv), len(exchange.o)] == [4, 4, 4]
         both = link_rows([chunks[0], Chunk(1, 0, 1, 5, [7], False, GREEDY)], views)
-        apart = make_exchange(1, both, torch.device("cpu"))
+        apart = make_exchange(1, both, torch.device("cpu"), None)
         assert not start <= apart.q.data_ptr() < start + y.slot_bytes
 
 

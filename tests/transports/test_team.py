@@ -277,26 +277,29 @@ async def test_columns_outside_the_rows_are_refused(shared_node):
 
 
 async def test_random_columns_copy_what_numpy_slices(shared_node):
-    """The last layer's V rows come back as O: each query head attends to one token."""
+    """The last layer's V rows come back as O: each query head attends to one token. Each layer brings K and V rows of
+    its own, in place of those in the step's buffer."""
     link = await connect(shared_node.url, hello(), None)
     rng, choose = np.random.default_rng(0), random.Random(0)
     for tag in range(1, 6):
-        q, kv, o = (rng.standard_normal((3, 200), np.float32).view(np.uint8) for _ in range(3))
+        q, o, *kv = (rng.standard_normal((3, 200), np.float32).view(np.uint8) for _ in range(2 + SMALL.n_layers))
         at = {"q": 4 * choose.randrange(130), "k": 4 * choose.randrange(60), "v": 4 * choose.randrange(160)}
         ranges = {name: (start, start + (256 if name == "q" else 128)) for name, start in at.items()}
         start = 4 * choose.randrange(100)
         table = np.array([(i, tag, 0, 1, ROW_ATTEND, 0) for i in range(3)], ROW_DTYPE).view(np.uint8)
         before = o.copy()
-        group = StepGroup(0, [(link.port, table, 0, 3, 3, 3, columns(**ranges, o=(start, start + 256)))], q, kv, o)
+        group = StepGroup(0, [(link.port, table, 0, 3, 3, 3, columns(**ranges, o=(start, start + 256)))], q, kv[0], o)
 
-        def step(group=group):
+        def step(group=group, kv=kv):
             assert group.arm() is None and group.wait(20.0, rows=False) is None
             for layer in range(SMALL.n_layers):
-                assert group.ring(layer) is None and group.wait(20.0) is None
+                with pytest.raises(ValueError, match="differ in size"):
+                    group.ring(layer, kv[layer][:2])
+                assert group.ring(layer, kv[layer]) is None and group.wait(20.0) is None
             group.disarm()
 
         await in_thread(step)
-        v = kv[:, at["v"] : at["v"] + 128].copy().view(np.float32).reshape(3, 2, 16)
+        v = kv[-1][:, at["v"] : at["v"] + 128].copy().view(np.float32).reshape(3, 2, 16)
         expected = before.copy()
         expected[:, start : start + 256] = np.repeat(v, 2, axis=1).reshape(3, -1).view(np.uint8)
         untouched = np.ones(800, bool)

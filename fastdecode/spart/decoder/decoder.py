@@ -28,7 +28,7 @@ from fastdecode.spart.decoder.joints import make_joints
 from fastdecode.spart.decoder.rope import RotaryEmbedding
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.decoder.weights import Block, Layer, Model, StateBlock
-from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_rows, make_exchange
+from fastdecode.spart.exchange import Appender, Exchange, RowExchange, SlotViews, link_rows, make_exchange
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.exchange.heads import multiply_heads
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
@@ -64,6 +64,7 @@ class SPart:
         self.timeline = Timeline()
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(model.config, model.device, model.dtype)
+        self._appender = None if model.device.type == "cpu" else Appender(model.device)
         self.states: StatePool | None = None
         self._prepare(state_slots)
 
@@ -95,15 +96,16 @@ class SPart:
         one call of C runs all layers. Returns a StepOutput.
 
         `keep_logits` puts the logits of the sampled rows into the output. Raises ValueError for a batch that breaks the
-        rules of batch.py; CallRefused and LinkDown if every link of the step has failed. After an error, and after
-        the generator was closed, no call is in progress in the slot on any link.
+        rules of batch.py, and on a device that is not a CPU for a batch of decoding rows and prompts; CallRefused and
+        LinkDown if every link of the step has failed. After an error, and after the generator was closed, no call is
+        in progress in the slot on any link.
         """
         rows = StepRows(self, batch)
         bypass = self.exchange.bypass
         if bypass is not None and bypass.takes(self, rows, batch.slot):
             return (yield from bypass.step(self, rows, batch, keep_logits))
         rows.upload(self.model.device)
-        exchange = make_exchange(batch.slot, rows.link_rows, self.model.device)
+        exchange = make_exchange(batch.slot, rows.link_rows, self.model.device, self._appender)
         clock = StepClock(self.timeline, batch.slot, rows.started)
         try:
             exchange.arm()
@@ -112,8 +114,15 @@ class SPart:
                 for _ in layers:
                     clock.interval_ended()
                     clock.waits((yield exchange.pending))
+                    while not exchange.ready:
+                        yield exchange.pending
                     exchange.wait(batch.layer_timeout)
                     clock.replied()
+            logits = state.logits()
+            exchange.finish()
+            while not exchange.ready:
+                yield exchange.pending
+            exchange.finished()
         except BaseException:
             exchange.settle(batch.layer_timeout)
             for prompt in rows.prompts:
@@ -121,7 +130,6 @@ class SPart:
             raise
         link_costs = exchange.disarm()
         self._end_chunks(rows, exchange)
-        logits = state.logits()
         sampled = self._sample(logits, rows)
         scores = rows.scorer(state.scored_logits, rows.uploaded)
         clock.interval_ended()

@@ -2,7 +2,8 @@
 
 base         the contract of an exchange, and the rows of a step that belong to each link
 direct       on a CPU: the decoder's rows are the slot's
-staged       on every other device: copies in pinned memory, and events
+staged       on every other device: decoding rows, by copies in pinned memory, and events
+streamed     on every other device: prompts, whose K and V stream out behind the layers
 bypass       on CUDA: captured decode steps, whose stream rings the R-nodes and waits for them
 stream_rows  the operations of such a stream, and links' regions that are mapped into the device
 graph        CUDA streams and graphs of torch
@@ -14,13 +15,24 @@ from __future__ import annotations
 
 import torch
 
-from fastdecode.spart.exchange.base import Exchange, LinkRows, RowExchange, SlotViews, link_rows
+from fastdecode.spart.exchange.base import Exchange, LinkRows, RowExchange, SlotViews, link_rows, row_counts
 from fastdecode.spart.exchange.direct import Direct
 from fastdecode.spart.exchange.staged import Staged
+from fastdecode.spart.exchange.streamed import Appender, Streamed
 
-__all__ = ["Exchange", "LinkRows", "RowExchange", "SlotViews", "link_rows", "make_exchange"]
+__all__ = ["Appender", "Exchange", "LinkRows", "RowExchange", "SlotViews", "link_rows", "make_exchange"]
 
 
-def make_exchange(slot: int, rows: list[LinkRows], device: torch.device) -> Exchange:
-    """The exchange of one step whose S-Part runs on `device`."""
-    return Direct(slot, rows) if device.type == "cpu" else Staged(slot, rows, device)
+def make_exchange(slot: int, rows: list[LinkRows], device: torch.device, appender: Appender | None) -> Exchange:
+    """The exchange of one step whose S-Part runs on `device`, which has an `appender` unless it is a CPU.
+
+    Raises ValueError for a step of decoding rows and prompts on a device that is not a CPU.
+    """
+    if appender is None:
+        return Direct(slot, rows)
+    n_attend, n_rows = row_counts(rows)
+    if n_attend == n_rows:
+        return Staged(slot, rows, device)
+    if n_attend:
+        raise ValueError(f"a step on {device.type} has decoding rows or prompts, not both")
+    return Streamed(slot, rows, device, appender)

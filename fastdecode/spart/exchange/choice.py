@@ -122,7 +122,7 @@ def device_fault(driver: Driver) -> str | None:
 def environment_fault(environment: Mapping[str, str], mini_batches: int) -> str | None:
     """A sentence that names a variable with which a waiting stream could hold up others; None if there is none."""
     queues = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    least = mini_batches + 1  # a stream for each, and the stream that computes prompts
+    least = mini_batches + 2  # a stream for each, the stream that computes prompts, and the one that copies their rows
     if queues is not None and not (queues.isdecimal() and int(queues) >= least):
         return f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}: {mini_batches} mini-batches need {least} or more"
     loading = environment.get("CUDA_MODULE_LOADING")

@@ -1,4 +1,4 @@
-"""Staged: the exchange that works on every device, by copies in pinned memory."""
+"""Staged: the exchange of decoding rows that works on every device, by copies in pinned memory."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from fastdecode.spart.exchange.base import Exchange, LinkRows, buffers, row_coun
 
 
 class Staged(Exchange):
-    """`q`, `kv` and `o` are on the device. Each layer, the host waits for copies of `q` and `kv`, rings, waits for the
-    R-nodes, and lets the device copy `o`."""
+    """A step whose rows all attend on R-nodes. `q`, `kv` and `o` are on the device. Each layer, the host waits for
+    copies of `q` and `kv`, rings, waits for the R-nodes, and lets the device copy `o`."""
 
     def __init__(self, slot: int, link_rows: list[LinkRows], device: torch.device):
-        n_attend, n_rows = row_counts(link_rows)
+        n_rows, _ = row_counts(link_rows)
         self.q, self.kv, self.o = buffers(link_rows, n_rows, device)
-        self._host = buffers(link_rows, n_attend, torch.device("cpu"), pin_memory=True)
+        self._host = buffers(link_rows, n_rows, torch.device("cpu"), pin_memory=True)
         self._copied = torch.Event(device)
         super().__init__(slot, link_rows, self._host)
 
     def _send_rows(self) -> None:
-        host = self._host
-        host.q.copy_(self.q[: len(host.q)], non_blocking=True)
-        host.kv.copy_(self.kv, non_blocking=True)
+        self._host.q.copy_(self.q, non_blocking=True)
+        self._host.kv.copy_(self.kv, non_blocking=True)
         self._copied.record()
         self._copied.synchronize()
 
     def _take_rows(self) -> None:
         # The next `post` waits for the device before `o` on the host is written again.
-        self.o[: len(self._host.o)].copy_(self._host.o, non_blocking=True)
+        self.o.copy_(self._host.o, non_blocking=True)

@@ -29,7 +29,7 @@ from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.stream_rows import Kernels
 from fastdecode.transports._native import Proxy
 from gpu.cuda_driver import SimulatedCuda, open_driver
-from gpu.lying_device import NAME, LyingDevice, LyingEvent, LyingStream
+from gpu.lying_device import NAME, LyingDevice, LyingStream, take_torchs_place
 from gpu.lying_steps import with_links
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -140,7 +140,7 @@ def run_engines(kernels: Kernels, device: DriverDevice, model: Any, n_links: int
 
 
 def main() -> None:
-    torch.Event = LyingEvent  # type: ignore[misc,assignment]
+    take_torchs_place()
     torch.set_num_threads(1)
     queues, n_links, directory, engines = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
     want = asyncio.run(with_links(load_model(directory, dtype="fp32"), n_links))

@@ -23,7 +23,7 @@ from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.exchange.stream_rows import Kernels
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
-from gpu.lying_device import NAME, LyingDevice, LyingEvent, LyingStream
+from gpu.lying_device import NAME, LyingDevice, LyingStream, take_torchs_place
 from gpu.lying_driver import LyingDriver
 from gpu.lying_steps import in_turn
 
@@ -94,7 +94,7 @@ async def beside_steps(model: Any, device: LyingDevice, links: Any) -> dict[str,
 
 
 def main() -> None:
-    torch.Event = LyingEvent  # type: ignore[misc,assignment]
+    take_torchs_place()
     torch.set_num_threads(1)
     directory, found = Path(sys.argv[1]), {}
 

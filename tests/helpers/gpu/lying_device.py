@@ -61,17 +61,21 @@ class LyingStream:
     def __init__(self, device: LyingDevice, handle: int = 0):
         self._device, self.handle = device, handle
         self._queue: deque[Callable[[], Any]] = deque()
-        self._run = 0  # operations that have run
+        self._put = self._run = 0  # operations that were put into the queue, and that have run
         self._running = threading.RLock()  # held by the thread that runs them
         self.waits = 0  # how often the host has waited for an event or a copy
         self._record: list[Callable[[], Any]] | None = None  # of a capture
 
     def put(self, operation: Callable[[], Any]) -> None:
-        (self._queue if self._record is None else self._record).append(operation)
+        if self._record is not None:
+            self._record.append(operation)
+        else:
+            self._queue.append(operation)
+            self._put += 1
 
     def mark(self) -> int:
         """The end of the queue as it is now."""
-        return self._run + len(self._queue)
+        return self._put
 
     def is_captured(self) -> bool:
         return self._record is not None
@@ -104,7 +108,12 @@ class LyingStream:
                 result = work()
         finally:
             self._record = None
-        return lambda: self._device.stream._queue.extend(record), result
+
+        def replay() -> None:
+            for operation in record:
+                self._device.stream.put(operation)
+
+        return replay, result
 
     def free_bytes(self) -> int:
         return self._device.free_bytes
@@ -114,6 +123,23 @@ class LyingStream:
 
     def synchronize(self) -> None:
         self.run_to(self.mark())
+
+
+class SideStream(LyingStream):
+    """Takes the place of torch.Stream: a stream beside the device's first one, for which both wait by events."""
+
+    def __init__(self, device: torch.device):
+        assert LyingDevice.current is not None
+        super().__init__(LyingDevice.current)
+        self._running = LyingDevice.current.streams[0]._running  # two threads may wait for the streams in either order
+
+    def __enter__(self) -> SideStream:
+        self._current = self.current()
+        self._current.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._current.__exit__(*error)
 
 
 class OperationsOf(TorchDispatchMode):
@@ -285,17 +311,30 @@ def poisoned(x: torch.Tensor) -> torch.Tensor:
 class LyingEvent:
     """Takes the place of torch.Event."""
 
-    def __init__(self, device: Any = None):
+    def __init__(self, device: Any = None, blocking: bool = False):
         self._stream: LyingStream | None = None
         self._mark = 0
+        self._awaited = False  # by a stream
 
     def record(self) -> None:
         assert LyingDevice.current is not None
-        waited = self._stream is None or self._stream.has_run(self._mark)
+        waited = self._stream is None or self._awaited or self._stream.has_run(self._mark)
         assert waited, "an event is recorded again before anybody has waited for it"
-        self._stream = LyingDevice.current.stream
+        self._stream, self._awaited = LyingDevice.current.stream, False
         self._mark = self._stream.mark()
+
+    def wait(self) -> None:
+        """Let the current stream wait for the event, and the host go on."""
+        assert LyingDevice.current is not None and self._stream is not None
+        recorded, mark, self._awaited = self._stream, self._mark, True
+        LyingDevice.current.stream.put(lambda: recorded.run_to(mark))
 
     def synchronize(self) -> None:
         assert LyingDevice.current is not None and self._stream is not None
         LyingDevice.current.wait(self._stream, self._mark, "event")
+
+
+def take_torchs_place() -> None:
+    """Let torch make events and streams of a device that lies."""
+    torch.Event = LyingEvent  # type: ignore[misc,assignment]
+    torch.Stream = SideStream  # type: ignore[misc,assignment]

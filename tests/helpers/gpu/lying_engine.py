@@ -1,9 +1,11 @@
 """A real engine whose S-Part runs on a lying device (lying_device.py) with the bypass, and two R-nodes, of which one is
-lost in the middle of a captured step, when the device is about to ask it for the second layer.
+lost in the middle of a captured step, when the device is about to ask it for the second layer, or of a step of prompts,
+when it is about to append the second layer.
 
-Arguments: "shm" or "tcp", "kill" or "stall", a model directory. Prints a JSON object: "equal", whether every stream has
-the tokens of an engine on the CPU that loses no R-node; "alive", of each R-node; "reason", why the link of the lost one
-has ended; "after", whether a step was captured and run for the other R-node alone.
+Arguments: "shm" or "tcp"; "kill", "stall" or "append" (killed in a step of prompts); a model directory. Prints a JSON
+object: "equal", whether every stream has the tokens of an engine on the CPU that loses no R-node; "alive", of each
+R-node; "reason", why the link of the lost one has ended; "after", whether a step was captured and run for the other
+R-node alone.
 
 Each mini-batch's stream runs in a thread of its own, as a GPU would run it.
 """
@@ -21,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from engines.token_stream import submit
@@ -35,9 +38,10 @@ from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.exchange.stream_rows import Kernels
+from fastdecode.spart.exchange.streamed import Streamed
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
-from gpu.lying_device import NAME, LyingDevice, LyingEvent, LyingStream
+from gpu.lying_device import NAME, LyingDevice, LyingStream, take_torchs_place
 from gpu.lying_driver import LyingDriver
 
 ROWS = 64
@@ -92,7 +96,13 @@ class OnDevice(Runner):
 @contextlib.asynccontextmanager
 async def started(spart: SPart, start_runner: Callable[[], Runner]) -> AsyncIterator[Engine]:
     engine = Engine(
-        spart, spart.links, mini_batches=2, max_batch_tokens=ROWS, max_batch_size=8, start_runner=start_runner
+        spart,
+        spart.links,
+        mini_batches=2,
+        max_batch_tokens=ROWS,
+        max_batch_size=8,
+        prompts_apart=spart.model.device.type != "cpu",
+        start_runner=start_runner,
     )
     await engine.start()
     try:
@@ -125,7 +135,7 @@ async def generate(engine: Engine, halfway: Callable[[], None] = lambda: None) -
 
 
 async def links_to(nodes: Sequence[RNodeProcess], model: Any) -> list[Link]:
-    return [await connect(node.url, model.hello(2, ROWS, "fp32", 16 << 20, 32), None) for node in nodes]
+    return [await connect(node.url, model.hello(3, ROWS, "fp32", 16 << 20, 32), None) for node in nodes]
 
 
 async def undisturbed(directory: Path, node: RNodeProcess) -> list[list[int]]:
@@ -162,14 +172,25 @@ async def with_loss(directory: Path, nodes: Sequence[RNodeProcess], how: str) ->
         report["waits"] = driver.waited
         nodes[LOST].stop() if how == "stall" else nodes[LOST].end(signal.SIGKILL)
 
-    driver.before_asking = lose
-    async with started(spart, OnDevice) as engine:
-        tokens = await generate(engine, armed.set)
-        assert not bypass.fault, bypass.fault
-        report["alive"] = [node.alive for node in engine.stats.nodes]
-        report["reason"] = str(await links[LOST].closed())
-        graphs = [key for lane in bypass._lanes.values() for key in lane.graphs]
-        report["after"] = any(key[0] == (links[0],) for key in graphs) and driver.waited > report.pop("waits")
+    append = Streamed._append
+
+    def lose_and_append(exchange: Streamed, layer: int, timeout: float) -> None:
+        if layer == 1 and any(rows.views.link is links[LOST] for rows in exchange._link_rows):
+            lose(min(of_lost), layer)
+        append(exchange, layer, timeout)
+
+    if how == "append":
+        armed.set()
+    else:
+        driver.before_asking = lose
+    with mock.patch.object(Streamed, "_append", lose_and_append if how == "append" else append):
+        async with started(spart, OnDevice) as engine:
+            tokens = await generate(engine, armed.set)
+            assert not bypass.fault, bypass.fault
+            report["alive"] = [node.alive for node in engine.stats.nodes]
+            report["reason"] = str(await links[LOST].closed())
+            graphs = [key for lane in bypass._lanes.values() for key in lane.graphs]
+            report["after"] = any(key[0] == (links[0],) for key in graphs) and driver.waited > report.pop("waits")
     for link in links:
         await link.close()
     return tokens, report
@@ -189,7 +210,7 @@ async def lose_one(scheme: str, how: str, directory: Path, folder: str) -> None:
 
 
 def main() -> None:
-    torch.Event = LyingEvent  # type: ignore[misc,assignment]
+    take_torchs_place()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(lose_one(sys.argv[1], sys.argv[2], Path(sys.argv[3]), folder))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gpu.lying_device import NAME, LyingDevice, LyingEvent
+from gpu.lying_device import NAME, LyingDevice, take_torchs_place
 from gpu.lying_steps import make_bypass, with_links
 
 
@@ -38,7 +38,7 @@ def put_on_device(module: torch.nn.Module) -> None:
 
 
 def main() -> None:
-    torch.Event = LyingEvent  # type: ignore[misc,assignment]
+    take_torchs_place()
     from fastdecode.spart.hf import model as hf_model
     from fastdecode.spart.hf.decoder import HFSPart
 

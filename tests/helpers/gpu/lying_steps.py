@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 
-from gpu.lying_device import NAME, LyingDevice, LyingEvent, LyingStream
+from gpu.lying_device import NAME, LyingDevice, LyingStream, take_torchs_place
+
+SLOTS = 3
+PROMPTS = 2  # the slot of steps with prompts; those before it are of mini-batches that decode
 
 
 def texts(vocab_size: int) -> list[list[int]]:
@@ -71,35 +74,35 @@ def abandon(spart: Any, wait: bool) -> None:
 
 
 def generate(spart: Any, n_links: int, n_new: int = 4, chunk: int = 24, prefill: bool = True) -> list[list[int]]:
-    """Tokens of eight prompts in two interleaved mini-batches, prefilled in chunks; each is drawn in another
-    way. Without `prefill` the R-nodes attend for the prompts."""
+    """Tokens of eight prompts, each drawn in another way. Two mini-batches decode beside steps of prompts, which are
+    prefilled in chunks. Without `prefill` the R-nodes attend for the prompts."""
     from fastdecode.spart.step.batch import Chunk, StepBatch
 
     prompts = texts(spart.config.vocab_size)
     done: list[list[int]] = [[] for _ in prompts]
     cached = [0] * len(prompts)
     while any(len(tokens) < n_new for tokens in done):
+        work: list[list[tuple[int, Chunk]]] = [[] for _ in range(SLOTS)]
+        for i in range(len(prompts)):
+            everything = prompts[i] + done[i]
+            if len(done[i]) == n_new:
+                continue
+            tokens = everything[cached[i] : cached[i] + chunk]
+            more = cached[i] + len(tokens) < len(everything)
+            spec = how_to_draw(i, prompts[i], done[i])
+            prompt = prefill and cached[i] < len(prompts[i])
+            link = i // 2 % n_links
+            piece = Chunk(link, i, 1, cached[i], tokens, prompt, None if more else spec, len(prompts[i]))
+            work[PROMPTS if prompt else i % PROMPTS].append((i, piece))
+            cached[i] += len(tokens)
+        if spart.exchange.bypass is not None:
+            spart.exchange.bypass.settle()
         steps, groups = [], []
-        for slot in (0, 1):
-            work = []
-            for i in range(slot, len(prompts), 2):
-                everything = prompts[i] + done[i]
-                if len(done[i]) == n_new:
-                    continue
-                tokens = everything[cached[i] : cached[i] + chunk]
-                more = cached[i] + len(tokens) < len(everything)
-                spec = how_to_draw(i, prompts[i], done[i])
-                prompt = prefill and cached[i] < len(prompts[i])
-                link = i // 2 % n_links
-                piece = Chunk(link, i, 1, cached[i], tokens, prompt, None if more else spec, len(prompts[i]))
-                work.append((i, piece))
-                cached[i] += len(tokens)
-            work.sort(key=lambda pair: (pair[1].prefill, pair[1].link))
-            if spart.exchange.bypass is not None:
-                spart.exchange.bypass.settle()
-            if work:
-                groups.append([i for i, _ in work])
-                steps.append(spart.step(StepBatch(slot, [piece for _, piece in work])))
+        for slot, pieces in enumerate(work):
+            pieces.sort(key=lambda pair: pair[1].link)
+            if pieces:
+                groups.append([i for i, _ in pieces])
+                steps.append(spart.step(StepBatch(slot, [piece for _, piece in pieces])))
         for group, output in zip(groups, in_turn(steps), strict=True):
             for i, sampled in zip(group, output.sampled, strict=True):
                 if sampled is not None:
@@ -148,7 +151,7 @@ async def with_links(
     from fastdecode.spart.exchange.choice import ChosenExchange
 
     with tempfile.TemporaryDirectory() as folder:
-        async with linked(model, Path(folder), n_links, max_rows=128) as links:
+        async with linked(model, Path(folder), n_links, max_rows=256, n_slots=SLOTS) as links:
             with torch.inference_mode():  # torch makes no view of another tensor of the device in that mode
                 choice = ChosenExchange("bypass", bypass=bypass) if bypass else None
                 spart = (make_spart or SPart)(model, links, choice)
@@ -162,7 +165,7 @@ async def with_links(
 
 
 def main() -> None:
-    torch.Event = LyingEvent  # type: ignore[misc,assignment]
+    take_torchs_place()
     from fastdecode.spart import load_model
 
     torch.set_num_threads(1)
