@@ -42,13 +42,14 @@ def _kept_bytes(model: ServedModel, rows: int) -> int:
 
 
 def _layer_bytes(model: ServedModel, rows: int) -> int:
-    """Bytes that a layer takes at its widest: its projections, attention of prompts with its masks, or the MLP."""
+    """Bytes that a layer takes at its widest: its projections, attention of prompts with the masks that segments need,
+    or the MLP."""
     shape, (hidden, widest) = model.config, model.widths
     q, kv, o = shape.row_sizes
     itemsize, single = model.dtype.itemsize, torch.float32.itemsize
     norm = rows * hidden * (2 * single + itemsize)  # statistics and products in fp32
     attention = rows * itemsize * (2 * (q + o) + kv) + 3 * rows * shape.n_q_heads * single
-    limits = {limit for limit in (*shape.windows, *shape.options.segments) if limit}
+    limits = {limit for limit in shape.options.segments if limit}
     attention += sum(min(rows, BLOCK_ROWS) * (min(rows, BLOCK_ROWS) + limit) * (itemsize + single) for limit in limits)
     mlp = rows * itemsize * (2 * widest + 2 * hidden)
     # The inputs of a linear and their changes, in the activation dtype and in that of the adapters.

@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdecode.kernels import _native
-from fastdecode.spart.prefill import attention
-from fastdecode.spart.prefill.attention import attend, attend_matmul
+from fastdecode.spart.prefill import attention, prompt
 from fastdecode.spart.prefill.prompt import PromptCache
 from fastdecode.spart.prefill.prompt_attention import Blocks, PackedAttention, make_prompt_attention
 from fastdecode.spart.shape import AttentionShape, Heads
@@ -66,6 +65,28 @@ def isa(request, monkeypatch):
     return request.param
 
 
+def attend_in_float64(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the docstring of attention.attend says, in float64."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    n, m = q.shape[2], k.shape[2]
+    own, position = torch.arange(m - n, m)[:, None], torch.arange(m)
+    hidden = (position > own) | (position <= own - (window or m))
+    scores = (scale * q @ k.transpose(2, 3)).masked_fill(hidden, float("-inf"))
+    return (scores.softmax(dim=3) @ v).transpose(1, 2), scores.logsumexp(dim=3)
+
+
+@pytest.fixture(params=[*_native.isa_supported(), "fused"])
+def way(request, monkeypatch):
+    """Each ISA of this machine, and the way of a GPU, whose fused kernels float64 stands for."""
+    monkeypatch.setenv("FASTDECODE_ISA", "scalar" if request.param == "fused" else request.param)
+    if request.param == "fused":
+        monkeypatch.setattr(prompt, "is_fused", lambda device: True)
+        monkeypatch.setattr(prompt, "attend", attend_in_float64)
+    return request.param
+
+
 def rows(n: int, heads: int, size: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(n, heads * size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -99,7 +120,7 @@ def prefill(q: torch.Tensor, kv: torch.Tensor, sizes: list[int], window: int) ->
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize("window", [0, 1, 40, 300, 5000])
 @pytest.mark.parametrize("sizes", [[700], [1, 699], [699, 1], [300, 300, 100], [10] * 70], ids=lambda s: f"{len(s)}")
-def test_chunks_of_a_prompt_attend_to_all_earlier_rows(sizes, window, dtype, isa):
+def test_chunks_of_a_prompt_attend_to_all_earlier_rows(sizes, window, dtype, way):
     q, kv = rows(700, 8, 16, 1, dtype), rows(700, 4, 16, 2, dtype)
     got = prefill(q, kv, sizes, window)
     assert got.dtype is dtype
@@ -219,6 +240,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("isa", [isa for isa in _native.isa_supported() if isa != "scalar"], indirect=True)
 @pytest.mark.parametrize("window", [0, 64])
 def test_no_mask_of_the_prompt_and_no_repeated_rows_are_made(window, isa):
     """A late chunk of a long prompt allocates less than its mask or its K for all query heads would take."""
@@ -239,30 +261,15 @@ def test_no_mask_of_the_prompt_and_no_repeated_rows_are_made(window, isa):
     assert (out.double() - expected(q, kv, pos, window)).abs().max() < BUDGET[torch.float32]
 
 
-@pytest.mark.parametrize("kernel", [attend, attend_matmul])
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_and_its_log_sum(kernel, causal):
-    """K and V of one head, expanded to three."""
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, heads, 50, 24, generator=generator) for heads in (3, 1, 1))
-    got, log_sum = kernel(q, k.expand(-1, 3, -1, -1), v.expand(-1, 3, -1, -1), causal, 0.2)
-    scores = 0.2 * q.double() @ k.double().transpose(-1, -2)
-    if causal:
-        scores += torch.full((50, 50), float("-inf")).triu(1)
-    torch.testing.assert_close(got.double(), scores.softmax(dim=-1) @ v.double(), rtol=0, atol=1e-6)
-    torch.testing.assert_close(log_sum.double(), scores.logsumexp(dim=-1), rtol=0, atol=1e-5)
-    assert log_sum.dtype is torch.float32
-
-
 @pytest.mark.parametrize("name", ["attend_flash", "attend_efficient"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_cuda_kernels_take_these_arguments(name, causal):
+@pytest.mark.parametrize("window", [0, 30])
+def test_cuda_kernels_take_these_arguments(name: str, window: int) -> None:
     """On torch's meta device, which checks a call and knows the shapes of its results. Values need a GPU."""
-    q = torch.empty(2, 3, 50, 24, dtype=torch.float16, device="meta")
-    kv = torch.empty(2, 1, 50 if causal else 70, 24, dtype=torch.float16, device="meta").expand(-1, 3, -1, -1)
-    got, log_sum = getattr(attention, name)(q, kv, kv, causal, 0.2)
+    q = torch.empty(2, 50, 3, 24, dtype=torch.float16, device="meta")
+    kv = torch.empty(2, 70, 1, 24, dtype=torch.float16, device="meta").expand(-1, -1, 3, -1)
+    got, log_sum = getattr(attention, name)(q, kv, kv, 0.2, window)
     assert got.shape == q.shape and got.dtype is torch.float16
-    assert log_sum.shape == q.shape[:3] and log_sum.dtype is torch.float32
+    assert log_sum.shape == (2, 3, 50) and log_sum.dtype is torch.float32
 
 
 SLOPES = 2.0 ** -np.arange(1, 9)
@@ -278,7 +285,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("sizes", [[100], [1, 60, 39], [30, 70]])
-def test_options_of_few_models_equal_float64(sizes: list[int], window: int, options: str, isa: str) -> None:
+def test_options_of_few_models_equal_float64(sizes: list[int], window: int, options: str, way: str) -> None:
     given = OPTIONS[options]
     q, kv = rows(sum(sizes), 8, 16, 3), rows(sum(sizes), 4, 16, 4)
     shape, n = one_layer(window, **given), len(q)

@@ -2,6 +2,6 @@
 
 prompt            the prompts of a step: their K and V, and their attention
 prompt_attention  attention by kernels/decoder, on a CPU
-attention         attention by torch's fused kernels, in pieces that can be merged
+attention         attention by torch's fused kernels, on a GPU
 scoring           soft-capping, attention sinks and ALiBi
 """

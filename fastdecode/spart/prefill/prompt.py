@@ -2,8 +2,8 @@
 
 A prompt that is prefilled in one chunk needs only its own rows. For a prompt of several chunks, the K and V of the
 earlier chunks are staged here until the last chunk has passed all layers. On a CPU a chunk attends by kernels/decoder,
-to K and V that are packed in blocks. torch attends to the chunk's own rows causally and to all earlier ones, in two
-products that are merged, so no mask is made that grows with the prompt.
+to K and V that are packed in blocks; on a GPU by torch's fused kernels, without a mask. What neither can do is attended
+in blocks of rows, so that no mask is wider than what a block may see.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdecode.spart.exchange.heads import heads_in
-from fastdecode.spart.prefill.attention import attend
+from fastdecode.spart.prefill.attention import attend, is_fused
 from fastdecode.spart.prefill.prompt_attention import (
     BLOCK_TOKENS,
     Blocks,
@@ -282,26 +282,18 @@ class PromptChunk:
         out: torch.Tensor,
     ) -> None:
         """Attention of q [n, query heads, d] to k and v [KV heads, rows so far, d], written to `out`."""
-        pos, group = self.chunk.pos, q.shape[1] // len(k)
-        # [KV heads, query heads of each, rows, size]: K and V are read once for all query heads of a group.
-        grouped = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3)
-        k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
-        if window or segment or scoring.softcap or scoring.slopes is not None:
-            attended = self._attend_blocks(window, segment, scoring, grouped, k, v)
-        else:
-            attended, log_sum = attend(grouped, k[:, :, pos:], v[:, :, pos:], True, self._scale)
-            if pos:
-                # All rows see these keys, so the query heads of a group count as rows of one head: the kernel then goes
-                # through the keys once for each KV head.
-                merged = grouped.flatten(1, 2)[:, None]
-                earlier, earlier_log_sum = attend(merged, k[:, :1, :pos], v[:, :1, :pos], False, self._scale)
-                earlier, earlier_log_sum = earlier.view(attended.shape), earlier_log_sum.view(log_sum.shape)
-                share = torch.sigmoid(earlier_log_sum - log_sum).to(q.dtype)[..., None]
-                attended = torch.lerp(attended, earlier, share)
-                log_sum = torch.logaddexp(log_sum, earlier_log_sum)
+        group = q.shape[1] // len(k)
+        # [KV heads, rows, query heads of each, size]. K and V are not repeated for the query heads of a group.
+        grouped = q.unflatten(1, (-1, group)).transpose(0, 1)
+        k, v = (x[:, :, None].expand(-1, -1, group, -1) for x in (k, v))
+        if is_fused(q.device) and not (segment or scoring.softcap or scoring.slopes is not None):
+            attended, log_sum = attend(grouped, k, v, self._scale, window)
             if scoring.sinks is not None:
-                attended = attended * torch.sigmoid(log_sum - scoring.sinks).to(q.dtype)[..., None]
-        out.unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
+                attended = attended * torch.sigmoid(log_sum - scoring.sinks).to(q.dtype).transpose(1, 2)[..., None]
+        else:
+            by_heads = (x.transpose(1, 2) for x in (grouped, k, v))
+            attended = self._attend_blocks(window, segment, scoring, *by_heads).transpose(1, 2)
+        out.unflatten(1, (-1, group)).copy_(attended.transpose(0, 1))
 
     def _attend_blocks(
         self, window: int, segment: int, scoring: Scoring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -321,8 +313,8 @@ class PromptChunk:
             # The earliest position that a row of the block attends to.
             first = max(q_pos - window + 1 if window else 0, q_pos // segment * segment if segment else 0, 0)
             block, keys = q[:, :, start:stop], slice(first, pos + stop)
-            # Without a limit all rows see all positions before the block.
-            masked = first if window or segment else q_pos
+            # Without a limit all rows see all positions before the block, and scores need no mask there.
+            masked = q_pos if not (window or segment or scoring.is_plain) else first
             mask = self._mask(window, segment, q_pos, stop - start, masked, q)
             if scoring.is_plain:
                 attended = F.scaled_dot_product_attention(
