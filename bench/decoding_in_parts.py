@@ -11,35 +11,18 @@ import numpy as np
 from fastdecode.daemon.decoding import Decoding
 from fastdecode.engine.runner import StepGenerator
 from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
-from fastdecode.region.geometry import geometry_tuple
-from fastdecode.region.region import Region
 from fastdecode.spart import SPart
-from fastdecode.transports._native import Port
-from fastdecode.transports.base import DataPath, Link
+from fastdecode.transports.loopback import Loopback
 
 _TIMEOUT = 60.0  # seconds for a call
-
-
-class _Loopback(DataPath):
-    """Replaces a link while the S-Part is timed alone: its region has the same layout, and every message is answered at
-    once."""
-
-    def __init__(self, link: Link):
-        self._own_region = Region.create(link.geometry)
-        port = Port(self._own_region.view, geometry_tuple(link.geometry), 0, loopback=True)
-        super().__init__(link.url, self._own_region, port)
-
-    def close(self) -> None:
-        self.port.close()
-        self._own_region.close()
 
 
 class DecodingInParts(Decoding):
     """Sequences that decode over real R-nodes, or by one of the two parts alone."""
 
     @cached_property
-    def _loopbacks(self) -> list[_Loopback]:
-        return [_Loopback(link) for link in self.links]
+    def _loopbacks(self) -> list[Loopback]:
+        return [Loopback(link.geometry, link.url) for link in self.links]
 
     @cached_property
     def _s_alone(self) -> SPart:

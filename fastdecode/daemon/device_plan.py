@@ -13,6 +13,7 @@ import torch
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
+from fastdecode.daemon.prompt_rows import rows_by_speed
 from fastdecode.engine.state.pages import PageGroups
 from fastdecode.region.contract import MAX_SLOTS
 from fastdecode.spart.exchange.choice import BypassImpossible, ChosenExchange, choose_exchange
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 #: Without --max-batch-tokens, a step on a GPU has up to this many rows, and the steps of all mini-batches may take this
-#: part of the GPU's free memory. A GPU computes long chunks of prompts faster than short ones. While streams run,
-#: --target-tbt-ms bounds the rows.
-_GPU_ROWS, _STEPS_PART = 4096, 4
+#: part of the GPU's free memory. Within these bounds the rows are measured (prompt_rows.py). While streams run,
+#: --target-tbt-ms bounds the rows of prompts.
+_GPU_ROWS, _STEPS_PART = 8192, 4
 #: Without --staging-memory, unfinished prompts may take this part of a CPU's available memory.
 _STAGING_PART = 8
 #: Without --state-memory, states may take this part of the device's free memory.
@@ -103,11 +104,16 @@ def state_slots(config: NodeConfig, model: AttentionShape, itemsize: int, free: 
 
 
 def plan_steps(
-    config: NodeConfig, model: ServedModel, mini_batches: int, captures: bool, states: int = 0
+    config: NodeConfig,
+    model: ServedModel,
+    mini_batches: int,
+    captures: bool,
+    prompt_seconds: Callable[[int], float],
+    states: int = 0,
 ) -> tuple[NodeConfig, int]:
     """`config` with the rows of a step, and the tokens of unfinished prompts whose K and V may be staged on the device.
     The weights must have been loaded. `captures`: decode steps are captured in graphs, which keep memory of their own.
-    `states`: bytes of the states.
+    `prompt_seconds` tells how long a prompt of some tokens takes. `states`: bytes of the states.
 
     Raises ConfigError if there are too many mini-batches, or if the steps of all of them and of prompts do not fit
     beside the weights.
@@ -128,7 +134,14 @@ def plan_steps(
         return slots * step_bytes(model, rows, min(rows, drawn)) + mini_batches * graphs
 
     if config.max_batch_tokens is None:
-        config = dataclasses.replace(config, max_batch_tokens=gpu_rows(config.step_rows, free, bytes_of))
+        rows = gpu_rows(config.step_rows, free, bytes_of)
+        if config.tune != "off":
+            try:
+                rows = rows_by_speed(prompt_seconds, config.step_rows, rows)
+            except RuntimeError as error:  # of the device
+                log.warning("a step has up to %d rows, and fewer were not measured: %s", rows, error)
+            torch.cuda.empty_cache()  # what the prompts have taken
+        config = dataclasses.replace(config, max_batch_tokens=rows)
     steps = bytes_of(config.step_rows) + states
     memory = gpu_staging(total, free, config.gpu_memory_utilization, steps, config.staging_memory)
     log.info(
@@ -144,8 +157,8 @@ def plan_steps(
 
 
 def gpu_rows(least: int, free: int, bytes_of: Callable[[int], int]) -> int:
-    """The most rows of a step on a GPU with `free` bytes of memory: as many as prompts gain from, or fewer where the
-    steps would take more than their part of the memory, but at least `least`."""
+    """The most rows that a step may have on a GPU with `free` bytes of memory: fewer where the steps would take more
+    than their part of the memory, but at least `least`."""
     rows = max(_GPU_ROWS, least)
     while rows > least and bytes_of(rows) > free // _STEPS_PART:
         rows = max(rows // 2, least)

@@ -237,8 +237,8 @@ class NodeOptions:
     )
     max_batch_size: int = _s_option("most sequences in a mini-batch", 256, parse=option_values.positive)
     max_batch_tokens: int | None = _s_option(
-        "most rows in a step: decoding sequences and prompt tokens together; default: 512 on a CPU; on a GPU 4096, or "
-        "fewer where its memory is short",
+        "most rows in a step: decoding sequences and prompt tokens together; default: 512 on a CPU; on a GPU up to "
+        "8192, as far as its memory allows and a measurement at start shows that more rows compute prompts faster",
         parse=option_values.positive,
     )
     schedule: str = _s_option(
@@ -293,7 +293,8 @@ class NodeOptions:
     tune: str = _s_option(
         "threads and mini-batches of an S-Part on a CPU with an embedded R-node, unless an option says them. auto: the "
         "fastest in a measurement of some seconds at the first start, remembered for the machine and the model; "
-        "always: of a new measurement; off: all cores in turns",
+        "always: of a new measurement; off: all cores in turns. On a GPU off leaves out the measurement of "
+        "--max-batch-tokens",
         "auto",
         choices=("auto", "always", "off"),
     )

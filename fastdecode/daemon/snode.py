@@ -33,6 +33,7 @@ from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.option_values import format_bytes, guesses
 from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes, model_digest
 from fastdecode.daemon.process import announce, freeze, wait_for_shutdown
+from fastdecode.daemon.prompt_rows import prompt_seconds
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.tuning import choose_split
@@ -162,7 +163,10 @@ async def _serve(
                 format_bytes(state_bytes),
                 slots,
             )
-        config, staged = plan_steps(config, model, split.mini_batches, exchange.bypass is not None, state_bytes)
+        captures, seconds_of = exchange.bypass is not None, partial(prompt_seconds, backend, model)
+        config, staged = await asyncio.to_thread(
+            plan_steps, config, model, split.mini_batches, captures, seconds_of, state_bytes
+        )
         length = config.max_model_len or backend.config.max_positions
         hello = _make_hello(config, model, split, length)
         embedded: EmbeddedRNode | None = None

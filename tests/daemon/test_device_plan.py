@@ -11,7 +11,9 @@ from models.checkpoints import make_checkpoint
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.device_plan import KERNEL_BYTES, capacity, gpu_rows, gpu_staging, state_slots
 from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.prompt_rows import prompt_seconds, rows_by_speed
 from fastdecode.spart import read_config
+from fastdecode.spart.backend import choose_backend
 from fastdecode.transports.base import Lease
 
 pytestmark = pytest.mark.quick
@@ -32,11 +34,33 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
         gpu_staging(24 * GIB, 9 * GIB, 0.9, 2 * GIB, 5 * GIB)
 
 
-@pytest.mark.parametrize(("free", "rows"), [(40, 4096), (16, 4096), (15, 2048), (5, 1024), (1, 512)])
+@pytest.mark.parametrize(("free", "rows"), [(40, 8192), (16, 4096), (15, 2048), (5, 1024), (1, 512)])
 def test_a_step_has_as_many_rows_as_a_quarter_of_the_free_memory_holds(free, rows):
     """A step of 4,096 rows takes 4 GiB."""
     assert gpu_rows(512, free * GIB, lambda n: n << 20) == rows
-    assert gpu_rows(6000, free * GIB, lambda n: n << 20) == 6000  # --max-batch-size asks for that many
+    assert gpu_rows(9000, free * GIB, lambda n: n << 20) == 9000  # --max-batch-size asks for that many
+
+
+@pytest.mark.parametrize(
+    ("fixed", "per_row", "rows"),
+    [
+        (0.0, 1e-4, 512),  # no row is faster beside others
+        (0.02, 2e-5, 8192),  # reading the weights takes as long as computing 1,000 rows
+        (0.004, 4e-5, 1024),
+        (10.0, 1e-6, 8192),
+    ],
+)
+def test_a_step_takes_twice_as_many_rows_while_that_computes_prompts_faster(fixed, per_row, rows):
+    assert rows_by_speed(lambda n: fixed + per_row * n, 512, 8192) == rows
+    assert rows_by_speed(lambda n: fixed + per_row * n, 600, 600) == 600
+
+
+@pytest.mark.parametrize(("name", "rows"), [("llama-gqa", 700), ("opt", 1500), ("qwen3.5", 1100)])
+def test_prompts_are_timed_without_r_nodes(name, rows):
+    """On a CPU here, where no node asks for it. The models have 1,024 positions."""
+    backend = choose_backend("auto", make_checkpoint(name))
+    model = backend.load(torch.device("cpu"), torch.float32)
+    assert 0 < prompt_seconds(backend, model, rows) < 60
 
 
 def test_without_the_option_a_step_on_a_cpu_has_512_rows_or_one_for_each_sequence():
