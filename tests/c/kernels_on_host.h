@@ -4,7 +4,8 @@
  * instruments it as for ThreadSanitizer, so that every access of a kernel calls one of the functions below, and these
  * call `kernel_access`. The simulated driver (tests/gpu/driver) checks there that the device may make the access.
  *
- * Threads run one after the other, so a kernel that needs shared memory or barriers does not work here.
+ * Threads run one after the other. A kernel that needs shared memory or barriers computes in phases instead, which one
+ * thread goes through for its whole block (fastdecode/spart/block_kernels/block.cu).
  */
 #pragma once
 

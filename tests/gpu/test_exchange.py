@@ -16,6 +16,7 @@ from fastdecode.spart.exchange import choice
 from fastdecode.spart.exchange.choice import device_fault, environment_fault, try_words
 from fastdecode.spart.exchange.driver import Driver, DriverError
 from fastdecode.spart.exchange.stream_rows import Kernels
+from fastdecode.spart.exchange_kernels import ROW_THREADS, SOURCE
 from fastdecode.spart.exchange_kernels.compiler import CompileError, compile_kernels
 
 pytestmark = pytest.mark.tools
@@ -78,7 +79,7 @@ def test_check_names_the_exchange_that_the_node_takes(simulated, monkeypatch):
     replaced; the driver is not."""
     make_stream = lambda device: SimpleNamespace(handle=int(simulated.call("cuStreamCreate", 1)))  # noqa: E731
     monkeypatch.setattr(choice, "GraphStream", make_stream)
-    monkeypatch.setattr(choice, "compile_kernels", lambda architecture: simulated.image)
+    monkeypatch.setattr(choice, "compile_kernels", lambda *_, **definitions: simulated.image)
     monkeypatch.setattr(device_plan, "choose_device", lambda name: torch.device("cuda"))
     choice._kernels.cache_clear()
     for given, found in ((None, "bypass"), ("LAZY", "staged (CUDA_MODULE_LOADING is LAZY")):
@@ -112,7 +113,7 @@ def test_a_stream_of_a_context_that_has_ended_is_refused(simulated):
 def test_what_nvrtc_compiles_is_loaded(simulated):
     """The driver finds the kernels by their names in the cubin; the same source, compiled for the host, runs."""
     try:
-        image = compile_kernels(Driver().architecture)
+        image = compile_kernels(Driver().architecture, SOURCE, FD_ROW_THREADS=ROW_THREADS)
     except CompileError as error:
         pytest.skip(f"needs NVRTC: pip install nvidia-cuda-nvrtc-cu12 ({error})")
     assert Kernels.load(Driver(), image)

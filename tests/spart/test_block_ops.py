@@ -1,19 +1,28 @@
-"""The decoder's operations between products: the C functions of each ISA, and torch's, against float64."""
+"""The decoder's operations between products: the C functions of each ISA, the CUDA kernels on the host, and torch's,
+against float64."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from models.checkpoints import make_checkpoint
+from gpu.host_kernels import HostKernels
+from models.checkpoints import FAMILIES, make_checkpoint, reference
+from models.spart_steps import EXACT, GREEDY, linked, run, text
+from sources.compiled import compiled
 
 from fastdecode.kernels import _native
-from fastdecode.spart import read_config
-from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, make_block_ops
+from fastdecode.spart import SPart, load_model, read_config
+from fastdecode.spart.decoder import decoder
+from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
+from fastdecode.spart.decoder.cuda_ops import CudaBlockOps, Launch
+from fastdecode.spart.decoder.ops_choice import make_block_ops
 from fastdecode.spart.decoder.weights import Norm
+from fastdecode.spart.step.batch import Chunk, StepBatch
 
 CPU = torch.device("cpu")
 #: Of a result's magnitude: rounding once to the dtype, and of sums in fp32.
@@ -38,10 +47,19 @@ def config():
     return replace(base, hidden_size=44, n_q_heads=3, n_kv_heads=1, head_size=24, residual_scale=0.5)
 
 
-@pytest.fixture(params=["torch", *VECTOR_ISAS])
+@pytest.fixture(scope="module")
+def host_launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Launches the CUDA kernels, compiled for the host, where one thread does the work of a block."""
+    kernels = HostKernels(compiled("block_kernels.so", tmp_path_factory.mktemp("kernels")))
+    return lambda name, grid, pointers, numbers: kernels.launch_at(name, grid, 1, pointers, numbers)
+
+
+@pytest.fixture(params=["torch", "cuda", *VECTOR_ISAS])
 def ops_class(request, monkeypatch):
     if request.param == "torch":
         return BlockOps
+    if request.param == "cuda":
+        return partial(CudaBlockOps, launch=request.getfixturevalue("host_launch"))
     monkeypatch.setenv("FASTDECODE_ISA", request.param)
     return NativeBlockOps
 
@@ -113,6 +131,31 @@ def test_heads_come_to_their_places(ops_class, dtype, config, pairs, normed):
     for got, want in ((slot_q[:, :72], heads[:, :3]), (slot_kv[:, :48], heads[:, 3:])):
         torch.testing.assert_close(got.double(), want.reshape(n, -1), rtol=budget, atol=budget)
     assert (slot_q[:, 72:] == 7).all() and (slot_kv[:, 48:] == 7).all(), "the rest of a slot's row is not written"
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3-moe", "qwen3.5", "llama-llama3"])
+async def test_models_have_the_logits_of_transformers_by_the_cuda_kernels(name, host_launch, tmp_path, monkeypatch):
+    """A prompt, and a token behind it; kernels on the host."""
+    launched = set()
+
+    def launch(kernel, *arguments):
+        launched.add(kernel)
+        host_launch(kernel, *arguments)
+
+    monkeypatch.setattr(decoder, "make_block_ops", lambda config, _, dtype: CudaBlockOps(config, dtype, launch))
+    directory, tokens = make_checkpoint(name), text(20)
+    model = load_model(directory, dtype="fp32")
+    with torch.inference_mode():
+        want = reference(directory)(torch.tensor([tokens])).logits[0, -2:]
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links, state_slots=1)
+        for i, chunk in enumerate(
+            (Chunk(0, 0, 1, 0, tokens[:-1], True, GREEDY), Chunk(0, 0, 1, 19, tokens[-1:], False, GREEDY))
+        ):
+            got = run(spart.step(StepBatch(0, [chunk]), keep_logits=True)).logits
+            assert (got[0] - want[i]).abs().max() < EXACT * want[i].std()
+    others = {"opt": {"fd_write_heads"}}
+    assert launched == others.get(name, {"fd_add_norm", "fd_write_heads", "fd_silu_gate"})
 
 
 @pytest.mark.parametrize("isa", _native.isa_supported())

@@ -13,8 +13,8 @@ from quick import quick
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.decoder import decoder as decoder_module
-from fastdecode.spart.decoder.block_ops import make_block_ops
 from fastdecode.spart.decoder.joints import JointRows, make_joints, why_no_joints
+from fastdecode.spart.decoder.ops_choice import make_block_ops
 from fastdecode.spart.decoder.weights import Balance
 from fastdecode.spart.step.batch import Chunk, StepBatch
 

@@ -1,4 +1,5 @@
-"""BlockOps: the decoder's operations between products. torch computes them on every device, kernels/decoder on a CPU.
+"""BlockOps: the decoder's operations between products. torch computes them on every device, kernels/decoder on a CPU,
+and cuda_ops.py on a GPU.
 
 On a CPU a layer's norms, RoPE and gate are some twenty small operations of torch, each of which reads and writes the
 rows once and costs microseconds before it begins. The native operations are four.
@@ -181,7 +182,7 @@ class NativeBlockOps(BlockOps):
         super().__init__(config, dtype)
         self.vectors = VectorOps(dtype)
         self._rms = config.norm == "rms"
-        self._silu = config.gated and config.activation == "silu" and not _clamped(config)
+        self._silu = gates_by_silu(config)
         self.angle_dtype = torch.float32
         self.act_dtype = ACT_NAMES[dtype]
 
@@ -216,11 +217,7 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _clamped(config: ModelConfig) -> bool:
-    return config.experts is not None and config.experts.clamped_swiglu is not None
-
-
-def make_block_ops(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> BlockOps:
-    """The operations for a model's activations in `dtype` on `device`."""
-    native = device.type == "cpu" and VectorOps.supports(dtype)
-    return NativeBlockOps(config, dtype) if native else BlockOps(config, dtype)
+def gates_by_silu(config: ModelConfig) -> bool:
+    """Whether the MLPs of a model compute silu(gate) * up."""
+    clamped = config.experts is not None and config.experts.clamped_swiglu is not None
+    return config.gated and config.activation == "silu" and not clamped

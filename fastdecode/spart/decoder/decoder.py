@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.block_ops import RowHeads, make_block_ops, split_gate
+from fastdecode.spart.decoder.block_ops import RowHeads, split_gate
 from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.joints import make_joints
+from fastdecode.spart.decoder.ops_choice import make_block_ops
 from fastdecode.spart.decoder.rope import RotaryEmbedding
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.decoder.weights import Block, Layer, Model, StateBlock

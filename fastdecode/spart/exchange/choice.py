@@ -17,6 +17,7 @@ from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.driver import Driver, DriverError
 from fastdecode.spart.exchange.graph import GraphStream
 from fastdecode.spart.exchange.stream_rows import Kernels
+from fastdecode.spart.exchange_kernels import ROW_THREADS, SOURCE
 from fastdecode.spart.exchange_kernels.compiler import CompileError, compile_kernels
 from fastdecode.transports._native import Proxy
 
@@ -108,7 +109,7 @@ def _kernels(device: int) -> Kernels:
     driver = Driver(device)
     if fault := device_fault(driver):
         raise BypassImpossible(fault)
-    return Kernels.load(driver, compile_kernels(driver.architecture))
+    return Kernels.load(driver, compile_kernels(driver.architecture, SOURCE, FD_ROW_THREADS=ROW_THREADS))
 
 
 def device_fault(driver: Driver) -> str | None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
-
-from fastdecode.spart.exchange_kernels import ROW_THREADS, SOURCE
 
 
 class CompileError(Exception):
     """NVRTC is missing or has refused the source; the message is NVRTC's."""
 
 
-def compile_kernels(architecture: str) -> bytes:
-    """The kernels of rows.cu as a cubin for an architecture such as "sm_89". Raises CompileError."""
+def compile_kernels(architecture: str, source: Path, **definitions: int) -> bytes:
+    """The kernels of a source as a cubin for an architecture such as "sm_89". `definitions` are numbers of the
+    preprocessor. Raises CompileError."""
     try:
         from cuda.bindings import nvrtc
     except ImportError:
@@ -28,8 +28,9 @@ def compile_kernels(architecture: str) -> bytes:
         return results[0] if results else None
 
     program: Any = None
-    program = call("nvrtcCreateProgram", SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], [])
-    options = [f"--gpu-architecture={architecture}".encode(), f"-DFD_ROW_THREADS={ROW_THREADS}".encode()]
+    program = call("nvrtcCreateProgram", source.read_bytes(), source.name.encode(), 0, [], [])
+    defined = [f"-D{name}={number}" for name, number in definitions.items()]
+    options = [option.encode() for option in (f"--gpu-architecture={architecture}", *defined)]
     call("nvrtcCompileProgram", program, len(options), options)
     cubin: bytes = b"\0" * call("nvrtcGetCUBINSize", program)
     call("nvrtcGetCUBIN", program, cubin)

@@ -16,7 +16,7 @@ import pytest
 from sources.compiled import compiled
 
 from fastdecode.spart.exchange.driver import Driver
-from fastdecode.spart.exchange_kernels import ROW_THREADS
+from fastdecode.spart.exchange_kernels import ROW_THREADS, SOURCE
 from fastdecode.spart.exchange_kernels.compiler import compile_kernels
 
 DEVICE_MAP = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
@@ -60,7 +60,7 @@ class Cuda:
         self.image = self._compiled()
 
     def _compiled(self) -> bytes:
-        return compile_kernels(self.product.architecture)
+        return compile_kernels(self.product.architecture, SOURCE, FD_ROW_THREADS=ROW_THREADS)
 
     def reset(self, queues: int = 8, delay_us: int = 0, seed: int = 1) -> None:
         """The simulation: give up everything that exists, and start `queues` hardware queues, each of which delays

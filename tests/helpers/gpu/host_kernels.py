@@ -34,10 +34,18 @@ class HostKernels:
 
     def launch(self, name: str, grid: Sequence[int], threads: int, *arguments: np.ndarray | int) -> None:
         """Run a kernel. An array stands for its address, a number for an unsigned int."""
-        values = [ctypes.c_void_p(x.ctypes.data) if isinstance(x, np.ndarray) else ctypes.c_uint(x) for x in arguments]
+        arrays = [x.ctypes.data for x in arguments if isinstance(x, np.ndarray)]
+        assert all(isinstance(x, np.ndarray) for x in arguments[: len(arrays)])
+        self.launch_at(name, grid, threads, arrays, [x for x in arguments if not isinstance(x, np.ndarray)])
+
+    def launch_at(
+        self, name: str, grid: Sequence[int], threads: int, pointers: Sequence[int], numbers: Sequence[int]
+    ) -> None:
+        """Run a kernel whose arguments are addresses, and then unsigned ints."""
+        values = [*map(ctypes.c_void_p, pointers), *map(ctypes.c_uint, numbers)]
         kernel = self._kernels[name]
         assert kernel.n_arguments == len(values)
         assert [kernel.sizes[i] for i in range(len(values))] == [ctypes.sizeof(value) for value in values]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         sizes = [(ctypes.c_uint * 3)(*(*part, 1, 1)[:3]) for part in (grid, (threads,))]
-        kernel.run(*sizes, pointers)
+        kernel.run(*sizes, addresses)

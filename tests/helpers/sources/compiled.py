@@ -10,20 +10,21 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from fastdecode.spart.exchange_kernels import ROW_THREADS, SOURCE
+from fastdecode.spart import block_kernels, exchange_kernels
 from sources.folders import ROOT
 
 _SHARED = ["gcc", "-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread"]
 _KERNEL = re.compile(r"^FD_KERNEL (\w+)\(([^)]*)\)", re.MULTILINE)
 
 
-def kernel_names() -> list[str]:
-    """The CUDA kernels of the exchange."""
-    return [name for name, _ in _KERNEL.findall(SOURCE.read_text())]
+def kernel_names(source: Path = exchange_kernels.SOURCE) -> list[str]:
+    """The CUDA kernels of a source."""
+    return [name for name, _ in _KERNEL.findall(source.read_text())]
 
 
 def _device(library: Path) -> None:
@@ -36,10 +37,10 @@ def _driver(library: Path) -> None:
     _run(*_SHARED, *options, *sorted((ROOT / "tests/gpu/driver").glob("*.c")), "-o", library)
 
 
-def _kernels(library: Path) -> None:
-    """The CUDA kernels of the exchange, compiled for the host (tests/c/kernels_on_host.h)."""
-    lines, table = [f'#include "{ROOT}/tests/c/kernels_on_host.h"', f'#include "{SOURCE}"'], []
-    for name, declared in _KERNEL.findall(SOURCE.read_text()):
+def _kernels(source: Path, definition: str, library: Path) -> None:
+    """The CUDA kernels of a source, compiled for the host (tests/c/kernels_on_host.h)."""
+    lines, table = [f'#include "{ROOT}/tests/c/kernels_on_host.h"', f'#include "{source}"'], []
+    for name, declared in _KERNEL.findall(source.read_text()):
         # "const uint4 *q" is an argument of type "const uint4 *"
         types = [re.sub(r"\w+$", "", part.strip()) for part in " ".join(declared.split()).split(",")]
         values = ", ".join(f"*({kind}*)a[{i}]" for i, kind in enumerate(types))
@@ -52,9 +53,9 @@ def _kernels(library: Path) -> None:
     text, objects = library.with_suffix(".c"), library.with_suffix(".o")
     text.write_text("\n".join(lines))
     # Linked by itself: GCC would link ThreadSanitizer's own library.
-    options = ["-std=gnu11", "-O1", "-fPIC", "-fsanitize=thread", "-Wno-tsan", f"-DFD_ROW_THREADS={ROW_THREADS}"]
+    options = ["-std=gnu11", "-O1", "-fPIC", "-fsanitize=thread", "-Wno-tsan", definition]
     _run("gcc", *options, "-c", text, "-o", objects)
-    _run("gcc", "-shared", objects, "-o", library)
+    _run("gcc", "-shared", objects, "-lm", "-o", library)
 
 
 def _run(*command: str | Path) -> None:
@@ -64,7 +65,8 @@ def _run(*command: str | Path) -> None:
 _BUILDERS: dict[str, Callable[[Path], None]] = {
     "device.so": _device,
     "libcuda.so.1": _driver,
-    "kernels.so": _kernels,
+    "kernels.so": partial(_kernels, exchange_kernels.SOURCE, f"-DFD_ROW_THREADS={exchange_kernels.ROW_THREADS}"),
+    "block_kernels.so": partial(_kernels, block_kernels.SOURCE, f"-DFD_BLOCK_THREADS={block_kernels.BLOCK_THREADS}"),
 }
 
 

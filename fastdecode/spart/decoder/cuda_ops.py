@@ -1,0 +1,116 @@
+"""CudaBlockOps: the decoder's operations between products by kernels of ours (block_kernels/block.cu), on a GPU.
+
+A layer's norms, residuals, RoPE and gate are some twenty small operations of torch, each of which is a launch and goes
+through the rows. The kernels do them in four launches of three kinds.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from fastdecode.spart.block_kernels import BLOCK_THREADS, MOST_HEAD, SOURCE
+from fastdecode.spart.checkpoints.config import ModelConfig
+from fastdecode.spart.decoder.block_ops import BlockOps, RowHeads, gates_by_silu
+from fastdecode.spart.decoder.weights import Layer, Norm
+from fastdecode.spart.exchange.driver import Driver, DriverError
+from fastdecode.spart.exchange_kernels.compiler import CompileError, compile_kernels
+
+log = logging.getLogger(__name__)
+
+#: Launches the kernel of a name in torch's current stream: a grid, addresses, and then 32-bit numbers.
+Launch = Callable[[str, tuple[int, int], Sequence[int], Sequence[int]], None]
+_KERNELS = ("fd_add_norm", "fd_write_heads", "fd_silu_gate")
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # FD_FP32, FD_FP16, FD_BF16
+
+
+@functools.cache
+def open_launch(device: torch.device) -> Launch | None:
+    """Load the kernels, which a process keeps. None: cuda-bindings or NVRTC is missing, or has refused; the log says
+    why."""
+    try:
+        driver = Driver(device.index or 0)
+        image = compile_kernels(driver.architecture, SOURCE, FD_BLOCK_THREADS=BLOCK_THREADS)
+        kernels = dict(zip(_KERNELS, driver.load_kernels(image, _KERNELS), strict=True))
+    except (DriverError, CompileError) as error:
+        log.info("norms, RoPE and gates by torch: %s", error)
+        return None
+
+    def launch(name: str, grid: tuple[int, int], pointers: Sequence[int], numbers: Sequence[int]) -> None:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        driver.launch(kernels[name], grid, BLOCK_THREADS, stream, pointers, numbers)
+
+    return launch
+
+
+class CudaBlockOps(BlockOps):
+    """The operations of models with RMS norms, RoPE or SiLU by our kernels; the others are torch's."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, launch: Launch):
+        super().__init__(config, dtype)
+        self._launch, self._dtype, self._code = launch, dtype, _DTYPES[dtype]
+        self._rms, self._silu = config.norm == "rms", gates_by_silu(config)
+        self._eps, self._scale = (_bits(x) for x in (config.norm_eps, config.residual_scale))
+        self.angle_dtype = torch.float32
+
+    @staticmethod
+    def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
+        """Whether the kernels take such rows and heads."""
+        return dtype in _DTYPES and config.head_size <= MOST_HEAD
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if self._rms and norm.weight is not None:
+            return self._add_norm(x, None, norm.weight)
+        return super().norm(x, norm)
+
+    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if self._rms and norm.weight is not None:
+            return self._add_norm(x, y, norm.weight)
+        return super().add_norm(x, y, norm)
+
+    def _add_norm(self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        n, width = x.shape
+        y = None if y is None else y.contiguous()
+        assert x.is_contiguous() and x.dtype is weight.dtype is self._dtype and len(weight) == width
+        assert y is None or (y.dtype is self._dtype and y.shape == x.shape)
+        out = torch.empty_like(x)
+        if n:
+            pointers = x.data_ptr(), _address(y), weight.data_ptr(), out.data_ptr()
+            self._launch("fd_add_norm", (n, 1), pointers, (width, self._code, self._scale, self._eps))
+        return out
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._silu:
+            return super().activate(x)
+        n, width = len(x), x.shape[1] // 2
+        assert x.is_contiguous() and x.dtype is self._dtype
+        out = x.new_empty(n, width)
+        if n:
+            grid = n, -(-width // BLOCK_THREADS)
+            self._launch("fd_silu_gate", grid, (x.data_ptr(), out.data_ptr()), (width, self._code))
+        return out
+
+    def write_heads(
+        self, qkv: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor] | None, out: RowHeads
+    ) -> None:
+        c = self._config
+        cos, sin = (None, None) if angles is None else angles
+        assert qkv.is_contiguous() and qkv.dtype is out.q.dtype is out.kv.dtype is self._dtype
+        assert all(x is None or (x.dtype is torch.float32 and x.is_contiguous()) for x in (cos, sin))
+        tensors = qkv, layer.q_norm, layer.k_norm, cos, sin, out.q, out.kv
+        sizes = c.n_q_heads, c.n_kv_heads, c.head_size, 0 if cos is None else cos.shape[-1]
+        numbers = *sizes, out.q.stride(0), out.kv.stride(0), self._code, self._eps
+        self._launch("fd_write_heads", (len(qkv), c.n_q_heads + 2 * c.n_kv_heads), [*map(_address, tensors)], numbers)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _bits(x: float) -> int:
+    """The bits of an fp32 number."""
+    return int(np.float32(x).view(np.uint32))
