@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 30.0
+#: Microseconds that the threads of an R-node beside a GPU spin: longer than the GPU's part of a layer, so that none
+#: sleeps within a step.
+_GPU_SPIN_US = 2000
 
 
 #: A model of fewer parameters has no product that more threads compute sooner; while they wait for the next one, they
@@ -44,6 +47,7 @@ class Split:
     in_turns: bool = False  # both parts have more threads than there are cores, and take turns on them
     s_cpu: int | None = None  # that an S-Part of one thread has to itself
     r_cpus: tuple[int, ...] = ()  # the others, for the embedded R-node and the API processes
+    s_on_gpu: bool = False  # the embedded R-node has the cores for itself
 
     def __str__(self) -> str:
         how, plural = ("in turns", "") if self.mini_batches == 1 else ("side by side", "es")
@@ -88,7 +92,7 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
             )
     s_threads = config.s_threads or max(1, cores - r_threads)
     in_turns = not s_on_gpu and s_threads + r_threads > cores
-    return Split(s_threads, r_threads, config.mini_batches or 2, in_turns)
+    return Split(s_threads, r_threads, config.mini_batches or 2, in_turns, s_on_gpu=s_on_gpu)
 
 
 class EmbeddedRNode:
@@ -108,10 +112,12 @@ class EmbeddedRNode:
         self._directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # mode 0700: only this user reaches the socket
         self.url = f"shm://{self._directory}/r.sock"
         self._log_level = logging.DEBUG if brief else logging.INFO
-        if split.in_turns and config.spin_us is None:
+        if config.spin_us is None and split.in_turns:
             # A spinning thread of the R-node would keep its core from the S-Part of the next layer: at sched_yield,
             # Linux does not hand the core to a thread that has yielded, too.
             config = replace(config, spin_us=0)
+        elif config.spin_us is None and split.s_on_gpu:
+            config = replace(config, spin_us=_GPU_SPIN_US)
         chosen = config.cpus is not None or config.numa_node is not None
         self._run: _RNodeThreads | _RNodeProcess
         if split.in_turns and split.mini_batches == 1 and not chosen:

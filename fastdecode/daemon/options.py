@@ -342,8 +342,8 @@ class NodeOptions:
         metavar="SECONDS",
     )
     spin_us: int | None = _option(
-        "microseconds that a waiter spins before it sleeps; default: 50 at an S-node, 100 at an R-node, 0 at an "
-        "embedded one that takes turns with the S-Part on the same cores",
+        "microseconds that a waiter spins before it sleeps; default: 50 at an S-node, 100 at an R-node; at an "
+        "embedded one 0 if it takes turns with the S-Part on the same cores, and 2000 beside a GPU",
         parse=option_values.non_negative,
     )
     secret_file: Path | None = _file("file with the secret that S-nodes and R-nodes share, 16 bytes or more")

@@ -378,7 +378,7 @@ def test_an_embedded_r_node_has_at_most_the_cpus_of_its_numa_node(tmp_path, monk
     monkeypatch.setattr(embedded, "usable_cpus", lambda: list(range(16)))
     split = embedded.split_machine
     assert split(NodeConfig(numa_node=0), s_on_gpu=False) == embedded.Split(14, 2, 2)
-    assert split(NodeConfig(numa_node=1), s_on_gpu=True) == embedded.Split(2, 14, 2)
+    assert split(NodeConfig(numa_node=1), s_on_gpu=True) == embedded.Split(2, 14, 2, s_on_gpu=True)
     assert split(NodeConfig(numa_node=0, threads=5), s_on_gpu=False) == embedded.Split(11, 5, 2)
 
 
@@ -391,7 +391,7 @@ def test_the_split_of_the_cores_between_both_parts(monkeypatch):
     assert split(NodeConfig(threads=4), s_on_gpu=False) == embedded.Split(12, 4, 2)
     assert split(NodeConfig(cpus=(3, 4)), s_on_gpu=False) == embedded.Split(14, 2, 2)
     assert split(NodeConfig(s_threads=4, mini_batches=1), s_on_gpu=False) == embedded.Split(4, 8, 1)
-    assert split(NodeConfig(), s_on_gpu=True) == embedded.Split(1, 15, 2)
+    assert split(NodeConfig(), s_on_gpu=True) == embedded.Split(1, 15, 2, s_on_gpu=True)
     assert split(NodeConfig(r_node=("tcp://there:7300",)), s_on_gpu=False).s_threads == 16
 
 

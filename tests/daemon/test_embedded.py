@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,9 +101,11 @@ async def test_a_lease_that_does_not_fit_is_refused_in_the_words_of_any_r_node(s
         (IN_TURNS, 70, 70),
         (Split(3, 2, 2, in_turns=True), None, 0),
         (SIDE_BY_SIDE, None, None),
+        (replace(SIDE_BY_SIDE, s_on_gpu=True), None, 2000),
+        (replace(SIDE_BY_SIDE, s_on_gpu=True), 70, 70),
     ],
 )
-def test_an_embedded_r_node_in_turns_leaves_the_cores_at_once(split: Split, given: int | None, spin_us: int | None):
+def test_an_embedded_r_node_spins_beside_a_gpu_and_not_in_turns(split: Split, given: int | None, spin_us: int | None):
     node = EmbeddedRNode(NodeConfig(spin_us=given), split)
     node.remove_socket()
     run = node._run
