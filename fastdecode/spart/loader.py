@@ -32,9 +32,8 @@ from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.dense import DenseEmbedding, DenseLinear, make_dense, make_embedding
 from fastdecode.spart.linears.experts import ExpertLinears
-from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
-from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, Quantised, quantise
-from fastdecode.spart.linears.stack import make_experts, make_linear, side_by_side
+from fastdecode.spart.linears.quantised import BITS, Quantised, activation_bits, quantise
+from fastdecode.spart.linears.stack import make_experts, make_linear, quantised_embedding, tied_quantised
 from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.served import TORCH_DTYPES, with_sinks
@@ -240,6 +239,7 @@ class _Loading:
         self._float_head: torch.Tensor | None = None  # a head that is rounded after the blocks
         self._head_tied = False
         self._bits, self._as_stored = BITS.get(weights), weights == "auto"
+        self._activation_bits = activation_bits(device)
         self._adapters, self._progress = adapters, progress
 
     def _matrix(self, name: str) -> torch.Tensor | Quantised:
@@ -295,11 +295,12 @@ class _Loading:
             self._float_head = floats[0].to(self._device, self._dtype)
             return DenseLinear(self._float_head)
         if head:
-            return make_linear(quantise_head(floats[0], self._bits), bias, self._device, self._dtype)
+            matrices = quantise_head(floats[0], self._bits, activation_bits=self._activation_bits)
+            return make_linear(matrices, bias, self._device, self._dtype)
         bits = [8 if i == precise else self._bits for i in range(len(floats))]
         if layer and self._tokens is not None and width <= MOST_INPUTS:
             return CalibratedLinear(floats, bits, bias, self._device, self._dtype)
-        rounded = [quantise(matrix, n, ACTIVATION_BITS) for matrix, n in zip(floats, bits, strict=True)]
+        rounded = [quantise(matrix, n, self._activation_bits) for matrix, n in zip(floats, bits, strict=True)]
         return make_linear(rounded, bias, self._device, self._dtype)
 
     def block_read(self, weights: Weights, index: int) -> None:
@@ -324,9 +325,10 @@ class _Loading:
         """Round an LM head that has waited for the blocks, for the inputs that they give it."""
         if self._calibration is None or self._float_head is None:
             return
-        matrices = quantise_head(self._float_head, 4, self._calibration.head_moments())
+        moments = self._calibration.head_moments()
+        matrices = quantise_head(self._float_head, 4, moments, self._activation_bits)
         if self._head_tied:
-            weights.embedding, weights.head = self._grouped(matrices)
+            weights.embedding, weights.head = tied_quantised(matrices, self._device, self._dtype)
         else:
             weights.head = make_linear(matrices, None, self._device, self._dtype)
         self._float_head = self._calibration = None
@@ -334,7 +336,7 @@ class _Loading:
     def experts(self, names: Sequence[str], outs: Sequence[int], width: int, n: int, bias: bool) -> ExpertLinears:
         biases = self.tensor(f"{names[0]}_bias", n, sum(outs)) if bias else None
         if biases is not None and len(outs) > 1:
-            biases = biases[:, _in_turn(sum(outs))]
+            biases = biases[:, _in_turn(sum(outs)).to(self._device)]
         linears = []
         for e in range(n):
             if "{e}" in names[0]:
@@ -355,9 +357,9 @@ class _Loading:
         matrix = self._matrix(name)
         self._progress.update(rows * width)
         if self._bits and isinstance(matrix, torch.Tensor):
-            matrix = quantise(matrix, self._bits, ACTIVATION_BITS)
+            matrix = quantise(matrix, self._bits, self._activation_bits)
         if isinstance(matrix, Quantised):
-            return GroupedEmbedding([GroupedLinear(matrix, None, self._device)], self._dtype, shared=False)
+            return quantised_embedding([matrix], self._device, self._dtype)
         return make_embedding(matrix.to(self._device, self._dtype, copy=True))
 
     def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
@@ -367,16 +369,12 @@ class _Loading:
             self._float_head, self._head_tied = matrix.to(self._device, self._dtype), True
             return DenseEmbedding(self._float_head), DenseLinear(self._float_head)
         if isinstance(matrix, Quantised):
-            return self._grouped([matrix])
+            return tied_quantised([matrix], self._device, self._dtype)
         if self._bits:
-            return self._grouped(quantise_head(matrix, self._bits))
+            matrices = quantise_head(matrix, self._bits, activation_bits=self._activation_bits)
+            return tied_quantised(matrices, self._device, self._dtype)
         weight = matrix.to(self._device, self._dtype, copy=True)
         return make_embedding(weight), make_dense(weight)
-
-    def _grouped(self, matrices: Sequence[Quantised]) -> tuple[Embedding, Linear]:
-        """A tied embedding and LM head, whose rows are those of `matrices`."""
-        linears = [GroupedLinear(matrix, None, self._device) for matrix in matrices]
-        return GroupedEmbedding(linears, self._dtype, shared=True), side_by_side(linears)
 
 
 def _in_turn(n: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,15 +10,19 @@ import torch
 from models.checkpoints import make_checkpoint
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.device_plan import KERNEL_BYTES, capacity, gpu_rows, gpu_staging, state_slots
+from fastdecode.daemon.device_plan import KERNEL_BYTES, capacity, gpu_rows, gpu_staging, plan_steps, state_slots
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.prompt_rows import prompt_seconds, rows_by_speed
-from fastdecode.spart import read_config
+from fastdecode.spart import loader, read_config
 from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.decoder.weights import Blueprint, Model
+from fastdecode.spart.linears.quantised import Quantised
+from fastdecode.spart.linears.stack import make_linear, quantised_embedding
 from fastdecode.transports.base import Lease
 
 pytestmark = pytest.mark.quick
 GIB = 1 << 30
+META = torch.device("meta")
 
 
 def test_prompts_get_what_weights_and_steps_leave():
@@ -111,3 +116,67 @@ def test_states_get_what_all_mini_batches_need_or_a_quarter_of_what_is_free():
 def test_state_memory_that_holds_no_state_is_refused(name, memory, reason):
     with pytest.raises(ConfigError, match=reason):
         state_slots(NodeConfig(state_memory=memory), read_config(make_checkpoint(name)), 4, GIB, 2)
+
+
+#: The shape of Qwen2.5-32B.
+QWEN_32B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 152064,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+class PackedParameters:
+    """A ParameterReader whose linears are those of `--weights int4` on a GPU, with tensors that have no values."""
+
+    def tensor(self, name: str, *shape: int, offset: float = 0.0, single: bool = False) -> torch.Tensor:
+        return torch.empty(shape, device="meta", dtype=torch.bfloat16)
+
+    def matrix(self, outs: int, ins: int, bits: int) -> Quantised:
+        q, scales = (
+            torch.empty(outs, ins, dtype=torch.uint8, device="meta"),
+            torch.empty(outs, ins // 32, device="meta"),
+        )
+        return Quantised(q, scales, scales if bits == 4 else None, 0 if bits == 4 else 128, bits, 32)
+
+    def linear(self, names, outs, width, bias, head=False, layer=False, precise=None):
+        parts = [(n, 8 if i == precise else 4) for i, n in enumerate(outs)]
+        if head:
+            parts = [(outs[0] // 8, 8), (outs[0] - outs[0] // 8, 4)]
+        bias = self.tensor("", sum(outs)) if bias else None
+        return make_linear([self.matrix(n, width, bits) for n, bits in parts], bias, META, torch.bfloat16)
+
+    def embedding(self, name: str, rows: int, width: int):
+        return quantised_embedding([self.matrix(rows, width, 4)], META, torch.bfloat16)
+
+    def block_read(self, weights, index: int) -> None:
+        """Does nothing."""
+
+
+def test_a_model_of_32b_in_4_bits_fits_a_card_of_24_gb(tmp_path, monkeypatch):
+    """With room for two mini-batches of 64 rows, captured, and for long prompts. The driver takes half a GiB."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_32B))
+    shape = read_config(tmp_path)
+    weights = Blueprint(shape, own_head=True).weights(PackedParameters())
+    taken = loader._weight_bytes(weights)
+    model = Model(
+        config=shape,
+        weights=weights,
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        parameters=loader.parameter_count(shape),
+        weight_bytes=taken,
+    )
+    assert model.parameters == pytest.approx(32.8e9, rel=0.01)
+    total = int(23.5 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - GIB // 2 - taken, total))
+    asked = NodeConfig(max_batch_size=64, gpu_memory_utilization=0.95)
+    config, staged = plan_steps(asked, model, mini_batches=2, captures=True)
+    assert config.max_batch_tokens >= 512 and staged >= 1024

@@ -32,13 +32,17 @@ def test_second_moments(ins):
 
 
 @pytest.mark.quick
-def test_products_of_typical_inputs_are_nearer():
+@pytest.mark.parametrize("activation_bits", [8, 15])  # a CPU's, a GPU's
+def test_products_of_typical_inputs_are_nearer(activation_bits):
     x, weight = correlated(2000, 128), torch.randn(96, 128, generator=torch.Generator().manual_seed(2))
     moments = x[:1000].mT @ x[:1000]
     want = x[1000:].double() @ weight.double().mT
     nearest, compensated = (
         ((x[1000:].double() @ matrix.dequantise().double().mT) - want).norm()
-        for matrix in (quantise(weight, 4, 8), quantise_compensated(weight, moments))
+        for matrix in (
+            quantise(weight, 4, activation_bits),
+            quantise_compensated(weight, moments, activation_bits),
+        )
     )
     assert compensated < 0.5 * nearest
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from models.checkpoints import make_checkpoint, make_model
-from models.gguf_made import QUANTISABLE, interleave, tokenizer_fields, write_gguf
+from models.gguf_made import QUANTISABLE, interleave, random_blocks, tokenizer_fields, write_gguf
 from models.spart_steps import EXACT, GREEDY, linked, run, text
 from quick import quick
 
@@ -38,22 +38,6 @@ def test_sizes_of_blocks_are_those_of_ggml():
     for number, (name, block, size) in TYPES.items():
         kind = gguf.GGMLQuantizationType(number)
         assert (kind.name, gguf.GGML_QUANT_SIZES[kind]) == (name, (block, size))
-
-
-def random_blocks(name: str, rows: int, blocks: int) -> np.ndarray:
-    """uint8 [rows, blocks, bytes]: any numbers, with fp16 factors of a usual size."""
-    form = next(form for form in TYPES.values() if form.name == name)
-    rng = np.random.default_rng(0)
-    data = rng.integers(0, 256, (rows, blocks, form.bytes), dtype=np.uint8)
-    factors = {"Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}.get(name, [0])
-    if name in ("Q2_K", "Q3_K"):
-        factors = {"Q2_K": [80, 82], "Q3_K": [108]}[name]
-    if name == "MXFP4":  # the factor is a power of two in one byte
-        factors, data[..., 0] = [], rng.integers(110, 130, (rows, blocks))
-    for at in factors:
-        values = (rng.random((rows, blocks, 1)) * 0.02).astype(np.float16)
-        data[..., at : at + 2] = values.view(np.uint8)
-    return data
 
 
 @pytest.mark.quick

@@ -153,13 +153,13 @@ def test_kernels_compute_the_exact_product_of_rounded_rows(isa, bits):
         ):
             matrix = random_matrix(bits, outs, ins, **form)
             bias = torch.randn(outs)
-            linear = GroupedLinear(matrix, bias, CPU)
+            linear = GroupedLinear(matrix, bias)
             for n in (1, 2, 3, 7, 8, 15, 33):
                 assert_product(linear, torch.randn(n, ins), bias)
 
 
 def test_each_isa_has_the_kernels_that_its_name_says(isa):
-    linear = GroupedLinear(random_matrix(4, 16, 32), None, CPU)
+    linear = GroupedLinear(random_matrix(4, 16, 32), None)
     expected = {"avx512": "avx2", "avx512bf16": "avx512vnni", "neon": "scalar"}
     assert linear._native.isa == expected.get(isa, isa)
 
@@ -167,21 +167,21 @@ def test_each_isa_has_the_kernels_that_its_name_says(isa):
 def test_an_isa_that_is_not_here_is_an_error(monkeypatch):
     monkeypatch.setenv("FASTDECODE_ISA", "mmx")
     with pytest.raises(ValueError, match="FASTDECODE_ISA 'mmx' cannot be used; this machine has scalar"):
-        GroupedLinear(random_matrix(4, 16, 32), None, CPU)
+        GroupedLinear(random_matrix(4, 16, 32), None)
 
 
 def test_an_empty_fastdecode_isa_means_the_best_isa(monkeypatch):
     linears = []
     for value in ("", _native.isa_best()):
         monkeypatch.setenv("FASTDECODE_ISA", value)
-        linears.append(GroupedLinear(random_matrix(4, 16, 32), None, CPU))
+        linears.append(GroupedLinear(random_matrix(4, 16, 32), None))
     assert linears[0]._native.isa == linears[1]._native.isa
 
 
 @pytest.mark.quick
 def test_a_row_does_not_depend_on_the_others(isa):
     """Draws are reproducible in any batch, which a scale for the whole batch would break."""
-    linear = GroupedLinear(random_matrix(8, 48, 96), None, CPU)
+    linear = GroupedLinear(random_matrix(8, 48, 96), None)
     x = torch.randn(9, 96) * torch.logspace(-3, 3, 9)[:, None]
     together = linear(x)
     for i in range(9):
@@ -190,7 +190,7 @@ def test_a_row_does_not_depend_on_the_others(isa):
 
 def test_extreme_activations(isa):
     matrix = random_matrix(8, 20, 64)
-    linear = GroupedLinear(matrix, None, CPU)
+    linear = GroupedLinear(matrix, None)
     assert torch.equal(linear(torch.zeros(2, 64)), torch.zeros(2, 20))
     assert_product(linear, torch.randn(2, 64) * 1e20)
     assert linear(torch.full((1, 64), 1e-38)).abs().max() < 1e-30
@@ -204,7 +204,7 @@ def test_extreme_activations(isa):
 
 def test_activations_of_15_bits_are_as_good_as_exact(isa):
     matrix = random_matrix(8, 64, 256, mins=False, zero=128, activation_bits=15)
-    linear, x = GroupedLinear(matrix, None, CPU), torch.randn(8, 256)
+    linear, x = GroupedLinear(matrix, None), torch.randn(8, 256)
     want = x.double() @ linear.dequantise().double().T
     assert (linear(x) - want).norm() < 1e-4 * want.norm()
 
@@ -212,14 +212,14 @@ def test_activations_of_15_bits_are_as_good_as_exact(isa):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_of_16_bits(dtype):
     matrix = random_matrix(4, 30, 64)
-    linear = GroupedLinear(matrix, None, CPU)
+    linear = GroupedLinear(matrix, None)
     x = torch.randn(5, 64).to(dtype)
     assert torch.equal(linear(x), linear(x.float()).to(dtype))
     assert torch.equal(linear(x[::2]), linear(x)[::2])
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    linear = GroupedLinear(random_matrix(8, 16, 64), None, CPU)._native
+    linear = GroupedLinear(random_matrix(8, 16, 64), None)._native
     x, y = torch.zeros(2, 64).numpy(), torch.zeros(2, 16).numpy()
     linear.run(x, y, 1)
     for bad_x, bad_y in ((x[:1], y), (x, y[:1]), (x.ravel()[:100], y)):
@@ -308,7 +308,7 @@ def test_a_hadamard_matrix_is_the_matrix(bits, error, stored_error):
     assert matrix.hadamard and not quantise(weight[:, :70], bits, activation_bits=8).hadamard
     assert (matrix.dequantise() - weight).norm() < error * weight.norm()
     torch.testing.assert_close(hadamard_blocks(hadamard_blocks(weight)), weight * 32)
-    stored = GroupedLinear(matrix, None, CPU).dequantise()
+    stored = GroupedLinear(matrix, None).dequantise()
     torch.testing.assert_close(stored, matrix.dequantise(), rtol=0, atol=stored_error)
 
 
@@ -323,7 +323,7 @@ def test_one_large_weight_does_not_coarsen_its_group():
 def test_one_large_activation_does_not_coarsen_its_block(isa):
     weight, x = torch.randn(64, 256), torch.randn(8, 256)
     x[:, 40] = 100.0
-    linear = GroupedLinear(quantise(weight, 8, activation_bits=8), None, CPU)
+    linear = GroupedLinear(quantise(weight, 8, activation_bits=8), None)
     exact = x.double() @ linear.dequantise().double().T
     plain = rounded(x) @ linear.dequantise().double().T
     assert (linear(x).double() - exact).norm() < 0.6 * (plain - exact).norm()
@@ -333,20 +333,20 @@ def test_bits_of_a_weight_in_memory():
     """A group of 32 weights has a scale of 16 bits, with 4 bits also a minimum of 16; each row has 32 bits more."""
     weight = torch.randn(64, 256)
     for bits, each in ((8, 8.5), (4, 5.0)):
-        assert GroupedLinear(quantise(weight, bits), None, CPU).nbytes == weight.numel() * each / 8 + 64 * 4
+        assert GroupedLinear(quantise(weight, bits), None).nbytes == weight.numel() * each / 8 + 64 * 4
 
 
 def test_memory_keeps_the_numbers(isa):
     """What is stored is what was given, whatever the layout; rows serve as an embedding."""
     ids = torch.tensor([36, 0, 5, 5])
-    parts = [GroupedLinear(random_matrix(bits, 37, 96, **HADAMARD[bits]), None, CPU) for bits in (8, 4)]
+    parts = [GroupedLinear(random_matrix(bits, 37, 96, **HADAMARD[bits]), None) for bits in (8, 4)]
     for linears in (parts[:1], parts[1:], parts):
         rows = torch.cat([linear.dequantise() for linear in linears])
         for index in (ids, (len(rows) - 1 - ids)):
             assert torch.equal(GroupedEmbedding(linears, torch.float32, shared=False)(index), rows[index])
     for bits in (4, 8):
         matrix = random_matrix(bits, 37, 100, group=64)
-        linear = GroupedLinear(matrix, None, CPU)
+        linear = GroupedLinear(matrix, None)
         # Scales are fp16 already; a minimum is rounded to fp16, here by up to a tenth of a step.
         error = (linear.dequantise() - matrix.dequantise()).abs()
         assert (error <= 0.1 * matrix.scales.repeat_interleave(64, 1)[:, :100] + 1e-9).all()
@@ -368,20 +368,10 @@ def test_stacked_matrices_of_one_form_are_one_and_others_stand_side_by_side():
     torch.testing.assert_close(half[:, 32:], x.sum(1, keepdim=True).expand(3, 4))
 
 
-@pytest.mark.parametrize("hadamard", [False, True])
-def test_another_device_computes_with_float_weights(hadamard):
-    """The product without the kernels, which is what a GPU computes."""
-    matrix = random_matrix(8, 48, 96, mins=False, zero=128, hadamard=True) if hadamard else random_matrix(4, 48, 96)
-    bias, x = torch.randn(48), torch.randn(5, 96)
-    linear = GroupedLinear(matrix, bias, CPU)
-    linear._native = None
-    torch.testing.assert_close(linear(x), x @ matrix.dequantise().T + bias, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("threads", [2, 4])
 def test_threads_compute_the_same(threads):
     matrix, x = random_matrix(8, 500, 320), torch.randn(150, 320)
-    linear = GroupedLinear(matrix, None, CPU)
+    linear = GroupedLinear(matrix, None)
     alone = torch.empty(150, 500)
     linear._native.run(x.numpy(), alone.numpy(), 1)
     for _ in range(20):
@@ -422,12 +412,12 @@ def quantised_reference(directory, bits: int):
     linears = {}
     with torch.no_grad():
         if head.weight is not embedding.weight:
-            embedding.weight.copy_(GroupedLinear(quantise(embedding.weight, bits, 8), None, CPU).dequantise())
+            embedding.weight.copy_(GroupedLinear(quantise(embedding.weight, bits, 8), None).dequantise())
         for name, module in theirs.named_modules():
             if type(module) is torch.nn.Linear:
                 own = 8 if name.endswith(".v_proj") else bits
                 parts = quantise_head(module.weight, bits) if module is head else [quantise(module.weight, own, 8)]
-                linears[module] = [GroupedLinear(part, None, CPU) for part in parts]
+                linears[module] = [GroupedLinear(part, None) for part in parts]
                 module.weight.copy_(torch.cat([linear.dequantise() for linear in linears[module]]))
     return theirs, linears
 

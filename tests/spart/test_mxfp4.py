@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from models.checkpoints import make_checkpoint, reference
-from models.quantised_checks import EXACT, edit_config, error_of_logits
+from models.quantised_checks import EXACT, error_of_logits
+from models.quantised_made import e2m1, make_mxfp4
 from safetensors.torch import load_file, save_file
 
 from fastdecode.daemon.check_model import rows as check_rows
@@ -23,34 +21,6 @@ CPU = torch.device("cpu")
 EXPERTS = "model.layers.1.mlp.experts"
 
 
-def e2m1(code: int) -> float:
-    """The number of a code, by the specification's formula: sign, two bits of exponent with bias 1, one of mantissa."""
-    sign, exponent, mantissa = -1.0 if code & 8 else 1.0, code >> 1 & 3, code & 1
-    return sign * (mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2))
-
-
-def pack(stack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[experts, in, out] -> blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32] of numbers nearby."""
-    groups = stack.transpose(1, 2).unflatten(2, (-1, 32))
-    exponents = groups.abs().amax(3).log2().floor().int() - 2 + 127
-    numbers = torch.tensor([e2m1(code) for code in range(16)])
-    scaled = groups / torch.exp2(exponents.float() - 127)[..., None]
-    codes = (scaled[..., None] - numbers).abs().argmin(4).to(torch.uint8)
-    return codes[..., 0::2] | codes[..., 1::2] << 4, exponents.to(torch.uint8)
-
-
-def make(directory: Path) -> Path:
-    """A tiny gpt-oss whose experts are in MXFP4."""
-    shutil.copytree(make_checkpoint("gpt-oss"), directory)
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = pack(tensors.pop(name))
-    save_file(tensors, path, metadata={"format": "pt"})
-    edit_config(directory, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return directory
-
-
 @pytest.mark.quick
 def test_numbers_are_those_of_the_specification():
     codes = torch.arange(32, dtype=torch.uint8)[None].remainder(16).expand(255, 32)
@@ -58,7 +28,7 @@ def test_numbers_are_those_of_the_specification():
     want = torch.tensor([[e2m1(code % 16) * 2.0 ** (exponent - 127) for code in range(32)] for exponent in range(255)])
     matrix = mxfp4(codes, exponents)
     assert torch.equal(matrix.dequantise(), want)
-    stored = GroupedLinear(matrix, None, CPU).dequantise()
+    stored = GroupedLinear(matrix, None).dequantise()
     large = exponents[:, 0] >= 28  # 2^-99: the least number that a row's unit is made for
     assert torch.equal(stored[large], want[large])
     assert (stored - want)[~large].abs().max() < 2.0**-99
@@ -75,19 +45,19 @@ def test_products_of_the_largest_numbers_are_exact(isa, monkeypatch):
         matrix = mxfp4(codes, exponents)
         object.__setattr__(matrix, "activation_bits", bits)
         for n in (1, 2, 5, 9):
-            got = GroupedLinear(matrix, None, CPU)(torch.full((n, 96), 3.0))
+            got = GroupedLinear(matrix, None)(torch.full((n, 96), 3.0))
             want = 6.0 * 3.0 * 96 * torch.tensor([1.0, -1.0]).repeat(10).expand(n, 20)
             torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
 async def test_logits_are_those_of_transformers(tmp_path):
-    directory = make(tmp_path / "m")
+    directory = make_mxfp4(tmp_path / "m")
     assert choose_backend("auto", directory).name == "native"
     assert await error_of_logits(directory, reference(directory), tmp_path) < EXACT
 
 
 def test_experts_stay_in_4_bits(tmp_path):
-    directory = make(tmp_path / "m")
+    directory = make_mxfp4(tmp_path / "m")
     packed, dense = (load_model(directory, dtype="fp32", weights=weights) for weights in ("auto", "dense"))
     whole = load_model(make_checkpoint("gpt-oss"), dtype="fp32")
     assert packed.weight_bytes < dense.weight_bytes <= whole.weight_bytes
@@ -101,7 +71,7 @@ def test_experts_stay_in_4_bits(tmp_path):
 
 
 def test_check_names_the_format(tmp_path):
-    lines = dict(check_rows(NodeConfig(), choose_backend("auto", make(tmp_path / "m"))))
+    lines = dict(check_rows(NodeConfig(), choose_backend("auto", make_mxfp4(tmp_path / "m"))))
     assert "by the native backend" in lines["model"]
     assert "stored and kept as mxfp4" in lines["weights"]
 
@@ -119,7 +89,7 @@ def test_check_names_the_format(tmp_path):
     ids=["no scales", "no blocks", "NaN", "fewer scales", "shorter blocks", "floats"],
 )
 def test_a_corrupt_tensor_is_named(end, change, message, tmp_path):
-    directory = make(tmp_path / "m")
+    directory = make_mxfp4(tmp_path / "m")
     path, name = directory / "model.safetensors", f"{EXPERTS}.down_proj{end}"
     tensors = load_file(path)
     tensor = tensors.pop(name)

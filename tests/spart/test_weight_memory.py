@@ -122,7 +122,7 @@ def test_a_copy_has_the_dtype_the_shape_and_the_numbers():
 def test_the_weights_of_linears_lie_in_huge_pages():
     weight = torch.randn(4096, 1024)
     before = memory._shared
-    linears = [Linear16(weight.half()), GroupedLinear(quantise(weight, 8, ACTIVATION_BITS), None, weight.device)]
+    linears = [Linear16(weight.half()), GroupedLinear(quantise(weight, 8, ACTIVATION_BITS), None)]
     shared = memory._shared
     assert before is None and shared is not None
     address = shared._free.ctypes.data - 1

@@ -13,11 +13,8 @@ import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError, TensorNames
 from fastdecode.spart.checkpoints.tensors import SafetensorsCheckpoint, Stored
-from fastdecode.spart.linears.quantised import GROUP, Quantised
+from fastdecode.spart.linears.quantised import E2M1_TABLE, E2M1_ZERO, GROUP, Quantised
 
-_MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of the codes 0 to 7; codes from 8 on are their negatives
-_ZERO = 12
-_TABLE = (*(_ZERO + number for number in _MAGNITUDES), *(_ZERO - number for number in _MAGNITUDES))
 _NAN = 255  # the one E8M0 number that is no power of two
 _SCALES = torch.tensor([2.0 ** (exponent - 128) for exponent in range(_NAN)])  # halved
 
@@ -32,7 +29,7 @@ def mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> Quantised:
     """
     if bool((exponents == _NAN).any()):
         raise ValueError("a scale is NaN")
-    return Quantised(codes, _SCALES[exponents.int()], None, _ZERO, 4, GROUP, table=_TABLE)
+    return Quantised(codes, _SCALES[exponents.int()], None, E2M1_ZERO, 4, GROUP, table=E2M1_TABLE)
 
 
 class MXFP4Checkpoint(SafetensorsCheckpoint):

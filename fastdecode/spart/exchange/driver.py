@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-_NOT_INSTALLED = "cuda-bindings is not installed: pip install 'fastdecode[cuda]'"
+_NOT_INSTALLED = "cuda-bindings is not installed: pip install 'fastdecode[cuda12]' or 'fastdecode[cuda13]'"
 
 
 class DriverError(Exception):

@@ -16,7 +16,7 @@ def compile_kernels(architecture: str, source: Path, **definitions: int) -> byte
     try:
         from cuda.bindings import nvrtc
     except ImportError:
-        raise CompileError("cuda-bindings is not installed: pip install 'fastdecode[cuda]'") from None
+        raise CompileError("cuda-bindings is not installed: pip install 'fastdecode[cuda12]'") from None
 
     def call(name: str, *arguments: Any) -> Any:
         try:

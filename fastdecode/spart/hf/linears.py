@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from fastdecode.spart.int4.gptq import quantise_head
-from fastdecode.spart.linears.base import Linear
-from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
-from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, quantise
-from fastdecode.spart.linears.stack import make_linear, side_by_side
+from fastdecode.spart.linears.base import Embedding, Linear
+from fastdecode.spart.linears.quantised import Quantised, activation_bits, quantise
+from fastdecode.spart.linears.stack import make_linear, quantised_embedding, tied_quantised
 
 #: Names of a module's linears that multiply the same rows, in the order in which the models call them.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -71,7 +70,7 @@ class LinearModule(torch.nn.Module):
 class EmbeddingModule(torch.nn.Module):
     """A replacement for a quantised nn.Embedding, whose memory may be the LM head's."""
 
-    def __init__(self, module: torch.nn.Embedding, rows: GroupedEmbedding):
+    def __init__(self, module: torch.nn.Embedding, rows: Embedding):
         super().__init__()
         #: A tensor without data, as LinearModule has.
         self.weight = torch.nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
@@ -91,11 +90,14 @@ def quantise_embedding(model: Any, bits: int) -> None:
     weight = embedding.weight.data
     device, dtype = weight.device, weight.dtype
     tied = type(head) is torch.nn.Linear and head.weight.data_ptr() == weight.data_ptr()
-    matrices = quantise_head(weight, bits) if tied else [quantise(weight, bits, ACTIVATION_BITS)]
-    linears = [GroupedLinear(matrix, None, device) for matrix in matrices]
+    activations = activation_bits(device)
     if tied:
-        model.set_output_embeddings(LinearModule(head, Product(side_by_side(linears), [head.out_features]), 0))
-    model.set_input_embeddings(EmbeddingModule(embedding, GroupedEmbedding(linears, dtype, shared=tied)))
+        matrices = quantise_head(weight, bits, activation_bits=activations)
+        rows, linear = tied_quantised(matrices, device, dtype)
+        model.set_output_embeddings(LinearModule(head, Product(linear, [head.out_features]), 0))
+    else:
+        rows = quantised_embedding([quantise(weight, bits, activations)], device, dtype)
+    model.set_input_embeddings(EmbeddingModule(embedding, rows))
 
 
 def replace_linears(module: Any, head: Any, bits: int | None, kept: Sequence[torch.nn.Module] = ()) -> None:
@@ -136,10 +138,10 @@ def _replace(parent: torch.nn.Module, members: dict[str, torch.nn.Linear], bits:
     device, dtype = weights[0].device, weights[0].dtype
     matrices: Sequence[torch.Tensor | Quantised] = weights
     if bits and is_head:
-        matrices = quantise_head(weights[0], bits)
+        matrices = quantise_head(weights[0], bits, activation_bits=activation_bits(device))
     elif bits:
         own = [8 if name == _PRECISE else bits for name in members]
-        matrices = [quantise(weight, n, ACTIVATION_BITS) for weight, n in zip(weights, own, strict=True)]
+        matrices = [quantise(weight, n, activation_bits(device)) for weight, n in zip(weights, own, strict=True)]
     linear = make_linear(matrices, bias, device, dtype)
     product = Product(linear, [module.out_features for module in modules])
     for index, (name, module) in enumerate(members.items()):

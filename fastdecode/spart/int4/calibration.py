@@ -18,7 +18,7 @@ from fastdecode.spart.decoder.weights import Layer, Model
 from fastdecode.spart.int4.gptq import quantise_compensated, second_moments
 from fastdecode.spart.int4.probe import prompt_state, sequences_of
 from fastdecode.spart.linears.base import Linear
-from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, quantise
+from fastdecode.spart.linears.quantised import Quantised, activation_bits, quantise
 from fastdecode.spart.linears.stack import make_linear
 
 #: Wider inputs are rounded without calibration: their second moments take too much memory.
@@ -57,12 +57,12 @@ class CalibratedLinear(Linear):
         return sum(weight.nbytes for weight in self._weights) if self._linear is None else self._linear.nbytes
 
     def _rounded(self, x: torch.Tensor) -> Linear:
-        moments = second_moments(x)
+        moments, activations = second_moments(x), activation_bits(x.device)
         matrices: list[Quantised] = []
         for bits, members in groupby(zip(self._bits, self._weights, strict=True), key=lambda member: member[0]):
             weight = torch.cat([weight for _, weight in members])
             matrices.append(
-                quantise(weight, 8, ACTIVATION_BITS) if bits == 8 else quantise_compensated(weight, moments)
+                quantise(weight, 8, activations) if bits == 8 else quantise_compensated(weight, moments, activations)
             )
         return make_linear(matrices, self._bias, weight.device, weight.dtype)
 

@@ -4,6 +4,7 @@ al., arXiv 2210.17323)."""
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -32,7 +33,9 @@ _DAMPING = (0.05, 1.0)
 _ROWS = 4096  # rounded at a time
 
 
-def quantise_compensated(weight: torch.Tensor, moments: torch.Tensor) -> Quantised:
+def quantise_compensated(
+    weight: torch.Tensor, moments: torch.Tensor, activation_bits: int = ACTIVATION_BITS
+) -> Quantised:
     """Round a matrix [out, in] of any float dtype to 4 bits for inputs with the second moments [in, in].
 
     Inputs are rounded one after another, and the columns that follow take up the error of a column, as far as their
@@ -40,41 +43,45 @@ def quantise_compensated(weight: torch.Tensor, moments: torch.Tensor) -> Quantis
     errors. A group's scale and minimum are fitted once all earlier groups are rounded. Without whole groups of inputs,
     or with moments that are not finite, this is `quantise`.
     """
-    ins = weight.shape[1]
-    transformed = _hadamard_moments(moments) if ins % GROUP == 0 else None
-    if transformed is None:
-        return quantise(weight, 4, ACTIVATION_BITS)
-    order = transformed.diagonal().view(-1, GROUP).sum(1).argsort(descending=True, stable=True)
+    ins, transformed = weight.shape[1], activation_bits == ACTIVATION_BITS
+    known = _moments(moments, transformed) if ins % GROUP == 0 else None
+    if known is None:
+        return quantise(weight, 4, activation_bits)
+    order = known.diagonal().view(-1, GROUP).sum(1).argsort(descending=True, stable=True)
     columns_of = _columns(order)
-    factor = _inverse_factor(transformed[columns_of][:, columns_of])
+    factor = _inverse_factor(known[columns_of][:, columns_of])
     if factor is None:
-        return quantise(weight, 4, ACTIVATION_BITS)
-    return concatenate([_round_rows(rows.float(), factor, order) for rows in weight.split(_ROWS)])
+        return quantise(weight, 4, activation_bits)
+    rounded = concatenate([_round_rows(rows.float(), factor, order, transformed) for rows in weight.split(_ROWS)])
+    return replace(rounded, activation_bits=activation_bits)
 
 
-def _round_rows(weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor) -> Quantised:
+def _round_rows(weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor, transformed: bool) -> Quantised:
     """Round rows [out, in] of a matrix, group after group in `order` [in / GROUP]. `factor` is that of the inputs in
-    this order."""
+    this order. `transformed`: see quantise."""
     outs, ins = weight.shape
     columns_of = _columns(order)
-    left = (hadamard_blocks(weight) / GROUP)[:, columns_of]  # columns that are not rounded hold what they have taken up
+    # Columns that are not rounded yet hold what they have taken up.
+    left = (hadamard_blocks(weight) / GROUP if transformed else weight)[:, columns_of]
     numbers = left.new_empty(ins, outs)
     scales, mins = (left.new_empty(ins // GROUP, outs) for _ in range(2))
     for index, start in zip(order.tolist(), range(0, ins, GROUP), strict=True):
         columns = left[:, start : start + GROUP]
         own = factor[start : start + GROUP, start : start + GROUP]
-        scale, minimum = (values.flatten() for values in fit_4_bits(columns[:, None], levels=True)[1:])
+        scale, minimum = (values.flatten() for values in fit_4_bits(columns[:, None], levels=transformed)[1:])
         scales[index], mins[index] = scale, minimum
         group = columns.mT.contiguous()
         errors = torch.empty_like(group)
         for i, column in enumerate(group):
-            number = nearest_level((column - minimum) / scale.clamp_min(1e-30))
+            number = (column - minimum) / scale.clamp_min(1e-30)
+            number = nearest_level(number) if transformed else number.round_().clamp_(0, 15)
             numbers[index * GROUP + i] = number
             errors[i] = (column - (number * scale + minimum)) / own[i, i]
             group[i + 1 :].addr_(own[i, i + 1 :], errors[i], alpha=-1)
         left[:, start + GROUP :].addmm_(errors.mT, factor[start : start + GROUP, start + GROUP :], alpha=-1)
-    q, scales, mins = (values.mT.contiguous() for values in (codes_of_levels(numbers).to(torch.uint8), scales, mins))
-    return Quantised(q, scales, mins, 0, 4, GROUP, activation_bits=ACTIVATION_BITS, table=LEVELS, hadamard=True)
+    codes = (codes_of_levels(numbers) if transformed else numbers).to(torch.uint8)
+    q, scales, mins = (values.mT.contiguous() for values in (codes, scales, mins))
+    return Quantised(q, scales, mins, 0, 4, GROUP, table=LEVELS if transformed else (), hadamard=transformed)
 
 
 def _columns(order: torch.Tensor) -> torch.Tensor:
@@ -94,25 +101,30 @@ def second_moments(x: torch.Tensor) -> torch.Tensor:
     return moments
 
 
-def quantise_head(weight: torch.Tensor, bits: int, moments: torch.Tensor | None = None) -> list[Quantised]:
+def quantise_head(
+    weight: torch.Tensor, bits: int, moments: torch.Tensor | None = None, activation_bits: int = ACTIVATION_BITS
+) -> list[Quantised]:
     """Round an LM head [vocabulary, in]: the matrices of its first rows and, with 4 bits, of the others. `moments` are
     those of its inputs; without them each weight is rounded to the nearest number."""
     if bits == 8:
-        return [quantise(weight, 8, ACTIVATION_BITS)]
+        return [quantise(weight, 8, activation_bits)]
     first = -(-len(weight) // HEAD_SHARE_IN_8_BITS)
     rest = weight[first:]
-    fine = quantise(weight[:first], 8, ACTIVATION_BITS)
-    return [fine, quantise(rest, 4, ACTIVATION_BITS) if moments is None else quantise_compensated(rest, moments)]
+    fine = quantise(weight[:first], 8, activation_bits)
+    if moments is None:
+        return [fine, quantise(rest, 4, activation_bits)]
+    return [fine, quantise_compensated(rest, moments, activation_bits)]
 
 
-def _hadamard_moments(moments: torch.Tensor) -> torch.Tensor | None:
-    """The second moments, fp32, of transformed inputs; None if they are not finite."""
-    transformed = hadamard_blocks(hadamard_blocks(moments).mT.contiguous())
-    transformed = (transformed + transformed.mT) / 2
-    if not transformed.isfinite().all():
+def _moments(moments: torch.Tensor, transformed: bool) -> torch.Tensor | None:
+    """The second moments, fp32, of inputs or of their transform; None if they are not finite."""
+    if transformed:
+        moments = hadamard_blocks(hadamard_blocks(moments).mT.contiguous())
+        moments = (moments + moments.mT) / 2
+    if not moments.isfinite().all():
         log.warning("a matrix is rounded without calibration: its inputs are not finite")
         return None
-    return transformed
+    return moments
 
 
 def _inverse_factor(moments: torch.Tensor) -> torch.Tensor | None:

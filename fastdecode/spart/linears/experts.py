@@ -23,7 +23,7 @@ class ExpertRows:
     @cached_property
     def spans(self) -> list[tuple[int, slice]]:
         """The experts with rows, and the rows of each. The host reads them from the device."""
-        ends = self.ends.tolist()
+        ends = self.ends.cpu().tolist()
         spans = enumerate(map(slice, [0, *ends], ends))
         return [(expert, rows) for expert, rows in spans if rows.stop > rows.start]
 

@@ -1,8 +1,8 @@
-"""GroupedLinear: the product with a Quantised matrix, which stays in its 4 or 8 bits in memory.
+"""GroupedLinear: the product with a Quantised matrix on a CPU, which stays in its 4 or 8 bits in memory.
 
-On a CPU the kernels of kernels/linears multiply: they round each row's activations to 7, 8 or 15 bits in blocks of 32
-and sum in integers. torch's int8 products round a row, or the whole batch, to 8 bits with one scale; on SmolLM2-135M
-that costs 3 % of its perplexity. On another device the matrix is converted to the activation dtype at each call.
+The kernels of kernels/linears round each row's activations to 7, 8 or 15 bits in blocks of 32 and sum in integers.
+torch's int8 products round a row, or the whole batch, to 8 bits with one scale; on SmolLM2-135M that costs 3 % of its
+perplexity. linears/gpu.py multiplies on other devices.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from fastdecode.kernels._native import QuantisedLinear
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.memory import in_huge_pages
-from fastdecode.spart.linears.quantised import GROUP, Quantised, decode, hadamard_blocks
+from fastdecode.spart.linears.quantised import Quantised
 from fastdecode.spart.threads import pool_threads
 
 _LANES, _BLOCK, _CHUNKS = 16, 32, 8  # kernels/linears/linear.h
-_HADAMARD_NORM = GROUP**0.5  # of a row of the Hadamard matrix
 _SIGN = 0x80  # makes of a number around 128 the signed number, and the other way round
 _UNIT_EXPONENT = 14  # the largest scale or minimum of a row is stored as an fp16 below 2^14
 
@@ -27,16 +26,16 @@ _UNIT_EXPONENT = 14  # the largest scale or minimum of a row is stored as an fp1
 class GroupedLinear(Linear):
     """A quantised matrix in the layout of kernels/linears/linear.h."""
 
-    def __init__(self, matrix: Quantised, bias: torch.Tensor | None, device: torch.device):
-        """`bias` is [out] of any float dtype, or None. The matrix is copied to `device`."""
+    def __init__(self, matrix: Quantised, bias: torch.Tensor | None):
+        """`bias` is [out] of any float dtype, or None. Both are copied."""
         self._outs, self._ins = matrix.q.shape
         self._bits, self._group, self._zero = matrix.bits, matrix.group, matrix.zero
-        self._groups, self._table = matrix.scales.shape[1], matrix.table
+        self._table = matrix.table
         self._passes = 1 if matrix.activation_bits == 8 else 2
         self._hadamard = matrix.hadamard
-        self._signed = matrix.hadamard and self._bits == 8 and device.type == "cpu" and QuantisedLinear.wants_signed()
+        self._signed = matrix.hadamard and self._bits == 8 and QuantisedLinear.wants_signed()
         rows = -(-self._outs // _LANES) * _LANES
-        self._weights = in_huge_pages(_tiles(matrix, rows).to(device))
+        self._weights = in_huge_pages(_tiles(matrix, rows))
         self._negated_sums = in_huge_pages(_negated_sums(matrix, rows)) if self._signed else None
         if self._signed:
             self._weights ^= _SIGN
@@ -45,12 +44,12 @@ class GroupedLinear(Linear):
             most = torch.maximum(most, matrix.mins.abs().amax(1))
         # Powers of two, so that scales which were fp16 in the file stay exact.
         units = torch.exp2(torch.log2(most.clamp_min(1e-30)).ceil() - _UNIT_EXPONENT)
-        self._scales = in_huge_pages(_lanes(matrix.scales / units[:, None], rows).to(device))
+        self._scales = in_huge_pages(_lanes(matrix.scales / units[:, None], rows))
         mins = matrix.mins
-        self._mins = None if mins is None else in_huge_pages(_lanes(mins / units[:, None], rows).to(device))
-        self._units = F.pad(units, (0, rows - self._outs)).to(device)
-        self._bias = None if bias is None else F.pad(bias.float(), (0, rows - self._outs)).to(device)
-        self._native = self._make_native() if device.type == "cpu" else None
+        self._mins = None if mins is None else in_huge_pages(_lanes(mins / units[:, None], rows))
+        self._units = F.pad(units, (0, rows - self._outs))
+        self._bias = None if bias is None else F.pad(bias.float(), (0, rows - self._outs))
+        self._native = self._make_native()
 
     def _make_native(self) -> QuantisedLinear:
         optional = (self._mins, self._bias, self._negated_sums)
@@ -73,12 +72,6 @@ class GroupedLinear(Linear):
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._native is None:
-            bias = None if self._bias is None else self._bias[: self._outs].to(x.dtype)
-            weight = self._stored_rows(torch.arange(self._outs, device=x.device))
-            if self._hadamard:  # the rows are fewer than the weight's; the factor keeps them in fp16's range
-                x, weight = hadamard_blocks(x / _HADAMARD_NORM), weight * _HADAMARD_NORM
-            return F.linear(x, weight.to(x.dtype), bias)
         y = torch.empty(len(x), self._outs)
         self.write(x.float().contiguous(), y, 0)
         return y.to(x.dtype)
@@ -95,16 +88,10 @@ class GroupedLinear(Linear):
 
     @property
     def native(self) -> tuple[QuantisedLinear, ...]:
-        return () if self._native is None else (self._native,)
-
-    @property
-    def writes(self) -> bool:
-        """Whether `write` may be called: on a CPU."""
-        return self._native is not None
+        return (self._native,)
 
     def write(self, x: torch.Tensor, y: torch.Tensor, first: int) -> None:
         """Write the product of x [n, in] to y [n, width], from column `first` on; both are fp32 and contiguous."""
-        assert self._native is not None, "only the kernels for a CPU write some columns of a tensor"
         self._native.run(x.numpy(), y.numpy(), pool_threads(), y.shape[1], first)
 
     @property
@@ -113,42 +100,18 @@ class GroupedLinear(Linear):
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def dequantise(self) -> torch.Tensor:
-        """The matrix [out, in] in fp32, on its device."""
-        return self.rows(torch.arange(self._outs, device=self._weights.device))
+        """The matrix [out, in] in fp32."""
+        return self.rows(torch.arange(self._outs))
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Rows of the matrix: index int64 [n] -> [n, in] fp32."""
-        y = torch.empty(len(index), self._ins, device=index.device)
+        y = torch.empty(len(index), self._ins)
         self.read_rows(index, 0, y)
         return y
 
     def read_rows(self, ids: torch.Tensor, first: int, y: torch.Tensor) -> None:
         """Write the rows `ids` - `first` to y [n, in] fp32, as far as the matrix has them; ids is int64 [n]."""
-        if self._native is not None:
-            self._native.read_rows(ids.contiguous().numpy(), first, y.numpy())
-            return
-        index = ids - first
-        rows = self._stored_rows(index.clamp(0, self._outs - 1))
-        if self._hadamard:
-            rows = hadamard_blocks(rows)
-        inside = (index >= 0) & (index < self._outs)
-        y.copy_(torch.where(inside[:, None], rows, y))
-
-    def _stored_rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix as they are stored, transformed or not, where there are no kernels."""
-        tile, lane = index // _LANES, index % _LANES
-        q = self._weights[tile, :, :, lane]  # [n, blocks, chunks, 4], chunks in pairs with 4 bits
-        if self._signed:
-            q = q ^ _SIGN
-        if self._bits == 4:
-            q = torch.stack([q & 15, q >> 4], dim=3)  # [n, blocks, pairs, 2, 4]
-        q = decode(q, self._table)
-        values = q.reshape(len(index), self._groups, self._group).float() - self._zero
-        unit = self._units[index, None]
-        values *= (self._scales[tile, :, lane].float() * unit)[:, :, None]
-        if self._mins is not None:
-            values += (self._mins[tile, :, lane].float() * unit)[:, :, None]
-        return values.flatten(1)[:, : self._ins]
+        self._native.read_rows(ids.contiguous().numpy(), first, y.numpy())
 
 
 class GroupedEmbedding(Embedding):
@@ -166,7 +129,7 @@ class GroupedEmbedding(Embedding):
         self.nbytes = 0 if shared else sum(linear.nbytes for linear in linears)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        rows, first = torch.zeros(len(ids), self._linears[0].ins, device=ids.device), 0
+        rows, first = torch.zeros(len(ids), self._linears[0].ins), 0
         for linear in self._linears:
             linear.read_rows(ids, first, rows)
             first += linear.outs

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 GROUP = 32
 #: Bits of the weights that `--weights` makes.
 BITS = {"int8": 8, "int4": 4}
-#: With `--weights`, activations are rounded to 8 bits, for speed.
+#: With `--weights`, a CPU rounds activations to 8 bits, for speed.
 ACTIVATION_BITS = 8
 
 #: The bound on `most_of_four` of a transformed matrix's numbers; FD_LINEAR_MOST_OF_FOUR in kernels/linears/linear.h.
@@ -28,6 +28,11 @@ MOST_OF_FOUR = 255
 #: have the smallest squared error for 32 normally distributed weights that share a scale and a minimum. Equal steps
 #: between all numbers have an error 6 % larger.
 LEVELS = (0, *range(3, 30, 2), 32)
+
+#: The numbers of OCP's E2M1 format, twice each, above E2M1_ZERO: those of the codes 0 to 7, and then their negatives.
+E2M1_ZERO = 12
+_MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
+E2M1_TABLE = (*(E2M1_ZERO + number for number in _MAGNITUDES), *(E2M1_ZERO - number for number in _MAGNITUDES))
 
 _ELEMENTS = 1 << 17  # rounded at a time: what fits into a cache
 _ROUNDS = 4  # of rounding with a scale and a minimum and fitting them to the rounded numbers
@@ -86,6 +91,12 @@ class Quantised:
         """The matrix of the rows `index`."""
         mins = None if self.mins is None else self.mins[index]
         return replace(self, q=self.q[index], scales=self.scales[index], mins=mins)
+
+
+def activation_bits(device: torch.device) -> int:
+    """Bits of the activations for which `--weights` rounds: those of a GPU have 16, so its weights are not
+    transformed, and their numbers lie at equal steps."""
+    return ACTIVATION_BITS if device.type == "cpu" else 15
 
 
 def decode(codes: torch.Tensor, table: tuple[int, ...]) -> torch.Tensor:

@@ -7,11 +7,14 @@ from itertools import groupby
 
 import torch
 
-from fastdecode.spart.linears.base import Linear, NativeProducts
+from fastdecode.spart.linears.base import Embedding, Linear, NativeProducts
 from fastdecode.spart.linears.dense import make_dense
 from fastdecode.spart.linears.experts import ExpertLinears, LoopedExperts, StackedExperts
-from fastdecode.spart.linears.grouped import GroupedLinear
-from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, concatenate, quantise
+from fastdecode.spart.linears.gpu import GPUExperts, GPULinear
+from fastdecode.spart.linears.gpu_kernels import kernel_product
+from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
+from fastdecode.spart.linears.packed import PackedEmbedding, PackedMatrix, alike, over_one_another, pack
+from fastdecode.spart.linears.quantised import Quantised, activation_bits, concatenate, quantise
 
 
 class ConcatenatedLinear(Linear):
@@ -21,7 +24,7 @@ class ConcatenatedLinear(Linear):
 
     def __init__(self, linears: Sequence[Linear]):
         self._linears = tuple(linears)
-        self._writers = [linear for linear in linears if isinstance(linear, GroupedLinear) and linear.writes]
+        self._writers = [linear for linear in linears if isinstance(linear, GroupedLinear)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(self._writers) < len(self._linears):
@@ -88,7 +91,8 @@ def make_linear(
     """
     if bits is not None:
         matrices = [
-            matrix if isinstance(matrix, Quantised) else quantise(matrix, bits, ACTIVATION_BITS) for matrix in matrices
+            matrix if isinstance(matrix, Quantised) else quantise(matrix, bits, activation_bits(device))
+            for matrix in matrices
         ]
     linears: list[Linear] = []
     done = 0
@@ -103,9 +107,35 @@ def make_linear(
             )
         else:
             whole = concatenate([matrix for matrix in members if isinstance(matrix, Quantised)])
-            linear: Linear = GroupedLinear(whole, own_bias, device)
+            linear = quantised_linear(whole, own_bias, device, dtype)
             linears.append(linear if whole.order is None else PermutedLinear(linear, whole.order.to(device)))
     return side_by_side(linears)
+
+
+def quantised_linear(
+    matrix: Quantised, bias: torch.Tensor | None, device: torch.device, dtype: torch.dtype
+) -> GroupedLinear | GPULinear:
+    """The product with one quantised matrix, whose columns are in the order of inputs. `bias` is [out] or None."""
+    if device.type == "cpu":
+        return GroupedLinear(matrix, bias)
+    return GPULinear(pack(matrix, device, dtype), None if bias is None else bias.to(device, dtype))
+
+
+def quantised_embedding(matrices: Sequence[Quantised], device: torch.device, dtype: torch.dtype) -> Embedding:
+    """The rows of quantised matrices, one after another."""
+    if device.type == "cpu":
+        return GroupedEmbedding([GroupedLinear(matrix, None) for matrix in matrices], dtype, shared=False)
+    return PackedEmbedding([pack(matrix, device, dtype) for matrix in matrices])
+
+
+def tied_quantised(matrices: Sequence[Quantised], device: torch.device, dtype: torch.dtype) -> tuple[Embedding, Linear]:
+    """An embedding and an LM head of the same quantised matrices, rows over rows. On a CPU they take memory once."""
+    linears = [quantised_linear(matrix, None, device, dtype) for matrix in matrices]
+    grouped = [linear for linear in linears if isinstance(linear, GroupedLinear)]
+    embedding = (
+        GroupedEmbedding(grouped, dtype, shared=True) if grouped else quantised_embedding(matrices, device, dtype)
+    )
+    return embedding, side_by_side(linears)
 
 
 def make_experts(
@@ -115,17 +145,40 @@ def make_experts(
     bits: int | None = None,
 ) -> ExpertLinears:
     """The linears of all experts. `experts` has the matrices and the bias of each; see make_linear."""
-    linears, weights, biases = [], [], []
-    for matrices, bias in experts:
-        if device.type == "cpu" or bits is not None or any(isinstance(matrix, Quantised) for matrix in matrices):
-            linears.append(make_linear(matrices, bias, device, dtype, bits))
-            continue
-        dense = [matrix.to(device, dtype) for matrix in matrices if isinstance(matrix, torch.Tensor)]
-        weights.append(torch.cat(dense))
-        biases += [] if bias is None else [bias.to(device, dtype)]
-    if linears:
-        return LoopedExperts(linears)
-    return StackedExperts(torch.stack(weights), torch.stack(biases) if biases else None)
+    experts = list(experts)
+    biases = [bias.to(device, dtype) for _, bias in experts if bias is not None]
+    stacked_bias = torch.stack(biases) if biases else None
+    if device.type != "cpu" and bits is None and not any(_quantised(matrices) for matrices, _ in experts):
+        weights = [torch.cat([torch.as_tensor(m).to(device, dtype) for m in matrices]) for matrices, _ in experts]
+        return StackedExperts(torch.stack(weights), stacked_bias)
+    if device.type != "cpu" and (packed := _packed_experts([matrices for matrices, _ in experts], device, dtype, bits)):
+        if kernel := kernel_product(packed):
+            return GPUExperts(kernel, packed[0].outs, stacked_bias)
+        own = biases if biases else [None] * len(packed)
+        return LoopedExperts([GPULinear(matrix, bias) for matrix, bias in zip(packed, own, strict=True)])
+    return LoopedExperts([make_linear(matrices, bias, device, dtype, bits) for matrices, bias in experts])
+
+
+def _quantised(matrices: Sequence[torch.Tensor | Quantised]) -> list[Quantised]:
+    return [matrix for matrix in matrices if isinstance(matrix, Quantised)]
+
+
+def _packed_experts(
+    experts: Sequence[Sequence[torch.Tensor | Quantised]], device: torch.device, dtype: torch.dtype, bits: int | None
+) -> list[PackedMatrix]:
+    """One matrix for each expert, all of one form; empty if they cannot have one."""
+    packed = []
+    for matrices in experts:
+        quantised = [
+            quantise(matrix, bits, activation_bits(device)) if bits and isinstance(matrix, torch.Tensor) else matrix
+            for matrix in matrices
+        ]
+        parts = [pack(matrix, device, dtype) for matrix in _quantised(quantised) if matrix.order is None]
+        whole = over_one_another(parts) if len(parts) == len(matrices) else None
+        if whole is None:
+            return []
+        packed.append(whole)
+    return alike(packed)
 
 
 def _dense(

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from fastdecode.gguf.file import TYPES
+
 #: Types whose numbers the package can make from floats.
 QUANTISABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 _NAMES = {
@@ -121,3 +123,19 @@ def tokenizer_fields(directory: Path, pre: str = "gpt-2") -> dict[str, Any]:
         "tokenizer.ggml.token_type": [{True: 3, False: 4}.get(added.get(token), 1) for token in tokens],
         "tokenizer.ggml.merges": merges,
     }
+
+
+def random_blocks(name: str, rows: int, blocks: int) -> np.ndarray:
+    """uint8 [rows, blocks, bytes]: any numbers, with fp16 factors of a usual size."""
+    form = next(form for form in TYPES.values() if form.name == name)
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (rows, blocks, form.bytes), dtype=np.uint8)
+    factors = {"Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}.get(name, [0])
+    if name in ("Q2_K", "Q3_K"):
+        factors = {"Q2_K": [80, 82], "Q3_K": [108]}[name]
+    if name == "MXFP4":  # the factor is a power of two in one byte
+        factors, data[..., 0] = [], rng.integers(110, 130, (rows, blocks))
+    for at in factors:
+        values = (rng.random((rows, blocks, 1)) * 0.02).astype(np.float16)
+        data[..., at : at + 2] = values.view(np.uint8)
+    return data
