@@ -31,6 +31,9 @@ def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor)
 def _torch_can(x: torch.Tensor, matrices: torch.Tensor) -> bool:
     if not hasattr(F, "grouped_mm"):  # torch 2.9
         return False
-    if any(size * x.itemsize % _ALIGNMENT for size in (*matrices.stride()[:2], x.stride(0))):
+    if x.device.type != "cpu" and x.dtype is not torch.bfloat16:  # torch would read `ends`, too
+        return False
+    strides = matrices.stride(0), max(matrices.stride()[1:]), x.stride(0)  # either dimension of a matrix may be last
+    if any(size * x.itemsize % _ALIGNMENT for size in strides):
         return False
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= _CAPABILITY
