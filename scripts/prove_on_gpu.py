@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs, on a machine with an NVIDIA GPU, the proofs that fastdecode's tests cannot give without a GPU.
 
-    pip install -e '.[test,plot]' cuda-bindings nvidia-cuda-nvrtc-cu12     # and torch's CUDA build
+    pip install -e '.[test,plot,cuda12]'     # or cuda13, as torch's CUDA build has it
     python scripts/prove_on_gpu.py --out proof
 
 writes proof/proof.json and proof/proof.html, a page of results. Each part passes, fails, or is skipped with a reason;

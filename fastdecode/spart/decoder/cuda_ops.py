@@ -17,8 +17,7 @@ from fastdecode.spart.block_kernels import BLOCK_THREADS, MOST_HEAD, SOURCE
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.block_ops import BlockOps, RowHeads, gates_by_silu
 from fastdecode.spart.decoder.weights import Layer, Norm
-from fastdecode.spart.exchange.driver import Driver, DriverError
-from fastdecode.spart.exchange_kernels.compiler import CompileError, compile_kernels
+from fastdecode.spart.exchange_kernels.cupy_kernels import KernelError, load_kernels
 
 log = logging.getLogger(__name__)
 
@@ -30,19 +29,17 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # FD_FP32, FD
 
 @functools.cache
 def open_launch(device: torch.device) -> Launch | None:
-    """Load the kernels, which a process keeps. None: cuda-bindings or NVRTC is missing, or has refused; the log says
-    why."""
+    """Load the kernels, which a process keeps. None: CuPy is missing, or has refused; the log says why."""
     try:
-        driver = Driver(device.index or 0)
-        image = compile_kernels(driver.architecture, SOURCE, FD_BLOCK_THREADS=BLOCK_THREADS)
-        kernels = dict(zip(_KERNELS, driver.load_kernels(image, _KERNELS), strict=True))
-    except (DriverError, CompileError) as error:
+        loaded = load_kernels(SOURCE, {"FD_BLOCK_THREADS": BLOCK_THREADS}, _KERNELS, device.index or 0)
+    except KernelError as error:
         log.info("norms, RoPE and gates by torch: %s", error)
         return None
+    kernels = dict(zip(_KERNELS, loaded, strict=True))
 
     def launch(name: str, grid: tuple[int, int], pointers: Sequence[int], numbers: Sequence[int]) -> None:
         stream = torch.cuda.current_stream(device).cuda_stream
-        driver.launch(kernels[name], grid, BLOCK_THREADS, stream, pointers, numbers)
+        kernels[name](grid, BLOCK_THREADS, stream, pointers, numbers)
 
     return launch
 

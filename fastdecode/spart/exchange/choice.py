@@ -17,8 +17,7 @@ from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.driver import Driver, DriverError
 from fastdecode.spart.exchange.graph import GraphStream
 from fastdecode.spart.exchange.stream_rows import Kernels
-from fastdecode.spart.exchange_kernels import ROW_THREADS, SOURCE
-from fastdecode.spart.exchange_kernels.compiler import CompileError, compile_kernels
+from fastdecode.spart.exchange_kernels.cupy_kernels import KernelError
 from fastdecode.transports._native import Proxy
 
 #: Device attributes that the bypass needs, each with the fault of a GPU or driver that lacks it.
@@ -86,7 +85,7 @@ def choose_exchange(
         if device.type != "cuda":
             raise BypassImpossible(f"the bypass needs CUDA, and the S-Part runs on {device.type}")
         return ChosenExchange("bypass", bypass=open_bypass(device, mini_batches, most_rows, spin_us))
-    except (BypassImpossible, DriverError, CompileError) as error:
+    except (BypassImpossible, DriverError, KernelError) as error:
         if wanted == "bypass":
             raise BypassImpossible(f"the exchange 'bypass' cannot be used: {error}") from None
         return ChosenExchange("staged", str(error))
@@ -94,7 +93,7 @@ def choose_exchange(
 
 def open_bypass(device: torch.device, mini_batches: int, most_rows: int, spin_us: int) -> Bypass:
     """A bypass on a CUDA device, once a stream has shown that it works. Raises BypassImpossible, DriverError,
-    CompileError."""
+    KernelError."""
     if fault := environment_fault(os.environ, mini_batches):
         raise BypassImpossible(fault)
     kernels = _kernels(device.index or 0)
@@ -109,7 +108,7 @@ def _kernels(device: int) -> Kernels:
     driver = Driver(device)
     if fault := device_fault(driver):
         raise BypassImpossible(fault)
-    return Kernels.load(driver, compile_kernels(driver.architecture, SOURCE, FD_ROW_THREADS=ROW_THREADS))
+    return Kernels.load(driver, device)
 
 
 def device_fault(driver: Driver) -> str | None:

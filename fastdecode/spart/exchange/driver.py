@@ -1,4 +1,4 @@
-"""Driver: the functions of the CUDA driver that torch lacks, through cuda-bindings. Only this module calls the driver.
+"""Driver: the functions of the CUDA driver that torch and CuPy lack, through cuda-bindings.
 
 A stream writes a word of host memory once everything before it in the stream is done, and waits until a word is large
 enough ("stream memory operations"). Host memory must be registered for that, and has another address on the device.
@@ -6,8 +6,6 @@ enough ("stream memory operations"). Host memory must be registered for that, an
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 _NOT_INSTALLED = "cuda-bindings is not installed: pip install 'fastdecode[cuda12]' or 'fastdecode[cuda13]'"
@@ -50,11 +48,6 @@ class Driver:
         number = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self._call("cuDeviceGetAttribute", number, self._device))
 
-    @property
-    def architecture(self) -> str:
-        """The device's architecture as compilers call it, such as "sm_89"."""
-        return f"sm_{self.attribute('COMPUTE_CAPABILITY_MAJOR')}{self.attribute('COMPUTE_CAPABILITY_MINOR')}"
-
     # -- host memory ----------------------------------------------------------------------------------------------
 
     def register(self, address: int, n_bytes: int) -> int:
@@ -79,22 +72,3 @@ class Driver:
         """Hold the stream until the 32-bit word is `value` or up to 2^31 - 1 more."""
         flags = self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         self._call("cuStreamWaitValue32", stream, address, value, int(flags))
-
-    def load_kernels(self, image: bytes, names: Sequence[str]) -> list[Any]:
-        """The functions `names` of a compiled source."""
-        module = self._call("cuModuleLoadData", image)
-        return [self._call("cuModuleGetFunction", module, name.encode()) for name in names]
-
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, int],
-        threads: int,
-        stream: int,
-        pointers: Sequence[int],
-        numbers: Sequence[int],
-    ) -> None:
-        """Launch a kernel whose arguments are pointers, and then unsigned 32-bit numbers."""
-        kinds = (ctypes.c_void_p,) * len(pointers) + (ctypes.c_uint,) * len(numbers)
-        packed = ((*pointers, *numbers), kinds)
-        self._call("cuLaunchKernel", kernel, *grid, 1, threads, 1, 1, 0, stream, packed, 0)

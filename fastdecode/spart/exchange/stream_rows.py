@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,15 @@ import torch
 from fastdecode.region.contract import REPLY_OFFSET, REQUEST_OFFSET
 from fastdecode.spart.exchange.base import LinkRows
 from fastdecode.spart.exchange.driver import Driver
-from fastdecode.spart.exchange_kernels import CHUNK_BYTES, ROW_THREADS, RowAddresses, SlotRows, row_addresses
+from fastdecode.spart.exchange_kernels import (
+    CHUNK_BYTES,
+    ROW_THREADS,
+    SOURCE,
+    RowAddresses,
+    SlotRows,
+    row_addresses,
+)
+from fastdecode.spart.exchange_kernels.cupy_kernels import Launch, load_kernels
 from fastdecode.transports.base import DataPath
 
 
@@ -76,13 +83,14 @@ class Kernels:
     """The functions of rows.cu, loaded."""
 
     driver: Driver
-    pack: Any
-    unpack: Any
+    pack: Launch
+    unpack: Launch
 
     @classmethod
-    def load(cls, driver: Driver, image: bytes) -> Kernels:
-        """Raises DriverError."""
-        return cls(driver, *driver.load_kernels(image, ("fd_pack_rows", "fd_unpack_rows")))
+    def load(cls, driver: Driver, device: int) -> Kernels:
+        """Raises KernelError."""
+        names = ("fd_pack_rows", "fd_unpack_rows")
+        return cls(driver, *load_kernels(SOURCE, {"FD_ROW_THREADS": ROW_THREADS}, names, device))
 
 
 class StreamRows:
@@ -108,8 +116,7 @@ class StreamRows:
     def post(self, layer: int, timeout: float = 0.0) -> None:
         """Write the layer's rows into the slots, then the words that ask for it."""
         tables = self._tables
-        self._driver.launch(
-            self._kernels.pack,
+        self._kernels.pack(
             (len(self.kv), 2),
             ROW_THREADS,
             self._stream,
@@ -124,8 +131,7 @@ class StreamRows:
         """Wait for the words that answer the layer, then read the O rows from the slots."""
         for gate in self._gates:
             self._driver.wait_word(self._stream, gate.reply, self._asked)
-        self._driver.launch(
-            self._kernels.unpack,
+        self._kernels.unpack(
             (len(self.o), 1),
             ROW_THREADS,
             self._stream,

@@ -1,6 +1,6 @@
 """CUDA kernels that move a step's rows straight between the S-Part's tensors and slots in mapped host memory.
 
-rows.cu has the kernels, `row_addresses` the tables that they read, compiler.py compiles them. They have been compiled
+rows.cu has the kernels, `row_addresses` the tables that they read, cupy_kernels.py loads them. They have been compiled
 for every architecture and run on a CPU, but on no GPU.
 """
 

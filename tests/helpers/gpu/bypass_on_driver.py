@@ -150,7 +150,7 @@ def main() -> None:
     cuda.use_here()
     with DriverDevice(cuda) as device:
         model = load_model(directory, device=NAME, dtype="fp32")
-        kernels = Kernels.load(cuda.product, cuda.image)  # which a process keeps
+        kernels = cuda.kernels()  # which a process keeps
         found = [run_engines(kernels, device, model, n_links, int(n)) for n in engines]
     for one in found:
         one["equal"] = [tokens == want for tokens in one.pop("tokens")]

@@ -16,7 +16,7 @@ from wire.link_driver import HANG_S
 
 from fastdecode.region.contract import POISON, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import Geometry
-from fastdecode.spart.exchange.stream_rows import Kernels, MappedRegion, StreamRows
+from fastdecode.spart.exchange.stream_rows import MappedRegion, StreamRows
 from fastdecode.spart.exchange_kernels import row_addresses
 from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import Link, StepCost
@@ -156,7 +156,7 @@ class CapturedStep:
         if left_out == "wait":
             gates = [replace(each, reply=always_open) for each in gates]
         driver, stream = cuda.product, int(self.stream)
-        kernels = Kernels.load(driver, cuda.image)
+        kernels = cuda.kernels()
         exchange = StreamRows(
             kernels, stream, gates, tuple(parts), dict(zip(("q", "kv", "o", "counts"), tables, strict=True))
         )

@@ -16,8 +16,10 @@ import pytest
 from sources.compiled import compiled
 
 from fastdecode.spart.exchange.driver import Driver
-from fastdecode.spart.exchange_kernels import ROW_THREADS, SOURCE
-from fastdecode.spart.exchange_kernels.compiler import compile_kernels
+from fastdecode.spart.exchange.stream_rows import Kernels
+from fastdecode.spart.exchange_kernels import ROW_THREADS
+from fastdecode.spart.exchange_kernels.cupy_kernels import Launch
+from gpu.compiled_by_cupy import compiled_by_cupy
 
 DEVICE_MAP = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 
@@ -60,7 +62,8 @@ class Cuda:
         self.image = self._compiled()
 
     def _compiled(self) -> bytes:
-        return compile_kernels(self.product.architecture, SOURCE, FD_ROW_THREADS=ROW_THREADS)
+        major, minor = (self.product.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        return compiled_by_cupy(f"sm_{major}{minor}")
 
     def reset(self, queues: int = 8, delay_us: int = 0, seed: int = 1) -> None:
         """The simulation: give up everything that exists, and start `queues` hardware queues, each of which delays
@@ -118,6 +121,19 @@ class Cuda:
         kinds = (ctypes.c_void_p,) * len(pointers) + (ctypes.c_uint,) * len(numbers)
         packed = (tuple(pointers + numbers), kinds)
         self.call("cuLaunchKernel", kernel, *grid, 1, ROW_THREADS, 1, 1, 0, stream, packed, 0)
+
+    def kernels(self) -> Kernels:
+        """The exchange's kernels, launched through cuda-bindings: CuPy runs on no simulated driver."""
+        return Kernels(self.product, *(self._launches(name) for name in ("fd_pack_rows", "fd_unpack_rows")))
+
+    def _launches(self, name: str) -> Launch:
+        kernel = self.kernel(name)
+
+        def launch(grid: tuple[int, int], threads: int, stream: int, pointers: Any, numbers: Any) -> None:
+            assert threads == ROW_THREADS
+            self.launch(kernel, grid, stream, [*pointers], [*numbers])
+
+        return launch
 
     def capture(self, stream: Any, work: Callable[[], None]) -> Any:
         """Capture what `work` submits to the stream. Returns the executable graph."""

@@ -23,7 +23,6 @@ from fastdecode.engine.runner import Runner
 from fastdecode.spart import load_model
 from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.choice import ChosenExchange
-from fastdecode.spart.exchange.stream_rows import Kernels
 from fastdecode.transports._native import Proxy
 from gpu.bypass_on_driver import DriverDevice
 from gpu.cuda_driver import SimulatedCuda, open_driver
@@ -66,7 +65,7 @@ def main() -> None:
     cuda.use_here()
     with DriverDevice(cuda) as device, tempfile.TemporaryDirectory() as folder:
         model = load_model(Path(sys.argv[1]), device=NAME, dtype="fp32")
-        kernels = Kernels.load(cuda.product, cuda.image)
+        kernels = cuda.kernels()
 
         def choose(wanted: str, on: torch.device, mini_batches: int, most_rows: int, spin_us: int) -> ChosenExchange:
             assert (wanted, on.type, mini_batches, most_rows) == ("auto", NAME, 2, 3)

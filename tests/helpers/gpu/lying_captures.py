@@ -21,7 +21,6 @@ from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange import bypass as bypass_module
 from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.choice import ChosenExchange
-from fastdecode.spart.exchange.stream_rows import Kernels
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from gpu.lying_device import NAME, LyingDevice, LyingStream, take_torchs_place
 from gpu.lying_driver import LyingDriver
@@ -39,8 +38,7 @@ def step(spart: Any, pos: int, tokens: list[int]) -> list[int]:
 
 def on_device(model: Any, device: LyingDevice, links: Any) -> tuple[Any, Any]:
     """An S-Part and its bypass, whose steps have up to 4 rows."""
-    driver: Any = LyingDriver(device)
-    bypass: Any = Bypass(Kernels.load(driver, b""), device.make_stream, most_rows=4)
+    bypass: Any = Bypass(LyingDriver(device).kernels(), device.make_stream, most_rows=4)
     return SPart(model, links, ChosenExchange("bypass", bypass=bypass)), bypass
 
 

@@ -16,6 +16,8 @@ import numpy as np
 
 from fastdecode.region.contract import REPLY_OFFSET, REQUEST_OFFSET
 from fastdecode.spart.exchange.driver import DriverError
+from fastdecode.spart.exchange.stream_rows import Kernels
+from fastdecode.spart.exchange_kernels.cupy_kernels import Launch
 from gpu.lying_device import LyingDevice
 
 _DEVICE = 1 << 60  # the device adds this to the address of registered memory
@@ -85,20 +87,18 @@ class LyingDriver:
 
         self._device.streams[stream].put(operation)
 
-    def load_kernels(self, image: bytes, names: Sequence[str]) -> list[Any]:
-        assert list(names) == ["fd_pack_rows", "fd_unpack_rows"]
-        return [self._pack, self._unpack]
+    def kernels(self) -> Kernels:
+        """The kernels, as loaded."""
+        driver: Any = self
+        return Kernels(driver, self._launch(self._pack), self._launch(self._unpack))
 
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, int],
-        threads: int,
-        stream: int,
-        pointers: Sequence[int],
-        numbers: Sequence[int],
-    ) -> None:
-        self._device.streams[stream].put(lambda: kernel(grid[0], pointers, numbers))
+    def _launch(self, kernel: Any) -> Launch:
+        def launch(
+            grid: tuple[int, int], threads: int, stream: int, pointers: Sequence[int], numbers: Sequence[int]
+        ) -> None:
+            self._device.streams[stream].put(lambda: kernel(grid[0], pointers, numbers))
+
+        return launch
 
     # -- the kernels of rows.cu, whose source tests/spart/test_exchange_kernels.py tests -------------------------------
 

@@ -37,7 +37,6 @@ from fastdecode.region.contract import REQUEST_OFFSET
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.choice import ChosenExchange
-from fastdecode.spart.exchange.stream_rows import Kernels
 from fastdecode.spart.exchange.streamed import Streamed
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
@@ -152,8 +151,7 @@ async def with_loss(directory: Path, nodes: Sequence[RNodeProcess], how: str) ->
     with device:
         model = load_model(directory, device=NAME, dtype="fp32")
         driver = ThreadedDriver(device)
-        kernels: Any = Kernels(driver, driver._pack, driver._unpack)  # type: ignore[arg-type]
-        bypass = Bypass(kernels, lambda: ThreadedStream(device), most_rows=8)
+        bypass = Bypass(driver.kernels(), lambda: ThreadedStream(device), most_rows=8)
         links = await links_to(nodes, model)
         regions = [bypass._region(link) for link in links]
         driver.requests = frozenset(
