@@ -1,37 +1,39 @@
-"""The parts of a proof, by name and in order. A part returns its results. It raises Skipped if it cannot run here, and
-another exception if it fails."""
+"""The parts of a proof, by name and in order. A part fills Setting.results. It raises Skipped if it cannot run here,
+OutOfTime at its bound, and another exception if it fails."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fastdecode.daemon.machine import usable_cpus
 from gpu_proof import round_trip, serving
-from gpu_proof.setting import Setting, Skipped
+from gpu_proof.setting import OutOfTime, Setting, Skipped
 
-_HOUR = 3600.0
 #: `fastdecode-bench checkpoint` for the shapes of these models. Decode speed does not depend on the weights' values.
-_LARGE = "--layers 32 --hidden 4096 --heads 32 --head-size 128"
-SHAPES = {
-    "Llama-3-8B": f"{_LARGE} --kv-heads 8 --intermediate 14336 --vocab 128256",
-    "Llama-2-7B": f"{_LARGE} --kv-heads 32 --intermediate 11008 --vocab 32000",
-}
+_LARGE = "--layers 32 --hidden 4096 --heads 32 --head-size 128 --kv-heads 8 --intermediate 14336 --vocab 128256"
+_SMALL = "--layers 28 --hidden 3072 --heads 24 --head-size 128 --kv-heads 8 --intermediate 8192 --vocab 128256"
+SHAPES = {"Llama-3-8B": _LARGE, "Llama-3.2-3B": _SMALL}
+_LARGE_GIB = 20  # of a GPU that holds the larger model in fp16
 _TINY = "--layers 2 --hidden 64 --heads 4 --head-size 16 --kv-heads 2 --intermediate 128 --vocab 4096"
-BATCHES = (32, 64, 128, 256, 512, 1024)
-FORMATS = ("fp16", "int8")
+BATCHES = (32, 64, 256)
 CONTEXT = 512  # cached tokens of each sequence
+#: The matrices of Llama-3-8B: Q, K and V; O; gate and up; down.
+MATRICES = ("6144x4096", "4096x4096", "28672x4096", "4096x14336")
 
 
-def machine(setting: Setting) -> dict[str, Any]:
+def machine(setting: Setting) -> None:
     """The machine and the packages that the proof runs on."""
-    packages = ("torch", "cuda-bindings", "nvidia-cuda-nvrtc-cu12", "transformers", "vllm")
+    packages = ("torch", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "humming-kernels", "transformers")
     found = {"cpu": platform.processor() or platform.machine(), "cpus": len(usable_cpus())}
     found["ram_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
     found |= {package: _version(package) for package in packages}
@@ -46,7 +48,7 @@ def machine(setting: Setting) -> dict[str, Any]:
         found[name] = int(cuda.call("cuDeviceGetAttribute", number, device))
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
         found[name] = os.environ.get(name, "")
-    return found
+    setting.results |= found
 
 
 def _version(package: str) -> str:
@@ -56,88 +58,113 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _pytest(setting: Setting, name: str, *arguments: str, steps: int = 300) -> dict[str, Any]:
+def _pytest(setting: Setting, name: str, *arguments: str, steps: int = 300) -> None:
     """Counts of a run of pytest. Raises RuntimeError if a test fails, Skipped if none runs."""
     report = setting.out / f"{name}.xml"
-    hours = 0.5 + steps / 20_000
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
-    setting.run(name, command, hours * _HOUR, FASTDECODE_STEPS=str(steps))
-    suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-    counts = {key: int(suite.get(key, 0)) for key in ("tests", "skipped", "failures", "errors")}
-    reasons = sorted({skipped.get("message", "") for skipped in suite.iter("skipped")})
+    try:
+        setting.run(name, command, FASTDECODE_STEPS=str(steps))
+    finally:
+        if report.exists():
+            suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+            counts = {key: int(suite.get(key, 0)) for key in ("tests", "skipped", "failures", "errors")}
+            reasons = sorted({skipped.get("message", "") for skipped in suite.iter("skipped")})
+            setting.results |= {**counts, "skipped because": "; ".join(reasons)}
     if counts["tests"] == counts["skipped"]:
         raise Skipped("; ".join(reasons))
-    return {**counts, "skipped because": reasons}
 
 
-def tests(setting: Setting) -> dict[str, Any]:
+def tests(setting: Setting) -> None:
     """The tests of tests/gpu but that of this proof, and those of the kernels."""
     names = ("driver", "exchange", "replays", "bypass")
     files = [*(f"tests/gpu/test_{name}.py" for name in names), "tests/spart/test_exchange_kernels.py"]
-    return _pytest(setting, "tests", *files)
+    _pytest(setting, "tests", *files)
 
 
-def steps(setting: Setting) -> dict[str, Any]:
+def steps(setting: Setting) -> None:
     """Replays of captured steps over shared memory and TCP, bit for bit like the host's."""
     which = "bit_for_bit and 8]" if setting.simulated else "bit_for_bit"  # 1 and 32 queues are for the tests above
-    results = _pytest(setting, "steps", "tests/gpu/test_replays.py", "-k", which, steps=setting.steps)
-    return {**results, "steps of each test": setting.steps}
+    setting.results["steps of each test"] = setting.steps
+    _pytest(setting, "steps", "tests/gpu/test_replays.py", "-k", which, steps=setting.steps)
 
 
-def watchdog(setting: Setting) -> dict[str, Any]:
+def watchdog(setting: Setting) -> None:
     """R-nodes that are killed at every layer, stopped, or late: no stream hangs."""
     files = ["tests/gpu/test_replays.py", "tests/transports/test_device.py"]
-    return _pytest(setting, "watchdog", *files, "-k", "outlives or waits_for or killed or late")
+    _pytest(setting, "watchdog", *files, "-k", "outlives or waits_for or killed or late")
 
 
-def throughput(setting: Setting) -> dict[str, Any]:
-    """Output tokens a second of the split system, of its two parts, and of vLLM where it is installed."""
-    if not setting.simulated:
-        setting.need_torch_cuda()
-    shapes = {"tiny": _TINY} if setting.simulated else SHAPES
-    batches, formats = ((4,), FORMATS[:1]) if setting.simulated else (BATCHES, FORMATS)
-    peers = ["--peer", "vllm"] if "FASTDECODE_VLLM_PYTHON" in os.environ and not setting.simulated else []
-    cells = []
+def throughput(setting: Setting) -> None:
+    """Output tokens a second of the split system, by the exchange that a node takes, of its two parts, and of peers."""
+    setting.results |= {"cells": [], "peers": []}
+    batches, context = ((4,), 16) if setting.simulated else (BATCHES, CONTEXT)
     with tempfile.TemporaryDirectory(dir=setting.out) as folder:
-        for shape, options in shapes.items():
-            model = Path(folder, shape)
-            checkpoint = ["-m", "fastdecode.bench.cli", "checkpoint", "--out", str(model), "--dtype", "fp16"]
-            setting.run("checkpoint", [*checkpoint, *options.split()], _HOUR)
-            for kv_dtype in formats:
-                for batch in batches[:1] if setting.quick else batches:
-                    cells.append(_decode(setting, shape, model, kv_dtype, batch, peers))
-    return {
-        "context": CONTEXT if not setting.simulated else 16,
-        "vllm": "beside it, not bounded to the same GPU memory" if peers else "FASTDECODE_VLLM_PYTHON is not set",
-        "cells": cells,
-    }
+        name, shape = _shape(setting)
+        model = Path(folder, name)
+        setting.results["model"] = name
+        checkpoint = ["-m", "fastdecode.bench.cli", "checkpoint", "--out", str(model)]
+        setting.run("checkpoint", [*checkpoint, "--dtype", "fp32" if setting.simulated else "fp16", *shape.split()])
+        ends = setting.part_ends
+        setting.part_ends -= setting.left() / 2
+        try:
+            _decode(setting, model, batches, context)
+        except OutOfTime as bound:
+            setting.results["decode"] = str(bound)
+        setting.part_ends = ends
+        dtype = "float32" if setting.simulated else "float16"
+        command = ["-m", "gpu_proof.peers", str(model), setting.device, dtype]
+        for line in setting.lines("peers", [*command, *(f"{batch}:{context}" for batch in batches)]):
+            setting.results["peers"].append(_rounded(setting, json.loads(line)))
 
 
-def _decode(setting: Setting, shape: str, model: Path, kv_dtype: str, batch: int, peers: list[str]) -> dict[str, Any]:
-    cell: dict[str, Any] = {"model": shape, "kv_dtype": kv_dtype, "batch": batch}
-    small = ["--dtype", "fp32", "--context", "16", "--steps", "2", "--rounds", "1"]
-    sizes = small if setting.simulated else ["--dtype", "fp16", "--context", str(CONTEXT)]
-    command = ["decode", "--model", str(model), "--device", setting.device, "--kv-dtype", kv_dtype]
+def _shape(setting: Setting) -> tuple[str, str]:
+    """The name and the options of the model that the GPU holds."""
+    if setting.simulated:
+        return "tiny", _TINY
+    large = torch.cuda.get_device_properties(0).total_memory >= _LARGE_GIB << 30
+    name = "Llama-3-8B" if large and setting.memory_gib >= _LARGE_GIB else "Llama-3.2-3B"
+    return name, SHAPES[name]
+
+
+def _decode(setting: Setting, model: Path, batches: Sequence[int], context: int) -> None:
+    """The cells of `fastdecode-bench decode`, which keeps each as it ends."""
+    out = setting.out / "decode.json"
+    out.unlink(missing_ok=True)
+    command = ["decode", "--model", str(model), "--device", setting.device, "--kv-dtype", "int8", "--out", str(out)]
+    command += [part for batch in batches for part in ("--batch", str(batch))]
+    sizes = ["fp32", "--steps", "2", "--rounds", "1"] if setting.simulated else ["fp16", "--cell-seconds", "20"]
     try:
-        command += ["--batch", str(batch), *sizes, *peers]
-        found = setting.bench(f"decode-{shape}-{kv_dtype}-{batch}", *command, timeout=_HOUR)
-    except RuntimeError as error:
-        return {**cell, "failed": str(error)}  # too large for the memory, for example
-    cell["exchange"] = found["exchange"]
-    for name in ("tokens_per_s", "s_tokens_per_s", "r_tokens_per_s"):
-        cell[name] = setting.timed(found[name])
-    for peer, numbers in found["peers"].items():
-        cell[f"{peer}_tokens_per_s"] = setting.timed(numbers["tokens_per_s"])
-    return cell
+        setting.bench("decode", *command, "--context", str(context), "--dtype", *sizes)
+    finally:
+        kept = json.loads(out.read_text()) if out.exists() else {"rows": []}
+        setting.results["exchange"] = kept.get("exchange", "")
+        names = ("batch", "context", "kv_dtype", "tokens_per_s", "s_tokens_per_s", "r_tokens_per_s", "note")
+        rows = [{name: row[name] for name in names if row.get(name)} for row in kept["rows"]]
+        setting.results["cells"] = [_rounded(setting, row) for row in rows]
 
 
-PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
-    "machine": machine,
-    "tests": tests,
-    "tokens": serving.against_transformers,
-    "exchanges": serving.bypass_against_staged,
-    "watchdog": watchdog,
-    "steps": steps,
-    "round-trip": round_trip.measure,
-    "throughput": throughput,
+def _rounded(setting: Setting, cell: dict[str, Any]) -> dict[str, Any]:
+    """A cell whose times and rates are those of this machine, if it has a GPU."""
+    return {name: setting.timed(value) if isinstance(value, float) else value for name, value in cell.items()}
+
+
+def weights(setting: Setting) -> None:
+    """Products with weights in 16, 8 and 4 bits: the packed ones are to be 1.5 and 2.2 times as fast for few rows."""
+    setting.results["cells"] = []
+    matrices = ("96x128",) if setting.simulated else MATRICES
+    for line in setting.lines("weights", ["-m", "gpu_proof.products", setting.device, *matrices]):
+        setting.results["cells"].append(_rounded(setting, json.loads(line)))
+
+
+#: Each part with the share of the proof's time that it may take, the important ones first.
+PARTS: dict[str, tuple[Callable[[Setting], None], float]] = {
+    "machine": (machine, 0.05),
+    "tokens": (serving.against_transformers, 0.15),
+    "exchanges": (serving.bypass_against_staged, 0.2),
+    "throughput": (throughput, 0.45),
+    "weights": (weights, 0.15),
+    "round-trip": (round_trip.measure, 0.1),
+    "watchdog": (watchdog, 0.15),
+    "tests": (tests, 0.2),
+    "steps": (steps, 1.0),
 }

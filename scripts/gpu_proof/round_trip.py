@@ -60,24 +60,26 @@ class StagedStep:
         return self._cuda.download(self._o, self._payload.q)
 
 
-def measure(setting: Setting) -> dict[str, Any]:
+def measure(setting: Setting) -> None:
     """Microseconds a layer over shared memory and TCP, and whether both ways give the same bits."""
     cuda = setting.driver()
     heads, sizes = ((4, 2, 16), [1, 8]) if setting.simulated else ((32, 8, 128), [1, 8, 32, 64, 128, 256])
-    cells = []
+    cells: list[dict[str, Any]] = []
+    shape = ", ".join(map(str, heads))
+    setting.results |= {"layers": _LAYERS, "repeats": _REPEATS, "q_heads, kv_heads, head_size": shape, "cells": cells}
     for transport in ("shm", "tcp"):
         with tempfile.TemporaryDirectory() as folder:
             url = {"shm": f"shm://{folder}/r.sock", "tcp": "tcp://127.0.0.1:0"}[transport]
             node = RNodeProcess(url, _KV_BYTES)
             try:
-                for rows in sizes[:2] if setting.quick else sizes:
+                for rows in sizes:
+                    setting.left()
                     geometry = Geometry(2, rows, _LAYERS, *heads, act_dtype="fp16")
                     cells.append(asyncio.run(_cell(setting, cuda, node.url, transport, geometry)))
             finally:
                 node.end()
     if not all(cell["equal"] for cell in cells):
         raise RuntimeError(f"bypass and staged differ: {cells}")
-    return {"layers": _LAYERS, "repeats": _REPEATS, "q_heads, kv_heads, head_size": list(heads), "cells": cells}
 
 
 async def _cell(setting: Setting, cuda: Cuda, url: str, transport: str, geometry: Geometry) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def _complete(url: str, prompt: list[int], seed: int, sampling: dict[str, Any]) 
         return json.load(response)["choices"][0]
 
 
-def against_transformers(setting: Setting) -> dict[str, Any]:
+def against_transformers(setting: Setting) -> None:
     """Greedy answers of an S-node against those of `generate` on the same device."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -62,12 +62,12 @@ def against_transformers(setting: Setting) -> dict[str, Any]:
         want.append(tokenizer.decode(made[0, len(prompt) :]))
     got = [choice["text"] for choice in asyncio.run(answers(setting, "tokens", temperature=0))]
     equal = sum(a == b for a, b in zip(got, want, strict=True))
+    setting.results |= {"device": setting.device, "prompts": len(want), "tokens of each": _TOKENS, "equal": equal}
     if equal != len(want):
         raise RuntimeError(f"{equal} of {len(want)} answers are equal: {got} instead of {want}")
-    return {"device": setting.device, "prompts": len(want), "tokens of each": _TOKENS, "equal": equal}
 
 
-def bypass_against_staged(setting: Setting) -> dict[str, Any]:
+def bypass_against_staged(setting: Setting) -> None:
     """Tokens and log-probabilities of the two exchanges, greedy and drawn. A captured step multiplies other numbers of
     rows than a staged one, so its sums round otherwise."""
     setting.need_torch_cuda()
@@ -79,13 +79,14 @@ def bypass_against_staged(setting: Setting) -> dict[str, Any]:
         ]
         compared += len(both[0])
         furthest = max(furthest, *map(difference, *both))
+        setting.results[f"answers compared, with {_TOP} log-probabilities a token"] = compared
+        setting.results |= {"largest difference": f"{furthest:.1e}", "tolerance": f"{bound:.1e}"}
+        setting.left()
         if furthest > bound:
             raise RuntimeError(
                 f"the answers differ by {furthest:.1e} (tolerance {bound:.1e}) at temperature {temperature}: "
                 f"see {setting.out}"
             )
-    numbers = {"largest difference": f"{furthest:.1e}", "tolerance": f"{bound:.1e}"}
-    return {f"answers compared, with {_TOP} log-probabilities a token": compared, **numbers}
 
 
 def tolerance(model: Path) -> float:

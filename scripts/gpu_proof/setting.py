@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +23,42 @@ class Skipped(Exception):
     """A part cannot be run here; the message gives the reason."""
 
 
-@dataclass(frozen=True)
+class OutOfTime(Exception):
+    """A part has reached its bound; what it has measured stays."""
+
+
+#: A process that is told to end may write down what it has.
+_GRACE_S = 10.0
+
+
+@dataclass
 class Setting:
     simulated: bool
     out: Path
     steps: int
     memory_gib: float
-    quick: bool
+    ends: float  # the proof, by time.monotonic()
+    part_ends: float = 0.0  # the part that runs
+    results: dict[str, Any] = field(default_factory=dict)  # of that part, as far as it has come
 
     @classmethod
-    def here(cls, out: Path, steps: int, memory_gib: float, quick: bool) -> Setting:
-        return cls(not cuda_driver.has_driver(), out, steps, memory_gib, quick)
+    def here(cls, out: Path, steps: int, memory_gib: float, minutes: float) -> Setting:
+        return cls(not cuda_driver.has_driver(), out, steps, memory_gib, time.monotonic() + 60 * minutes)
+
+    def begin(self, seconds: float) -> None:
+        """A part begins, which may take so long. Raises Skipped if no time is left."""
+        self.results = {}
+        left = self.ends - time.monotonic()
+        if left <= 0:
+            raise Skipped("no time is left: raise --minutes, or run it alone (--only)")
+        self.part_ends = time.monotonic() + min(seconds, left)
+
+    def left(self) -> float:
+        """The seconds that the part may still take. Raises OutOfTime."""
+        left = self.part_ends - time.monotonic()
+        if left <= 0:
+            raise OutOfTime("the part has reached its bound")
+        return left
 
     @property
     def device(self) -> str:
@@ -55,29 +83,53 @@ class Setting:
         """A time or a rate for the results; the simulation has none."""
         return "simulated" if self.simulated else round(value, digits)
 
-    def run(self, name: str, command: list[str], timeout: float, **environment: str) -> str:
-        """Run a Python command from the project's folder. Returns its standard output. Raises RuntimeError."""
+    def lines(self, name: str, command: list[str], **environment: str) -> Iterator[str]:
+        """Run a Python command from the project's folder, and end it at the part's bound. Yields the lines that it
+        prints. Raises OutOfTime, and RuntimeError if the command fails."""
         log = self.out / f"{name}.log"
         with log.open("w") as errors:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=ROOT,
                 env=os.environ | environment,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                timeout=timeout,
             )
-        if done.returncode:
-            raise RuntimeError(f"exit status {done.returncode}, see {log}: {done.stdout[-500:]}")
-        return done.stdout
+            ended: list[bool] = []
 
-    def bench(self, name: str, *arguments: str, timeout: float) -> dict[str, Any]:
-        """The results that `fastdecode-bench ... --json` prints, with the GPU's memory bounded."""
+            def end() -> None:
+                ended.append(True)
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(_GRACE_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+            bound = threading.Timer(self.left(), end)
+            bound.start()
+            try:
+                assert process.stdout is not None
+                yield from process.stdout
+                process.wait()
+            finally:
+                bound.cancel()
+                if process.poll() is None:
+                    process.kill()
+        if ended:
+            raise OutOfTime(f"{name} has reached the part's bound")
+        if process.returncode:
+            raise RuntimeError(f"exit status {process.returncode}, see {log}")
+
+    def run(self, name: str, command: list[str], **environment: str) -> str:
+        """All that a command prints; see `lines`."""
+        return "".join(self.lines(name, command, **environment))
+
+    def bench(self, name: str, *arguments: str) -> str:
+        """What `fastdecode-bench` prints, with the GPU's memory bounded."""
         code = "import sys, torch; from fastdecode.bench.cli import main; share = float(sys.argv.pop(1)); "
         code += "share and torch.cuda.set_per_process_memory_fraction(share); main()"
         share = 0.0
         if not self.simulated:
             share = min(1.0, self.memory_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-        result: dict[str, Any] = json.loads(self.run(name, ["-c", code, str(share), *arguments, "--json"], timeout))
-        return result
+        return self.run(name, ["-c", code, str(share), *arguments])

@@ -7,6 +7,8 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ pytestmark = [pytest.mark.tools, pytest.mark.timeout(300)]
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from gpu_proof import page, parts, serving  # noqa: E402
+from gpu_proof import parts, peers, serving  # noqa: E402
 
 #: The parts that are runs of tests, which the whole suite runs anyway.
 TESTS = {"tests", "watchdog", "steps"}
@@ -35,30 +37,68 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def test_the_proof_runs_here(tmp_path):
+def prove(out: Path, *arguments: str) -> dict[str, Any]:
+    """The results of a run without a GPU."""
     if reason := cuda_driver.missing():
         pytest.skip(reason)
     if cuda_driver.has_driver():
         pytest.skip("this machine has a driver of its own")
-    names = [name for name in parts.PARTS if name not in TESTS]
-    assert names == ["machine", "tokens", "exchanges", "round-trip", "throughput"] and set(parts.PARTS) > TESTS
-    only = [argument for name in names for argument in ("--only", name)]
-    command = [sys.executable, str(ROOT / "scripts/prove_on_gpu.py"), "--quick", "--out", str(tmp_path), *only]
+    command = [sys.executable, str(ROOT / "scripts/prove_on_gpu.py"), "--out", str(out), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    proof = json.loads((tmp_path / "proof.json").read_text())
-    assert proof["simulated"] is True and proof["memory_gib"] == 24.0
+    return json.loads((out / "proof.json").read_text())
+
+
+def test_the_proof_runs_here(tmp_path):
+    names = [name for name in parts.PARTS if name not in TESTS]
+    assert names == ["machine", "tokens", "exchanges", "throughput", "weights", "round-trip"]
+    assert set(parts.PARTS) > TESTS
+    proof = prove(tmp_path, *(argument for name in names for argument in ("--only", name)))
+    assert proof["simulated"] is True and proof["card"] == "simulated"
     states = {part["name"]: part["status"] for part in proof["parts"]}
     assert states == dict.fromkeys(names, "passed") | {"exchanges": "skipped"}
     results = [part["results"] | {"seconds": part["seconds"]} for part in proof["parts"]]
     assert "simulated" in leaves(results) and not any(isinstance(leaf, float) for leaf in leaves(results))
-    (cell,) = proof["parts"][4]["results"]["cells"]
-    assert cell["exchange"] == "direct"  # of a CPU; "bypass" on a GPU
+    found = {part["name"]: part["results"] for part in proof["parts"]}
+    (cell,) = found["throughput"]["cells"]
+    assert found["throughput"]["exchange"] == "direct"  # of a CPU; "bypass" on a GPU
     assert {cell[name] for name in ("tokens_per_s", "s_tokens_per_s", "r_tokens_per_s")} == {"simulated"}
-    trips = proof["parts"][3]["results"]["cells"]
+    peers = [(cell["peer"], cell["tokens_per_s"]) for cell in found["throughput"]["peers"]]
+    assert peers == [(name, "simulated") for name in ("kv on the GPU", "kv copied", "transformers")]
+    assert [cell["rows"] for cell in found["weights"]["cells"]] == [1, 4, 16, 64, 512]
+    trips = found["round-trip"]["cells"]
     assert {cell["transport"] for cell in trips} == {"shm", "tcp"} and all(cell["equal"] for cell in trips)
-    text = (tmp_path / "proof.html").read_text()
-    assert "no time and no rate below means anything" in text and "torch cannot use the simulated driver" in text
+    page = (tmp_path / "proof.md").read_text()
+    assert "no time and no rate below means anything" in page and "torch cannot use the simulated driver" in page
+    assert "| kv copied | 4 | 16 | simulated | simulated |" in page
+
+
+def test_a_part_at_its_bound_keeps_what_it_has(tmp_path):
+    """Two seconds are too few for the parts, and none is left for the last one."""
+    proof = prove(tmp_path, "--minutes", "0.05", "--only", "machine", "--only", "steps", "--only", "weights")
+    assert [part["status"] for part in proof["parts"]] == ["passed", "cut", "skipped"]
+    assert proof["parts"][1]["results"]["steps of each test"] == 20_000
+    assert "raise --minutes" in proof["parts"][2]["reason"]
+
+
+@pytest.mark.parametrize("kind", [peers.GPUCache, peers.CopiedCache])
+def test_peers_attend(kind):
+    """Each query head to all cached tokens and the step's own, in float64."""
+    torch.manual_seed(0)
+    shape = SimpleNamespace(n_q_heads=4, n_kv_heads=2, head_size=8, n_layers=3, row_sizes=(32, 32, 32))
+    model = SimpleNamespace(device=torch.device("cpu"), config=shape, dtype=torch.float32)
+    cache = kind(model, 5, 7)
+    if kind is peers.CopiedCache:
+        cache.begin()
+    for layer in range(3):
+        stored = cache.caches[layer].double()
+        cache.q.normal_()
+        cache.kv.normal_()
+        cache.post(layer)
+        k, v = torch.cat([stored[:, :, :7], cache.kv.double().view(5, 4, 1, 8)], dim=2).split(2, dim=1)
+        q = cache.q.double().view(5, 2, 2, 8)
+        want = (q @ k.mT / 8**0.5).softmax(3) @ v
+        torch.testing.assert_close(cache.o.double(), want.reshape(5, -1), rtol=1e-5, atol=1e-5)
 
 
 def choices(model: Any, dtype: torch.dtype) -> list[Any]:
@@ -89,11 +129,3 @@ def test_log_probabilities_are_compared_with_a_tolerance_that_rounding_keeps():
             parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
     assert min(map(serving.difference, exact, choices(model, torch.float32))) > bound
     assert serving.difference(exact[0], {**exact[0], "text": "another"}) == math.inf
-
-
-def test_a_page_has_a_plot_of_every_series():
-    pytest.importorskip("matplotlib")
-    cell = {"model": "Llama-3-8B", "kv_dtype": "int8", "batch": 32, "tokens_per_s": 1.5, "vllm_tokens_per_s": 1.0}
-    part = {"name": "throughput", "status": "passed", "reason": "", "results": {"cells": [cell, cell | {"batch": 64}]}}
-    text = page.html({"simulated": False, "parts": [part]})
-    assert text.count("<svg") == 1 and "Llama-3-8B int8 vllm_tokens" in text and "<td>1.5</td>" in text
