@@ -12,8 +12,9 @@ from quick import quick
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
-from fastdecode.spart.decoder import decoder as decoder_module
+from fastdecode.spart.decoder import layer_pass
 from fastdecode.spart.decoder.joints import JointRows, make_joints, why_no_joints
+from fastdecode.spart.decoder.layer_pass import StepState
 from fastdecode.spart.decoder.ops_choice import make_block_ops
 from fastdecode.spart.decoder.weights import Balance
 from fastdecode.spart.step.batch import Chunk, StepBatch
@@ -89,7 +90,7 @@ async def test_a_joint_gives_the_results_of_its_operations(form, isa, tmp_path, 
     with_joints = await logits(SPart, tmp_path / "a", model)
     n_joints = 4 * (model.config.n_layers + 1) if joints_of(model) else 0
     assert counted == [True] * n_joints
-    monkeypatch.setattr(decoder_module, "make_joints", lambda *_: None)
+    monkeypatch.setattr(layer_pass, "make_joints", lambda *_: None)
     one_by_one = await logits(SPart, tmp_path / "b", model)
     assert len(counted) == n_joints
     for got, want in zip(with_joints, one_by_one, strict=True):
@@ -143,13 +144,13 @@ def test_linears_of_other_sizes_are_refused():
 @pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
 async def test_the_last_layer_finishes_only_rows_with_a_token_to_draw(tmp_path, monkeypatch):
     model, rows = load("llama-gqa", "int8"), []
-    real = decoder_module.StepState.keep
+    real = StepState.keep
 
     def keep(self, wanted):
         kept = real(self, wanted)
         rows.append(len(self.x))
         return kept
 
-    monkeypatch.setattr(decoder_module.StepState, "keep", keep)
+    monkeypatch.setattr(StepState, "keep", keep)
     await logits(SPart, tmp_path, model)
     assert rows == [1, 2, 1, 2]  # a step that only decodes keeps its rows as they are

@@ -9,6 +9,7 @@ from models.spart_steps import GREEDY, linked, run, text
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
+from fastdecode.spart.decoder.layer_pass import DecoderLayers
 from fastdecode.spart.decoder.weights import Balance
 from fastdecode.spart.exchange.base import Exchange
 from fastdecode.spart.prefill.prompt_attention import PackedAttention
@@ -80,7 +81,7 @@ async def test_prompts_attend_as_layer_after_layer(name, weights, tmp_path, call
     at_once, _ = await outputs(model, tmp_path / "b", 1, "shm", n_slots=1)
     for got, want in zip(at_once, layer_after_layer, strict=True):
         assert torch.equal(got.logits, want.logits)
-    assert bool(calls) == (SPart(model, [])._joints is not None)
+    assert bool(calls) == (DecoderLayers(model).joints is not None)
 
 
 @pytest.mark.parametrize(("change", "match"), [
@@ -96,7 +97,7 @@ async def test_prompts_attend_as_layer_after_layer(name, weights, tmp_path, call
     ({"layers": 1}, "the model's layers"),
 ])  # fmt: skip
 def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
-    joints, attention = SPart(model, [])._joints, PackedAttention(model.dtype)
+    joints, attention = DecoderLayers(model).joints, PackedAttention(model.dtype)
     good = {"first": 0, "rows": 4, "pos": 60, "layers": model.config.n_layers}
     good |= {"head_words": attention.words(model.config.heads_of(0), 64), "window": 0, "segment": 0}
 
@@ -110,7 +111,7 @@ def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
 
 
 def test_prompts_of_another_kind_are_refused(model):
-    joints, attention = SPart(model, [])._joints._native, PackedAttention(model.dtype).native
+    joints, attention = DecoderLayers(model).joints._native, PackedAttention(model.dtype).native
     step = (*[0] * 9, 4, 1)
     with pytest.raises(TypeError, match="of the joints' dtype"):
         joints.spart_layers(step, (PackedAttention(torch.float16).native, 1.0, []))

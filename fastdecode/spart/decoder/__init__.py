@@ -1,6 +1,8 @@
 """The native decoder: a step of one mini-batch through all layers of a model.
 
 decoder     SPart: a step, a generator that yields while the R-nodes attend
+step_rows   StepRows: the rows of a step, from its chunks
+layer_pass  DecoderLayers and StepState: the layers, and the way of a step through them
 weights     Model: configuration and parameters
 layers      norms and activations in torch
 rope        rotary position embedding

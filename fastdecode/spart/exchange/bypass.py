@@ -171,7 +171,7 @@ class Bypass:
 
     @torch.inference_mode()
     def takes(self, spart: Captured, rows: Any, slot: int) -> bool:
-        """True if `step` can run `rows`, a decoder.StepRows: they decode, are not too many, and have a graph.
+        """True if `step` can run `rows`, a StepRows: they decode, are not too many, and have a graph.
 
         A missing graph is captured in another thread. After a capture that fails, no step is taken any more.
         """

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from fastdecode.spart.decoder.decoder import LayerPass, SPart, StepRows
+from fastdecode.spart.decoder.decoder import SPart
+from fastdecode.spart.decoder.layer_pass import LayerPass
+from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock
 from fastdecode.spart.exchange import Exchange, RowExchange
 from fastdecode.spart.exchange.choice import ChosenExchange

@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 
 from fastdecode.spart.checkpoints.config import Rope
-from fastdecode.spart.decoder.decoder import SPart, StepState
+from fastdecode.spart.decoder.layer_pass import DecoderLayers, StepState
 from fastdecode.spart.decoder.rope import RotaryEmbedding, apply_rope
 from fastdecode.spart.decoder.weights import Balance, Layer, Model
 from fastdecode.spart.int4.probe import prompt_state, sequences_of
@@ -52,7 +52,7 @@ def hadamard_by_s_node(kv_dtype: str) -> HadamardHeads:
 
 @torch.inference_mode()
 def balance_for(model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> None:
-    """Give each layer of a model its matrices, which SPart then applies, if the KV-cache stores V in 4 bits; take them
+    """Give each layer of a model its matrices, which steps then apply, if the KV-cache stores V in 4 bits; take them
     away if not. Models of the transformers backend, and models whose layers keep states, have none. `tokens` are those
     of some text; with 4 bits this computes at most 1,024 of them."""
     if not isinstance(model, Model) or model.config.delta is not None:
@@ -61,14 +61,14 @@ def balance_for(model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> Non
         layer.balance = None
     if not kv_dtype.endswith("int4"):
         return
-    spart = SPart(model, [])
+    layers = DecoderLayers(model)
     generator = torch.Generator().manual_seed(0)
     config = model.config
     latest = min(_LATEST, config.max_positions)
     found = []
     for sequence in sequences_of(config, tokens)[:_SEQUENCES]:
         later = torch.randint(max(latest - len(sequence), 1), (len(sequence),), generator=generator)
-        found.append(_second_moments(spart, sequence, later))
+        found.append(_second_moments(layers, sequence, later))
     for layer, *of_sequences in zip(model.weights.layers, *found, strict=True):
         queries, keys, values = (sum(kind) for kind in zip(*of_sequences, strict=True))
         turned = hadamard_matrix(config.head_size)
@@ -162,12 +162,12 @@ def _power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
 
 
 def _second_moments(
-    spart: SPart, tokens: torch.Tensor, later: torch.Tensor
+    layers: DecoderLayers, tokens: torch.Tensor, later: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The second moments of Q and K, after RoPE, and of V, of each layer: fp64 [KV heads, head_size, head_size]. Each
     row of Q and K counts at its own position and at one that is `later` [tokens] behind it."""
-    model, n_kv = spart.model, spart.model.config.n_kv_heads
-    state = prompt_state(spart, [tokens])
+    model, n_kv = layers.model, layers.model.config.n_kv_heads
+    state = prompt_state(layers, [tokens])
     moments = []
     turn = _turns(model.config.rope, model.config.head_size, later)
     for i, layer in enumerate(model.weights.layers):

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import torch
 
-from fastdecode.spart.decoder.decoder import SPart
+from fastdecode.spart.decoder.layer_pass import DecoderLayers
 from fastdecode.spart.decoder.weights import Layer, Model
 from fastdecode.spart.int4.gptq import quantise_compensated, second_moments
 from fastdecode.spart.int4.probe import prompt_state, sequences_of
@@ -72,8 +72,8 @@ class Calibration:
 
     def __init__(self, model: Model, tokens: Sequence[int]):
         """`model` has all weights before its blocks. `tokens` are those of a text; the model knows some of them."""
-        self._spart = SPart(model, [])
-        self._state = prompt_state(self._spart, sequences_of(model.config, tokens)[:_SEQUENCES])
+        self._layers = DecoderLayers(model)
+        self._state = prompt_state(self._layers, sequences_of(model.config, tokens)[:_SEQUENCES])
 
     def pass_block(self, index: int, layer: Layer) -> None:
         """Bring the tokens through the block `index`, which rounds its linears, to the next."""
@@ -83,4 +83,4 @@ class Calibration:
 
     def head_moments(self) -> torch.Tensor:
         """The second moments of the LM head's inputs, fp32 [embed_size, embed_size], after all blocks."""
-        return second_moments(self._spart.head_inputs(self._state.x).float())
+        return second_moments(self._layers.head_inputs(self._state.x).float())

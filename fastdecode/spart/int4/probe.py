@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.decoder import SPart, StepState
+from fastdecode.spart.decoder.layer_pass import DecoderLayers, StepState
 from fastdecode.spart.decoder.weights import Model
 from fastdecode.spart.prefill.prompt import PromptCache
 from fastdecode.spart.step.batch import Chunk, SampleSpec
@@ -24,9 +24,9 @@ def sequences_of(config: ModelConfig, tokens: Sequence[int]) -> list[torch.Tenso
     return [torch.cat([begin, some]) for some in known.split(length)]
 
 
-def prompt_state(spart: SPart, sequences: Sequence[torch.Tensor]) -> StepState:
+def prompt_state(layers: DecoderLayers, sequences: Sequence[torch.Tensor]) -> StepState:
     """The state before the first layer of a step whose rows are the prompts `sequences`, one after another."""
-    model, stops = spart.model, torch.tensor([len(tokens) for tokens in sequences]).cumsum(0).tolist()
+    model, stops = layers.model, torch.tensor([len(tokens) for tokens in sequences]).cumsum(0).tolist()
     cache = PromptCache(model.config, model.device, model.dtype)
     prompts = []
     for i, (tokens, stop) in enumerate(zip(sequences, stops, strict=True)):
@@ -34,7 +34,7 @@ def prompt_state(spart: SPart, sequences: Sequence[torch.Tensor]) -> StepState:
         prompts.append(cache.begin((0, i, 0), chunk, slice(stop - len(tokens), stop)))
     positions = torch.cat([torch.arange(len(tokens)) for tokens in sequences])
     inputs = {"tokens": torch.cat(list(sequences)).to(model.device), "positions": positions.to(model.device)}
-    return StepState(spart, inputs, _NoLinks(model, stops[-1]), prompts)
+    return StepState(layers, inputs, _NoLinks(model, stops[-1]), prompts)
 
 
 class _NoLinks:

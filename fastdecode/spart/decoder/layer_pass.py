@@ -1,0 +1,244 @@
+"""The way of a step's rows through the layers of a model: LayerPass, and StepState, that of the native decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Protocol
+
+import torch
+
+from fastdecode.spart.decoder.block_ops import RowHeads, split_gate
+from fastdecode.spart.decoder.experts import MLP, Mixture
+from fastdecode.spart.decoder.joints import make_joints
+from fastdecode.spart.decoder.ops_choice import make_block_ops
+from fastdecode.spart.decoder.rope import RotaryEmbedding
+from fastdecode.spart.decoder.timeline import StepClock
+from fastdecode.spart.decoder.weights import Block, Layer, Model, StateBlock
+from fastdecode.spart.exchange import Exchange, RowExchange
+from fastdecode.spart.exchange.heads import multiply_heads
+from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
+from fastdecode.spart.prefill.prompt import PromptChunk
+from fastdecode.spart.states.delta import delta_block, state_tensors
+from fastdecode.spart.states.pool import StateRows, StateTensor
+
+
+class LayerPass(Protocol):
+    """A step's way through the layers of a model."""
+
+    def layers(self, clock: StepClock, timeout: float) -> Generator[None, None, None]:
+        """Pass all layers, each of which has `timeout` seconds. Stops once a layer's rows are posted and its prompts'
+        attention is computed; goes on when the exchange has waited for the R-nodes."""
+
+    def logits(self) -> torch.Tensor:
+        """After all layers: the logits after which tokens are drawn, [drawn rows, vocab_size] in fp32 or the activation
+        dtype."""
+
+    def scored_logits(self, rows: slice) -> torch.Tensor:
+        """After all layers: the logits of some of the scored rows, [rows, vocab_size] fp32."""
+
+
+class DecoderLayers:
+    """A model of the native decoder, ready for steps."""
+
+    def __init__(self, model: Model):
+        config = model.config
+        self.model, self.weights = model, model.weights
+        self.layers = model.weights.layers
+        self.ops = make_block_ops(config, model.device, model.dtype)
+        self.joints = make_joints(config, self.layers, self.ops)
+        rope, dtype = config.rope, self.ops.angle_dtype
+        self.rope = RotaryEmbedding(rope, config.head_size, model.device, dtype) if rope else None
+        #: The blocks with a state before each layer, and behind the last one, with their indexes in the pool.
+        self.between: list[list[tuple[int, StateBlock]]] = [[]]
+        n_states = 0
+        for block in model.weights.blocks:
+            if isinstance(block, StateBlock):
+                self.between[-1].append((n_states, block))
+                n_states += 1
+            else:
+                self.between.append([])
+
+    @property
+    def state_tensors(self) -> list[Sequence[StateTensor]]:
+        """The tensors of a sequence's state in each block that keeps one."""
+        rule = self.model.config.delta
+        return [] if rule is None else [state_tensors(rule)] * len(rule.blocks)
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """tokens [n], positions [n] -> the residual stream before the first layer, [n, hidden_size]."""
+        w = self.weights
+        x = w.embedding(tokens)
+        if self.model.config.embed_scale != 1.0:
+            x.mul_(self.model.config.embed_scale)
+        if w.project_in is not None:
+            x = w.project_in(x)
+        if w.positions is not None:
+            x.add_(w.positions.index_select(0, positions + self.model.config.position_offset))
+        return x
+
+    def head_inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden_size] after the last layer -> what the LM head multiplies, [n, embed_size]."""
+        w = self.weights
+        if w.final_norm is not None:
+            x = self.ops.norm(x, w.final_norm)
+        return x if w.project_out is None else w.project_out(x)
+
+    def head(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The logits of some rows of x [n, hidden_size]: [len(rows), vocab_size] in fp32 or the activation dtype."""
+        logits = self.weights.head(self.head_inputs(x.index_select(0, rows)))
+        if self.model.config.logit_divisor != 1.0:
+            logits = logits.float().div_(self.model.config.logit_divisor)
+        return logits
+
+
+class StepState:
+    """A LayerPass of the native decoder: the residual stream `x`, the Q, K, V and O rows, and RoPE's angles."""
+
+    def __init__(
+        self,
+        layers: DecoderLayers,
+        uploaded: dict[str, torch.Tensor],
+        exchange: RowExchange,
+        prompts: Sequence[PromptChunk] = (),
+        adapters: AdapterRows | None = None,
+        states: StateRows | None = None,
+    ):
+        c = layers.model.config
+        self._decoder, self._ops, self._config = layers, layers.ops, c
+        self._prompts, self._exchange, self._adapters, self._states = prompts, exchange, adapters, states
+        self._gate: torch.Tensor | None = None  # of the layer's heads, [n, n_q_heads * head_size]
+        positions = uploaded["positions"]
+        self._drawn_rows = uploaded.get("last rows", positions[:0])  # of `x`, after which tokens are drawn
+        self._scored_rows = uploaded.get("scored rows", positions[:0])
+        self.x = layers.embed(uploaded["tokens"], positions)
+        self._o = exchange.o
+        self.heads = RowHeads(exchange.q, exchange.kv, c)
+        self._angles = layers.rope.angles(positions, uploaded.get("long")) if layers.rope else None
+        self._layers, self._between = layers.layers, layers.between
+        self._joints, self._joint_rows = layers.joints, None
+        if layers.joints is not None and adapters is None and self._angles is not None:
+            self._joint_rows = layers.joints.rows(self.x, self._o, self._angles, self.heads)
+
+    def layers(self, clock: StepClock | None = None, timeout: float = 0.0) -> Generator[None, None, None]:
+        """See LayerPass. `clock` None: the device itself waits for the R-nodes."""
+        self.advance(0)
+        n_layers = len(self._layers)
+        for i in range(self._run_in_c(clock, timeout), n_layers):
+            self._exchange.post(i, timeout)
+            self.attend_prompts(i)
+            yield
+            if i == n_layers - 1 and not len(self._scored_rows) and self.keep(self._drawn_rows):
+                self._drawn_rows = torch.arange(len(self._drawn_rows))
+            self.advance(i + 1)
+
+    def _run_in_c(self, clock: StepClock | None, timeout: float) -> int:
+        """Run the first layers of a step that is alone on its links, as many as a call of C can. Returns how many."""
+        exchange = self._exchange
+        layers = self._spart_layers() if isinstance(exchange, Exchange) and exchange.alone else None
+        if layers is None:
+            return 0
+        assert isinstance(exchange, Exchange) and clock is not None
+        n_layers, done = len(self._layers), 0
+        if self._prompts:  # whose rows the last layer drops
+            n_layers -= 1
+        while done < n_layers:
+            times, complete = exchange.run_layers(layers, done, n_layers, timeout)
+            clock.exchanged(times)
+            done += len(times)
+            if not complete:
+                self.advance(done)
+        return done
+
+    def logits(self) -> torch.Tensor:
+        rows = self._drawn_rows
+        return self._decoder.head(self.x, rows) if len(rows) else self.x.new_empty(0, self._config.vocab_size)
+
+    def scored_logits(self, rows: slice) -> torch.Tensor:
+        return self._decoder.head(self.x, self._scored_rows[rows]).float()
+
+    def keep(self, rows: torch.Tensor) -> bool:
+        """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a
+        prompt have no token drawn after them, and nothing else needs what the last layer makes of them. False if all
+        rows are kept, as in a step without joints."""
+        if self._joints is None or self._joint_rows is None or not self._prompts:
+            return False
+        self.x, self._o = self.x.index_select(0, rows), self._o.index_select(0, rows)
+        self._joint_rows = self._joints.last_rows(self.x, self._o)
+        return True
+
+    def advance(self, index: int) -> None:
+        """Finish layer `index` - 1 and project layer `index`, as far as there are such layers."""
+        if self._joint_rows is not None and self._joint_rows.run(index):
+            return
+        if index > 0:
+            self.finish(self._layers[index - 1])
+        for i, block in self._between[index]:
+            self.pass_state(i, block)
+        if index < len(self._layers):
+            self.project(self._layers[index])
+
+    def _spart_layers(self) -> object | None:
+        """`advance` and `attend_prompts` of all layers but the first in C, for Exchange.run_layers. None where
+        no joints can do it, or C cannot attend the prompts."""
+        if self._joint_rows is None or self._joint_rows.balanced:
+            return None
+        if not self._prompts:
+            return self._joint_rows.spart_layers(None)
+        prompts = PromptChunk.native(self._prompts)
+        return None if prompts is None else self._joint_rows.spart_layers(prompts)
+
+    def project(self, layer: Layer) -> None:
+        """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""
+        h = self._ops.norm(self.x, layer.attention_norm) if self._config.norm_first else self.x
+        qkv = adapted_product(layer.qkv, h, self._adapters)
+        if self._config.output_gate:
+            qkv, self._gate = split_gate(qkv, self._config)
+        self._ops.write_heads(qkv, layer, self._angles, self.heads)
+        if (balance := layer.balance) is not None:
+            if balance.q is not None and balance.k is not None:
+                multiply_heads(self.heads.q_heads, balance.q)
+                multiply_heads(self.heads.k_heads, balance.k)
+            multiply_heads(self.heads.v_heads, balance.v)
+
+    def pass_state(self, index: int, block: StateBlock) -> None:
+        """Compute a block that has a state, the `index`-th of its kind."""
+        c = self._config
+        assert c.delta is not None and self._states is not None, "a step of such a model has rows in its states"
+        h = self._ops.norm(self.x, block.attention_norm)
+        self._end_block(block, delta_block(c.delta, block.delta, c.norm_eps, h, self._states, index, self._adapters))
+
+    def attend_prompts(self, layer: int) -> None:
+        """Compute the O rows of prompts."""
+        exchange = self._exchange
+        for prompt in self._prompts:
+            rows = prompt.rows
+            prompt.attend(layer, exchange.q[rows], exchange.kv[rows], out=exchange.o[rows])
+
+    def finish(self, layer: Layer) -> None:
+        """Compute the rest of the block from the O rows and the residual stream."""
+        o = self._o
+        if layer.balance is not None:
+            o = o.clone(memory_format=torch.contiguous_format)  # the link's memory stays as the R-node wrote it
+            multiply_heads(o.unflatten(1, (-1, self._config.head_size)), layer.balance.o)
+        if self._gate is not None:
+            o = o * self._gate.sigmoid()
+        self._end_block(layer, adapted_product(layer.o, o, self._adapters))
+
+    def _end_block(self, block: Block, mixed: torch.Tensor) -> None:
+        """Add the output of attention, or of what the block has in its place, to the residual stream; then the MLP."""
+        if self._config.norm_first:
+            h = self._ops.add_norm(self.x, mixed, block.mlp_norm)
+            self.x.add_(self._mlp(block.mlp, h), alpha=self._config.residual_scale)
+        else:
+            self.x = self._ops.add_norm(self.x, mixed, block.attention_norm)
+            self.x = self._ops.add_norm(self.x, self._mlp(block.mlp, self.x), block.mlp_norm)
+
+    def _mlp(self, mlp: MLP | Mixture, h: torch.Tensor) -> torch.Tensor:
+        """h [n, hidden_size] -> [n, hidden_size]."""
+        if isinstance(mlp, Mixture):
+            y = mlp(h, self._ops.activate)
+            if (shared := mlp.shared) is not None:
+                y += torch.sigmoid(h @ shared.gate.T) * self._mlp(shared.mlp, h)
+            return y
+        up = adapted_product(mlp.up, h, self._adapters)
+        return adapted_product(mlp.down, self._ops.activate(up), self._adapters)
