@@ -60,7 +60,7 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
         text = f"{format_bytes(token)} per token; {format_bytes(memory)} hold {tokens} tokens, {whole}{chosen}"
         lines.append((f"KV {kv_dtype}", text))
     if state:
-        held = f"{format_bytes(slots * state)} hold those of {slots} sequences"
+        held = f"{format_bytes(slots * state)} hold {slots}"
         lines.append(("states", f"{format_bytes(state)} per sequence; {held} (--state-memory)"))
     adapters = [read_adapter(name, directory) for name, directory in config.lora]
     AdapterSet(adapters).check(backend.linears() if adapters else {})

@@ -80,7 +80,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def state_slots(config: NodeConfig, model: AttentionShape, itemsize: int, free: int, mini_batches: int) -> int:
-    """How many sequences can have a state at once, with activations of `itemsize` bytes and `free` bytes of memory; 0:
+    """How many states the S-Part can keep at once, with activations of `itemsize` bytes and `free` bytes of memory; 0:
     the model's layers keep no states.
 
     Raises ConfigError if --state-memory holds no state, is more than what is free, or is for another kind of model.
@@ -94,7 +94,8 @@ def state_slots(config: NodeConfig, model: AttentionShape, itemsize: int, free: 
         memory = free // _STATE_PART
     elif memory > free:
         raise ConfigError(f"--state-memory {format_bytes(memory)}: {format_bytes(free)} are free")
-    slots = min(memory // state, mini_batches * config.max_batch_size)
+    most = mini_batches * config.max_batch_size * (1 + guesses(config.speculate))
+    slots = min(memory // state, most)
     if not slots:
         raise ConfigError(
             f"a sequence of {model.architecture} keeps a state of {format_bytes(state)}, and there are "

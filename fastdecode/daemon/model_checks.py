@@ -42,7 +42,6 @@ def _check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
 def _check_states(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
     """Raise ConfigError for an option that a model whose layers keep states does not have."""
     given = {
-        "--speculate": config.speculate != "off",
         "--prefill-at": config.prefill_at,
         "--prefill-file": config.prefill_file,
         "--prefill-listen": config.prefill_listen,

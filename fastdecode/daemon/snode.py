@@ -159,7 +159,7 @@ async def _serve(
         state_bytes = slots * model.config.state_bytes(itemsize)
         if slots:
             log.info(
-                "the model's layers keep states: %s hold those of %d sequences, and there is no prefix cache",
+                "the model's layers keep states: %s hold %d of them, and there is no prefix cache",
                 format_bytes(state_bytes),
                 slots,
             )

@@ -27,6 +27,7 @@ def _chunk(planned: PlannedChunk) -> Chunk:
         # One chunk serves all steps in which a sequence decodes, because it has at most one step in flight.
         chunk, spec = seq.reusable
         chunk.pos, chunk.tokens = seq.cached, [seq.tokens[seq.cached]]
+        chunk.state = _state(seq)
         spec.index = len(seq.tokens) - seq.n_prompt
         return chunk
     known = seq.tokens[seq.cached : seq.cached + n_tokens - len(guesses)]
@@ -46,11 +47,23 @@ def _chunk(planned: PlannedChunk) -> Chunk:
         cut=seq.overrun,
         long=seq.long,
         slide=seq.slides,
-        state=0 if seq.state is None else seq.state.index,
+        state=_state(seq),
+        states_after=_states_after(seq, n_tokens),
     )
     if decodes and new_spec is not None and seq.constraints is None:
         seq.reusable = chunk, new_spec
     return chunk
+
+
+def _state(seq: Sequence) -> int:
+    return 0 if seq.state is None else seq.state.index
+
+
+def _states_after(seq: Sequence, n_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Where the states after the next `n_tokens` tokens of a sequence go, the last of which may be guesses."""
+    first = n_tokens - len(seq.guess_states)
+    slots = (_state(seq), *(slot.index for slot in seq.guess_states))
+    return tuple(enumerate(slots, first)) if seq.guess_states else ()
 
 
 def _sample_spec(seq: Sequence) -> SampleSpec:

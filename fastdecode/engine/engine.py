@@ -100,10 +100,10 @@ class Engine:
         )
         for link in links:
             check_link(link, limits)
-        if spart.state_slots is not None and (prefix_cache or guesses or prefill_nodes is not None):
+        if spart.state_slots is not None and (prefix_cache or prefill_nodes is not None):
             raise ValueError(
-                "a model whose layers keep states has no prefix cache, no guesses and no prefill S-nodes: the pages on "
-                "R-nodes do not hold its states"
+                "a model whose layers keep states has no prefix cache and no prefill S-nodes: the pages on R-nodes do "
+                "not hold its states"
             )
         positions = spart.config.max_positions
         if max_model_len is not None and max_model_len > positions:

@@ -6,10 +6,12 @@ import asyncio
 import random
 
 import pytest
+import torch
 from engines.real_engine import real_engine
 from engines.scheduler_world import WORD, World
 from engines.token_stream import submit
-from models.checkpoints import VOCAB_SIZE, make_checkpoint
+from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from models.hf_models import save_model
 
 from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.state.guesser import Guesser
@@ -46,6 +48,41 @@ async def test_guesses_change_no_token_and_save_steps(backend, tmp_path):
     assert answers[0] == answers[1]
     assert 0 < totals.guessed_right < totals.guessed
     assert steps[1] < steps[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("qwen3.5", "native"),
+        ("qwen3-next", "native"),
+        ("falcon_h1", "transformers"),
+        ("lfm2", "transformers"),
+        ("qwen3_5_text", "transformers"),
+    ],
+)
+@pytest.mark.parametrize("state_slots", [40, 5], ids=["", "few slots"])
+async def test_a_state_forgets_wrong_guesses(name, backend, state_slots, tmp_path, monkeypatch):
+    """Random models with states do not run in circles, so the guesses are the tokens of `generate` with mistakes."""
+    path = save_model(name, tmp_path / "m") if backend == "transformers" else make_checkpoint(name)
+    chance, judge, wanted = random.Random(1), reference(path), {}
+    for n in (3, 50, 150):
+        prompt = [chance.randrange(3, 128) for _ in range(n)]
+        ids = judge.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False, eos_token_id=None)
+        wanted[tuple(prompt)] = ids[0].tolist()
+
+    def guess(self, tokens, n):
+        (whole,) = (ids for prompt, ids in wanted.items() if tuple(tokens[: len(prompt)]) == prompt)
+        return [token if chance.random() < 0.8 else 3 for token in whole[len(tokens) : len(tokens) + n]]
+
+    monkeypatch.setattr(Guesser, "guess", guess)
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    async with real_engine(path, tmp_path, backend=backend, guesses=4, state_slots=state_slots) as engine:
+        streams = [submit(engine, list(prompt), params) for prompt in wanted]
+        answers = await asyncio.gather(*map(tokens_of, streams))
+        totals, states = engine.stats.totals, engine.cluster.states
+        assert states.free == states.total
+    assert [[*prompt, *tokens] for prompt, tokens in zip(wanted, answers, strict=True)] == list(wanted.values())
+    assert 0 < totals.guessed_right < totals.guessed
 
 
 async def test_a_guess_beyond_the_end_is_not_delivered(tmp_path):

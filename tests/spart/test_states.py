@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from models.checkpoints import make_checkpoint
-from models.spart_steps import GREEDY, linked, run, text
+from models.spart_steps import EXACT, GREEDY, linked, run, text
 
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.states.delta import _advance_chunk, _advance_rows
@@ -61,6 +63,31 @@ def test_single_tokens_of_many_sequences_equal_the_recurrence():
         torch.testing.assert_close(states[i].double(), want_state, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("variant", ["qwen3.5", "qwen3-next"])
+async def test_a_sequence_goes_on_from_any_state_that_a_chunk_left(variant, tmp_path):
+    """Chunks leave states after some of their tokens, each in a slot of its own; from each one another sequence goes
+    on, beside others, as if it had had the whole text."""
+    model, tokens = load_model(make_checkpoint(variant), dtype="fp32"), text(90)
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links, state_slots=9)
+
+        def logits(*chunks):
+            return run(spart.step(StepBatch(0, list(chunks)), keep_logits=True)).logits
+
+        want = logits(Chunk(0, 0, 1, 0, tokens, True, GREEDY, state=0))
+        logits(
+            Chunk(0, 1, 1, 0, tokens[:3], False, GREEDY, state=1, states_after=((1, 2), (2, 3), (3, 1))),
+            Chunk(0, 2, 1, 0, tokens[:1], False, GREEDY, state=4),
+            Chunk(0, 3, 1, 0, tokens[:80], True, GREEDY, state=5, states_after=((70, 6), (71, 7), (80, 5))),
+        )
+        for i, (pos, source) in enumerate([(1, 2), (2, 3), (3, 1), (1, 4), (70, 6), (71, 7), (80, 5)], 4):
+            logits(Chunk(0, i, 1, 0, tokens[:pos], True, GREEDY, state=8))  # only K and V are needed
+            rest = tokens[pos:]
+            after = ((len(rest), 8),)
+            got = logits(Chunk(0, i, 1, pos, rest, False, GREEDY, state=source, states_after=after))
+            torch.testing.assert_close(got, want, rtol=0, atol=EXACT * want.std().item())
+
+
 async def test_a_chunk_that_does_not_follow_its_state_is_refused(tmp_path):
     model = load_model(make_checkpoint("qwen3.5"), dtype="fp32")
     with pytest.raises(ValueError, match="so its S-Part needs state_slots"):
@@ -73,6 +100,10 @@ async def test_a_chunk_that_does_not_follow_its_state_is_refused(tmp_path):
 
         with pytest.raises(ValueError, match="state slot 2, not one of the pool's 2"):
             step(0, text(5), 2)
+        for after, numbers in (((4, 1),), "[4]"), (((3, 1), (3, 0), (5, 1)), "[3, 3, 5]"):
+            chunk = Chunk(0, 0, 1, 0, text(5), True, GREEDY, states_after=after)
+            with pytest.raises(ValueError, match=re.escape(f"a chunk of 5 tokens has states after {numbers} of them")):
+                run(spart.step(StepBatch(0, [chunk])))
         step(0, text(5), 1)
         for pos, state in ((6, 1), (5, 0)):
             with pytest.raises(ValueError, match=f"goes on at {pos}, its state is that of"):

@@ -308,6 +308,7 @@ class Scheduler:
         if first is None or self.speculation is None:
             return [] if first is None else [first]
         drawn = self.speculation.judge(chunk.seq, chunk.guesses, first)
+        chunk.seq.end_guesses(len(drawn) - 1)
         chunk.seq.cached += len(drawn) - 1
         chunk.seq.overrun = len(drawn) <= len(chunk.guesses)
         return drawn
@@ -371,8 +372,10 @@ class Scheduler:
                 spare -= n_tokens - 1
             if self.speculation is not None and chunk is seq.decoding:
                 on_page = seq.pages.covered - cached - 1  # a guess is not worth a page
-                guesses = self.speculation.guesses(seq, min(spare, guessing, on_page), n)
+                most = min(spare, guessing, on_page, self.cluster.states.free)
+                guesses = self.speculation.guesses(seq, most, n)
                 if guesses:
+                    seq.guess_states = self.cluster.states.take_for_guesses(len(guesses))
                     spare -= len(guesses)
                     guessing -= len(guesses)
                     chunk = PlannedChunk(seq, 1 + len(guesses), False, True, tuple(guesses))

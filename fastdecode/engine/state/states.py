@@ -1,6 +1,7 @@
 """Slots for the states that layers without attention keep of sequences in the S-Part's memory.
 
-A sequence has a slot from its placement until it must be recomputed or ends, wherever its K and V are meanwhile.
+A sequence has a slot from its placement until it must be recomputed or ends, wherever its K and V are meanwhile. For
+the time of a step it has one more for each guess.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ class StateSlots:
         """A free slot; None if a sequence needs none."""
         return StateSlot(self._free.pop(), self._free) if self._needed else None
 
+    def take_for_guesses(self, n: int) -> list[StateSlot]:
+        """Slots for the states after `n` guesses, at most as many as are free; empty if a sequence needs none."""
+        return [StateSlot(self._free.pop(), self._free) for _ in range(n)] if self._needed else []
+
 
 class StateSlot:
-    """The slot of one sequence. `index` is its number in the S-Part; see Chunk.state."""
+    """The slot of one state. `index` is its number in the S-Part; see Chunk.state."""
 
     __slots__ = ("_free", "index")
 
@@ -35,5 +40,5 @@ class StateSlot:
         self.index, self._free = index, free
 
     def give_back(self) -> None:
-        """Let another sequence have the slot. The sequence is in no step."""
+        """Let another state have the slot. No step reads or writes it."""
         self._free.append(self.index)

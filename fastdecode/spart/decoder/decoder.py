@@ -146,7 +146,7 @@ class SPart:
         if self.states is not None:
             for chunk in rows.chunks:
                 if chunk.link not in failed:
-                    self.states.record(chunk.state, chunk.pos + len(chunk.tokens))
+                    self.states.end(chunk)
 
     def drop(self, link: int, seq_index: int, tag: int) -> None:
         """Free the staged K and V of a prompt that will not be continued. May be called from any thread.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.hf.attention import running
-from fastdecode.spart.states.pool import StateTensor
+from fastdecode.spart.states.pool import StateRows, StateTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def _mix(
     tensors, rows = step.states.pool.blocks[index], bound.arguments[first][0]
     bound.arguments |= {name: None for name in bound.arguments if name.endswith("mask")}
     outs: list[Any] = []
-    for numbers, slots in step.states.batches():
-        cache = _cache_of([tensor.index_select(0, slots) for tensor in tensors], mixer.n_conv, layer_idx)
+    for numbers, sources, targets in _batches(step.states):
+        cache = _cache_of([tensor.index_select(0, sources) for tensor in tensors], mixer.n_conv, layer_idx)
         bound.arguments |= {first: rows[numbers], "cache": cache}
         result = forward(*bound.args, **bound.kwargs)
         results = result if isinstance(result, tuple) else (result,)
@@ -104,9 +104,20 @@ def _mix(
         layer = cache.layers[layer_idx]
         after = [x for x in (*layer.conv_states.values(), *layer.recurrent_states.values()) if x is not None]
         for tensor, state in zip(tensors, after, strict=True):
-            tensor.index_copy_(0, slots, state.to(tensor.dtype))
+            tensor.index_copy_(0, targets, state.to(tensor.dtype))
     whole = tuple(out if out is None else out[None] for out in outs)
     return whole if isinstance(result, tuple) else whole[0]
+
+
+def _batches(states: StateRows) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The rows that a mixer takes at once, int64 [sequences, tokens], and the slots of the states before and after
+    them, [sequences] each."""
+    for some in states.rounds():
+        yield some.rows[:, None], some.sources, some.targets
+    device = states.singles.rows.device
+    for span, source, target in states.spans:
+        rows = torch.arange(span.start, span.stop, device=device)
+        yield rows[None], *torch.tensor([[source], [target]]).to(device)
 
 
 def _cache_of(states: list[torch.Tensor], n_conv: int, layer_idx: int) -> Any:

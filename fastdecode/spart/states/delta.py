@@ -78,15 +78,18 @@ def delta_block(
     q, k = _unit_heads(rule, q) * rule.k_size**-0.5, _unit_heads(rule, k)
     v = v.unflatten(1, (rule.v_heads, rule.v_size))
     o = torch.empty_like(v)
-    if len(rows.single):
-        tokens = (x.index_select(0, rows.single) for x in (q, k, v, beta, decay))
-        states = sums.index_select(0, rows.slots)
-        o.index_copy_(0, rows.single, _advance_rows(states, *tokens))
-        sums.index_copy_(0, rows.slots, states)
-    for span, slot in rows.prompts:
+    for singles in rows.rounds():
+        tokens = (x.index_select(0, singles.rows) for x in (q, k, v, beta, decay))
+        states = sums.index_select(0, singles.sources)
+        o.index_copy_(0, singles.rows, _advance_rows(states, *tokens))
+        sums.index_copy_(0, singles.targets, states)
+    for span, source, target in rows.spans:
+        state = sums[target]
+        if source != target:
+            state.copy_(sums[source])
         for start in range(span.start, span.stop, _CHUNK_TOKENS):
             some = slice(start, min(start + _CHUNK_TOKENS, span.stop))
-            o[some] = _advance_chunk(sums[slot], q[some], k[some], v[some], beta[some], decay[some])
+            o[some] = _advance_chunk(state, q[some], k[some], v[some], beta[some], decay[some])
     o = F.rms_norm(o, (rule.v_size,), weights.norm, norm_eps)
     o *= F.silu(z.float()).view_as(o)
     return adapted_product(weights.out, o.flatten(1).to(h.dtype), adapters)
@@ -111,13 +114,13 @@ def _convolve(x: torch.Tensor, weight: torch.Tensor, rows: StateRows, inputs: to
     `weight` [kernel, channels]. `inputs` [slots, kernel - 1, channels] are the rows before the step's."""
     out = torch.empty(x.shape, device=x.device)
     kernel = len(weight)
-    if len(rows.single):
-        seen = torch.cat([inputs.index_select(0, rows.slots), x.index_select(0, rows.single)[:, None]], dim=1)
-        inputs.index_copy_(0, rows.slots, seen[:, 1:])
-        out.index_copy_(0, rows.single, (seen.float() * weight).sum(1))
-    for span, slot in rows.prompts:
-        seen = torch.cat([inputs[slot], x[span]])
-        inputs[slot] = seen[len(seen) - kernel + 1 :]
+    for singles in rows.rounds():
+        seen = torch.cat([inputs.index_select(0, singles.sources), x.index_select(0, singles.rows)[:, None]], dim=1)
+        inputs.index_copy_(0, singles.targets, seen[:, 1:])
+        out.index_copy_(0, singles.rows, (seen.float() * weight).sum(1))
+    for span, source, target in rows.spans:
+        seen = torch.cat([inputs[source], x[span]])
+        inputs[target] = seen[len(seen) - kernel + 1 :]
         n = span.stop - span.start
         out[span] = sum(seen[i : i + n].float() * weight[i] for i in range(kernel))
     return out

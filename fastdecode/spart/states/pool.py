@@ -1,12 +1,14 @@
 """StatePool: the states of all sequences, which stay in the S-Part's memory while their K and V are on R-nodes.
 
-A sequence has a slot from its first chunk to its last. A step reads and writes the slots of its chunks: those of one
-row together (gather, update, scatter), those of several rows one after another.
+A step reads the state before each chunk from one slot, and writes the states after some of the chunk's tokens to the
+same or other slots (Chunk.states_after). Chunks whose states are all one token apart, as those of decoding sequences
+are, advance together; other chunks advance one after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +26,8 @@ class StateTensor(NamedTuple):
 
 
 class StatePool:
-    """The states of `n_slots` sequences. `blocks` has the tensors of each block that keeps states, [slots, *shape]."""
+    """The states of sequences in `n_slots` slots. `blocks` has the tensors of each block that keeps states,
+    [slots, *shape]."""
 
     def __init__(self, blocks: Iterable[Sequence[StateTensor]], n_slots: int, device: torch.device, dtype: torch.dtype):
         """Raises ValueError without a slot."""
@@ -32,60 +35,104 @@ class StatePool:
             raise ValueError("the layers of the model keep states, so its S-Part needs state_slots")
         self.n_slots = n_slots
         self.blocks = [
-            [torch.zeros(n_slots, *one.shape, device=device, dtype=one.dtype or dtype) for one in tensors]
+            [torch.empty(n_slots, *one.shape, device=device, dtype=one.dtype or dtype) for one in tensors]
             for tensors in blocks
         ]
         self._lengths: list[int | None] = [None] * n_slots  # tokens that a slot's state has seen; None: not known
 
     def begin(self, chunk: Chunk) -> None:
-        """Take the slot of a chunk for a step: the state of a sequence that begins is zero.
+        """Take the slots of a chunk for a step: the state of a sequence that begins is zero.
 
-        Raises ValueError if the pool has no such slot, or its state is not that of the tokens before the chunk.
+        Raises ValueError if the pool has no such slots, if their states are not after ascending numbers of the chunk's
+        tokens, or if the first state is not that of the tokens before the chunk.
         """
-        slot = chunk.state
-        if not 0 <= slot < self.n_slots:
-            raise ValueError(f"a chunk has state slot {slot}, not one of the pool's {self.n_slots}")
+        after = _states_after(chunk)
+        for slot in (chunk.state, *(slot for _, slot in after)):
+            if not 0 <= slot < self.n_slots:
+                raise ValueError(f"a chunk has state slot {slot}, not one of the pool's {self.n_slots}")
+        counts = [0, *(n for n, _ in after)]
+        if counts[-1] != len(chunk.tokens) or any(a >= b for a, b in pairwise(counts)):
+            raise ValueError(f"a chunk of {len(chunk.tokens)} tokens has states after {counts[1:]} of them")
         if chunk.pos == 0:
             for tensors in self.blocks:
                 for tensor in tensors:
-                    tensor[slot] = 0
-        elif self._lengths[slot] != chunk.pos:
-            raise ValueError(f"a sequence goes on at {chunk.pos}, its state is that of {self._lengths[slot]} tokens")
-        self._lengths[slot] = None
+                    tensor[chunk.state] = 0
+        elif self._lengths[chunk.state] != chunk.pos:
+            known = self._lengths[chunk.state]
+            raise ValueError(f"a sequence goes on at {chunk.pos}, its state is that of {known} tokens")
+        for _, slot in after:
+            self._lengths[slot] = None
+
+    def end(self, chunk: Chunk) -> None:
+        """Record that the states after a chunk's tokens are in their slots."""
+        for n, slot in _states_after(chunk):
+            self._lengths[slot] = chunk.pos + n
 
     def record(self, slot: int, length: int) -> None:
         """Record that a slot's state is that of `length` tokens."""
         self._lengths[slot] = length
 
 
+def _states_after(chunk: Chunk) -> tuple[tuple[int, int], ...]:
+    return chunk.states_after or ((len(chunk.tokens), chunk.state),)
+
+
+class Singles(NamedTuple):
+    """Rows that take their sequences' states one token further: int64 [n] each, on the device."""
+
+    rows: torch.Tensor
+    sources: torch.Tensor  # the slots of the states before the rows
+    targets: torch.Tensor  # the slots of the states after them
+
+
+class Span(NamedTuple):
+    """Some rows of one sequence, and the slots of the states before and after them."""
+
+    rows: slice
+    source: int
+    target: int
+
+
 class StateRows:
-    """A step's rows in the pool. `prompts` are the rows and the slot of each chunk of several rows."""
+    """A step's rows in the pool.
+
+    `singles` are the rows of all chunks that have a state after each of their tokens: first the first row of each
+    chunk, then all second rows, and so on. `spans` are the rows of the other chunks. A row or span stands behind those
+    whose state it goes on from.
+    """
+
+    singles: Singles
 
     def __init__(self, pool: StatePool, chunks: Sequence[Chunk], starts: Sequence[int], table: StepTable):
         """`starts`: the first row of each chunk. Raises ValueError; see StatePool.begin."""
         for chunk in chunks:
             pool.begin(chunk)
         self.pool = pool
-        self.prompts: list[tuple[slice, int]] = []
-        single, slots = [], []
+        self.spans: list[Span] = []
+        singles: list[list[Span]] = []
         for chunk, start in zip(chunks, starts, strict=False):
-            if len(chunk.tokens) == 1:
-                single.append(start)
-                slots.append(chunk.state)
-            else:
-                self.prompts.append((slice(start, start + len(chunk.tokens)), chunk.state))
-        table.add("state rows", np.array(single, np.int64))
-        table.add("state slots", np.array(slots, np.int64))
-        self.single: torch.Tensor
-        self.slots: torch.Tensor
-
-    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The rows that advance together, int64 [sequences, tokens], and the slots of their sequences."""
-        if len(self.single):
-            yield self.single[:, None], self.slots
-        for span, slot in self.prompts:
-            yield torch.arange(span.start, span.stop, device=self.slots.device)[None], self.slots.new_tensor([slot])
+            after = _states_after(chunk)
+            spans, source, first = [], chunk.state, start
+            for n, target in after:
+                spans.append(Span(slice(first, start + n), source, target))
+                source, first = target, start + n
+            if len(after) < len(chunk.tokens):
+                self.spans += spans
+                continue
+            singles += [[] for _ in range(len(spans) - len(singles))]
+            for at_once, span in zip(singles, spans, strict=False):
+                at_once.append(span)
+        self._sizes = [len(at_once) for at_once in singles]
+        in_order = [span for at_once in singles for span in at_once]
+        table.add("state rows", np.array([span.rows.start for span in in_order], np.int64))
+        table.add("state sources", np.array([span.source for span in in_order], np.int64))
+        table.add("state targets", np.array([span.target for span in in_order], np.int64))
 
     def on_device(self, uploaded: dict[str, torch.Tensor]) -> None:
-        """Take the rows and slots of the chunks of one row, int64 [chunks] each, from the step's table."""
-        self.single, self.slots = uploaded["state rows"], uploaded["state slots"]
+        """Take `singles` from the step's table."""
+        self.singles = Singles(*(uploaded[f"state {name}"] for name in ("rows", "sources", "targets")))
+
+    def rounds(self) -> Iterator[Singles]:
+        """`singles` in parts, in each of which every sequence has at most one row."""
+        for parts in zip(*(tensor.split(self._sizes) for tensor in self.singles), strict=True):
+            yield Singles(*parts)

@@ -31,7 +31,12 @@ class Chunk:
     drafts: int = 0  # with `sample`: this many of the last tokens are guesses; a token is drawn after each guess too
     cut: bool = False  # the R-node may have tokens beyond `pos`, which are dropped: refused guesses
     long: bool = False  # the sequence may grow beyond the positions that LongRoPE was trained on
-    state: int = 0  # the sequence's slot of the S-Part's states; only of a model whose layers keep a state
+    #: The slot of the S-Part's states that has the state of the tokens before `pos`; only of a model whose layers keep
+    #: one. With `pos` 0, this state is zero.
+    state: int = 0
+    #: (n, slot) in ascending order: the state after the chunk's first n tokens goes to that slot. The last n are all
+    #: tokens. Empty: the state after all of them goes to `state`.
+    states_after: tuple[tuple[int, int], ...] = ()
     slide: bool = False  # no row before `pos` will come: the R-node gives back the pages that no later row sees
 
 

@@ -28,6 +28,7 @@ async def real_engine(
     url: str | None = None,
     backend: str = "native",
     adapters: Sequence[Adapter] = (),
+    state_slots: int = 0,
     **options: Any,
 ) -> AsyncIterator[Engine]:
     """A started engine. The R-node listens at `url`; `options` go to Engine."""
@@ -48,7 +49,7 @@ async def real_engine(
         link = await connect(bound, hello, None)
         stack.push_async_callback(link.close)
         engine = Engine(
-            chosen.make_spart(model, [link]),
+            chosen.make_spart(model, [link], state_slots=state_slots),
             [link],
             mini_batches=mini_batches,
             max_batch_size=max_batch_size,
