@@ -94,7 +94,9 @@ def state_slots(config: NodeConfig, model: AttentionShape, itemsize: int, free: 
         memory = free // _STATE_PART
     elif memory > free:
         raise ConfigError(f"--state-memory {format_bytes(memory)}: {format_bytes(free)} are free")
-    most = mini_batches * config.max_batch_size * (1 + guesses(config.speculate))
+    # As many states again may be snapshots of the prefix cache.
+    each = 1 + guesses(config.speculate) + (not config.no_prefix_cache)
+    most = mini_batches * config.max_batch_size * each
     slots = min(memory // state, most)
     if not slots:
         raise ConfigError(

@@ -274,8 +274,8 @@ class NodeOptions:
     )
     state_memory: int | None = _s_size(
         "memory of the S-Part for the states of sequences, in a model whose layers keep states (Qwen3.5). Default: as "
-        "much as all mini-batches need, guesses included, at most a quarter of the free memory; sequences without a "
-        "state wait"
+        "much as all mini-batches need with guesses and the prefix cache, at most a quarter of the free memory; "
+        "sequences without a state wait"
     )
     max_queued: int = _s_option(
         "most requests that wait for others to end; the API refuses further ones with status 429",

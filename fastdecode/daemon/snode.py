@@ -159,7 +159,7 @@ async def _serve(
         state_bytes = slots * model.config.state_bytes(itemsize)
         if slots:
             log.info(
-                "the model's layers keep states: %s hold %d of them, and there is no prefix cache",
+                "the model's layers keep states: %s hold %d of them",
                 format_bytes(state_bytes),
                 slots,
             )
@@ -278,7 +278,7 @@ def _make_engine(
         target_tbt=config.target_tbt_ms / 1000 or None,
         schedule=config.schedule,
         guesses=guesses(config.speculate),
-        prefix_cache=not config.no_prefix_cache and spart.state_slots is None,
+        prefix_cache=not config.no_prefix_cache,
         max_uncached_suffix=None if on_cpu else _MAX_UNCACHED_SUFFIX,
         grow_leases=_leases_grow(config),
         patience=config.reconnect_seconds,

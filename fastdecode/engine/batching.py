@@ -48,7 +48,7 @@ def _chunk(planned: PlannedChunk) -> Chunk:
         long=seq.long,
         slide=seq.slides,
         state=_state(seq),
-        states_after=_states_after(seq, n_tokens),
+        states_after=() if seq.state is None else seq.state.after(seq.cached, n_tokens),
     )
     if decodes and new_spec is not None and seq.constraints is None:
         seq.reusable = chunk, new_spec
@@ -57,13 +57,6 @@ def _chunk(planned: PlannedChunk) -> Chunk:
 
 def _state(seq: Sequence) -> int:
     return 0 if seq.state is None else seq.state.index
-
-
-def _states_after(seq: Sequence, n_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Where the states after the next `n_tokens` tokens of a sequence go, the last of which may be guesses."""
-    first = n_tokens - len(seq.guess_states)
-    slots = (_state(seq), *(slot.index for slot in seq.guess_states))
-    return tuple(enumerate(slots, first)) if seq.guess_states else ()
 
 
 def _sample_spec(seq: Sequence) -> SampleSpec:

@@ -100,11 +100,8 @@ class Engine:
         )
         for link in links:
             check_link(link, limits)
-        if spart.state_slots is not None and (prefix_cache or prefill_nodes is not None):
-            raise ValueError(
-                "a model whose layers keep states has no prefix cache and no prefill S-nodes: the pages on R-nodes do "
-                "not hold its states"
-            )
+        if spart.state_slots is not None and prefill_nodes is not None:
+            raise ValueError("a model whose layers keep states has no prefill S-nodes: R-nodes do not have its states")
         positions = spart.config.max_positions
         if max_model_len is not None and max_model_len > positions:
             raise ValueError(f"max_model_len {max_model_len} is more than the model's {positions} positions")

@@ -99,8 +99,9 @@ STATE = 2 * (2 * 208 * 4 + 6 * 16 * 24 * 4)
 
 def test_states_get_what_all_mini_batches_need_or_a_quarter_of_what_is_free():
     model = read_config(make_checkpoint("qwen3.5"))
-    assert state_slots(NodeConfig(max_batch_size=8), model, 4, GIB, 2) == 16
-    assert state_slots(NodeConfig(max_batch_size=8, speculate="suffix:3"), model, 4, GIB, 2) == 64
+    assert state_slots(NodeConfig(max_batch_size=8), model, 4, GIB, 2) == 32
+    assert state_slots(NodeConfig(max_batch_size=8, no_prefix_cache=True), model, 4, GIB, 2) == 16
+    assert state_slots(NodeConfig(max_batch_size=8, speculate="suffix:3"), model, 4, GIB, 2) == 80
     assert state_slots(NodeConfig(max_batch_size=8), model, 4, 4 * (5 * STATE - 1), 2) == 4
     assert state_slots(NodeConfig(max_batch_size=8, state_memory=5 * STATE), model, 4, GIB, 2) == 5
     assert state_slots(NodeConfig(), read_config(make_checkpoint("llama-gqa")), 4, GIB, 2) == 0

@@ -6,14 +6,13 @@ A mistake in the cache shows as a wrong token.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 
 import pytest
 from engines.token_stream import submit
-from engines.toy import POISON, ToyLink, ToySPart, continuation, tokens_of, until
+from engines.toy import POISON, ToyLink, continuation, tokens_of, until
+from engines.toy_engine import ASK, ask, keeping
 
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex, page_hashes
 from fastdecode.engine.state.request import GenerationFailed, SamplingParams
 from fastdecode.region.contract import PAGE_TOKENS
@@ -156,39 +155,6 @@ def test_whole_pages_of_a_running_sequence_are_shared_once_they_are_computed():
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------
-
-ASK = SamplingParams(temperature=0.0, max_tokens=10)
-
-
-@contextlib.asynccontextmanager
-async def keeping(*links, **options):
-    """A started engine that keeps prefixes; at its end all pages are free or kept, and R-nodes have nothing else."""
-    spart = ToySPart(links)
-    engine = Engine(spart, list(links), prefix_cache=True, **{"max_batch_tokens": 512, "max_batch_size": 64} | options)
-    await engine.start()
-    try:
-        yield engine, spart
-        spart.gate.set()
-        assert await engine.drain(20)
-        await until(lambda: not engine.scheduler.has_work)  # those cancelled in flight
-        await until(lambda: all(not node.pages_freeing for node in engine.cluster.alive))
-        assert not spart.staged
-        for node in engine.cluster.alive:
-            assert node.free_pages + node.pages_evictable == node.n_pages
-            assert len({page for held in node.link.held.values() for page in held}) == node.pages_evictable
-            assert node.pages_used == 0
-            assert len(node.link.cache) == len(node.prefixes)
-            assert not any(entry.pins for entry in node.prefixes)
-    finally:
-        spart.gate.set()
-        await engine.stop()
-
-
-async def ask(engine, prompt, params=ASK):
-    """Its tokens are right; returns how many of the prompt's were taken over."""
-    events = [event async for event in submit(engine, prompt, params)]
-    assert [event.token for event in events] == continuation(prompt, params.max_tokens)
-    return events[-1].reused
 
 
 async def test_a_prompt_seen_before_is_not_computed_again():
@@ -423,7 +389,8 @@ async def test_a_prompt_that_waited_for_a_cancelled_one_is_computed():
 @pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize("n_links", [1, 3])
 @pytest.mark.parametrize("priorities", [[0], [0, 0, 1, -2]], ids=["", "priorities"])
-async def test_many_prompts_with_common_prefixes_in_a_cache_too_small(mini_batches, n_links, priorities):
+@pytest.mark.parametrize("state_slots", [None, 40], ids=["", "states"])
+async def test_many_prompts_with_common_prefixes_in_a_cache_too_small(mini_batches, n_links, priorities, state_slots):
     rng = random.Random(10 * mini_batches + n_links)
     links = [ToyLink(f"tcp://r{i}", n_pages=60 // n_links, max_seqs=20) for i in range(n_links)]
     roots = [text(500, seed) for seed in range(4)]
@@ -441,7 +408,7 @@ async def test_many_prompts_with_common_prefixes_in_a_cache_too_small(mini_batch
         else:
             assert await tokens_of(stream) == continuation(prompt, n)
 
-    options = {"mini_batches": mini_batches, "max_batch_tokens": 128, "max_batch_size": 16}
+    options = {"mini_batches": mini_batches, "max_batch_tokens": 128, "max_batch_size": 16, "state_slots": state_slots}
     async with keeping(*links, **options) as (engine, _):
         await asyncio.gather(*(client(engine, i) for i in range(120)))
         totals = engine.stats.totals

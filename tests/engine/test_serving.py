@@ -242,7 +242,7 @@ async def test_tiny_lease_preempts_and_changes_nothing(priorities, model, judge,
 
 
 @pytest.mark.parametrize("n_nodes", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3.5", "qwen3-next"])
 async def test_prompts_that_share_prefixes_equal_transformers(family, n_nodes, tcp_nodes):
     """Conversations that continue, and a prefix that many prompts have."""
     model, judge = loaded(family), judge_of(family)
@@ -255,9 +255,11 @@ async def test_prompts_that_share_prefixes_equal_transformers(family, n_nodes, t
                 assert_greedy(judge, history, answer)
             histories = [h + a + [3 + turn] * 7 for h, a in zip(histories, answers, strict=True)]
         totals = engine.stats.totals
-        assert totals.prefix_hits > 10 * 300 and totals.preemptions == 0
+        shared = 256 if engine.spart.states is not None else 300  # whole pages of the common tokens
+        assert totals.prefix_hits > 10 * shared and totals.preemptions == 0
 
 
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3.5-moe"])
 async def test_a_prompt_submitted_many_times_at_once_is_computed_once(model, judge, tcp_nodes):
     (prompt,) = prompts([300])
     async with serving(model, tcp_nodes[:1], prefix_cache=True) as engine:

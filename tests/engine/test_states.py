@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from types import SimpleNamespace
 
 import pytest
 from engines.scheduler_world import World
 from engines.token_stream import submit
-from engines.toy import ToyLink, ToySPart, continuation, tokens_of
-from engines.toy_engine import generate, running, started
+from engines.toy import POISON, ToyLink, ToySPart, continuation, tokens_of
+from engines.toy_engine import ASK, ask, generate, keeping, running, started
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.region.contract import PAGE_TOKENS
 
 pytestmark = pytest.mark.quick
+
+
+def text(n, seed=0):
+    rng = random.Random(seed)
+    return [rng.randrange(POISON) for _ in range(n)]
 
 
 def test_no_more_sequences_start_than_have_a_state():
@@ -104,7 +111,92 @@ async def test_a_lost_r_node_costs_no_tokens():
         assert engine.cluster.states.free == 12
 
 
+# -- snapshots --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_begins_where_there_is_a_snapshot_of_its_state():
+    link = ToyLink()
+    async with keeping(link, state_slots=16) as (engine, _):
+        assert await ask(engine, text(700)) == 0
+        assert await ask(engine, text(700)) == 5 * PAGE_TOKENS, "the last page border before the last token"
+        assert await ask(engine, text(700)[:300] + text(400, 1)) == 0, "its pages are cached, the state after them not"
+        assert await ask(engine, text(700)[:300] + text(400, 2)) == 2 * PAGE_TOKENS, "where the one before has parted"
+        assert await ask(engine, text(700)[:641]) == 5 * PAGE_TOKENS
+        assert await ask(engine, text(700)[:640]) == 2 * PAGE_TOKENS, "the last token must be computed"
+
+
+async def test_a_conversation_goes_on_from_its_last_state():
+    link, history = ToyLink(), text(200)
+    async with keeping(link, state_slots=4, mini_batches=1) as (engine, _):
+        cached = 0
+        for turn in range(5):
+            assert await ask(engine, history) == cached
+            cached = len(history) + 9  # all but the last token of the answer
+            history += continuation(history, 10) + text(30, turn)
+
+
+async def test_a_long_prompt_leaves_a_snapshot_every_some_thousand_tokens():
+    link, prompt = ToyLink(n_pages=400), text(9000)
+    async with keeping(link, state_slots=16) as (engine, _):
+        assert await ask(engine, prompt) == 0
+        assert await ask(engine, [*prompt[:5000], 7]) == 4096
+        assert await ask(engine, [*prompt[:8500], 7]) == 8192
+
+
+async def test_prompts_that_come_together_wait_for_the_snapshot_of_the_first():
+    link, prompt = ToyLink(), text(700)
+    async with keeping(link, state_slots=16) as (engine, _):
+        reused = await asyncio.gather(*(ask(engine, [*prompt, 7, i]) for i in range(8)))
+        assert sorted(reused) == [0] + [5 * PAGE_TOKENS] * 7
+
+
+async def test_the_snapshot_used_longest_ago_goes_first():
+    link = ToyLink(n_pages=200)
+    async with keeping(link, state_slots=8, mini_batches=1) as (engine, _):
+        prompts = [text(300, i) for i in range(3)]
+        assert [await ask(engine, prompt) for prompt in prompts] == [0, 0, 0]
+        assert [await ask(engine, prompt) for prompt in prompts[1:]] == [256, 256]
+        assert await ask(engine, prompts[0]) == 0
+
+
+async def test_snapshots_leave_slots_to_guesses():
+    async with keeping(ToyLink(n_pages=200), state_slots=8, mini_batches=1) as (engine, _):
+        for i in range(12):
+            await ask(engine, text(300, i))
+            assert engine.cluster.states.unused >= 2
+        assert await ask(engine, text(300, 11)) == 256
+
+
+async def test_snapshots_leave_every_slot_to_sequences():
+    async with keeping(ToyLink(n_pages=200), state_slots=8, mini_batches=1) as (engine, spart):
+        for i in range(6):
+            await ask(engine, text(300, i))
+        spart.gate.clear()
+        streams = [submit(engine, text(20, 100 + i), ASK) for i in range(8)]
+        await asyncio.sleep(0.05)
+        spart.gate.set()
+        assert await asyncio.gather(*map(tokens_of, streams)) == [continuation(text(20, 100 + i), 10) for i in range(8)]
+        assert engine.stats.totals.preemptions == 0
+
+
+@pytest.mark.parametrize("state_slots", [1, 2])
+async def test_a_prompt_takes_the_slot_of_the_snapshot_it_begins_from_if_there_is_no_other(state_slots):
+    async with keeping(ToyLink(), state_slots=state_slots, mini_batches=1) as (engine, _):
+        history = text(200)
+        await ask(engine, history)
+        history += continuation(history, 10) + text(30, 1)
+        assert await ask(engine, history) == 209
+
+
+async def test_a_refused_fork_computes_the_state_anew():
+    link = ToyLink()
+    async with keeping(link, state_slots=16) as (engine, _):
+        await ask(engine, text(700))
+        link.refuse_forks = True
+        assert await ask(engine, text(700)) == 0
+
+
 async def test_what_a_state_cannot_do_is_refused():
     link = ToyLink()
-    with pytest.raises(ValueError, match="layers keep states has no prefix cache"):
-        Engine(ToySPart([link], state_slots=4), [link], prefix_cache=True)
+    with pytest.raises(ValueError, match="layers keep states has no prefill S-nodes"):
+        Engine(ToySPart([link], state_slots=4), [link], prefill_nodes=SimpleNamespace())

@@ -17,12 +17,15 @@ from fastdecode.engine.state.states import StateSlots
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from fastdecode.engine.state.pages import PageGroup, PageTable
     from fastdecode.engine.state.prefixes import Handle
     from fastdecode.engine.state.sequence import Sequence
     from fastdecode.transports.base import Link, StepCost
+
+#: Pages between two snapshots that a long prompt leaves of its state.
+_SNAPSHOT_PAGES = 32
 
 
 class Cluster:
@@ -130,7 +133,9 @@ class Cluster:
         node, source = placement.node, placement.source
         shared = source.share(placement.shared_tokens) if source is not None else None
         seq.handle, seq.pages = node.admit(len(seq.tokens), shared, seq.final_length)
-        seq.node, seq.state = node, self.states.take()
+        seq.node, seq.state = node, self.states.start(placement.snapshot)
+        if seq.state is not None:
+            seq.state.want_snapshots(self._borders(seq, placement.shared_tokens))
         seq.mean_length = mean_length(seq)
         self.loads.add(node.position, seq.mean_length)
         if seq.hashes:
@@ -141,6 +146,16 @@ class Cluster:
         if source is not None:
             source.pins += 1
             seq.source, seq.shared_tokens = source, placement.shared_tokens
+
+    def _borders(self, seq: Sequence, shared: int) -> Iterator[tuple[int, bytes]]:
+        """The numbers of tokens after which a prompt leaves a snapshot of its state, and their keys: the last page
+        border before the prompt's last token, the one where it parts from earlier prompts, and every _SNAPSHOT_PAGES.
+        It shares the first `shared` tokens."""
+        whole = min(len(seq.hashes), (len(seq.tokens) - 1) // PAGE_TOKENS)
+        known = max(min(node.prefixes.known_pages(seq.hashes), whole) for node in self.nodes)
+        for pages in sorted({known, whole, *range(_SNAPSHOT_PAGES, whole, _SNAPSHOT_PAGES)}):
+            if pages * PAGE_TOKENS > shared:
+                yield pages * PAGE_TOKENS, seq.hashes[pages - 1]
 
     def end_fork(self, seq: Sequence, succeeded: bool) -> bool:
         """Unpin the source of `seq`. After a failed FORK, evict that source and let `seq` share nothing.
@@ -156,6 +171,8 @@ class Cluster:
         if source in node.prefixes and not source.pins:
             node.evict(source)
         seq.source, seq.shared_tokens = None, 0
+        if seq.state is not None:
+            seq.state.forget_source()
         n_tokens = len(seq.tokens)
         enough = node.groups.pages_for(n_tokens) <= node.free_pages
         seq.pages = node.table(n_tokens) if enough else node.table(0)
@@ -242,11 +259,16 @@ class Cluster:
                 node.prefixes.mark_ended(entry, cached, tokens, floor)
             else:
                 hashes = page_hashes(tokens, salt, seq.hashes)
-                node.prefixes.insert(PrefixEntry(cached, tokens, hashes, salt, floor=floor))
+                entry = PrefixEntry(cached, tokens, hashes, salt, floor=floor)
+                node.prefixes.insert(entry)
+            if seq.state is not None and len(tokens) == seq.cached:
+                seq.state.keep(entry)
+                seq.state = None
             if source is not None and source in node.prefixes and not (source.pins or source.running):
                 start, end = seq.shared_tokens, len(source.tokens)
                 if tokens[start:end] == source.tokens[start:] and floor <= end:
                     node.evict(source)  # the new entry has all of its tokens
+                    self.states.drop(source)
             node.keep_headroom()
         else:
             if entry is not None:

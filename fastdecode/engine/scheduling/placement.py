@@ -7,7 +7,7 @@ distributed together, longest first: if they were placed one by one, a long last
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 from math import ceil
@@ -20,7 +20,7 @@ from fastdecode.engine.state.states import StateSlots
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Iterable
 
     from fastdecode.engine.state.prefixes import PrefixEntry
     from fastdecode.engine.state.sequence import Sequence
@@ -37,6 +37,7 @@ class Placement:
     node: RNodeLedger
     source: PrefixEntry | None = None
     shared_tokens: int = 0  # leading tokens shared with `source`
+    snapshot: Hashable = None  # the key of the snapshot of the state after them, if the model's layers keep states
 
 
 class Wait(Enum):
@@ -83,7 +84,7 @@ class Placer:
         has room, prefix entries are evicted or a lease is to grow, so that a later call succeeds.
         """
         n_tokens = len(seq.tokens)
-        if not self._states.free and not self._drop_state():
+        if not self._states.any_free and not self._drop_state():
             return Wait.ROOM
         if seq.awaited is not None:
             node, entry = seq.awaited
@@ -166,12 +167,27 @@ class Placer:
         best = None
         for node in self._nodes:
             found = node.prefixes.match(seq.tokens, seq.hashes, computed) if node.open else None
-            if found and (best is None or found[1] > best.shared_tokens):
-                entry, shared = found
-                best = Placement(node, entry, shared)
+            placement = found and self._with_state(seq, Placement(node, *found), computed)
+            if placement and (best is None or placement.shared_tokens > best.shared_tokens):
+                best = placement
         if best is None or self._max_uncached_suffix is None:
             return best
         return best if len(seq.tokens) - best.shared_tokens <= self._max_uncached_suffix else None
+
+    def _with_state(self, seq: Sequence, found: Placement, computed: bool) -> Placement | None:
+        """`found` with fewer shared tokens, so many that there is the state after them or, with `computed` False, that
+        there will be; None: there is none."""
+        states, entry, shared = self._states, found.source, found.shared_tokens
+        if not states.needed:
+            return found
+        assert entry is not None
+        if shared == len(entry.tokens) and states.has(entry):
+            return replace(found, snapshot=entry)
+        for pages in range(shared // PAGE_TOKENS, entry.floor // PAGE_TOKENS, -1):
+            key = seq.hashes[pages - 1]
+            if states.has(key) or (not computed and key in states.expected):
+                return replace(found, shared_tokens=pages * PAGE_TOKENS, snapshot=key)
+        return None
 
     def _has_room(self, node: RNodeLedger, tokens: int, shared: int = 0) -> bool:
         return node.open and node.has_free_index and self._pages_needed(node, tokens, shared) <= node.free_pages

@@ -269,6 +269,8 @@ class Scheduler:
                 continue
             self.cluster.end_slide(seq)
             prefilled = seq.prefilling
+            if seq.state is not None:
+                seq.state.end_step()
             seq.cached += chunk.n_tokens - len(chunk.guesses)
             error = token.error if token is not None else None
             if seq.cancelled:
@@ -308,7 +310,8 @@ class Scheduler:
         if first is None or self.speculation is None:
             return [] if first is None else [first]
         drawn = self.speculation.judge(chunk.seq, chunk.guesses, first)
-        chunk.seq.end_guesses(len(drawn) - 1)
+        if chunk.seq.state is not None:
+            chunk.seq.state.end_guesses(len(drawn) - 1)
         chunk.seq.cached += len(drawn) - 1
         chunk.seq.overrun = len(drawn) <= len(chunk.guesses)
         return drawn
@@ -372,10 +375,11 @@ class Scheduler:
                 spare -= n_tokens - 1
             if self.speculation is not None and chunk is seq.decoding:
                 on_page = seq.pages.covered - cached - 1  # a guess is not worth a page
-                most = min(spare, guessing, on_page, self.cluster.states.free)
+                most = min(spare, guessing, on_page, self.cluster.states.unused)
                 guesses = self.speculation.guesses(seq, most, n)
                 if guesses:
-                    seq.guess_states = self.cluster.states.take_for_guesses(len(guesses))
+                    if seq.state is not None:
+                        seq.state.begin_guesses(len(guesses))
                     spare -= len(guesses)
                     guessing -= len(guesses)
                     chunk = PlannedChunk(seq, 1 + len(guesses), False, True, tuple(guesses))
@@ -435,6 +439,8 @@ class Scheduler:
             prefill = (in_one and not seq.shared_tokens) or self._attends_here(seq)
             if prefill and not last:
                 self._staging.stage(seq, seq.prefill_end)
+            if seq.state is not None:
+                seq.state.begin_prompt(seq.cached, n_tokens)
             chunks.append(PlannedChunk(seq, n_tokens, prefill=prefill, sample=last))
 
     def _admit(self, slot: int, budget: StepBudget) -> Sequence | None:

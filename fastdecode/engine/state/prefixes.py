@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastdecode.engine.state.pages import PageTable
@@ -137,6 +137,10 @@ class PrefixIndex:
             if found is not None and (best is None or found[1] > best[1]):
                 best = found
         return best
+
+    def known_pages(self, hashes: list[bytes]) -> int:
+        """How many leading pages of a prompt, whose page_hashes are `hashes`, some entry has or is to have."""
+        return sum(1 for _ in takewhile(self._nodes.__contains__, hashes))
 
     def _best(self, node: _Node, tokens: list[int], n_whole: int, computed: bool) -> tuple[PrefixEntry, int] | None:
         """The entry of a node that shares the most tokens of a prompt, and their number; the first `n_whole` tokens

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.pages import Page
     from fastdecode.engine.state.prefixes import PrefixEntry
-    from fastdecode.engine.state.states import StateSlot
+    from fastdecode.engine.state.states import SequenceState
     from fastdecode.spart.step.batch import Chunk, Sampled, SampleSpec, TokenScore
     from fastdecode.spart.step.penalties import LogitRules
 
@@ -61,8 +61,7 @@ class Sequence:
     node: RNodeLedger | None = None
     handle: Handle = Handle(0, 0)
     pages: PageTable = field(default_factory=PageTable)
-    state: StateSlot | None = None  # None: the model's layers keep no states
-    guess_states: list[StateSlot] = field(default_factory=list)  # for the states after the guesses of a step in flight
+    state: SequenceState | None = None  # None: the model's layers keep no states
     mean_length: float = 0.0  # cached tokens that it was expected to have on average when it was placed
     entry: PrefixEntry | None = None  # its own prefix entry, while it runs
     source: PrefixEntry | None = None  # the prefix entry whose first `shared_tokens` tokens it shares
@@ -136,20 +135,10 @@ class Sequence:
         self.leave_node()
         self.node, self.pages = None, PageTable()
         if self.state is not None:
-            self.end_guesses(0)
             self.state.give_back()
             self.state = None
         self.cached = self.prefill_end = 0
         self.slides, self.given_back = False, []
-
-    def end_guesses(self, right: int) -> None:
-        """After a step: go on with the state after the `right` right guesses, and give back the other slots."""
-        if self.state is not None and self.guess_states:
-            slots = [self.state, *self.guess_states]
-            self.state = slots.pop(right)
-            for slot in slots:
-                slot.give_back()
-            self.guess_states = []
 
     @property
     def prefilling(self) -> bool:

@@ -92,6 +92,10 @@ def _mix(
     bound.arguments |= {name: None for name in bound.arguments if name.endswith("mask")}
     outs: list[Any] = []
     for numbers, sources, targets in _batches(step.states):
+        if not numbers.numel():
+            for tensor in tensors:
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+            continue
         cache = _cache_of([tensor.index_select(0, sources) for tensor in tensors], mixer.n_conv, layer_idx)
         bound.arguments |= {first: rows[numbers], "cache": cache}
         result = forward(*bound.args, **bound.kwargs)

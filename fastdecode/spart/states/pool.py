@@ -51,7 +51,7 @@ class StatePool:
             if not 0 <= slot < self.n_slots:
                 raise ValueError(f"a chunk has state slot {slot}, not one of the pool's {self.n_slots}")
         counts = [0, *(n for n, _ in after)]
-        if counts[-1] != len(chunk.tokens) or any(a >= b for a, b in pairwise(counts)):
+        if counts[-1] != len(chunk.tokens) or any(a > b for a, b in pairwise(counts)):
             raise ValueError(f"a chunk of {len(chunk.tokens)} tokens has states after {counts[1:]} of them")
         if chunk.pos == 0:
             for tensors in self.blocks:
@@ -86,7 +86,7 @@ class Singles(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Some rows of one sequence, and the slots of the states before and after them."""
+    """Some rows of one sequence, or none, and the slots of the states before and after them."""
 
     rows: slice
     source: int
@@ -116,7 +116,7 @@ class StateRows:
             for n, target in after:
                 spans.append(Span(slice(first, start + n), source, target))
                 source, first = target, start + n
-            if len(after) < len(chunk.tokens):
+            if any(span.rows.stop - span.rows.start != 1 for span in spans):
                 self.spans += spans
                 continue
             singles += [[] for _ in range(len(spans) - len(singles))]

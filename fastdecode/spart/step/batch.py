@@ -34,8 +34,8 @@ class Chunk:
     #: The slot of the S-Part's states that has the state of the tokens before `pos`; only of a model whose layers keep
     #: one. With `pos` 0, this state is zero.
     state: int = 0
-    #: (n, slot) in ascending order: the state after the chunk's first n tokens goes to that slot. The last n are all
-    #: tokens. Empty: the state after all of them goes to `state`.
+    #: (n, slot) in ascending order: the state after the chunk's first n tokens goes to that slot. The last one is for
+    #: all tokens. Empty: the state after all of them goes to `state`.
     states_after: tuple[tuple[int, int], ...] = ()
     slide: bool = False  # no row before `pos` will come: the R-node gives back the pages that no later row sees
 

@@ -250,12 +250,11 @@ class ToySPart:
         return output
 
     def advance_state(self, chunk) -> None:
-        assert 0 <= chunk.state < self.state_slots
-        if chunk.pos == 0:
-            self.states[chunk.state] = []
-        state, cached = self.states[chunk.state], self.links[chunk.link].cache[chunk.seq_index][1]
-        assert state == cached[: chunk.pos], "the state is another one than that of the cached tokens"
-        state += chunk.tokens
+        before, cached = self.states.get(chunk.state), self.links[chunk.link].cache[chunk.seq_index][1]
+        assert not chunk.pos or before == cached[: chunk.pos], "the state is another one than that of the cached tokens"
+        for n, slot in chunk.states_after or [(len(chunk.tokens), chunk.state)]:
+            assert 0 <= slot < self.state_slots
+            self.states[slot] = cached[: chunk.pos + n]
 
     def sample(self, chunk) -> Sampled | None:
         spec = chunk.sample

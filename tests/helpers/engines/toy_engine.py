@@ -11,6 +11,8 @@ from engines.toy import ToySPart, continuation, tokens_of, until
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import SamplingParams
 
+ASK = SamplingParams(temperature=0.0, max_tokens=10)
+
 
 @contextlib.asynccontextmanager
 async def running(*links, max_positions=4096, eos=frozenset(), state_slots=None, **options):
@@ -46,6 +48,38 @@ async def started(*links, state_slots=None, **options):
         assert engine.cluster.states.free == engine.cluster.states.total
     finally:
         await engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def keeping(*links, state_slots=None, **options):
+    """A started engine that keeps prefixes; at its end all pages are free or kept, and R-nodes have nothing else."""
+    spart = ToySPart(links, max_positions=16384, state_slots=state_slots)
+    engine = Engine(spart, list(links), prefix_cache=True, **{"max_batch_tokens": 512, "max_batch_size": 64} | options)
+    await engine.start()
+    try:
+        yield engine, spart
+        spart.gate.set()
+        assert await engine.drain(20)
+        await until(lambda: not engine.scheduler.has_work)  # those cancelled in flight
+        await until(lambda: all(not node.pages_freeing for node in engine.cluster.alive))
+        assert not spart.staged
+        for node in engine.cluster.alive:
+            assert node.free_pages + node.pages_evictable == node.n_pages
+            assert len({page for held in node.link.held.values() for page in held}) == node.pages_evictable
+            assert node.pages_used == 0
+            assert len(node.link.cache) == len(node.prefixes)
+            assert not any(entry.pins for entry in node.prefixes)
+        assert engine.cluster.states.free == engine.cluster.states.total and not engine.cluster.states.expected
+    finally:
+        spart.gate.set()
+        await engine.stop()
+
+
+async def ask(engine, prompt, params=ASK):
+    """Its tokens are right; returns how many of the prompt's were taken over."""
+    events = [event async for event in submit(engine, prompt, params)]
+    assert [event.token for event in events] == continuation(prompt, params.max_tokens)
+    return events[-1].reused
 
 
 async def generate(engine, n, tokens, seed=0):
