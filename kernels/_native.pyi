@@ -181,6 +181,44 @@ class PromptAttention:
     ) -> None:
         """Raises MemoryError if there is no memory for some rows."""
 
+class DeltaRows:
+    """The gated delta rule of a block (delta.h) for an activation dtype, an index of region.contract.ACT_DTYPES. The
+    ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError if it has no such rule.
+
+    `sizes`: K heads, V heads, and the elements of a head of each. `layout`: (first, step) of Q, K, V, Z, beta and
+    decay. `parameters`: the addresses of the convolution, the rates, the biases and the norm, all fp32.
+    """
+
+    def __new__(
+        cls,
+        act_dtype: int,
+        sizes: tuple[int, int, int, int],
+        kernel: int,
+        layout: tuple[tuple[int, int], ...],
+        parameters: tuple[int, int, int, int],
+        eps: float,
+        unit_eps: float,
+    ) -> DeltaRows: ...
+    @property
+    def isa(self) -> str:
+        """The ISA of the functions."""
+    def advance(
+        self,
+        y: int,
+        y_stride: int,
+        out: int,
+        inputs: int,
+        sums: int,
+        rows: int,
+        sources: int,
+        targets: int,
+        n: int,
+        threads: int,
+        /,
+    ) -> None:
+        """Advance states by `n` rows (fd_delta_rows_t). Nothing is checked. Other Python threads run meanwhile. Raises
+        MemoryError."""
+
 class RowOps:
     """The S-Part's operations between products (row_ops.h), for an activation dtype, an index of
     region.contract.ACT_DTYPES. Arguments are addresses of C-contiguous rows, 0 for none, and sizes; nothing is checked.

@@ -5,9 +5,11 @@
 #include "cpu/vec_neon.h"
 
 #define TILE_VECTORS 4
+#include "delta_simd.h"
 #include "prompt_simd.h"
 #include "row_ops_simd.h"
 
 FD_PROMPT(neon)
 FD_ROW_OPS(neon)
+FD_DELTA(neon)
 #endif

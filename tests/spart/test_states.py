@@ -9,11 +9,17 @@ import torch
 from models.checkpoints import make_checkpoint
 from models.spart_steps import EXACT, GREEDY, linked, run, text
 
+from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
-from fastdecode.spart.states.delta import _advance_chunk, _advance_rows
+from fastdecode.spart.checkpoints.config import DeltaRule
+from fastdecode.spart.states.delta import DeltaBlock, DeltaWeights, _advance_chunk, _advance_rows, state_tensors
+from fastdecode.spart.states.pool import StatePool, StateRows
 from fastdecode.spart.step.batch import Chunk, StepBatch
+from fastdecode.spart.step.step_table import StepTable
 
 HEADS, K_SIZE, V_SIZE = 3, 16, 24
+#: The functions that an ISA takes.
+EXPECTED = {"avxvnni": "avx2", "avx512vnni": "avx512", "avx512bf16": "avx512", "amx": "avx512"}
 
 
 def one_by_one(state, q, k, v, beta, decay):
@@ -61,6 +67,99 @@ def test_single_tokens_of_many_sequences_equal_the_recurrence():
         want = one_by_one(want_state, *(x[i : i + 1].double() for x in inputs))
         torch.testing.assert_close(got[i : i + 1].double(), want, rtol=0, atol=1e-5)
         torch.testing.assert_close(states[i].double(), want_state, rtol=0, atol=1e-5)
+
+
+class Projected:
+    """A Linear that stands for the projections before and after a rule."""
+
+    native = ()
+
+    def __call__(self, x):
+        return x
+
+
+#: Sizes that are multiples of no vector, and those of Qwen3.5 with fewer heads.
+RULES = [(2, 6, 20, 27, 3), (2, 4, 128, 128, 4)]
+
+
+@pytest.mark.parametrize("isa", _native.isa_supported())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("by_head", [False, True], ids=["", "by head"])
+@pytest.mark.parametrize("sizes", RULES, ids=str)
+def test_rows_of_a_block_equal_the_equations(sizes, by_head, dtype, isa, monkeypatch):
+    """Two sequences in their own slots, one that begins from another slot, and one with two guesses; the scalar ISA has
+    no rule, so that torch computes it."""
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    rule = DeltaRule(frozenset(range(2)), *sizes, by_head)
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape, scale=1.0):
+        return scale * torch.randn(*shape, generator=generator)
+
+    weights = DeltaWeights(
+        Projected(),
+        random(rule.channels, 1, rule.kernel),
+        random(rule.v_heads),
+        random(rule.v_heads),
+        1 + random(rule.v_size, scale=0.1),
+        Projected(),
+    )
+    pool = StatePool([state_tensors(rule)] * 2, 9, torch.device("cpu"), dtype)
+    for tensors in pool.blocks:
+        for tensor in tensors:
+            tensor.copy_(random(*tensor.shape))
+    after = [((1, 0),), ((1, 4),), ((1, 5), (2, 6), (3, 7))]
+    chunks = [
+        Chunk(0, i, 1, 9, [5] * len(states), False, GREEDY, state=state, states_after=states)
+        for i, (state, states) in enumerate(zip([0, 3, 5], after, strict=True))
+    ]
+    for chunk in chunks:
+        pool.record(chunk.state, 9)
+    table = StepTable()
+    rows = StateRows(pool, chunks, [0, 1, 2], table)
+    rows.on_device(table.upload(torch.device("cpu")))
+    block = DeltaBlock(rule, weights, 1e-6, 1, dtype)
+    assert (block.isa or "scalar") == EXPECTED.get(isa, isa)
+    y = random(5, rule.channels + rule.v_width + 2 * rule.v_heads).to(dtype)
+    before = [tensor.double() for tensor in pool.blocks[1]]
+    got = block(y, rows, None)
+    budget = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+    for first, chunk in zip([0, 1, 2], chunks, strict=True):
+        inputs, sums = (tensor[chunk.state] for tensor in before)
+        for i, (_, slot) in enumerate(chunk.states_after, first):
+            want, inputs, sums = block_of_equations(rule, weights, y[i].double(), inputs, sums)
+            torch.testing.assert_close(got[i].double(), want, rtol=budget, atol=budget)
+            torch.testing.assert_close(pool.blocks[1][0][slot].double(), inputs, rtol=0, atol=0)
+            torch.testing.assert_close(pool.blocks[1][1][slot].double(), sums, rtol=1e-5, atol=1e-5)
+
+
+def block_of_equations(rule, weights, y, inputs, sums):
+    """A token's output and states, in float64, a V head at a time."""
+    group = rule.v_heads // rule.k_heads
+    if rule.by_head:
+        wide, narrow = y.split([rule.channels + rule.v_width, 2 * rule.v_heads])
+        widths = [rule.k_size, rule.k_size, group * rule.v_size, group * rule.v_size]
+        q, k, v, z = (x.flatten() for x in wide.view(rule.k_heads, -1).split(widths, dim=1))
+        beta, decay = (x.flatten() for x in narrow.view(rule.k_heads, -1).split(group, dim=1))
+        x = torch.cat([q, k, v])
+    else:
+        x, z, beta, decay = y.split([rule.channels, rule.v_width, rule.v_heads, rule.v_heads])
+    seen = torch.cat([inputs, x[None]])
+    mixed = torch.nn.functional.silu((seen * weights.conv[:, 0].T.double()).sum(0))
+    width = rule.k_heads * rule.k_size
+    q, k, v = (part.view(-1, size) for part, size in zip(
+        mixed.split([width, width, rule.v_width]), (rule.k_size, rule.k_size, rule.v_size), strict=True
+    ))  # fmt: skip
+    states, outs = sums.clone(), []
+    for head in range(rule.v_heads):
+        query, key = (one[head // group] / (one[head // group].square().sum() + 1e-6).sqrt() for one in (q, k))
+        rate = torch.nn.functional.softplus(decay[head] + weights.decay_bias[head].double())
+        state = sums[head] * (-weights.decay[head].double().exp() * rate).exp()
+        state = state + beta[head].sigmoid() * torch.outer(key, v[head] - key @ state)
+        states[head], o = state, query * rule.k_size**-0.5 @ state
+        o = o / (o.square().mean() + 1e-6).sqrt() * weights.norm.double()
+        outs.append(o * torch.nn.functional.silu(z.view(rule.v_heads, -1)[head]))
+    return torch.cat(outs), seen[1:], states
 
 
 @pytest.mark.parametrize("variant", ["qwen3.5", "qwen3-next"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import count
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from fastdecode.spart.exchange import Exchange, RowExchange
 from fastdecode.spart.exchange.heads import multiply_heads
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prefill.prompt import PromptChunk
-from fastdecode.spart.states.delta import delta_block, state_tensors
+from fastdecode.spart.states.delta import DeltaBlock, state_tensors
 from fastdecode.spart.states.pool import StateRows, StateTensor
 
 
@@ -48,13 +49,14 @@ class DecoderLayers:
         self.joints = make_joints(config, self.layers, self.ops)
         rope, dtype = config.rope, self.ops.angle_dtype
         self.rope = RotaryEmbedding(rope, config.head_size, model.device, dtype) if rope else None
-        #: The blocks with a state before each layer, and behind the last one, with their indexes in the pool.
-        self.between: list[list[tuple[int, StateBlock]]] = [[]]
-        n_states = 0
+        #: The blocks with a state before each layer, and behind the last one, with their rules.
+        self.between: list[list[tuple[StateBlock, DeltaBlock]]] = [[]]
+        rules = count()
         for block in model.weights.blocks:
             if isinstance(block, StateBlock):
-                self.between[-1].append((n_states, block))
-                n_states += 1
+                assert config.delta is not None
+                rule = DeltaBlock(config.delta, block.delta, config.norm_eps, next(rules), model.dtype)
+                self.between[-1].append((block, rule))
             else:
                 self.between.append([])
 
@@ -172,8 +174,8 @@ class StepState:
             return
         if index > 0:
             self.finish(self._layers[index - 1])
-        for i, block in self._between[index]:
-            self.pass_state(i, block)
+        for block, rule in self._between[index]:
+            self.pass_state(block, rule)
         if index < len(self._layers):
             self.project(self._layers[index])
 
@@ -200,12 +202,11 @@ class StepState:
                 multiply_heads(self.heads.k_heads, balance.k)
             multiply_heads(self.heads.v_heads, balance.v)
 
-    def pass_state(self, index: int, block: StateBlock) -> None:
-        """Compute a block that has a state, the `index`-th of its kind."""
-        c = self._config
-        assert c.delta is not None and self._states is not None, "a step of such a model has rows in its states"
+    def pass_state(self, block: StateBlock, rule: DeltaBlock) -> None:
+        """Compute a block that has a state."""
+        assert self._states is not None, "a step of such a model has rows in its states"
         h = self._ops.norm(self.x, block.attention_norm)
-        self._end_block(block, delta_block(c.delta, block.delta, c.norm_eps, h, self._states, index, self._adapters))
+        self._end_block(block, rule(h, self._states, self._adapters))
 
     def attend_prompts(self, layer: int) -> None:
         """Compute the O rows of prompts."""

@@ -1,5 +1,8 @@
 """The gated delta rule (Yang et al., arXiv 2412.06464): a block's rows from their sequences' states.
 
+Rows that take their sequences' states one token further are computed by kernels/decoder on a CPU (delta_rows.py), other
+rows by torch.
+
 A state S [k_size, v_size] of a V head maps keys to values. A token decays it and corrects the value that it has for the
 token's key:
 
@@ -22,7 +25,8 @@ import torch.nn.functional as F
 from fastdecode.spart.checkpoints.config import DeltaRule
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
-from fastdecode.spart.states.pool import StateRows, StateTensor
+from fastdecode.spart.states.delta_rows import NativeRows
+from fastdecode.spart.states.pool import Singles, Span, StateRows, StateTensor
 
 #: Tokens of a sequence that advance together.
 _CHUNK_TOKENS = 64
@@ -57,73 +61,94 @@ def step_bytes(rule: DeltaRule, rows: int, single: int, itemsize: int) -> int:
     return rows * row + (single + 2) * state + 4 * rule.v_heads * _CHUNK_TOKENS * (6 * _CHUNK_TOKENS + heads)
 
 
-def delta_block(
-    rule: DeltaRule,
-    weights: DeltaWeights,
-    norm_eps: float,
-    h: torch.Tensor,
-    rows: StateRows,
-    index: int,
-    adapters: AdapterRows | None,
-) -> torch.Tensor:
-    """h [n, hidden_size] -> [n, hidden_size], by the states of the rows' sequences in the `index`-th block that has
-    one; advances the states."""
-    mixed, z, beta, decay = _split(rule, adapted_product(weights.inputs, h, adapters))
-    beta = beta.float().sigmoid()
-    decay = weights.decay.exp().neg() * F.softplus(decay.float() + weights.decay_bias)
-    inputs, sums = rows.pool.blocks[index]
-    mixed = F.silu(_convolve(mixed, weights.conv[:, 0].T, rows, inputs))
-    qk_width = rule.k_heads * rule.k_size
-    q, k, v = mixed.split([qk_width, qk_width, rule.v_width], dim=1)
-    q, k = _unit_heads(rule, q) * rule.k_size**-0.5, _unit_heads(rule, k)
-    v = v.unflatten(1, (rule.v_heads, rule.v_size))
-    o = torch.empty_like(v)
-    for singles in rows.rounds():
-        tokens = (x.index_select(0, singles.rows) for x in (q, k, v, beta, decay))
-        states = sums.index_select(0, singles.sources)
-        o.index_copy_(0, singles.rows, _advance_rows(states, *tokens))
-        sums.index_copy_(0, singles.targets, states)
-    for span, source, target in rows.spans:
-        state = sums[target]
-        if source != target:
-            state.copy_(sums[source])
-        for start in range(span.start, span.stop, _CHUNK_TOKENS):
-            some = slice(start, min(start + _CHUNK_TOKENS, span.stop))
-            o[some] = _advance_chunk(state, q[some], k[some], v[some], beta[some], decay[some])
-    o = F.rms_norm(o, (rule.v_size,), weights.norm, norm_eps)
-    o *= F.silu(z.float()).view_as(o)
-    return adapted_product(weights.out, o.flatten(1).to(h.dtype), adapters)
+class DeltaBlock:
+    """The rule of a block. `index`: its number among the blocks that have a state."""
 
+    def __init__(self, rule: DeltaRule, weights: DeltaWeights, norm_eps: float, index: int, dtype: torch.dtype):
+        """`dtype`: that of the activations."""
+        self._rule, self._weights, self._norm_eps, self._index = rule, weights, norm_eps, index
+        self._conv = weights.conv[:, 0].T.contiguous()  # [kernel, channels]
+        self._rate = weights.decay.exp().neg()
+        self._native: NativeRows | None = None
+        if weights.norm.device.type == "cpu" and NativeRows.supports(dtype):
+            parameters = self._conv, self._rate, weights.decay_bias, weights.norm
+            self._native = NativeRows(rule, parameters, norm_eps, _LENGTH_EPS, dtype)
 
-def _split(rule: DeltaRule, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The outputs y of the projections -> Q, K and V [n, channels], Z [n, v_heads * v_size], and beta and decay
-    [n, v_heads]."""
-    if not rule.by_head:
-        mixed, z, beta, decay = y.split([rule.channels, rule.v_width, rule.v_heads, rule.v_heads], dim=1)
-        return mixed, z, beta, decay
-    wide, narrow = y.split([rule.channels + rule.v_width, 2 * rule.v_heads], dim=1)
-    v_width = rule.v_width // rule.k_heads
-    of_heads = wide.unflatten(1, (rule.k_heads, -1)).split([rule.k_size, rule.k_size, v_width, v_width], dim=2)
-    q, k, v, z = (x.flatten(1) for x in of_heads)
-    beta, decay = (x.flatten(1) for x in narrow.unflatten(1, (rule.k_heads, -1)).chunk(2, dim=2))
-    return torch.cat([q, k, v], dim=1), z, beta, decay
+    @property
+    def isa(self) -> str | None:
+        """The ISA of the rows that advance states by one token; None: torch computes them."""
+        return None if self._native is None else self._native.isa
 
+    def __call__(self, h: torch.Tensor, rows: StateRows, adapters: AdapterRows | None) -> torch.Tensor:
+        """h [n, hidden_size] -> [n, hidden_size], by the states of the rows' sequences; advances the states."""
+        y = adapted_product(self._weights.inputs, h, adapters)
+        out = y.new_empty(len(y), self._rule.v_width)
+        inputs, sums = rows.pool.blocks[self._index]
+        if self._native is not None:
+            self._native.advance(y, out, inputs, sums, rows.singles)
+        else:
+            for singles in rows.rounds():
+                out.index_copy_(0, singles.rows, self._advance_rows(y, inputs, sums, singles))
+        for span in rows.spans:
+            out[span.rows] = self._advance_span(y[span.rows], inputs, sums, span)
+        return adapted_product(self._weights.out, out, adapters)
 
-def _convolve(x: torch.Tensor, weight: torch.Tensor, rows: StateRows, inputs: torch.Tensor) -> torch.Tensor:
-    """x [n, channels] -> fp32 [n, channels], each row from its own and the rows before it, whose weights are
-    `weight` [kernel, channels]. `inputs` [slots, kernel - 1, channels] are the rows before the step's."""
-    out = torch.empty(x.shape, device=x.device)
-    kernel = len(weight)
-    for singles in rows.rounds():
-        seen = torch.cat([inputs.index_select(0, singles.sources), x.index_select(0, singles.rows)[:, None]], dim=1)
+    def _advance_rows(
+        self, y: torch.Tensor, inputs: torch.Tensor, sums: torch.Tensor, singles: Singles
+    ) -> torch.Tensor:
+        """The outputs of rows of different sequences."""
+        x, z, beta, decay = self._split(y.index_select(0, singles.rows))
+        seen = torch.cat([inputs.index_select(0, singles.sources), x[:, None]], dim=1)
         inputs.index_copy_(0, singles.targets, seen[:, 1:])
-        out.index_copy_(0, singles.rows, (seen.float() * weight).sum(1))
-    for span, source, target in rows.spans:
-        seen = torch.cat([inputs[source], x[span]])
-        inputs[target] = seen[len(seen) - kernel + 1 :]
-        n = span.stop - span.start
-        out[span] = sum(seen[i : i + n].float() * weight[i] for i in range(kernel))
-    return out
+        q, k, v = self._heads((seen.float() * self._conv).sum(1))
+        states = sums.index_select(0, singles.sources)
+        o = _advance_rows(states, q, k, v, beta, decay)
+        sums.index_copy_(0, singles.targets, states)
+        return self._gated(o, z)
+
+    def _advance_span(self, y: torch.Tensor, inputs: torch.Tensor, sums: torch.Tensor, span: Span) -> torch.Tensor:
+        """The outputs of a span's rows."""
+        x, z, beta, decay = self._split(y)
+        seen = torch.cat([inputs[span.source], x])
+        n, kernel = len(x), len(self._conv)
+        inputs[span.target] = seen[n:]
+        convolved = torch.stack([seen[i : i + n].float() * self._conv[i] for i in range(kernel)]).sum(0)
+        q, k, v = self._heads(convolved)
+        state, o = sums[span.target], torch.empty_like(v)
+        if span.source != span.target:
+            state.copy_(sums[span.source])
+        for start in range(0, n, _CHUNK_TOKENS):
+            some = slice(start, start + _CHUNK_TOKENS)
+            o[some] = _advance_chunk(state, q[some], k[some], v[some], beta[some], decay[some])
+        return self._gated(o, z)
+
+    def _split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The outputs y of the projections -> Q, K and V [n, channels], Z [n, v_heads * v_size], and in fp32 beta and
+        the logarithm of the decay [n, v_heads]."""
+        rule = self._rule
+        if rule.by_head:
+            wide, narrow = y.split([rule.channels + rule.v_width, 2 * rule.v_heads], dim=1)
+            v_width = rule.v_width // rule.k_heads
+            of_heads = wide.unflatten(1, (rule.k_heads, -1)).split([rule.k_size, rule.k_size, v_width, v_width], dim=2)
+            q, k, v, z = (x.flatten(1) for x in of_heads)
+            beta, decay = (x.flatten(1) for x in narrow.unflatten(1, (rule.k_heads, -1)).chunk(2, dim=2))
+            mixed = torch.cat([q, k, v], dim=1)
+        else:
+            mixed, z, beta, decay = y.split([rule.channels, rule.v_width, rule.v_heads, rule.v_heads], dim=1)
+        return mixed, z, beta.float().sigmoid(), self._rate * F.softplus(decay.float() + self._weights.decay_bias)
+
+    def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The convolution's outputs, fp32 [n, channels] -> Q, K [n, v_heads, k_size] and V [n, v_heads, v_size]."""
+        rule = self._rule
+        width = rule.k_heads * rule.k_size
+        q, k, v = F.silu(convolved).split([width, width, rule.v_width], dim=1)
+        return _unit_heads(rule, q) * rule.k_size**-0.5, _unit_heads(rule, k), v.unflatten(1, (-1, rule.v_size))
+
+    def _gated(self, o: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """The output of the rule, fp32 [n, v_heads, v_size] -> that of the block before its last projection, in the
+        dtype of z [n, v_heads * v_size]."""
+        o = F.rms_norm(o, (self._rule.v_size,), self._weights.norm, self._norm_eps)
+        return (o.flatten(1) * F.silu(z.float())).to(z.dtype)
 
 
 def _unit_heads(rule: DeltaRule, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,52 @@
+/* Picks the functions of an ISA, and shares heads among threads. */
+#include "delta.h"
+
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+
+#if FD_X86
+extern const fd_delta_ops_t fd_delta_ops_avx2[FD_ACT_DTYPES], fd_delta_ops_avx512[FD_ACT_DTYPES];
+#elif FD_ARM64
+extern const fd_delta_ops_t fd_delta_ops_neon[FD_ACT_DTYPES];
+#endif
+
+const fd_delta_ops_t *fd_delta_ops(fd_isa_t isa, uint32_t act_dtype) {
+    if (isa == FD_ISA_SCALAR || act_dtype >= FD_ACT_DTYPES) return NULL;
+#if FD_X86
+    if (isa == FD_ISA_AVX2 || isa == FD_ISA_AVXVNNI) return &fd_delta_ops_avx2[act_dtype];
+    return &fd_delta_ops_avx512[act_dtype];
+#elif FD_ARM64
+    return &fd_delta_ops_neon[act_dtype];
+#else
+    return NULL;
+#endif
+}
+
+/* Fewer numbers are computed sooner than a thread wakes up. */
+enum { WORTH_A_THREAD = 1 << 15 };
+
+static unsigned worth(size_t numbers, unsigned threads) {
+    const size_t most = numbers / WORTH_A_THREAD + 1;
+    return most < threads ? (unsigned)most : threads;
+}
+
+typedef struct {
+    const fd_delta_ops_t *ops;
+    const fd_delta_t *d;
+    const fd_delta_rows_t *r;
+} run_t;
+
+static void run_convolve(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    run->ops->convolve(run->d, run->r, first, n);
+}
+static void run_advance(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    run->ops->advance(run->d, run->r, first, n);
+}
+
+void fd_delta_rows(const fd_delta_ops_t *ops, const fd_delta_t *d, const fd_delta_rows_t *r, unsigned threads) {
+    run_t run = {ops, d, r};
+    fd_parallel(run_convolve, &run, d->k_heads, 1, worth(r->n * fd_delta_channels(d) * d->kernel, threads));
+    fd_parallel(run_advance, &run, d->v_heads, 1, worth(r->n * d->v_heads * d->k_size * d->v_size, threads));
+}

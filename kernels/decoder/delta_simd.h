@@ -1,0 +1,179 @@
+/* fd_delta_ops_t of an ISA, written with its vec_* primitives and with the functions of row_ops_simd.h. The including
+ * file names the ISA: FD_DELTA(isa). */
+#pragma once
+
+#include <math.h>
+
+#include "delta.h"
+#include "row_ops_simd.h"
+
+/* Rows of a state that are read together. They lie side by side, so memory is read from its first byte to its last. */
+enum { DELTA_ROWS = 8, DELTA_VECTORS = 4 };
+
+FD_INLINE float delta_silu(float x) { return x / (1.0f + expf(-x)); }
+FD_INLINE float delta_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+/* log(1 + e^x). */
+FD_INLINE float delta_softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+/* Convolves `n` channels from `channel` on of row i, whose own numbers are x, into the scratch, and moves them into the
+ * rows before the next one. */
+FD_INLINE void convolve_channels(const uint32_t dtype, const fd_delta_t *d, const fd_delta_rows_t *r, size_t i,
+                                 size_t channel, const void *x, size_t n) {
+    const size_t before = d->kernel - 1, channels = fd_delta_channels(d), slot = before * channels;
+    const void *from = at(dtype, r->inputs, (size_t)r->sources[i] * slot + channel);
+    void *to = (void *)at(dtype, r->inputs, (size_t)r->targets[i] * slot + channel);
+    const float *weights = d->conv + channel;
+    float *out = r->scratch + i * channels + channel;
+    size_t c = 0;
+    for (; c + LANES <= n; c += LANES) {
+        const vec_t own = load(dtype, x, c);
+        vec_t sum = vec_mul(own, vec_load(weights + before * channels + c));
+        for (size_t t = 0; t < before; t++) {
+            const vec_t seen = load(dtype, from, t * channels + c);
+            sum = vec_fma(seen, vec_load(weights + t * channels + c), sum);
+            if (t) store(dtype, to, (t - 1) * channels + c, seen);
+        }
+        store(dtype, to, (before - 1) * channels + c, own);
+        vec_store(out + c, silu(sum));
+    }
+    for (; c < n; c++) {
+        const float own = load_one(dtype, x, c);
+        float sum = own * weights[before * channels + c];
+        for (size_t t = 0; t < before; t++) {
+            const float seen = load_one(dtype, from, t * channels + c);
+            sum += seen * weights[t * channels + c];
+            if (t) store_one(dtype, to, (t - 1) * channels + c, seen);
+        }
+        store_one(dtype, to, (before - 1) * channels + c, own);
+        out[c] = delta_silu(sum);
+    }
+}
+
+/* Multiplies x [n] so that its length is `length`. */
+FD_INLINE void set_length(float *x, size_t n, float eps, float length) {
+    float square = 0.0f;
+    for (size_t i = 0; i < n; i++) square += x[i] * x[i];
+    const float factor = length / sqrtf(square + eps);
+    for (size_t i = 0; i < n; i++) x[i] *= factor;
+}
+
+FD_INLINE void delta_convolve(const uint32_t dtype, const fd_delta_t *d, const fd_delta_rows_t *r, size_t head,
+                              size_t n) {
+    const size_t k_width = d->k_heads * d->k_size, v_size = d->v_heads / d->k_heads * d->v_size;
+    const size_t channels = fd_delta_channels(d);
+    for (size_t h = head; h < head + n; h++) {
+        const size_t q = h * d->k_size, k = k_width + q, v = 2 * k_width + h * v_size;
+        for (size_t i = 0; i < r->n; i++) {
+            const void *y = at(dtype, r->y, (size_t)r->rows[i] * r->y_stride);
+            convolve_channels(dtype, d, r, i, q, at(dtype, y, d->q.first + h * d->q.step), d->k_size);
+            convolve_channels(dtype, d, r, i, k, at(dtype, y, d->k.first + h * d->k.step), d->k_size);
+            convolve_channels(dtype, d, r, i, v, at(dtype, y, d->v.first + h * d->v.step), v_size);
+            float *out = r->scratch + i * channels;
+            set_length(out + q, d->k_size, d->unit_eps, 1.0f / sqrtf((float)d->k_size));
+            set_length(out + k, d->k_size, d->unit_eps, 1.0f);
+        }
+    }
+}
+
+/* The sums over the rows i of a state s [k_size][v_size] of k[i] s[i] and q[i] s[i]. */
+FD_INLINE void look_up(const float *s, size_t k_size, size_t v_size, const float *k, const float *q, float *of_k,
+                       float *of_q) {
+    memset(of_k, 0, v_size * sizeof *of_k);
+    memset(of_q, 0, v_size * sizeof *of_q);
+    for (size_t first = 0; first < k_size; first += DELTA_ROWS) {
+        const size_t end = first + DELTA_ROWS < k_size ? first + DELTA_ROWS : k_size;
+        size_t c = 0;
+        for (; c + DELTA_VECTORS * LANES <= v_size; c += DELTA_VECTORS * LANES) {
+            vec_t sums_k[DELTA_VECTORS], sums_q[DELTA_VECTORS];
+            FD_UNROLL
+            for (size_t j = 0; j < DELTA_VECTORS; j++)
+                sums_k[j] = vec_load(of_k + c + j * LANES), sums_q[j] = vec_load(of_q + c + j * LANES);
+            for (size_t i = first; i < end; i++) {
+                const vec_t ki = vec_set1(k[i]), qi = vec_set1(q[i]);
+                FD_UNROLL
+                for (size_t j = 0; j < DELTA_VECTORS; j++) {
+                    const vec_t x = vec_load(s + i * v_size + c + j * LANES);
+                    sums_k[j] = vec_fma(x, ki, sums_k[j]), sums_q[j] = vec_fma(x, qi, sums_q[j]);
+                }
+            }
+            FD_UNROLL
+            for (size_t j = 0; j < DELTA_VECTORS; j++)
+                vec_store(of_k + c + j * LANES, sums_k[j]), vec_store(of_q + c + j * LANES, sums_q[j]);
+        }
+        for (; c < v_size; c++)
+            for (size_t i = first; i < end; i++)
+                of_k[c] += k[i] * s[i * v_size + c], of_q[c] += q[i] * s[i * v_size + c];
+    }
+}
+
+/* to = fade * from + k uᵀ, both [k_size][v_size]; they may be the same. */
+FD_INLINE void write_state(const float *from, float *to, size_t k_size, size_t v_size, const float *k, const float *u,
+                           float fade) {
+    const vec_t fades = vec_set1(fade);
+    for (size_t i = 0; i < k_size; i++, from += v_size, to += v_size) {
+        const vec_t ki = vec_set1(k[i]);
+        size_t c = 0;
+        for (; c + LANES <= v_size; c += LANES)
+            vec_store(to + c, vec_fma(vec_load(u + c), ki, vec_mul(vec_load(from + c), fades)));
+        for (; c < v_size; c++) to[c] = fade * from[c] + k[i] * u[c];
+    }
+}
+
+/* out = o / sqrt(mean(o^2) + eps) * norm * silu(z). */
+FD_INLINE void gate_head(const uint32_t dtype, const fd_delta_t *d, const float *o, const void *z, void *out) {
+    const float inverse = inverse_rms(FD_ACT_FP32, o, d->v_size, d->eps);
+    const vec_t factor = vec_set1(inverse);
+    size_t c = 0;
+    for (; c + LANES <= d->v_size; c += LANES) {
+        const vec_t normed = vec_mul(vec_mul(vec_load(o + c), factor), vec_load(d->norm + c));
+        store(dtype, out, c, vec_mul(normed, silu(load(dtype, z, c))));
+    }
+    for (; c < d->v_size; c++)
+        store_one(dtype, out, c, o[c] * inverse * d->norm[c] * delta_silu(load_one(dtype, z, c)));
+}
+
+FD_INLINE void delta_advance(const uint32_t dtype, const fd_delta_t *d, const fd_delta_rows_t *r, size_t head,
+                             size_t n) {
+    const size_t k_size = d->k_size, v_size = d->v_size, group = d->v_heads / d->k_heads, k_width = d->k_heads * k_size;
+    const size_t channels = fd_delta_channels(d), state = k_size * v_size;
+    for (size_t h = head; h < head + n; h++) {
+        const size_t shared = h / group, own = h % group;
+        for (size_t i = 0; i < r->n; i++) {
+            const void *y = at(dtype, r->y, (size_t)r->rows[i] * r->y_stride);
+            const float *row = r->scratch + i * channels;
+            const float *q = row + shared * k_size, *k = q + k_width, *v = row + 2 * k_width + h * v_size;
+            float *u = r->scratch + r->n * channels + h * 2 * v_size, *o = u + v_size;
+            const float beta = delta_sigmoid(load_one(dtype, y, d->beta.first + shared * d->beta.step + own));
+            const float decay = load_one(dtype, y, d->decay.first + shared * d->decay.step + own) + d->bias[h];
+            const float fade = expf(d->rate[h] * delta_softplus(decay));
+            const float *from = r->sums + ((size_t)r->sources[i] * d->v_heads + h) * state;
+            float *to = r->sums + ((size_t)r->targets[i] * d->v_heads + h) * state;
+            look_up(from, k_size, v_size, k, q, u, o);
+            float qk = 0.0f;
+            for (size_t j = 0; j < k_size; j++) qk += q[j] * k[j];
+            for (size_t c = 0; c < v_size; c++) u[c] = beta * (v[c] - fade * u[c]);
+            for (size_t c = 0; c < v_size; c++) o[c] = fade * o[c] + qk * u[c];
+            write_state(from, to, k_size, v_size, k, u, fade);
+            gate_head(dtype, d, o, at(dtype, y, d->z.first + shared * d->z.step + own * v_size),
+                      (void *)at(dtype, r->out, ((size_t)r->rows[i] * d->v_heads + h) * v_size));
+        }
+    }
+}
+
+#define FD_DELTA_OF(name, dtype)                                                                                       \
+    static void convolve_##name(const fd_delta_t *d, const fd_delta_rows_t *r, size_t head, size_t n) {                \
+        delta_convolve(dtype, d, r, head, n);                                                                          \
+    }                                                                                                                  \
+    static void advance_##name(const fd_delta_t *d, const fd_delta_rows_t *r, size_t head, size_t n) {                 \
+        delta_advance(dtype, d, r, head, n);                                                                           \
+    }
+
+#define FD_DELTA(isa)                                                                                                  \
+    FD_DELTA_OF(fp32, FD_ACT_FP32)                                                                                     \
+    FD_DELTA_OF(fp16, FD_ACT_FP16)                                                                                     \
+    FD_DELTA_OF(bf16, FD_ACT_BF16)                                                                                     \
+    const fd_delta_ops_t fd_delta_ops_##isa[FD_ACT_DTYPES] = {                                                         \
+        [FD_ACT_FP32] = {#isa, convolve_fp32, advance_fp32},                                                           \
+        [FD_ACT_FP16] = {#isa, convolve_fp16, advance_fp16},                                                           \
+        [FD_ACT_BF16] = {#isa, convolve_bf16, advance_bf16},                                                           \
+    };
