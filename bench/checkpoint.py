@@ -25,11 +25,23 @@ from fastdecode.daemon.config_files import find_model
 from fastdecode.demo import model_dir
 from fastdecode.gguf.file import find_gguf
 from fastdecode.spart.checkpoints.families import make_config
-from fastdecode.spart.loader import block_linears
+from fastdecode.spart.loader import tensor_shapes
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.text.tokenizer import Tokenizer
 
-COMMAND = ("checkpoint", "write a Llama-architecture checkpoint: random weights, or a model in another order")
+COMMAND = ("checkpoint", "write a checkpoint: random weights of a family, or a model in another order")
+
+#: What the config.json of a family has besides the shape.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10000.0},
+    "qwen3.5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="write this model, as for fastdecode-node, in another order",
     )
+    parser.add_argument("--family", choices=FAMILIES, default="llama", help="of random weights (llama)")
     parser.add_argument("--model", choices=SHAPES, default="llama-125m", help="shape; default: %(default)s")
     for size in fields(ModelShape):
         flag = "--" + size.name.replace("_", "-")
@@ -72,9 +85,7 @@ def _save(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, A
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    return FAMILIES[args.family] | {
         "hidden_size": args.hidden,
         "intermediate_size": args.intermediate,
         "num_hidden_layers": args.layers,
@@ -84,7 +95,6 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
         "vocab_size": args.vocab,
         "max_position_embeddings": args.max_positions,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "bos_token_id": 0,
@@ -95,21 +105,14 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
 
 def _tensors(args: argparse.Namespace) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors. Weights are normal with standard deviation 1/sqrt(fan-in), so that activations stay near
-    one."""
+    one; all vectors are ones."""
     dtype = TORCH_DTYPES[args.dtype]
     generator = torch.Generator().manual_seed(args.seed)
-
-    def weight(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * float(columns**-0.5)).to(dtype)
-
-    yield "model.embed_tokens.weight", weight(args.vocab, args.hidden)
-    for name, (outs, ins) in block_linears(make_config(_config(args))).items():
-        yield f"{name}.weight", weight(outs, ins)
-    for i in range(args.layers):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"model.layers.{i}.{norm}.weight", torch.ones(args.hidden, dtype=dtype)
-    yield "model.norm.weight", torch.ones(args.hidden, dtype=dtype)
-    yield "lm_head.weight", weight(args.vocab, args.hidden)
+    for name, shape in tensor_shapes(make_config(_config(args))).items():
+        if len(shape) == 1:
+            yield name, torch.ones(shape, dtype=dtype)
+        else:
+            yield name, (torch.randn(shape, generator=generator) * float(shape[-1] ** -0.5)).to(dtype)
 
 
 def _write_permuted(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ _COMMANDS = (
     "compare",
     "decode",
     "spart",
+    "states",
     "attention",
     "transport",
     "speculate",

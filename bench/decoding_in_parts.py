@@ -38,6 +38,7 @@ class DecodingInParts(Decoding):
     async def s_round(self) -> float:
         """Seconds of a round of the S-Part alone, one mini-batch after the other and in the thread of the split
         system."""
+        self.begin_round(self._s_alone)
         start = time.perf_counter()
         await self.runner.submit(self._s_steps())
         return time.perf_counter() - start

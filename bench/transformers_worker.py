@@ -23,17 +23,22 @@ class Worker:
         ids = torch.randint(vocabulary, (batch, context + 1), generator=generator)
         self._ids, self._context = ids.to(self._model.device), context
         self._cache = DynamicCache(config=self._model.config)
-        with torch.inference_mode():
+        with torch.no_grad():  # `generate` writes to the states, and could not if they were of the inference mode
             self._model(self._ids[:, :1], past_key_values=self._cache, logits_to_keep=1)
             layers: Any = self._cache.layers
             for i, layer in enumerate(layers):
+                if not hasattr(layer, "keys"):  # it keeps a state, whose numbers cost no time
+                    continue
                 sizes = [(*values.shape[:2], context - 1, values.shape[3]) for values in (layer.keys, layer.values)]
                 k, v = (torch.randn(size, dtype=self._model.dtype, device=self._model.device) for size in sizes)
                 self._cache.update(k, v, i)
 
     def round(self, steps: int) -> float:
         if grown := self._cache.get_seq_length() - self._context:
-            self._cache.crop(-grown)
+            layers: Any = self._cache.layers
+            for layer in layers:
+                if hasattr(layer, "keys"):
+                    layer.crop(-grown)
         start = perf_counter()
         self._model.generate(
             self._ids,

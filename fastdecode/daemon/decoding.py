@@ -134,7 +134,14 @@ class Decoding:
         spart = self._make_spart(self.model, links, exchange, self.shape.batch)
         if exchange.bypass is not None:
             exchange.bypass.prepare(spart, n, least=rows)
+        if spart.states is not None:
+            spart.states.clear()
         return spart
+
+    def begin_round(self, spart: SPart) -> None:
+        """Let the states of all sequences pass for those of their cached tokens."""
+        if spart.states is not None:
+            spart.states.pretend(self.shape.context)
 
     @property
     def runner(self) -> Runner:
@@ -218,9 +225,7 @@ class Decoding:
                 waited += output.r_wait_seconds
                 busy += 1e-9 * max(times.busy_ns for times in output.link_costs.values())
 
-        if (states := self.spart.states) is not None:
-            for slot in range(self.shape.batch):
-                states.record(slot, self.shape.context)
+        self.begin_round(self.spart)
         start = time.perf_counter()
         await asyncio.gather(*(drive(slot) for slot in range(self.shape.mini_batches)))
         elapsed = time.perf_counter() - start

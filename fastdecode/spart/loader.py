@@ -117,6 +117,13 @@ def _matched(blueprint: Blueprint, checkpoint: Checkpoint, config: ModelConfig) 
     return wanted
 
 
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a checkpoint, by its name. An LM head that is tied to the embedding has none."""
+    wanted = _Wanted()
+    Blueprint(config, own_head=not config.tied).weights(wanted)
+    return wanted.shapes
+
+
 def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(out, in) of each linear of the model's blocks as the checkpoint stores it, by its name. These are the linears
     that adapters may change."""

@@ -49,11 +49,18 @@ FD_INLINE void convolve_channels(const uint32_t dtype, const fd_delta_t *d, cons
     }
 }
 
+FD_INLINE float dot(const float *x, const float *y, size_t n) {
+    vec_t sums = vec_zero();
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) sums = vec_fma(vec_load(x + i), vec_load(y + i), sums);
+    float sum = vec_reduce_add(sums);
+    for (; i < n; i++) sum += x[i] * y[i];
+    return sum;
+}
+
 /* Multiplies x [n] so that its length is `length`. */
 FD_INLINE void set_length(float *x, size_t n, float eps, float length) {
-    float square = 0.0f;
-    for (size_t i = 0; i < n; i++) square += x[i] * x[i];
-    const float factor = length / sqrtf(square + eps);
+    const float factor = length / sqrtf(dot(x, x, n) + eps);
     for (size_t i = 0; i < n; i++) x[i] *= factor;
 }
 
@@ -75,13 +82,23 @@ FD_INLINE void delta_convolve(const uint32_t dtype, const fd_delta_t *d, const f
     }
 }
 
-/* The sums over the rows i of a state s [k_size][v_size] of k[i] s[i] and q[i] s[i]. */
-FD_INLINE void look_up(const float *s, size_t k_size, size_t v_size, const float *k, const float *q, float *of_k,
-                       float *of_q) {
+/* Fetches a part of the next state into L2 while this one is computed: a state is read from memory in its first pass
+ * only, and memory would be idle in the second one. NULL: there is no next state. */
+FD_INLINE void fetch(const float *next, size_t first, size_t n) {
+    enum { LINE = 64 / sizeof(float) };
+    if (next)
+        for (size_t i = first; i < first + n; i += LINE) __builtin_prefetch(next + i, 0, 2);
+}
+
+/* The sums over the rows i of a state s [k_size][v_size] of k[i] s[i] and q[i] s[i]. Fetches the first half of the next
+ * state. */
+FD_INLINE void look_up(const float *s, const float *next, size_t k_size, size_t v_size, const float *k, const float *q,
+                       float *of_k, float *of_q) {
     memset(of_k, 0, v_size * sizeof *of_k);
     memset(of_q, 0, v_size * sizeof *of_q);
     for (size_t first = 0; first < k_size; first += DELTA_ROWS) {
         const size_t end = first + DELTA_ROWS < k_size ? first + DELTA_ROWS : k_size;
+        fetch(next, first * v_size / 2, (end - first) * v_size / 2);
         size_t c = 0;
         for (; c + DELTA_VECTORS * LANES <= v_size; c += DELTA_VECTORS * LANES) {
             vec_t sums_k[DELTA_VECTORS], sums_q[DELTA_VECTORS];
@@ -106,11 +123,12 @@ FD_INLINE void look_up(const float *s, size_t k_size, size_t v_size, const float
     }
 }
 
-/* to = fade * from + k uᵀ, both [k_size][v_size]; they may be the same. */
-FD_INLINE void write_state(const float *from, float *to, size_t k_size, size_t v_size, const float *k, const float *u,
-                           float fade) {
+/* to = fade * from + k uᵀ, both [k_size][v_size]; they may be the same. Fetches the second half of the next state. */
+FD_INLINE void write_state(const float *from, float *to, const float *next, size_t k_size, size_t v_size,
+                           const float *k, const float *u, float fade) {
     const vec_t fades = vec_set1(fade);
     for (size_t i = 0; i < k_size; i++, from += v_size, to += v_size) {
+        fetch(next, (k_size + i) * v_size / 2, v_size / 2);
         const vec_t ki = vec_set1(k[i]);
         size_t c = 0;
         for (; c + LANES <= v_size; c += LANES)
@@ -148,12 +166,14 @@ FD_INLINE void delta_advance(const uint32_t dtype, const fd_delta_t *d, const fd
             const float fade = expf(d->rate[h] * delta_softplus(decay));
             const float *from = r->sums + ((size_t)r->sources[i] * d->v_heads + h) * state;
             float *to = r->sums + ((size_t)r->targets[i] * d->v_heads + h) * state;
-            look_up(from, k_size, v_size, k, q, u, o);
-            float qk = 0.0f;
-            for (size_t j = 0; j < k_size; j++) qk += q[j] * k[j];
+            const float *next = NULL;
+            if (i + 1 < r->n) next = r->sums + ((size_t)r->sources[i + 1] * d->v_heads + h) * state;
+            else if (h + 1 < head + n) next = r->sums + ((size_t)r->sources[0] * d->v_heads + h + 1) * state;
+            look_up(from, next, k_size, v_size, k, q, u, o);
+            const float qk = dot(q, k, k_size);
             for (size_t c = 0; c < v_size; c++) u[c] = beta * (v[c] - fade * u[c]);
             for (size_t c = 0; c < v_size; c++) o[c] = fade * o[c] + qk * u[c];
-            write_state(from, to, k_size, v_size, k, u, fade);
+            write_state(from, to, next, k_size, v_size, k, u, fade);
             gate_head(dtype, d, o, at(dtype, y, d->z.first + shared * d->z.step + own * v_size),
                       (void *)at(dtype, r->out, ((size_t)r->rows[i] * d->v_heads + h) * v_size));
         }

@@ -44,13 +44,35 @@ def test_decode_rounds_weights_as_the_node_does():
     assert rounded["weights"] == "int8" and rounded["weight_bytes"] < 0.8 * dense["weight_bytes"]
 
 
-def test_decode_on_a_checkpoint_it_made(tmp_path):
-    shape = ["--layers", "2", "--hidden", "64", "--intermediate", "96", "--heads", "4", "--kv-heads", "2"]
+@pytest.mark.parametrize("family", ["llama", "qwen3.5"])
+def test_decode_on_a_checkpoint_it_made(family, tmp_path):
+    shape = [
+        "--family",
+        family,
+        "--layers",
+        "4",
+        "--hidden",
+        "64",
+        "--intermediate",
+        "96",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+    ]
     out = bench("checkpoint", "--out", str(tmp_path / "random"), *shape, "--head-size", "24", "--vocab", "300")
     assert "parameters" in out
     argv = ["--batch", "3", "--context", "1", "--steps", "1", "--rounds", "1", "--kv-dtype", "int8"]
     table = bench("decode", "--model", str(tmp_path / "random"), *argv)
     assert all(name in table for name in ("split", "S alone", "R alone", "of the bound"))
+
+
+def test_states_move_bytes():
+    argv = ["--sequences", "2", "--head-size", "32", "--bytes", str(1 << 22), "--rounds", "1", "--json"]
+    result = json.loads(bench("states", *argv))
+    (row,) = result["rows"]
+    assert result["isa"] in ("torch", "avx2", "avx512", "neon")
+    assert row["sequences"] == 2 and row["gbps"] > 0 and row["memory_gbps"] > 0
 
 
 def test_a_permuted_model_computes_the_same_with_other_weights(tmp_path):

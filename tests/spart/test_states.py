@@ -113,8 +113,7 @@ def test_rows_of_a_block_equal_the_equations(sizes, by_head, dtype, isa, monkeyp
         Chunk(0, i, 1, 9, [5] * len(states), False, GREEDY, state=state, states_after=states)
         for i, (state, states) in enumerate(zip([0, 3, 5], after, strict=True))
     ]
-    for chunk in chunks:
-        pool.record(chunk.state, 9)
+    pool.pretend(9)
     table = StepTable()
     rows = StateRows(pool, chunks, [0, 1, 2], table)
     rows.on_device(table.upload(torch.device("cpu")))

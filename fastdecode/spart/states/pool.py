@@ -7,13 +7,15 @@ are, advance together; other chunks advance one after another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from fastdecode.spart.linears.memory import empty
 from fastdecode.spart.step.batch import Chunk
 from fastdecode.spart.step.step_table import StepTable
 
@@ -35,8 +37,7 @@ class StatePool:
             raise ValueError("the layers of the model keep states, so its S-Part needs state_slots")
         self.n_slots = n_slots
         self.blocks = [
-            [torch.empty(n_slots, *one.shape, device=device, dtype=one.dtype or dtype) for one in tensors]
-            for tensors in blocks
+            [_memory((n_slots, *one.shape), device, one.dtype or dtype) for one in tensors] for tensors in blocks
         ]
         self._lengths: list[int | None] = [None] * n_slots  # tokens that a slot's state has seen; None: not known
 
@@ -54,9 +55,8 @@ class StatePool:
         if counts[-1] != len(chunk.tokens) or any(a > b for a, b in pairwise(counts)):
             raise ValueError(f"a chunk of {len(chunk.tokens)} tokens has states after {counts[1:]} of them")
         if chunk.pos == 0:
-            for tensors in self.blocks:
-                for tensor in tensors:
-                    tensor[chunk.state] = 0
+            for tensor in chain.from_iterable(self.blocks):
+                tensor[chunk.state] = 0
         elif self._lengths[chunk.state] != chunk.pos:
             known = self._lengths[chunk.state]
             raise ValueError(f"a sequence goes on at {chunk.pos}, its state is that of {known} tokens")
@@ -68,13 +68,26 @@ class StatePool:
         for n, slot in _states_after(chunk):
             self._lengths[slot] = chunk.pos + n
 
-    def record(self, slot: int, length: int) -> None:
-        """Record that a slot's state is that of `length` tokens."""
-        self._lengths[slot] = length
+    def pretend(self, length: int, slot: int | None = None) -> None:
+        """Let the state of a slot, or of all, pass for that of `length` tokens, as measurements need it."""
+        for i in range(self.n_slots) if slot is None else (slot,):
+            self._lengths[i] = length
+
+    def clear(self) -> None:
+        """Make all states zero."""
+        for tensor in chain.from_iterable(self.blocks):
+            tensor.zero_()
 
 
 def _states_after(chunk: Chunk) -> tuple[tuple[int, int], ...]:
     return chunk.states_after or ((len(chunk.tokens), chunk.state),)
+
+
+def _memory(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values, on a CPU in huge pages: each state is read from memory in every step."""
+    if device.type != "cpu":
+        return torch.empty(shape, device=device, dtype=dtype)
+    return torch.from_numpy(empty(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
 
 class Singles(NamedTuple):

@@ -226,7 +226,7 @@ def run_model(directory: str, dtype: torch.dtype, every_sampler: bool) -> list[t
         for slot, chunk in enumerate(chunks):
             chunk.state = slot
             if spart.states is not None:
-                spart.states.record(slot, chunk.pos)
+                spart.states.pretend(chunk.pos, slot)
         with FakeTensorMode(allow_non_fake_inputs=True), Transfers() as transfers:
             step = spart.step(StepBatch(0, chunks))
             while True:

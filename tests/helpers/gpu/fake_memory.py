@@ -50,7 +50,7 @@ def run(spart: Any, memory: LiveMemory, chunks: list[Any]) -> int:
         if spart.states is not None:  # a view lets `memory` count the pool from the start
             counted = [tensor[:] for tensors in spart.states.blocks for tensor in tensors]
             for chunk in chunks:
-                spart.states.record(chunk.state, chunk.pos)
+                spart.states.pretend(chunk.pos, chunk.state)
         before = memory.peak = memory.bytes()
         for _ in spart.step(StepBatch(0, chunks)):
             pass
