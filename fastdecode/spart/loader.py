@@ -26,7 +26,7 @@ from fastdecode.spart.checkpoints.gguf import GGUFCheckpoint
 from fastdecode.spart.checkpoints.mxfp4 import MXFP4Checkpoint
 from fastdecode.spart.checkpoints.quantised_files import QuantisedCheckpoint
 from fastdecode.spart.checkpoints.tensors import Checkpoint, SafetensorsCheckpoint
-from fastdecode.spart.decoder.weights import Blueprint, Layer, Model, StateBlock, Weights
+from fastdecode.spart.decoder.weights import Blueprint, Layer, Model, Weights
 from fastdecode.spart.int4.calibration import MOST_INPUTS, CalibratedLinear, Calibration
 from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears.base import Embedding, Linear
@@ -399,10 +399,6 @@ def _return_free_memory() -> None:
 
 def _weight_bytes(weights: Weights) -> int:
     linears = [weights.head, weights.project_in, weights.project_out]
-    for block in weights.blocks:
-        if isinstance(block, Layer):
-            linears += [block.qkv, block.o]
-        elif isinstance(block, StateBlock):
-            linears += [block.delta.inputs, block.delta.out]
+    linears += [linear for block in weights.blocks for linear in block.mixing]
     mlps = sum(block.mlp.nbytes for block in weights.blocks)
     return weights.embedding.nbytes + mlps + sum(linear.nbytes for linear in linears if linear is not None)

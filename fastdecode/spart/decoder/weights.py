@@ -48,12 +48,21 @@ class Block:
     mlp_norm: Norm
     mlp: MLP | Mixture
 
+    @property
+    def mixing(self) -> tuple[Linear, Linear]:
+        """The linears before and after attention, or before and after what the block has in its place."""
+        raise NotImplementedError
+
 
 @dataclass(slots=True, kw_only=True)
 class StateBlock(Block):
     """A block that keeps a state in place of attention to K and V."""
 
     delta: DeltaWeights
+
+    @property
+    def mixing(self) -> tuple[Linear, Linear]:
+        return self.delta.inputs, self.delta.out
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +76,10 @@ class Layer(Block):
     o: Linear
     sinks: torch.Tensor | None  # [n_q_heads]
     balance: Balance | None = None
+
+    @property
+    def mixing(self) -> tuple[Linear, Linear]:
+        return self.qkv, self.o
 
 
 @dataclass(slots=True)
@@ -96,10 +109,9 @@ class Model(ServedModel):
 
     @property
     def pooled(self) -> bool:
-        if self.config.delta is not None:  # torch computes the rule
-            return False
-        layers = all(layer.qkv.pooled and layer.o.pooled and layer.mlp.pooled for layer in self.weights.layers)
-        return layers and self.weights.head.pooled
+        blocks = self.weights.blocks
+        mixing = all(linear.pooled for block in blocks for linear in block.mixing)
+        return mixing and all(block.mlp.pooled for block in blocks) and self.weights.head.pooled
 
     def state_step_bytes(self, rows: int, single: int) -> int:
         rule = self.config.delta

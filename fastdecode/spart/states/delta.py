@@ -56,7 +56,7 @@ def step_bytes(rule: DeltaRule, rows: int, single: int, itemsize: int) -> int:
     """An upper bound of the bytes of memory that a block takes at once in a step of `rows` rows, of which `single` are
     chunks of one row; activations have `itemsize` bytes."""
     heads = rule.v_heads * (2 * rule.k_size + rule.v_size + 1)
-    row = itemsize * (2 * rule.channels + rule.v_width) + 4 * (2 * rule.channels + 2 * heads + 3 * rule.v_width)
+    row = itemsize * (2 * rule.channels + 2 * rule.v_width) + 4 * (2 * rule.channels + 2 * heads + 3 * rule.v_width)
     state = 4 * rule.k_size * rule.v_width + (4 + itemsize) * rule.kernel * rule.channels
     return rows * row + (single + 2) * state + 4 * rule.v_heads * _CHUNK_TOKENS * (6 * _CHUNK_TOKENS + heads)
 
@@ -109,18 +109,24 @@ class DeltaBlock:
     def _advance_span(self, y: torch.Tensor, inputs: torch.Tensor, sums: torch.Tensor, span: Span) -> torch.Tensor:
         """The outputs of a span's rows."""
         x, z, beta, decay = self._split(y)
-        seen = torch.cat([inputs[span.source], x])
-        n, kernel = len(x), len(self._conv)
-        inputs[span.target] = seen[n:]
-        convolved = torch.stack([seen[i : i + n].float() * self._conv[i] for i in range(kernel)]).sum(0)
-        q, k, v = self._heads(convolved)
+        q, k, v = self._heads(self._convolve(x, inputs, span))
         state, o = sums[span.target], torch.empty_like(v)
         if span.source != span.target:
             state.copy_(sums[span.source])
-        for start in range(0, n, _CHUNK_TOKENS):
+        for start in range(0, len(y), _CHUNK_TOKENS):
             some = slice(start, start + _CHUNK_TOKENS)
             o[some] = _advance_chunk(state, q[some], k[some], v[some], beta[some], decay[some])
         return self._gated(o, z)
+
+    def _convolve(self, x: torch.Tensor, inputs: torch.Tensor, span: Span) -> torch.Tensor:
+        """The convolution of a span's rows x [n, channels], in fp32."""
+        n, seen = len(x), torch.cat([inputs[span.source], x])
+        inputs[span.target] = seen[n:]
+        seen = seen.float()
+        convolved = seen[:n] * self._conv[0]
+        for i, weights in enumerate(self._conv[1:], 1):
+            convolved.addcmul_(seen[i : i + n], weights)
+        return convolved
 
     def _split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The outputs y of the projections -> Q, K and V [n, channels], Z [n, v_heads * v_size], and in fp32 beta and
@@ -141,7 +147,7 @@ class DeltaBlock:
         """The convolution's outputs, fp32 [n, channels] -> Q, K [n, v_heads, k_size] and V [n, v_heads, v_size]."""
         rule = self._rule
         width = rule.k_heads * rule.k_size
-        q, k, v = F.silu(convolved).split([width, width, rule.v_width], dim=1)
+        q, k, v = F.silu(convolved, inplace=True).split([width, width, rule.v_width], dim=1)
         return _unit_heads(rule, q) * rule.k_size**-0.5, _unit_heads(rule, k), v.unflatten(1, (-1, rule.v_size))
 
     def _gated(self, o: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
