@@ -29,7 +29,7 @@ class _Attend(Structure):
             (c_void_p, "chunks"),
             (c_uint32, "n_chunks heads"),
             (c_size_t, "head_stride"),
-            (c_uint32, "first_token head_size v_size group q_len q_pos window segment"),
+            (c_uint32, "first_token head_size v_size v_in_k group q_len q_pos window segment"),
             (c_float, "softmax_scale softcap"),
             (c_void_p, "slopes sinks"),
             (c_uint32, "hadamard act_dtype"),
@@ -55,6 +55,7 @@ class _KVOps(Structure):
 
 library = ctypes.CDLL(_native.__file__)
 library.fd_kv_chunk_bytes.restype = c_size_t
+library.fd_kv_chunk_bytes.argtypes = [ctypes.c_int, c_uint32, c_uint32, ctypes.c_bool]
 library.fd_kv_ops.restype = POINTER(_KVOps)
 
 
@@ -86,12 +87,13 @@ def address(x: np.ndarray, shape: tuple[int, ...], *, written: bool = False) -> 
     return x.ctypes.data
 
 
-def chunk_bytes(kv_dtype: str, head_size: int, v_size: int | None = None) -> int:
-    """Bytes of a chunk: K and V of one page and KV head in one layer. `v_size` is that of V, by default `head_size`."""
+def chunk_bytes(kv_dtype: str, head_size: int, v_size: int | None = None, v_in_k: bool = False) -> int:
+    """Bytes of a chunk: K and V of one page and KV head in one layer. `v_size` is that of V, by default `head_size`;
+    `v_in_k`: V is a part of K (fd_kv_chunk_bytes)."""
     sizes = head_size, head_size if v_size is None else v_size
     fits = all(size in range(HEAD_SIZE_UNIT, MAX_HEAD_SIZE + 1, HEAD_SIZE_UNIT) for size in sizes)
     check(fits, f"head sizes {sizes} are not multiples of {HEAD_SIZE_UNIT} up to {MAX_HEAD_SIZE}")
-    return int(library.fd_kv_chunk_bytes(KV_DTYPES.index(kv_dtype), *sizes))
+    return int(library.fd_kv_chunk_bytes(KV_DTYPES.index(kv_dtype), *sizes, v_in_k))
 
 
 def _pages(memory: np.ndarray, size: int) -> np.ndarray:
@@ -102,21 +104,24 @@ def _pages(memory: np.ndarray, size: int) -> np.ndarray:
 
 
 def kv_append(
-    isa: str, kv_dtype: str, chunks: np.ndarray, first_slot: int, k: np.ndarray, v: np.ndarray, hadamard: int = 0
+    isa: str, kv_dtype: str, chunks: np.ndarray, first_slot: int, k: np.ndarray, v: np.ndarray | int, hadamard: int = 0
 ) -> None:
-    """Append `k` [n, head_size] and `v` [n, v_size] to the consecutive `chunks` (bytes, 64-byte aligned).
+    """Append `k` [n, head_size] and `v` [n, v_size] to the consecutive `chunks` (bytes, 64-byte aligned). `v` is v_size
+    if V is a part of K.
 
     Row i becomes token `first_slot` + i, counted from the start of the first chunk. `hadamard`: see fd_attend_t.
     """
-    ops, (n, head_size), v_size = kv_ops(isa, kv_dtype), k.shape, v.shape[-1]
-    pages = _pages(chunks, chunk_bytes(kv_dtype, head_size, v_size)).tolist()
-    at = address(k, (n, head_size)), address(v, (n, v_size))
+    ops, (n, head_size) = kv_ops(isa, kv_dtype), k.shape
+    v_in_k = isinstance(v, int)
+    v_size = v if isinstance(v, int) else v.shape[-1]
+    pages = _pages(chunks, chunk_bytes(kv_dtype, head_size, v_size, v_in_k)).tolist()
+    k_at, v_at = address(k, (n, head_size)), None if isinstance(v, int) else address(v, (n, v_size))
     check(0 <= first_slot <= len(pages) * PAGE_TOKENS - n, "tokens before the first chunk or beyond the last")
     check(chunks.flags.writeable, "chunks are not writable")
     for i in range(n):
         page, slot = divmod(first_slot + i, PAGE_TOKENS)
-        row = at[0] + i * k.strides[0], at[1] + i * v.strides[0]
-        ops.append(pages[page], head_size, v_size, slot, *row, hadamard)
+        v_row = None if v_at is None else v_at + i * v_size * 4
+        ops.append(pages[page], head_size, v_size, slot, k_at + i * k.strides[0], v_row, hadamard)
 
 
 def kv_attend(
@@ -138,14 +143,15 @@ def kv_attend(
 
     `order` holds the indexes in `chunks` of the pages to read, None: all of them in order. `first_token`, a multiple of
     PAGE_TOKENS, is the position of the first page's first token. Query token j is at position `q_pos` + j; `window` 0:
-    it sees all positions before. The softmax scale is 1. `options`: the fields segment, softcap, hadamard, and slopes
-    and sinks, both [heads, group].
+    it sees all positions before. The softmax scale is 1. `options`: the fields segment, softcap, hadamard, v_in_k, and
+    slopes and sinks, both [heads, group].
 
     Writes the partial result: acc [heads, q_len, group, v_size], and m and l [heads, q_len, group]. With `o`, shaped as
     acc, it writes acc / l to `o`, and the contents of acc are undefined.
     """
     ops, (heads, q_len, group, head_size), v_size = kv_ops(isa, kv_dtype), q.shape, acc.shape[-1]
-    rows, out, chunk = q_len * group, (heads, q_len, group, v_size), chunk_bytes(kv_dtype, head_size, v_size)
+    rows, out = q_len * group, (heads, q_len, group, v_size)
+    chunk = chunk_bytes(kv_dtype, head_size, v_size, bool(options.get("v_in_k")))
     check(heads == 1 <= rows or 1 <= heads * rows <= 64, "no query rows, or several heads with more than a panel's 64")
     check(first_token % PAGE_TOKENS == 0 and min(q_pos, window) >= 0, "no such page or position")
     pages = _pages(chunks, heads * chunk)
@@ -153,8 +159,8 @@ def kv_attend(
         indexes = np.asarray(order, np.int64)
         check(not len(indexes) or (indexes.min() >= 0 and indexes.max() < len(pages)), "order names no such page")
         pages = pages[indexes]
-    call = _Attend(pages.ctypes.data, len(pages), heads, chunk, first_token, head_size, v_size, group, q_len, q_pos)
-    call.window, call.softmax_scale = window, 1.0
+    call = _Attend(pages.ctypes.data, len(pages), heads, chunk, first_token, head_size, v_size)
+    call.group, call.q_len, call.q_pos, call.window, call.softmax_scale = group, q_len, q_pos, window, 1.0
     call.q, call.acc = address(q, q.shape), address(acc, out, written=True)
     call.m, call.l = (address(x, out[:3], written=True) for x in (m, l))
     call.q_head_stride, call.q_token_stride = q.strides[:2]

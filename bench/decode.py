@@ -182,7 +182,7 @@ def _node_options(args: argparse.Namespace) -> list[str]:
 def _peer_runs(peers: Sequence[Peer], model: Model, kv_dtypes: Sequence[str]) -> dict[str, list[PeerRun]]:
     """For each KV format the peers in their nearest formats. A peer with one format for several is there once."""
     layers = (model.config.heads_of(layer) for layer in range(model.config.n_layers))
-    elements = sum(heads.n_kv * (heads.k_size + heads.v_size) for heads in layers)
+    elements = sum(heads.kv_row_size for heads in layers)
     runs: dict[tuple[Peer, str], PeerRun] = {}
     for peer, kv_dtype in itertools.product(peers, kv_dtypes):
         kv_format = peer.format_of(kv_dtype)

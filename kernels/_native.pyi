@@ -1,7 +1,8 @@
 from collections.abc import Buffer, Sequence
 from typing import TypedDict, Unpack, final
 
-#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES, v_size
+#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES, v_size,
+#: v_in_k
 _Geometry = Sequence[int]
 
 #: Most threads of an REngine.

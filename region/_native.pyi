@@ -1,6 +1,7 @@
 from collections.abc import Buffer, Sequence
 
-#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES, v_size
+#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES, v_size,
+#: v_in_k
 _Geometry = Sequence[int]
 
 # fastdecode.region.contract says what each constant means.

@@ -26,7 +26,8 @@ class Geometry:
     """The numbers from which a region's layout follows (fd_geometry_t).
 
     `max_rows` is the largest number of rows of one call. Heads of Q and K have `head_size` elements, heads of V and O
-    `v_size`; 0 stands for `head_size`. A layer may have fewer or smaller heads (transports.base.LayerOptions).
+    `v_size`; 0 stands for `head_size`. `v_in_k`: V of a head is the first `v_size` elements of its K, as in latent
+    attention, and a KV row has no V. A layer may have fewer or smaller heads (transports.base.LayerOptions).
     """
 
     n_slots: wire.U32
@@ -37,6 +38,7 @@ class Geometry:
     head_size: wire.U32
     act_dtype: wire.ActDtype
     v_size: wire.U32 = 0
+    v_in_k: wire.Flag = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "v_size", self.v_size or self.head_size)
@@ -62,8 +64,8 @@ class RegionLayout:
         return self.slot0 + i * self.slot_bytes
 
 
-def geometry_tuple(geometry: Geometry) -> tuple[int, int, int, int, int, int, int, int]:
-    """`geometry` as the C functions take it: eight integers. Raises GeometryError for an unknown activation dtype."""
+def geometry_tuple(geometry: Geometry) -> tuple[int, int, int, int, int, int, int, int, int]:
+    """`geometry` as the C functions take it: nine integers. Raises GeometryError for an unknown activation dtype."""
     if geometry.act_dtype not in ACT_DTYPES:
         raise GeometryError(f"unknown activation dtype {geometry.act_dtype!r}, known are {', '.join(ACT_DTYPES)}")
     return (
@@ -75,6 +77,7 @@ def geometry_tuple(geometry: Geometry) -> tuple[int, int, int, int, int, int, in
         geometry.head_size,
         ACT_DTYPES.index(geometry.act_dtype),
         geometry.v_size,
+        int(geometry.v_in_k),
     )
 
 

@@ -29,7 +29,7 @@
  * `n_rows` KV rows:
  *
  *   Q row    n_q_heads * head_size elements of the activation dtype       (row i of Q belongs to row i of KV)
- *   KV row   n_kv_heads * head_size elements of K, then n_kv_heads * v_size of V
+ *   KV row   n_kv_heads * head_size elements of K, then n_kv_heads * v_size of V, unless V is a part of K (v_in_k)
  *   O row    n_q_heads * v_size elements
  *
  * In a link that keeps a part of the tokens (kernels/engine/parts.h), O rows are those of the part, and n_q_heads fp32
@@ -53,7 +53,7 @@
 #include "formats.h"
 
 /* Version of this layout, the control messages and the hand-shake together. Both ends must have the same one. */
-#define FD_PROTOCOL_VERSION 10
+#define FD_PROTOCOL_VERSION 11
 #define FD_REGION_MAGIC 0x4e474552u /* "REGN" */
 #define FD_LINE 64u
 #define FD_REGION_PAGE 4096u
@@ -87,6 +87,7 @@ typedef struct {
     uint32_t head_size;  /* of Q and K: a multiple of FD_HEAD_SIZE_UNIT, at most FD_MAX_HEAD_SIZE */
     uint32_t act_dtype;  /* fd_act_dtype_t */
     uint32_t v_size;     /* of V and O: likewise */
+    uint32_t v_in_k;     /* 1: V of a head is the first v_size elements of its K, as in latent attention */
 } fd_geometry_t;
 
 /* First page of a region. The R side writes it before the S side sees it; only `engine_asleep` changes later. */
@@ -94,7 +95,7 @@ typedef struct {
     uint32_t magic;
     uint32_t version;
     fd_geometry_t geometry;
-    uint8_t pad[FD_LINE - 40];
+    uint8_t pad[FD_LINE - 44];
     /* 1 while the R-engine sleeps: after it has rung, the S side must wake the R-engine (eventfd). */
     uint32_t engine_asleep __attribute__((aligned(64)));
 } fd_region_header_t;
@@ -161,7 +162,7 @@ typedef struct {
     uint32_t waiting __attribute__((aligned(64)));
 } fd_slot_t;
 
-_Static_assert(sizeof(fd_geometry_t) == 32, "geometry is 32 bytes on the wire");
+_Static_assert(sizeof(fd_geometry_t) == 36, "geometry is 36 bytes on the wire");
 _Static_assert(sizeof(fd_arm_t) == 64, "a step's header is one cache line");
 _Static_assert(sizeof(fd_row_t) == 24, "a row table entry is 24 bytes on the wire");
 _Static_assert(sizeof(fd_report_t) == 256, "a report is four cache lines");
@@ -206,6 +207,7 @@ static inline const char *fd_geometry_error(const fd_geometry_t *g) {
     if (fd_head_size_error(g->head_size)) return fd_head_size_error(g->head_size);
     if (fd_head_size_error(g->v_size)) return fd_head_size_error(g->v_size);
     if (g->act_dtype >= FD_ACT_DTYPES) return "unknown activation dtype";
+    if (g->v_in_k > 1) return "whether V is a part of K is not 0 or 1";
     return NULL;
 }
 
@@ -214,7 +216,7 @@ static inline fd_layout_t fd_region_layout(const fd_geometry_t *g) {
     fd_layout_t y;
     size_t elem = fd_act_bytes(g->act_dtype);
     y.q_row_bytes = (size_t)g->n_q_heads * g->head_size * elem;
-    y.kv_row_bytes = (size_t)g->n_kv_heads * (g->head_size + g->v_size) * elem;
+    y.kv_row_bytes = (size_t)g->n_kv_heads * (g->head_size + (g->v_in_k ? 0 : g->v_size)) * elem;
     y.o_row_bytes = (size_t)g->n_q_heads * g->v_size * elem;
     y.table = sizeof(fd_slot_t);
     y.q = fd_round_up(y.table + (size_t)g->max_rows * sizeof(fd_row_t), FD_REGION_PAGE);

@@ -34,6 +34,7 @@ U32S = f"integers within 0..{2**32 - 1}"
 U32 = Annotated[int, integer(2**32 - 1)]
 #: A number of something of which there is at least one.
 Count = Annotated[int, integer(2**32 - 1, 1)]
+Flag = Annotated[bool, Meta(description="true or false")]
 #: Some JSON implementations do not represent integers above 2**53 exactly.
 RequestId = Annotated[int, integer(2**53)]
 Bytes = Annotated[int, integer(2**52)]  # 4 PiB

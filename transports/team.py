@@ -88,7 +88,8 @@ def columns_of(hello: Hello, i: int, n: int) -> np.ndarray:
     element = region_layout(g).q_row_bytes // (g.n_q_heads * g.head_size)  # bytes
     for n_q, n_kv, k_size, v_size in heads_of(hello):
         # (where the heads begin, how many there are, elements of a head) in rows of Q, K, V and O
-        parts = ((0, n_q, k_size), (0, n_kv, k_size), (n_kv * k_size, n_kv, v_size), (0, n_q, v_size))
+        v = (n_kv * k_size, n_kv, 0 if g.v_in_k else v_size)
+        parts = ((0, n_q, k_size), (0, n_kv, k_size), v, (0, n_q, v_size))
         columns.append([[(at + j * heads // n * size) * element for j in (i, i + 1)] for at, heads, size in parts])
     return np.array(columns, np.uint32)
 

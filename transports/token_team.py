@@ -83,7 +83,8 @@ class TokenTeam(Team):
         start = i * self._part_o_bytes
         columns = []
         for n_q, n_kv, k_size, v_size in self._heads:
-            k, v, o = n_kv * k_size * element, n_kv * v_size * element, n_q * v_size * element + n_q * 4
+            k, v = n_kv * k_size * element, 0 if hello.geometry.v_in_k else n_kv * v_size * element
+            o = n_q * v_size * element + n_q * 4
             columns.append([[0, n_q * k_size * element], [0, k], [k, k + v], [start, start + o]])
         return np.array(columns, np.uint32)
 

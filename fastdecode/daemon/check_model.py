@@ -12,7 +12,7 @@ from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.model_checks import check_for_model
 from fastdecode.daemon.option_values import ConfigError, format_bytes
-from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend
 from fastdecode.spart.linears.dense16 import keeps16
@@ -20,6 +20,7 @@ from fastdecode.spart.loader import check_tensors, open_checkpoint, parameter_co
 from fastdecode.spart.lora.adapters import AdapterSet
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.served import TORCH_DTYPES
+from fastdecode.spart.shape import Heads
 
 if TYPE_CHECKING:
     from fastdecode.spart.hf.config import HFConfig
@@ -50,7 +51,7 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
         ("weights", f"{format_bytes(weights)} on {device.type}, {stored}; activations in {dtype}"),
     ]
     length = min(config.max_model_len or model.max_positions, model.max_positions)
-    for kv_dtype in KV_DTYPES:
+    for kv_dtype in model.kv_dtypes:
         pages = KVPages(model.hello_geometry(1, 1, "fp32"), kv_dtype, model.windows, model.options)
         token = pages.block_bytes / PAGE_TOKENS
         tokens = int(memory // token)
@@ -91,8 +92,13 @@ def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype
 def _heads(model: ModelConfig | HFConfig) -> str:
     """The heads of each kind of layer, for people."""
     kinds = dict.fromkeys(model.heads_of(layer) for layer in range(model.n_layers))
-    sizes = {h: str(h.k_size) if h.k_size == h.v_size else f"{h.k_size} (V: {h.v_size})" for h in kinds}
-    return " or ".join(f"{h.n_q} query and {h.n_kv} KV heads of {sizes[h]}" for h in kinds)
+    return " or ".join(f"{h.n_q} query and {h.n_kv} KV heads of {_head_sizes(h)}" for h in kinds)
+
+
+def _head_sizes(heads: Heads) -> str:
+    if heads.v_in_k:
+        return f"{heads.k_size} (V: the first {heads.v_size})"
+    return f"{heads.k_size}" if heads.k_size == heads.v_size else f"{heads.k_size} (V: {heads.v_size})"
 
 
 def weights_of(config: NodeConfig, backend: Backend, device: torch.device, dtype: str) -> tuple[int, str]:

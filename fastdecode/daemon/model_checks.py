@@ -24,9 +24,19 @@ def check_for_model(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is more than the model's {model.max_positions} positions"
         )
+    _check_kv_dtype(config, model)
     _check_partition(config, model)
     _check_states(config, model)
     _check_kv_memory(config, model)
+
+
+def _check_kv_dtype(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+    """Raise ConfigError if the KV-cache of the model cannot have the format of `--kv-dtype`."""
+    if config.kv_dtype not in model.kv_dtypes:
+        raise ConfigError(
+            f"--kv-dtype {config.kv_dtype} is not supported for {model.architecture}, whose V is a part of K and is "
+            f"stored with it: use one of {', '.join(model.kv_dtypes)}"
+        )
 
 
 def _check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:

@@ -31,6 +31,11 @@ class PlannedModel:
     windows: tuple[int, ...] = ()  # each layer's sliding window in tokens, 0: full attention; empty: full in all layers
     act_bytes: int = 2  # of an element of Q, K, V and O on the wire
     max_positions: int = 1 << 20
+    v_size: int = 0  # of a V head; 0: head_size
+    v_in_k: bool = False  # V of a head is a part of its K, and is not stored
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "v_size", self.v_size or self.head_size)
 
     @property
     def group(self) -> int:
@@ -45,11 +50,15 @@ class PlannedModel:
     @property
     def kv_row_bytes(self) -> int:
         """Bytes of a row's K and V on the wire, in all layers."""
-        return 2 * self.n_layers * self.n_kv_heads * self.head_size * self.act_bytes
+        size = self.head_size if self.v_in_k else self.head_size + self.v_size
+        return self.n_layers * self.n_kv_heads * size * self.act_bytes
 
     def token_bytes(self, kv_dtype: str) -> float:
         """Bytes of a cached token, in all layers."""
-        return _token_bytes(self.n_layers, self.n_q_heads, self.n_kv_heads, self.head_size, kv_dtype)
+        geometry = Geometry(
+            1, 1, self.n_layers, self.n_q_heads, self.n_kv_heads, self.head_size, "fp16", self.v_size, self.v_in_k
+        )
+        return _token_bytes(geometry, kv_dtype)
 
     def read_tokens(self, length: float) -> float:
         """Cached tokens that attention reads of a sequence of `length`, windows considered, as an average over the
@@ -84,8 +93,7 @@ _layer_groups = lru_cache(layer_groups)
 
 
 @lru_cache
-def _token_bytes(n_layers: int, n_q_heads: int, n_kv_heads: int, head_size: int, kv_dtype: str) -> float:
-    geometry = Geometry(1, 1, n_layers, n_q_heads, n_kv_heads, head_size, "fp16")
+def _token_bytes(geometry: Geometry, kv_dtype: str) -> float:
     return page_bytes(geometry_tuple(geometry), KV_DTYPES.index(kv_dtype)) / PAGE_TOKENS
 
 
@@ -115,4 +123,6 @@ def read_model(path: Path) -> PlannedModel:
         parameters=parameters(backend) - unused,
         windows=tuple(config.windows),
         max_positions=config.max_positions,
+        v_size=config.most_heads.v_size,
+        v_in_k=config.v_in_k,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fastdecode.region.contract import KV_DTYPES
 from fastdecode.region.geometry import Geometry
 from fastdecode.transports.base import LayerOptions
 
@@ -16,6 +17,12 @@ class Heads(NamedTuple):
     n_kv: int
     k_size: int
     v_size: int
+    v_in_k: bool = False  # V of a head is the first elements of its K (latent attention), and has no place in a KV row
+
+    @property
+    def kv_row_size(self) -> int:
+        """Elements of a KV row."""
+        return self.n_kv * (self.k_size if self.v_in_k else self.k_size + self.v_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +42,17 @@ class AttentionShape:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     options: LayerOptions = LayerOptions()  # changes that few models make to attention
+    v_in_k: bool = False  # Heads.v_in_k of all layers
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
         """The layer whose K and V each layer attends to: itself, or an earlier one."""
         return self.options.kv_layers or tuple(range(self.n_layers))
+
+    @property
+    def kv_dtypes(self) -> tuple[str, ...]:
+        """The formats of the KV-cache. A V that is a part of K cannot be stored in other bits than K."""
+        return tuple(name for name in KV_DTYPES if not (self.v_in_k and name == "int8-int4"))
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of the state that layers without attention keep of a sequence in the S-Part, with activations of
@@ -49,22 +62,24 @@ class AttentionShape:
     def heads_of(self, layer: int) -> Heads:
         """The heads of a layer."""
         if self.options.heads:
-            return Heads(*self.options.heads[layer])
-        return Heads(self.n_q_heads, self.n_kv_heads, self.head_size, self.head_size)
+            return Heads(*self.options.heads[layer], self.v_in_k)
+        return Heads(self.n_q_heads, self.n_kv_heads, self.head_size, self.head_size, self.v_in_k)
 
     @property
     def most_heads(self) -> Heads:
         """The most heads, and the largest, of any layer. KV heads divide query heads."""
-        n_q, n_kv, k_size, v_size = map(max, zip(*map(self.heads_of, range(self.n_layers)), strict=True))
-        return Heads(-(-n_q // n_kv) * n_kv, n_kv, k_size, v_size)
+        n_q, n_kv, k_size, v_size, _ = map(max, zip(*map(self.heads_of, range(self.n_layers)), strict=True))
+        return Heads(-(-n_q // n_kv) * n_kv, n_kv, k_size, v_size, self.v_in_k)
 
     @property
     def row_sizes(self) -> tuple[int, int, int]:
         """Elements of a Q, a KV and an O row. A layer with fewer or smaller heads uses the first elements."""
         most = self.most_heads
-        return most.n_q * most.k_size, most.n_kv * (most.k_size + most.v_size), most.n_q * most.v_size
+        return most.n_q * most.k_size, most.kv_row_size, most.n_q * most.v_size
 
     def hello_geometry(self, n_slots: int, max_rows: int, act_dtype: str) -> Geometry:
         """The region geometry that an S-node with this model asks its R-nodes for."""
         most = self.most_heads
-        return Geometry(n_slots, max_rows, self.n_layers, most.n_q, most.n_kv, most.k_size, act_dtype, most.v_size)
+        return Geometry(
+            n_slots, max_rows, self.n_layers, most.n_q, most.n_kv, most.k_size, act_dtype, most.v_size, self.v_in_k
+        )

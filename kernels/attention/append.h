@@ -15,7 +15,6 @@
 #include <string.h>
 
 #include "chunk.h"
-#include "cpu/hadamard.h"
 
 /* A row after conversion: fp32, the bits of fp16 or bf16, or the stored integers. Integers of K are bytes. Integers of
  * V are 32-bit words, because store_v reads them as words: a load that is wider than the stores before it would wait
@@ -97,10 +96,16 @@ FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint3
     float transformed_k[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
     float transformed_v[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
     if (fd_transforms_qk(dtype, hadamard)) {
-        fd_hadamard(transformed_k, k, head_size);
+        fd_transform_qk(transformed_k, k, head_size, v_size, !v);
         k = transformed_k;
     }
-    if (fd_transforms_vo(dtype, hadamard)) {
+    if (!v) {
+        const uint32_t k_affine = convert_row(k_format, 0, &k_row, k, head_size);
+        store_k(k_format, chunk, head_size, t, &k_row);
+        if (fd_kv_is_int(dtype)) *(uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size, t)) = k_affine;
+        return;
+    }
+    if (fd_transforms_vo(dtype, 0, hadamard)) {
         fd_hadamard(transformed_v, v, v_size);
         v = transformed_v;
     }

@@ -28,6 +28,8 @@
  * dimension, which is summed in row_state_t.bias and added to O at the end. If V was transformed, the kernel then
  * transforms O back, unless the caller does.
  *
+ * Where V is a part of K, a panel computes the weights of all its blocks in a chunk before it adds V.
+ *
  * A panel calls before_last_chunk for each head, so an fd_attend_t with before_last_chunk must fit into one panel:
  * heads * q_len * group <= FD_PANEL_ROWS.
  *
@@ -37,9 +39,9 @@
  */
 #pragma once
 
-#include "cpu/hadamard.h"
 #include "merge_simd.h"
 #include "softmax_simd.h"
+#include "values_simd.h"
 
 /* The first row of block `i`, if `rows` rows are cut into `n` blocks as evenly as possible. */
 FD_INLINE uint32_t block_first_row(uint32_t rows, uint32_t n, uint32_t i) { return (uint32_t)((uint64_t)rows * i / n); }
@@ -102,12 +104,18 @@ FD_INLINE void find_visible(block_t *b, const fd_attend_t *a, uint32_t row, uint
     }
 }
 
+enum { LEAST_BLOCK = 4 }; /* block_rows of any format is at least this */
+
 /* Multipliers and softmax state of query rows [row0, row0 + rows) of each KV head; FD_PANEL_ROWS rows at most. */
 typedef struct {
     /* The multipliers of all rows. There is room behind the last row, because a kernel may load MAX_BLOCK rows for a
      * smaller block. */
     uint8_t q[(FD_PANEL_ROWS + MAX_BLOCK - 1) * FD_MAX_HEAD_SIZE * sizeof(float)] __attribute__((aligned(64)));
     row_state_t state[FD_PANEL_ROWS];
+    /* Of each block of a KV head where V is a part of K; else the first serves all blocks. */
+    weights_t weights[FD_PANEL_ROWS / LEAST_BLOCK];
+    /* What take_values writes. */
+    uint8_t values[FD_PAGE_TOKENS * VALUES_STEP * sizeof(float)] __attribute__((aligned(64)));
     uint32_t row0, rows, n_blocks; /* for each head */
     size_t row_bytes;              /* bytes of multipliers for one row of q */
 } panel_t;
@@ -138,7 +146,7 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
          * short. */
         for (uint32_t r = 0; r < n; r++) {
             load_act(q[r], a->q + fd_q_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
-            if (fd_transforms_qk(dtype, a->hadamard)) fd_hadamard(q[r], q[r], head_size);
+            if (fd_transforms_qk(dtype, a->hadamard)) fd_transform_qk(q[r], q[r], head_size, a->v_size, (int)a->v_in_k);
             prefetch_on(ahead, LINES_PER_ROW);
         }
         for (uint32_t r = 0; r < n; r++)
@@ -152,7 +160,7 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
 /* Writes the results of a head's rows: m, l, and O rows if the caller wants them, else acc. */
 FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t v_size, const panel_t *p,
                            uint32_t head, const uint8_t **ahead) {
-    const int transforms = fd_transforms_vo(dtype, a->hadamard);
+    const int transforms = fd_transforms_vo(dtype, (int)a->v_in_k, a->hadamard);
     for (uint32_t r = 0; transforms && r < p->rows; r++) { /* the transform is its own inverse */
         float *acc = acc_row(a, head, p->row0 + r);
         fd_hadamard(acc, acc, v_size);
@@ -220,6 +228,40 @@ static void write_unattended_rows(const fd_attend_t *a, uint32_t row0, uint32_t 
         }
 }
 
+/* Attends the panel's blocks of a KV head to a chunk. `b` has the fields that all blocks share. */
+FD_INLINE void attend_blocks(const fd_attend_t *a, const block_fn *blocks, panel_t *p, block_t b,
+                             const int all_visible) {
+    for (b.index = 0; b.index < p->n_blocks; b.index++) {
+        const uint32_t r = block_first_row(p->rows, p->n_blocks, b.index), i = b.head * p->rows + r;
+        b.rows = block_first_row(p->rows, p->n_blocks, b.index + 1) - r;
+        b.lo = 0, b.hi = FD_PAGE_TOKENS, b.full = 1;
+        if (!all_visible) find_visible(&b, a, p->row0 + r, b.base);
+        if (b.lo >= b.hi) continue;
+        b.q = p->q + i * p->row_bytes;
+        b.state = p->state + i;
+        b.acc = acc_row(a, b.head, p->row0 + r);
+        b.row = p->row0 + r;
+        b.weights = &p->weights[b.v_in_k ? b.index : 0];
+        blocks[b.rows - 1](&b);
+    }
+}
+
+/* Adds weights times V where V is a part of K, VALUES_STEP dimensions at a time: taken out of K, they stay in L1 for
+ * all blocks. Only tokens before position `end` are seen. Prefetches the part of the next chunk that no tile does
+ * (prefetch_start). */
+FD_INLINE void attend_values_in_k(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks, panel_t *p,
+                                  block_t b, const int all_visible, uint64_t end) {
+    const uint32_t tokens = end - b.base < FD_PAGE_TOKENS ? (uint32_t)(end - b.base) : FD_PAGE_TOKENS;
+    for (size_t at = fd_chunk_end(dtype, b.head_size, b.v_size, 0) / 2 / LINE * LINE; at < b.chunk_bytes; at += LINE)
+        __builtin_prefetch(b.next + at, 0, 2);
+    b.weighs = 0, b.v = p->values;
+    for (b.from = 0; b.from < b.v_size; b.from = b.to) {
+        b.to = b.from + VALUES_STEP < b.v_size ? b.from + VALUES_STEP : b.v_size;
+        take_values(fd_k_format(dtype), &b, tokens, p->values);
+        attend_blocks(a, blocks, p, b, all_visible);
+    }
+}
+
 /* Attends query rows [row0, row0 + rows) of each KV head, one panel, to all chunks. */
 FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks, uint32_t row0,
                             uint32_t rows) {
@@ -244,7 +286,8 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
                          .n_blocks = p.n_blocks,
                          .head_size = head_size,
                          .v_size = v_size,
-                         .chunk_bytes = fd_chunk_end(dtype, head_size, v_size),
+                         .v_in_k = (int)a->v_in_k,
+                         .chunk_bytes = fd_chunk_end(dtype, head_size, v_size, (int)a->v_in_k),
                          .by_amd = by_amd,
                          .adjusts = adjusts,
                          .a = a,
@@ -256,7 +299,7 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
             if (h == 0) __builtin_prefetch(next_page, 0, PREFETCH_LOCALITY); /* loads the page's TLB entry early */
             /* What the tiles of this chunk and of the next one begin to prefetch. */
             const size_t distance = prefetch_ahead(dtype, (int)rows, prefetch_near(&b));
-            const int spreads = p.n_blocks == 1 && distance < b.chunk_bytes;
+            const int spreads = p.n_blocks == 1 && distance < b.chunk_bytes && !a->v_in_k;
             const uint8_t *ahead = spreads ? chunk + distance : NULL, *next_ahead = spreads ? b.next + distance : NULL;
             if (!initialized) init_head(dtype, a, &p, h, &ahead);
             if (!initialized && h + 1 < a->heads) prefetch_rows(a, &p, h + 1, a->q, 0);
@@ -265,18 +308,9 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
                 prefetch_on(&ahead, LINES_PER_TOKEN);
                 a->before_last_chunk(a->context, h);
             }
-            for (; b.index < p.n_blocks; b.index++) {
-                const uint32_t r = block_first_row(rows, p.n_blocks, b.index), i = h * rows + r;
-                b.rows = block_first_row(rows, p.n_blocks, b.index + 1) - r;
-                b.lo = 0, b.hi = FD_PAGE_TOKENS, b.full = 1;
-                if (!all_visible) find_visible(&b, a, row0 + r, base);
-                if (b.lo >= b.hi) continue;
-                b.q = p.q + i * p.row_bytes;
-                b.state = p.state + i;
-                b.acc = acc_row(a, h, row0 + r);
-                b.row = row0 + r;
-                blocks[b.rows - 1](&b);
-            }
+            b.weighs = 1, b.from = 0, b.to = a->v_in_k ? 0 : v_size, b.v = chunk + fd_chunk_v(dtype, head_size);
+            attend_blocks(a, blocks, &p, b, all_visible);
+            if (a->v_in_k) attend_values_in_k(dtype, a, blocks, &p, b, all_visible, end);
             if (!more_chunks) finish_head(dtype, a, &p, h, &next_ahead);
         }
         if (!more_chunks) return;

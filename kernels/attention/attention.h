@@ -14,17 +14,20 @@
 #pragma once
 
 #include <math.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include "cpu/isa.h"
 #include "region/formats.h"
 
-/* The size of a chunk in bytes: K, V and scales; a multiple of 64. Sizes of heads count elements. */
-FD_EXPORT size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size);
+/* The size of a chunk in bytes: K, V and scales; a multiple of 64. Sizes of heads count elements. `v_in_k`: V is the
+ * first v_size elements of K, as in latent attention, and the chunk has K alone. */
+FD_EXPORT size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size, bool v_in_k);
 
 /* Prefetches the cache lines that append writes for token t. */
-void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t);
+void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, bool v_in_k,
+                           uint32_t t);
 
 /* The Hadamard transforms (cpu/hadamard.h) that the caller applies in place of the kernels. FD_HADAMARD_QK: Q and K
  * arrive transformed. FD_HADAMARD_VO: V arrives transformed, and the caller transforms O back. The number goes over the
@@ -50,6 +53,7 @@ typedef struct {
     uint32_t first_token; /* position of the first token of chunks[0], a multiple of FD_PAGE_TOKENS */
     uint32_t head_size;   /* of Q and K: a multiple of 8, 8..FD_MAX_HEAD_SIZE */
     uint32_t v_size;      /* of V and O: likewise */
+    uint32_t v_in_k;      /* 1: V is the first v_size elements of K (fd_kv_chunk_bytes) */
     uint32_t group;       /* query heads that share one KV head */
     uint32_t q_len;       /* query tokens in the block, >= 1 */
     uint32_t q_pos;       /* position of the first query token; query token j sees positions <= q_pos + j */
@@ -89,8 +93,8 @@ typedef struct {
 
 typedef struct {
     const char *isa;
-    /* Rounds or quantises k [head_size] and v [v_size] and writes them to a chunk as token t (0..127). `hadamard` is
-     * that of fd_attend_t. */
+    /* Rounds or quantises k [head_size] and v [v_size] and writes them to a chunk as token t (0..127). `v` is NULL if V
+     * is a part of K (fd_kv_chunk_bytes). `hadamard` is that of fd_attend_t. */
     void (*append)(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k, const float *v,
                    uint32_t hadamard);
     void (*attend)(const fd_attend_t *a);

@@ -204,8 +204,7 @@ FD_INLINE const uint8_t *prefetch_from(const block_t *b, size_t offset) {
 }
 
 /* Computes the scores of a block for all tokens of a chunk. */
-FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *unpacked,
-                           float scores[][FD_PAGE_TOKENS]) {
+FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *unpacked) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
     float products[2 * MAX_BLOCK][WIDTH] __attribute__((aligned(64)));
     const uint32_t steps = b->head_size / tile_word_elems(format) / TILE_ROWS,
@@ -233,7 +232,7 @@ FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t 
         for (uint32_t r = 0; r < b->rows; r++) {
             vec_t s = combine_halves(format, products, r, i % WIDTH_VECS);
             if (fd_kv_is_int(format)) s = vec_fma(s, scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
-            vec_store(&scores[r][i * LANES], s);
+            vec_store(&b->weights->of[r][i * LANES], s);
         }
     }
 }
@@ -252,24 +251,25 @@ FD_INLINE void split_weights(const block_t *b, float weights[][FD_PAGE_TOKENS]) 
     }
 }
 
-/* Computes acc = rescale * acc + weights times V for a block. */
-FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *unpacked,
-                          float weights[][FD_PAGE_TOKENS], const float *rescale, const float *weight_scale) {
+/* Computes acc = rescale * acc + weights times V for a block, for dimensions [from, to). */
+FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *unpacked) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
     float products[2 * MAX_BLOCK][WIDTH] __attribute__((aligned(64)));
     const uint32_t depth = FD_PAGE_TOKENS / tile_word_elems(format), steps = depth / TILE_ROWS;
-    const size_t offset = fd_chunk_v(dtype, b->head_size);
-    const uint8_t *v = b->chunk + offset, *ahead = prefetch_from(b, offset);
+    const uint8_t *weights = (const uint8_t *)b->weights->of, *v = b->v;
+    /* Where V is a part of K, scores have prefetched all of the next chunk. */
+    const uint8_t *ahead = b->v_in_k ? v : prefetch_from(b, fd_chunk_v(dtype, b->head_size));
     if (format == FD_KV_INT4) {
-        unpack_nibbles(v, fd_v_depth(format) * b->v_size / FD_COLUMN_LANES, ahead, unpacked);
+        unpack_nibbles(v, fd_v_depth(format) * (b->to - b->from) / FD_COLUMN_LANES, ahead, unpacked);
         v = unpacked;
     }
-    for (uint32_t d = 0; d < b->v_size; d += WIDTH) {
-        multiply_tiles(format, 1, b, (const uint8_t *)weights, low_half_offset(1), v, depth, steps, ahead, products);
+    for (uint32_t d = b->from; d < b->to; d += WIDTH) {
+        multiply_tiles(format, 1, b, weights, low_half_offset(1), v, depth, steps, ahead, products);
         v += 2 * depth * ROW_BYTES, ahead += 2 * depth * ROW_BYTES;
         for (uint32_t r = 0; r < b->rows; r++) {
             float *acc = b->acc + (size_t)r * b->v_size + d;
-            const vec_t old = vec_set1(rescale[r]), new = vec_set1(fd_kv_is_int(format) ? weight_scale[r] : 1.0f);
+            const vec_t old = vec_set1(b->weights->rescale[r]),
+                        new = vec_set1(fd_kv_is_int(format) ? b->weights->scale[r] : 1.0f);
             FD_UNROLL
             for (uint32_t i = 0; i < WIDTH_VECS; i++) {
                 const vec_t product = combine_halves(format, products, r, i),
@@ -281,16 +281,16 @@ FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *
 }
 
 FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
-    float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
-    float rescale[LANES] __attribute__((aligned(64))), weight_scale[MAX_BLOCK];
     /* K, then V of int4, unpacked to bytes. */
     uint8_t unpacked[FD_PAGE_TOKENS * FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
-    score_chunk(dtype, b, unpacked, scores);
-    if (b->adjusts) adjust_scores(b, scores);
-    if (b->full) online_softmax(dtype, (int)b->rows, 1, b, scores, rescale, weight_scale);
-    else online_softmax(dtype, (int)b->rows, 0, b, scores, rescale, weight_scale);
-    if (dtype == FD_KV_BF16) split_weights(b, scores);
-    add_values(dtype, b, unpacked, scores, rescale, weight_scale);
+    if (b->weighs) {
+        score_chunk(dtype, b, unpacked);
+        if (b->adjusts) adjust_scores(b, b->weights->of);
+        if (b->full) online_softmax(dtype, (int)b->rows, 1, b);
+        else online_softmax(dtype, (int)b->rows, 0, b);
+        if (dtype == FD_KV_BF16) split_weights(b, b->weights->of);
+    }
+    if (b->from < b->to) add_values(dtype, b, unpacked);
 }
 
 /* Defines the entry point of a KV format. Tiles cover 64 dimensions at a time, so other head sizes are left to AVX-512.

@@ -29,9 +29,12 @@
  * The affine words of K are the last row of each column of K; the affine words of V are 128 words between K and V. So a
  * kernel reads a chunk from its first byte to its last without a gap, which hardware prefetchers can follow.
  *
+ * Where V is the first elements of K (latent attention), a chunk is K alone, and kernels put V into the layout above
+ * when they read it (values_simd.h). int8-int4, which stores the two differently, cannot store such a K.
+ *
  * int8-int4 stores K as int8 does and V as int4 does; every other format stores K and V alike. A Hadamard
  * transform (cpu/hadamard.h) is applied to K before it is rounded to integers, and to Q; to V before it is rounded to
- * int4, and to O. The caller may have applied it (FD_HADAMARD_QK, FD_HADAMARD_VO).
+ * int4, or with K where it is a part of K, and to O. The caller may have applied it (FD_HADAMARD_QK, FD_HADAMARD_VO).
  *
  * Rounding is to nearest even. fp16 saturates at +-65504, because an infinity in the cache would turn every later
  * output of its sequence into NaN; bf16 has the range of fp32 and need not saturate. fp32, fp16 and bf16 keep
@@ -43,6 +46,7 @@
 
 #include "attention.h"
 #include "cpu/compiler.h"
+#include "cpu/hadamard.h"
 #include "cpu/half.h"
 #include "region/region.h"
 
@@ -121,7 +125,8 @@ FD_INLINE uint32_t fd_k_depth(fd_kv_dtype_t format, uint32_t head_size) {
 }
 FD_INLINE uint32_t fd_v_depth(fd_kv_dtype_t format) { return FD_PAGE_TOKENS / fd_word_elems(format); }
 
-/* Byte offsets in a chunk: the affine words of token t, the start of V, and the end of the chunk. */
+/* Byte offsets in a chunk: the affine words of token t, the start of V, and the end of the chunk. A chunk whose V is a
+ * part of K ends where the affine words of V would begin. */
 FD_INLINE size_t fd_chunk_k_affine(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t t) {
     const uint32_t depth = fd_k_depth(fd_k_format(dtype), head_size);
     return fd_lane_offset(fd_k_format(dtype), depth, t) + (depth - 1) * FD_COLUMN_LANES * sizeof(uint32_t);
@@ -130,10 +135,14 @@ FD_INLINE size_t fd_chunk_v_affine(fd_kv_dtype_t dtype, uint32_t head_size, uint
     return fd_lane_offset(fd_k_format(dtype), fd_k_depth(fd_k_format(dtype), head_size), FD_PAGE_TOKENS) +
            t * sizeof(uint32_t);
 }
-FD_INLINE size_t fd_chunk_v(fd_kv_dtype_t dtype, uint32_t head_size) {
-    return fd_chunk_v_affine(dtype, head_size, fd_kv_is_int(dtype) ? FD_PAGE_TOKENS : 0);
+FD_INLINE size_t fd_v_affine_bytes(fd_kv_dtype_t dtype) {
+    return fd_kv_is_int(dtype) ? FD_PAGE_TOKENS * sizeof(uint32_t) : 0;
 }
-FD_INLINE size_t fd_chunk_end(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size) {
+FD_INLINE size_t fd_chunk_v(fd_kv_dtype_t dtype, uint32_t head_size) {
+    return fd_chunk_v_affine(dtype, head_size, 0) + fd_v_affine_bytes(dtype);
+}
+FD_INLINE size_t fd_chunk_end(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size, int v_in_k) {
+    if (v_in_k) return fd_chunk_v_affine(dtype, head_size, 0);
     const fd_kv_dtype_t format = fd_v_format(dtype);
     return fd_chunk_v(dtype, head_size) + (size_t)v_size * fd_v_depth(format) * fd_word_bytes(format);
 }
@@ -154,8 +163,16 @@ static inline float fd_affine_centre(fd_kv_dtype_t format, uint32_t word) {
 FD_INLINE int fd_transforms_qk(fd_kv_dtype_t dtype, uint32_t hadamard) {
     return fd_kv_is_int(fd_k_format(dtype)) && !(hadamard & FD_HADAMARD_QK);
 }
-FD_INLINE int fd_transforms_vo(fd_kv_dtype_t dtype, uint32_t hadamard) {
+FD_INLINE int fd_transforms_vo(fd_kv_dtype_t dtype, int v_in_k, uint32_t hadamard) {
+    if (v_in_k) return fd_transforms_qk(dtype, hadamard);
     return fd_v_format(dtype) == FD_KV_INT4 && !(hadamard & FD_HADAMARD_VO);
+}
+/* Transforms a row of Q or K from `src` to `x`; the part of K that is V too, if any, apart from the rest, so that the
+ * transform of O undoes it. */
+FD_INLINE void fd_transform_qk(float *x, const float *src, uint32_t head_size, uint32_t v_size, int v_in_k) {
+    const uint32_t first = v_in_k ? v_size : head_size;
+    fd_hadamard(x, src, first);
+    fd_hadamard(x + first, src + first, head_size - first);
 }
 
 /* How the values of an int4 token become integers. With `fine` integers in a step,

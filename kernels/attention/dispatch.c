@@ -2,17 +2,18 @@
 #include "chunk.h"
 #include "dispatch.h"
 
-size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size) {
-    return fd_chunk_end(dtype, head_size, v_size);
+size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size, bool v_in_k) {
+    return fd_chunk_end(dtype, head_size, v_size, v_in_k);
 }
 
-void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t) {
+void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, bool v_in_k,
+                           uint32_t t) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
     const uint32_t k_depth = fd_k_depth(k_format, head_size), v_depth = fd_v_depth(v_format),
                    row = t / fd_word_elems(v_format);
     const uint8_t *k = chunk + fd_lane_offset(k_format, k_depth, t), *v = chunk + fd_chunk_v(dtype, head_size);
     for (uint32_t i = 0; i < k_depth; i++) __builtin_prefetch(k + i * FD_COLUMN_LANES * fd_word_bytes(k_format), 1);
-    for (uint32_t d = 0; d < v_size; d += FD_COLUMN_LANES / 2)
+    for (uint32_t d = 0; !v_in_k && d < v_size; d += FD_COLUMN_LANES / 2)
         __builtin_prefetch(v + fd_lane_offset(v_format, v_depth, d) + row * fd_lane_stride(v_format, v_size, d), 1);
 }
 

@@ -173,7 +173,14 @@ typedef struct {
     float q_sum; /* the sum of the query's integers, or of its floats where an integer format is multiplied in fp32 */
 } row_state_t;
 
-/* The work of one block in one chunk. */
+/* The weights of a block in one chunk. */
+typedef struct {
+    float of[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64))); /* scores, then weights as multipliers for V */
+    float rescale[LANES] __attribute__((aligned(64)));                /* the factor for acc of each row */
+    float scale[MAX_BLOCK]; /* integer formats: the factor for the products of each row's weights */
+} weights_t;
+
+/* The work of one block in one chunk: to compute its weights, to add weights times V for some dimensions, or both. */
 typedef struct {
     const uint8_t *chunk;
     const uint8_t *next;      /* the chunk that comes next, to be prefetched; may equal `chunk` */
@@ -181,8 +188,13 @@ typedef struct {
     size_t chunk_bytes;
     uint32_t index, n_blocks; /* index of this block among the panel's blocks, which take turns at prefetching */
     uint32_t rows, head_size, v_size;
-    uint32_t lo, hi; /* tokens [lo, hi) that at least one row sees */
-    int full;        /* whether every row sees every token */
+    int v_in_k; /* fd_attend_t.v_in_k */
+    weights_t *weights;
+    int weighs;        /* whether to compute `weights` */
+    uint32_t from, to; /* the dimensions of V to add; `from` begins a column, and `to` ends one or is v_size */
+    const uint8_t *v;  /* V from dimension `from` on */
+    uint32_t lo, hi;   /* tokens [lo, hi) that at least one row sees */
+    int full;          /* whether every row sees every token */
     struct {
         uint32_t lo, hi;
     } visible[MAX_BLOCK]; /* tokens [lo, hi) that each row sees; not set if `full` */
@@ -205,12 +217,15 @@ FD_INLINE int prefetch_near(const block_t *b) { return PREFETCH_BY_VENDOR ? b->b
 /* Returns the address from which tile number `tile` prefetches while it reads from byte `at` of the chunk on. A panel
  * with one block prefetches prefetch_ahead() bytes further on, in the next chunk if need be. Two blocks read the same
  * chunk one after the other, and each prefetches half of every tile of the next chunk, `half_tile` bytes, at half the
- * speed at which it reads (ahead_step): a whole tile at once asks for more lines than a core can wait for. If there are
+ * speed at which it reads (ahead_step): a whole tile at once asks for more lines than a core can wait for. A chunk
+ * whose V is a part of K is read twice, as K and as V, and each time half of the next chunk is prefetched. If there are
  * more blocks, or `half_tile` is 0, they take turns, tile by tile; a block whose turn it is not prefetches the lines
  * that it reads itself, which costs less than a branch in the tile's loop. */
 FD_INLINE const uint8_t *prefetch_start(const fd_kv_dtype_t dtype, const int rows, const block_t *b, size_t at,
                                         uint32_t tile, size_t half_tile) {
-    if (b->n_blocks == 2 && half_tile) return b->next + at + b->index * half_tile;
+    if (b->v_in_k) at /= 2;
+    else if (b->n_blocks == 2 && half_tile) return b->next + at + b->index * half_tile;
+    if (b->v_in_k && b->n_blocks == 1) return b->next + at;
     if (b->n_blocks > 1) return (tile % b->n_blocks == b->index ? b->next : b->chunk) + at;
     const size_t max_ahead = prefetch_ahead(dtype, rows, prefetch_near(b)),
                  ahead = max_ahead < b->chunk_bytes ? max_ahead : b->chunk_bytes;
@@ -234,11 +249,16 @@ FD_INLINE vec_t mask_tokens(vec_t x, uint32_t i, uint32_t lo, uint32_t hi, float
     return vec_select(x, below_to & ~below_from, fill);
 }
 
-/* Online softmax of a block over one chunk. Replaces the scores of tokens [lo, hi) by weights, stored as multipliers
- * for V, and updates m, l and bias. rescale[r] becomes the factor for acc of row r, and weight_scale[r] (integer
- * formats) the factor for the products of its weights. */
-FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const int full, const block_t *b,
-                              float scores[][FD_PAGE_TOKENS], float *rescale, float *weight_scale) {
+/* The affine words of V of tokens [t, ...) up to the end of their column. */
+FD_INLINE const uint8_t *v_affine(const fd_kv_dtype_t dtype, const block_t *b, uint32_t t) {
+    return b->chunk +
+           (b->v_in_k ? fd_chunk_k_affine(dtype, b->head_size, t) : fd_chunk_v_affine(dtype, b->head_size, t));
+}
+
+/* Online softmax of a block over one chunk. Replaces the scores of tokens [lo, hi) by weights, with their factors, and
+ * updates m, l and bias. */
+FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const int full, const block_t *b) {
+    float (*scores)[FD_PAGE_TOKENS] = b->weights->of, *rescale = b->weights->rescale, *weight_scale = b->weights->scale;
     const fd_kv_dtype_t format = fd_v_format(dtype);
     const uint32_t first = full ? 0 : b->lo / SOFTMAX_STEP * SOFTMAX_STEP / LANES;
     const uint32_t last = full ? PAGE_VECS : (b->hi + SOFTMAX_STEP - 1) / SOFTMAX_STEP * SOFTMAX_STEP / LANES;
@@ -262,7 +282,6 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
     }
     vec_store(rescale, vec_exp2(format, vec_load(log2_rescale)));
 
-    const uint8_t *affine = b->chunk + fd_chunk_v_affine(dtype, b->head_size, 0);
     const uint8_t *ahead = prefetch_start(dtype, rows, b, fd_chunk_v_affine(dtype, b->head_size, 0), 0, 0);
     vec_t scale[PAGE_VECS], offset[PAGE_VECS];
     const int has_offset = format == FD_KV_INT4 || (format == FD_KV_INT8 && kv_bits(format) == 16);
@@ -272,7 +291,7 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
         for (uint32_t i = first; i < last; i++) {
             const size_t at = i * LANES * sizeof(uint32_t);
             if (at % LINE == 0) __builtin_prefetch(ahead + at, 0, PREFETCH_LOCALITY);
-            load_affine(format, affine + at, &scale[i], &offset[i]);
+            load_affine(format, v_affine(dtype, b, i * LANES), &scale[i], &offset[i]);
             if (kv_bits(format) == 16)
                 offset[i] = vec_fma(scale[i], vec_set1(-(float)kv_v_zero_point(format)), offset[i]);
             if (full) continue;
@@ -287,7 +306,7 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
         float *weights = scores[r];
         weight_scale[r] = 0.0f;
         if (!full && b->visible[r].lo >= b->visible[r].hi) {
-            memset(weights, 0, sizeof scores[r]);
+            memset(weights, 0, sizeof b->weights->of[r]);
             continue;
         }
         const vec_t m = vec_set1(state->m), to_log2 = vec_set1(state->q_scale * LOG2_E);

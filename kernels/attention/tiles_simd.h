@@ -46,10 +46,11 @@ typedef struct {
     uint32_t from, to;
 } columns_t;
 
-/* Where the first word's step prefetches, and how many bytes a step moves on. */
+/* Where the first word's step prefetches, how many bytes a step moves on, and whether that is far ahead, into L2. */
 typedef struct {
     const uint8_t *at;
     size_t step;
+    int far;
 } ahead_t;
 
 #ifdef FD_HAS_NARROW_SUMS
@@ -113,6 +114,12 @@ FD_INLINE void multiply_narrow(const tile_t tile, columns_t columns, multipliers
 FD_INLINE uint32_t kv_narrow_words(fd_kv_dtype_t format) { return 0; }
 #endif
 
+/* `far`: into L2, because the line would have left L1 before it is read. */
+FD_INLINE void prefetch_line(const uint8_t *line, const int far) {
+    if (far) __builtin_prefetch(line, 0, 2);
+    else __builtin_prefetch(line, 0, PREFETCH_LOCALITY);
+}
+
 /* For each row r and vector i: adds to sum[r][i] the products of the row's multipliers and lanes [i * LANES,
  * (i + 1) * LANES) of a column (chunk.h), over words [from, to) of the column. Bits of a word that are not set in
  * `bits` count as 0. A single row has two sums, one of even and one of odd parts, which shortens the chain of dependent
@@ -122,8 +129,8 @@ FD_INLINE uint32_t kv_narrow_words(fd_kv_dtype_t format) { return 0; }
  * memory a fifth faster than all loads and prefetches of the step together; vec_pin keeps the compiler from reordering
  * them. If the multipliers of a step do not fit into registers beside the sums, because words have many parts and there
  * are many rows, a step instead multiplies one part of all vectors before the next part (by_part). */
-FD_INLINE void multiply(const tile_t tile, const uint32_t bits, columns_t columns, multipliers_t multipliers,
-                        ahead_t ahead, vec_t sum[][MAX_VECS]) {
+FD_INLINE void multiply_and_prefetch(const tile_t tile, const uint32_t bits, columns_t columns,
+                                     multipliers_t multipliers, ahead_t ahead, const int far, vec_t sum[][MAX_VECS]) {
     const fd_kv_dtype_t format = tile.format;
     const int is_v = tile.is_v, rows = tile.rows, vecs = tile.vecs;
 #ifdef FD_HAS_NARROW_SUMS
@@ -143,7 +150,7 @@ FD_INLINE void multiply(const tile_t tile, const uint32_t bits, columns_t column
             vec_t words[MAX_VECS];
             FD_UNROLL
             for (int i = i0; i < i0 + step_vecs; i++) {
-                if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead.at + i * vec_bytes, 0, PREFETCH_LOCALITY);
+                if (i * vec_bytes % LINE == 0) prefetch_line(ahead.at + i * vec_bytes, far);
                 words[i] = vec_pin(tile.half ? kv_load_half(format, word) : kv_load(format, word + i * vec_bytes));
                 if (bits != ~0u) words[i] = vec_and_bits(words[i], bits);
             }
@@ -169,6 +176,12 @@ FD_INLINE void multiply(const tile_t tile, const uint32_t bits, columns_t column
     }
 }
 
+FD_INLINE void multiply(const tile_t tile, const uint32_t bits, columns_t columns, multipliers_t multipliers,
+                        ahead_t ahead, vec_t sum[][MAX_VECS]) {
+    if (PREFETCH_NEAR && ahead.far) multiply_and_prefetch(tile, bits, columns, multipliers, ahead, 1, sum);
+    else multiply_and_prefetch(tile, bits, columns, multipliers, ahead, 0, sum);
+}
+
 /* The number of sums for each vector of a tile. */
 FD_INLINE int n_sums(const fd_kv_dtype_t format, const int rows) {
     return rows == 1 && kv_parts(format) > 1 && !kv_narrow_words(format) ? 2 : rows;
@@ -189,12 +202,11 @@ FD_INLINE size_t half_tile(const fd_kv_dtype_t format, int vecs, uint32_t depth)
 /* How many bytes the prefetches of a tile move on with a word of its vectors (prefetch_start). */
 FD_INLINE size_t ahead_step(const fd_kv_dtype_t format, const block_t *b, int vecs) {
     const size_t step = vecs * LANES * fd_word_bytes(format);
-    return b->n_blocks == 2 && !kv_narrow_words(format) ? step / 2 : step;
+    return (b->n_blocks == 2 || b->v_in_k) && !kv_narrow_words(format) ? step / 2 : step;
 }
 
 /* Computes scores[r][t] = sum over d of q[d][r] K[d][t] for tokens t in [t0, t0 + vecs * LANES). */
-FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const block_t *b, uint32_t t0,
-                          float scores[][FD_PAGE_TOKENS]) {
+FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const block_t *b, uint32_t t0) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
     const size_t word = fd_word_bytes(format);
     const uint32_t steps = b->head_size / fd_word_elems(format), depth = fd_k_depth(format, b->head_size);
@@ -207,7 +219,7 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     for (int i = 0; i < vecs; i++) sum[r][i] = vec_zero();
     multiply((tile_t){format, 0, rows, vecs, 0}, ~0u,
              (columns_t){b->chunk + fd_lane_offset(format, depth, t0), FD_COLUMN_LANES * word, 0, steps},
-             query_multipliers(format, rows, b->q), (ahead_t){ahead, ahead_step(format, b, vecs)}, sum);
+             query_multipliers(format, rows, b->q), (ahead_t){ahead, ahead_step(format, b, vecs), b->v_in_k}, sum);
     FD_UNROLL
     for (int i = 0; i < vecs; i++) {
         const uint32_t t = t0 + i * LANES;
@@ -221,7 +233,7 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
         for (int r = 0; r < rows; r++) {
             vec_t s = read_sum(format, rows, sum, r, i);
             if (fd_kv_is_int(format)) s = vec_fma(s, scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
-            vec_store(&scores[r][t], s);
+            vec_store(&b->weights->of[r][t], s);
         }
     }
 }
@@ -229,13 +241,13 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
 /* Computes acc[r][d] = rescale[r] acc[r][d] + sum over t in [lo, hi) of weights[r][t] V[t][d] for dimensions d in
  * [d0, d0 + vecs * LANES), or [d0, d0 + LANES / 2) if `half`. */
 FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const int half, const block_t *b,
-                          uint32_t d0, float weights[][FD_PAGE_TOKENS], const float *rescale,
-                          const float *weight_scale) {
+                          uint32_t d0) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
     const uint32_t elems = fd_word_elems(format), depth = fd_v_depth(format);
     const size_t offset = fd_chunk_v(dtype, b->head_size), stride = fd_lane_stride(format, b->v_size, d0);
-    const uint8_t *v = b->chunk + offset + fd_lane_offset(format, depth, d0);
-    const multipliers_t w = weight_multipliers(format, weights);
+    const float *rescale = b->weights->rescale, *weight_scale = b->weights->scale;
+    const uint8_t *v = b->v + fd_lane_offset(format, depth, d0 - b->from);
+    const multipliers_t w = weight_multipliers(format, b->weights->of);
     const uint8_t *ahead = prefetch_start(dtype, rows, b, offset + d0 * depth * fd_word_bytes(format),
                                           d0 / (vecs * LANES), half_tile(format, vecs, depth));
     prefetch_next_page(dtype, rows, b, (FD_PAGE_TOKENS + d0) / FD_COLUMN_LANES);
@@ -251,15 +263,16 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     uint32_t from = b->lo / elems, to = (b->hi + elems - 1) / elems;
     if (format == FD_KV_BF16) { /* the first and last word may hold a masked token, whose value may be NaN */
         if (b->lo % 2) {
-            multiply(tile, 0xffff0000u, (columns_t){v, stride, from, from + 1}, w, (ahead_t){v, 0}, sum);
+            multiply(tile, 0xffff0000u, (columns_t){v, stride, from, from + 1}, w, (ahead_t){v, 0, 0}, sum);
             from++;
         }
         if (b->hi % 2) {
             to--;
-            multiply(tile, 0xffffu, (columns_t){v, stride, to, to + 1}, w, (ahead_t){v, 0}, sum);
+            multiply(tile, 0xffffu, (columns_t){v, stride, to, to + 1}, w, (ahead_t){v, 0, 0}, sum);
         }
     }
-    multiply(tile, ~0u, (columns_t){v, stride, from, to}, w, (ahead_t){ahead, ahead_step(format, b, vecs)}, sum);
+    multiply(tile, ~0u, (columns_t){v, stride, from, to}, w, (ahead_t){ahead, ahead_step(format, b, vecs), b->v_in_k},
+             sum);
     FD_UNROLL
     for (int r = 0; r < rows; r++) FD_UNROLL
     for (int i = 0; i < vecs; i++) {
@@ -274,32 +287,32 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     }
 }
 
-/* Attends a block to a chunk: scores, softmax, and weights times V. */
-FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const block_t *b) {
-    if ((uint32_t)rows > block_rows(dtype)) __builtin_unreachable(); /* saves the time to compile it */
-    float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
-    float rescale[LANES] __attribute__((aligned(64))), weight_scale[MAX_BLOCK];
-
+/* Scores and softmax of a block in a chunk. */
+FD_INLINE void compute_weights(const fd_kv_dtype_t dtype, const int rows, const block_t *b) {
     const int score_vecs = tile_vecs(fd_k_format(dtype), rows);
     const uint32_t step = (uint32_t)score_vecs * LANES;
-    for (uint32_t t = b->lo / step * step; t < b->hi; t += step) score_tile(dtype, rows, score_vecs, b, t, scores);
-    if (b->adjusts) adjust_scores(b, scores);
+    for (uint32_t t = b->lo / step * step; t < b->hi; t += step) score_tile(dtype, rows, score_vecs, b, t);
+    if (b->adjusts) adjust_scores(b, b->weights->of);
+    if (b->full) online_softmax(dtype, rows, 1, b);
+    else online_softmax(dtype, rows, 0, b);
+}
 
-    if (b->full) online_softmax(dtype, rows, 1, b, scores, rescale, weight_scale);
-    else online_softmax(dtype, rows, 0, b, scores, rescale, weight_scale);
-
+/* Adds weights times V of a block in a chunk, for dimensions [from, to). */
+FD_INLINE void add_values(const fd_kv_dtype_t dtype, const int rows, const block_t *b) {
     const int vecs = tile_vecs(fd_v_format(dtype), rows);
-    const uint32_t whole_vecs = b->v_size / LANES;
-    uint32_t i = 0;
-    for (; i + vecs <= whole_vecs; i += vecs)
-        value_tile(dtype, rows, vecs, 0, b, i * LANES, scores, rescale, weight_scale);
-    if (vecs > 4 && i + 4 <= whole_vecs)
-        value_tile(dtype, rows, 4, 0, b, i * LANES, scores, rescale, weight_scale), i += 4;
-    if (vecs > 2 && i + 2 <= whole_vecs)
-        value_tile(dtype, rows, 2, 0, b, i * LANES, scores, rescale, weight_scale), i += 2;
-    if (vecs > 1 && i + 1 <= whole_vecs)
-        value_tile(dtype, rows, 1, 0, b, i * LANES, scores, rescale, weight_scale), i += 1;
-    if (b->v_size % LANES) value_tile(dtype, rows, 1, 1, b, i * LANES, scores, rescale, weight_scale);
+    const uint32_t whole_vecs = b->to / LANES;
+    uint32_t i = b->from / LANES;
+    for (; i + vecs <= whole_vecs; i += vecs) value_tile(dtype, rows, vecs, 0, b, i * LANES);
+    if (vecs > 4 && i + 4 <= whole_vecs) value_tile(dtype, rows, 4, 0, b, i * LANES), i += 4;
+    if (vecs > 2 && i + 2 <= whole_vecs) value_tile(dtype, rows, 2, 0, b, i * LANES), i += 2;
+    if (vecs > 1 && i + 1 <= whole_vecs) value_tile(dtype, rows, 1, 0, b, i * LANES), i += 1;
+    if (b->to % LANES) value_tile(dtype, rows, 1, 1, b, i * LANES);
+}
+
+FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const block_t *b) {
+    if ((uint32_t)rows > block_rows(dtype)) __builtin_unreachable(); /* saves the time to compile it */
+    if (b->weighs) compute_weights(dtype, rows, b);
+    if (b->from < b->to) add_values(dtype, rows, b);
 }
 
 /* Defines the block_fn of one KV format for blocks of `rows` rows. */

@@ -56,8 +56,10 @@ fd_planes_t fd_planes_of(const fd_stored_t *layers, uint32_t n, fd_kv_dtype_t dt
     fd_planes_t best = {0};
     for (uint32_t i = 0; i < n; i++) {
         const fd_heads_t *h = &layers[i].heads;
-        stores[i] =
-            (fd_store_t){.n_kv_heads = h->n_kv_heads, .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size)};
+        stores[i] = (fd_store_t){
+            .n_kv_heads = h->n_kv_heads,
+            .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size, h->v_in_k),
+        };
         if (store_bytes(&stores[i]) > largest) largest = store_bytes(&stores[i]);
         if (layers[i].reach > best.reach) best.reach = layers[i].reach;
     }

@@ -9,6 +9,8 @@
  */
 #pragma once
 
+#include <stdbool.h>
+
 #include "region/formats.h"
 
 /* The heads of a layer. Sizes count elements. */
@@ -16,6 +18,7 @@ typedef struct {
     uint32_t n_q_heads, n_kv_heads;
     uint32_t head_size; /* of Q and K */
     uint32_t v_size;    /* of V and O */
+    bool v_in_k;        /* V is the first v_size elements of K, and is not stored */
 } fd_heads_t;
 
 /* A layer that stores K and V. */

@@ -71,7 +71,7 @@ void fd_engine_end_stand_in(const fd_stand_in_t *stand_in);
 /* The planes of a page, for the layers that store K and V. The layers and the dtype must be valid. */
 fd_planes_t fd_page_planes(const fd_layer_t *layers, uint32_t n_layers, uint32_t kv_dtype);
 /* Checks the layers of a link with geometry `g`. */
-fd_status_t fd_layers_check(const fd_geometry_t *g, const fd_layer_t *layers, fd_error_t *error);
+fd_status_t fd_layers_check(const fd_geometry_t *g, const fd_layer_t *layers, uint32_t kv_dtype, fd_error_t *error);
 uint64_t fd_engine_kv_free(fd_engine_t *engine);
 /* The most pages that a lease of `bytes` may have. `grows`: its max_pages is greater. */
 uint64_t fd_engine_pages_within(const fd_engine_t *engine, fd_planes_t planes, uint64_t bytes, bool grows);

@@ -8,7 +8,7 @@
 #define FD_MAX_LAYER_KINDS 16u /* of one link; each step is planned once for every kind */
 
 typedef struct {
-    fd_heads_t heads; /* no more query heads and no longer rows than the geometry's */
+    fd_heads_t heads; /* no more query heads and no longer rows than the geometry's, and the same v_in_k */
     uint32_t window;  /* fd_attend_t.window: 0, or how many tokens a token sees, itself included */
     uint32_t segment; /* fd_attend_t.segment: 0, or the length of the segments that a token sees alone */
     /* The layer that stores the K and V that this layer attends to: this layer, or an earlier one that stores its own
@@ -27,7 +27,7 @@ static inline uint32_t fd_layer_reach(const fd_layer_t *y) {
 
 /* The heads of a layer as large as the geometry's. */
 static inline fd_heads_t fd_geometry_heads(const fd_geometry_t *g) {
-    return (fd_heads_t){g->n_q_heads, g->n_kv_heads, g->head_size, g->v_size};
+    return (fd_heads_t){g->n_q_heads, g->n_kv_heads, g->head_size, g->v_size, g->v_in_k};
 }
 
 static inline bool fd_same_heads(const fd_heads_t *a, const fd_heads_t *b) {
@@ -68,8 +68,11 @@ static inline const char *fd_heads_error(const fd_heads_t *h, const fd_geometry_
     if (h->n_kv_heads < 1 || h->n_q_heads % h->n_kv_heads) return "query heads are not a multiple of KV heads";
     if (fd_head_size_error(h->head_size)) return fd_head_size_error(h->head_size);
     if (fd_head_size_error(h->v_size)) return fd_head_size_error(h->v_size);
+    if (h->v_in_k != g->v_in_k) return "V is a part of K in some layers only";
+    if (h->v_in_k && h->v_size > h->head_size) return "V is a part of K, but larger";
+    const uint32_t v_size = h->v_in_k ? 0 : h->v_size, most_v_size = h->v_in_k ? 0 : g->v_size;
     if (h->n_q_heads * h->head_size > g->n_q_heads * g->head_size ||
-        h->n_kv_heads * (h->head_size + h->v_size) > g->n_kv_heads * (g->head_size + g->v_size) ||
+        h->n_kv_heads * (h->head_size + v_size) > g->n_kv_heads * (g->head_size + most_v_size) ||
         h->n_q_heads * h->v_size > g->n_q_heads * g->v_size)
         return "the layer's rows are longer than those of the geometry";
     if (h->n_q_heads > g->n_q_heads) return "the layer has more query heads than the geometry"; /* sinks and slopes */
@@ -94,5 +97,6 @@ static inline const char *fd_layer_error(const fd_layer_t *layers, uint32_t i, c
         if (y->slopes[h] == -INFINITY) return "a slope is not a finite number";
     if (!fd_all_below_infinity(y->sinks, n_q_heads)) return "a sink is not a number below infinity";
     if (y->hadamard > FD_HADAMARD_ALL) return "unknown Hadamard transforms";
+    if (y->heads.v_in_k && y->hadamard % FD_HADAMARD_ALL) return "V is a part of K and not transformed with it";
     return NULL;
 }

@@ -28,8 +28,11 @@ static uint32_t count_kinds(const fd_layer_t *layers, uint32_t n_layers) {
     return n;
 }
 
-fd_status_t fd_layers_check(const fd_geometry_t *g, const fd_layer_t *layers, fd_error_t *error) {
+fd_status_t fd_layers_check(const fd_geometry_t *g, const fd_layer_t *layers, uint32_t kv_dtype, fd_error_t *error) {
     const char *reason;
+    if (g->v_in_k && kv_dtype == FD_KV_INT8_INT4)
+        return FD_FAIL(FD_BAD_CALL, "V of this model is a part of K, so int8-int4 cannot store it in int4: use int8 or "
+                                    "int4");
     for (uint32_t i = 0; i < g->n_layers; i++)
         if ((reason = fd_layer_error(layers, i, g))) return FD_FAIL(FD_BAD_CALL, "layer %u: %s", i, reason);
     const uint32_t n = count_kinds(layers, g->n_layers);
@@ -68,7 +71,7 @@ static fd_status_t check_lease(const fd_geometry_t *g, const fd_lease_t *lease, 
         return FD_FAIL(FD_BAD_CALL, "%u sequences are not within 1..%u", lease->max_seqs, FD_MAX_SEQS);
     if (!isfinite(lease->softmax_scale)) return FD_FAIL(FD_BAD_CALL, "the softmax scale is not finite");
     if ((uintptr_t)region % FD_LINE) return FD_FAIL(FD_BAD_CALL, "the region does not begin on a cache line");
-    if (fd_layers_check(g, lease->layers, error) != FD_OK) return error->status;
+    if (fd_layers_check(g, lease->layers, lease->kv_dtype, error) != FD_OK) return error->status;
     return fd_is_part(lease->part) ? check_part(g, lease, error) : FD_OK;
 }
 

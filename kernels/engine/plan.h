@@ -98,6 +98,7 @@ typedef struct {
 /* The properties of a kind of layer that planning depends on. */
 typedef struct {
     uint32_t n_kv_heads, group, head_size, v_size;
+    bool v_in_k;
     uint32_t q_block; /* most query tokens that a kernel takes at once */
     uint32_t window;  /* most tokens that a token sees; 0: all */
     bool is_part;     /* the link keeps a part of the tokens (parts.h) */

@@ -113,9 +113,9 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t h
         uint8_t *chunk = fd_kv_chunk(w->kv, c->store, page_of(c, e, t / FD_PAGE_TOKENS), head);
         for (uint32_t h = 0; h < heads; h++, chunk += c->shape->chunk_bytes) {
             w->vec_ops->load_act(c->scratch->k, k + h * k_bytes(c), k_size, act, 1.0f);
-            w->vec_ops->load_act(c->scratch->v, v + h * v_bytes(c), v_size, act, 1.0f);
-            w->kv_ops->append(chunk, k_size, v_size, t % FD_PAGE_TOKENS, c->scratch->k, c->scratch->v,
-                              c->layer->hadamard);
+            if (!c->shape->v_in_k) w->vec_ops->load_act(c->scratch->v, v + h * v_bytes(c), v_size, act, 1.0f);
+            w->kv_ops->append(chunk, k_size, v_size, t % FD_PAGE_TOKENS, c->scratch->k,
+                              c->shape->v_in_k ? NULL : c->scratch->v, c->layer->hadamard);
         }
     }
 }
@@ -134,11 +134,12 @@ static void prefetch_pending(const pending_t *p, uint32_t head) {
     if (head == p->e->heads) return;
     const uint8_t *kv = kv_row(p->c, p->e, 0);
     prefetch_row(k_of(p->c, kv, p->head + head), k_bytes(p->c));
-    prefetch_row(v_of(p->c, kv, p->head + head), v_bytes(p->c));
+    if (!p->c->shape->v_in_k) prefetch_row(v_of(p->c, kv, p->head + head), v_bytes(p->c));
     const uint8_t *chunk =
         fd_kv_chunk(w->kv, p->c->store, page_of(p->c, p->e, p->e->at / FD_PAGE_TOKENS), p->head + head);
     const fd_plan_shape_t *shape = p->c->shape;
-    fd_kv_prefetch_append(w->kv_dtype, chunk, shape->head_size, shape->v_size, p->e->at % FD_PAGE_TOKENS);
+    fd_kv_prefetch_append(w->kv_dtype, chunk, shape->head_size, shape->v_size, shape->v_in_k,
+                          p->e->at % FD_PAGE_TOKENS);
 }
 
 /* fd_attend_t.before_last_chunk: the kernel calls this right before it reads the last chunk of a head. */
@@ -235,6 +236,7 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, const unit
         .first_token = u->first * FD_PAGE_TOKENS,
         .head_size = c->shape->head_size,
         .v_size = c->shape->v_size,
+        .v_in_k = c->shape->v_in_k,
         .group = c->shape->group,
         .q_len = u->q_len,
         .q_pos = n_seen(c, e, u->from) - 1,

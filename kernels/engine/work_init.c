@@ -55,13 +55,14 @@ static fd_plan_shape_t shape_of(const fd_layer_t *layer, fd_kv_dtype_t dtype, fd
         .group = group,
         .head_size = h->head_size,
         .v_size = h->v_size,
+        .v_in_k = h->v_in_k,
         .q_block = block < 1 || fd_is_part(part) ? 1
                    : block > MAX_Q_BLOCK         ? MAX_Q_BLOCK
                                                  : block,
         .window = fd_layer_reach(layer),
         .is_part = fd_is_part(part),
         .max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1, /* a single thread needs no cuts */
-        .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size),
+        .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size, h->v_in_k),
     };
 }
 

@@ -16,7 +16,7 @@ static bool get_planes(const fd_geometry_t *g, unsigned kv_dtype, layer_args_t *
     fd_error_t error;
     if (kv_dtype >= FD_KV_DTYPES) PyErr_Format(PyExc_ValueError, "unknown KV-cache dtype %u", kv_dtype);
     else if (get_layers(a, g, layers)) {
-        if (fd_layers_check(g, layers, &error) != FD_OK) engine_error(&error, PyExc_ValueError);
+        if (fd_layers_check(g, layers, kv_dtype, &error) != FD_OK) engine_error(&error, PyExc_ValueError);
         else *planes = fd_page_planes(layers, g->n_layers, kv_dtype);
     }
     return !PyErr_Occurred();

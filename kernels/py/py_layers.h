@@ -67,10 +67,10 @@ static bool get_softcaps(PyObject *o, uint32_t n_layers, fd_layer_t *layers) {
 }
 
 /* Reads `o`, a tuple of four integers: query heads, KV heads, head size, size of a V head. */
-static bool convert_heads(PyObject *o, fd_heads_t *heads) {
+static bool convert_heads(PyObject *o, bool v_in_k, fd_heads_t *heads) {
     uint32_t n[4];
     if (!convert_ints(o, "heads of a layer", 4, UINT32_MAX, n, sizeof *n)) return false;
-    *heads = (fd_heads_t){n[0], n[1], n[2], n[3]};
+    *heads = (fd_heads_t){n[0], n[1], n[2], n[3], v_in_k};
     return true;
 }
 
@@ -81,7 +81,7 @@ static bool get_heads(PyObject *o, const fd_geometry_t *g, fd_layer_t *layers) {
     PyObject *seq = get_sequence(o, "heads", g->n_layers);
     bool ok = seq != NULL;
     for (uint32_t i = 0; ok && i < g->n_layers; i++)
-        ok = convert_heads(PySequence_Fast_GET_ITEM(seq, i), &layers[i].heads);
+        ok = convert_heads(PySequence_Fast_GET_ITEM(seq, i), g->v_in_k, &layers[i].heads);
     Py_XDECREF(seq);
     return ok;
 }

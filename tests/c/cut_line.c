@@ -5,8 +5,8 @@
 #include "engine/plan.c"
 
 /* The cache's only use of the kernels, which need not be linked for this. */
-size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size) {
-    (void)dtype;
+size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size, bool v_in_k) {
+    (void)dtype, (void)v_in_k;
     return head_size;
 }
 

@@ -20,7 +20,7 @@ static uint64_t inputs;
 /* ---- an engine and its well-behaved link: one sequence, one KV head, checked in double precision ---- */
 
 enum { HEAD = 8, GROUP = 2, MAX_TOKENS = 300 };
-static const fd_geometry_t good_geometry = {1, 4, 1, GROUP, 1, HEAD, FD_ACT_FP32, HEAD};
+static const fd_geometry_t good_geometry = {1, 4, 1, GROUP, 1, HEAD, FD_ACT_FP32, HEAD, 0};
 
 typedef struct {
     fd_engine_t *engine;
@@ -119,20 +119,19 @@ static void *slot_part(hostile_t *h, uint32_t slot, size_t offset) {
 }
 
 /* Heads of a layer, which the geometry may have room for. */
-static fd_heads_t some_heads(input_t *in) {
+static fd_heads_t some_heads(input_t *in, bool v_in_k) {
     const uint32_t n_kv_heads = (uint32_t)take(in, 1) % 4;
-    return (fd_heads_t){n_kv_heads * ((uint32_t)take(in, 1) % 4), n_kv_heads, edgy(in, 4) * 8, edgy(in, 4) * 8};
+    return (fd_heads_t){n_kv_heads * ((uint32_t)take(in, 1) % 4), n_kv_heads, edgy(in, 4) * 8, edgy(in, 4) * 8, v_in_k};
 }
 
 static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     static const fd_geometry_t geometries[] = {
-        {2, 40, 2, 4, 2, 16, FD_ACT_FP16, 16},
-        {1, 200, 1, 1, 1, 8, FD_ACT_FP32, 8},
-        {2, 70, 3, 96, 1, 24, FD_ACT_BF16, 16},
-        {2, 1, 1, 6, 3, 256, FD_ACT_FP32, 512},
+        {2, 40, 2, 4, 2, 16, FD_ACT_FP16, 16, 0},  {1, 200, 1, 1, 1, 8, FD_ACT_FP32, 8, 0},
+        {2, 70, 3, 96, 1, 24, FD_ACT_BF16, 16, 0}, {2, 1, 1, 6, 3, 256, FD_ACT_FP32, 512, 0},
+        {2, 70, 2, 20, 1, 48, FD_ACT_BF16, 40, 1},
     };
     memset(h, 0, sizeof *h);
-    h->g = geometries[take(in, 1) % 4];
+    h->g = geometries[take(in, 1) % 5];
     h->y = fd_region_layout(&h->g);
     fd_layer_t layers[3];
     memset(layers, 0, sizeof layers);
@@ -147,9 +146,10 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
         layers[i].sinks = options & 8 ? NULL : per_head;
         layers[i].slopes = options & 48 ? NULL : per_head;
         layers[i].kv_layer = options & 64 ? i : (uint32_t)take(in, 1) % 4;
-        layers[i].heads = options & 128 ? fd_geometry_heads(&h->g) : some_heads(in);
+        layers[i].heads = options & 128 ? fd_geometry_heads(&h->g) : some_heads(in, h->g.v_in_k);
     }
-    fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, layers, MAX_PAGES, {0, 1}};
+    const uint32_t dtypes = h->g.v_in_k ? FD_KV_INT8_INT4 : FD_KV_DTYPES; /* which cannot store V in K */
+    fd_lease_t lease = {take(in, 1) % dtypes, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, layers, MAX_PAGES, {0, 1}};
     h->region = new_region(&h->g);
     h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, &error);
     if (!h->link) { /* one of the layers is not valid */

@@ -28,6 +28,7 @@ typedef struct {
     uint32_t token;           /* append: index of the first token in the chunks. attend: fd_attend_t.first_token */
     uint32_t heads, group, q_len, q_pos, window;
     uint32_t v_size, segment; /* v_size: of V, where a head has one */
+    uint32_t v_in_k;          /* 1: V is the first elements of K */
     float scale, softcap;
 } request_t;
 
@@ -59,20 +60,20 @@ static buffer_t read_buffer(void) {
 }
 
 static void append(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
-    const size_t chunk_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size, r->v_size);
+    const size_t chunk_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size, r->v_size, r->v_in_k);
     for (uint32_t i = 0; i < r->rows; i++) {
         const uint32_t t = r->token + i;
         uint8_t *chunk = b[0].at + t / FD_PAGE_TOKENS * chunk_bytes;
         ops->append(chunk, r->head_size, r->v_size, t % FD_PAGE_TOKENS,
-                    (const float *)b[1].at + (size_t)i * r->head_size, (const float *)b[2].at + (size_t)i * r->v_size,
-                    0);
+                    (const float *)b[1].at + (size_t)i * r->head_size,
+                    r->v_in_k ? NULL : (const float *)b[2].at + (size_t)i * r->v_size, 0);
     }
 }
 
 /* Buffers: acc, m, l, o (empty if O rows are not wanted), pages, indexes of the pages to attend to (uint32_t), q,
  * slopes and sinks (each empty if there are none). */
 static void attend(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
-    const size_t head_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size, r->v_size),
+    const size_t head_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size, r->v_size, r->v_in_k),
                  page_bytes = r->heads * head_bytes;
     const uint32_t n_chunks = b[5].bytes / sizeof(uint32_t);
     const uint8_t **chunks = malloc((n_chunks + 1) * sizeof *chunks);
@@ -88,6 +89,7 @@ static void attend(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
         .first_token = r->token,
         .head_size = r->head_size,
         .v_size = r->v_size,
+        .v_in_k = r->v_in_k,
         .group = r->group,
         .q_len = r->q_len,
         .q_pos = r->q_pos,

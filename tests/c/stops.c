@@ -15,7 +15,7 @@
 #include "scalar_only.h"
 
 enum { HEAD = 8, GROUP = 4, KV_HEADS = 2, SEQUENCES = 6, MAX_TOKENS = 1500, MAX_ROWS = 256, THREADS = 3, PAGES = 80 };
-static const fd_geometry_t geometry = {1, MAX_ROWS, 1, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, HEAD};
+static const fd_geometry_t geometry = {1, MAX_ROWS, 1, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, HEAD, 0};
 static uint64_t state = 1, n_stops, n_merged, n_copied;
 static fd_error_t error;
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from models.checkpoints import make_checkpoint, make_model
 from models.gguf_made import write_gguf
+from models.hf_models import save_model
 
 from fastdecode.daemon.check import report
 from fastdecode.daemon.check_model import rows
@@ -137,3 +138,13 @@ def test_what_a_model_with_states_does_not_have_is_refused(options):
     path = make_checkpoint("qwen3.5")
     with pytest.raises(ConfigError, match="its layers keep states, which are not on R-nodes"):
         rows(NodeConfig(model=path, **options), choose_backend("auto", path))
+
+
+def test_v_that_is_a_part_of_k_has_the_format_of_k(tmp_path):
+    path = save_model("deepseek_v3", tmp_path)
+    backend = choose_backend("transformers", path)
+    lines = dict(rows(NodeConfig(model=path), backend))
+    assert "1 KV heads of 24 (V: the first 16)" in lines["model"]
+    assert "KV int8" in lines and "KV int8-int4" not in lines
+    with pytest.raises(ConfigError, match="whose V is a part of K and is stored with it: use one of fp32, "):
+        rows(NodeConfig(model=path, kv_dtype="int8-int4"), backend)

@@ -168,6 +168,19 @@ async def test_shared_tokens_equal_transformers(scheme, n, shm_nodes, tcp_nodes)
         assert [node.member for node in engine.stats.nodes] == [f"{i}/{n}" for i in range(1, n + 1)]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_latent_attention_equals_transformers(n, tmp_path, tcp_nodes):
+    """Pages that hold K alone, shared by forks, cut by wrong guesses, and with two R-nodes in parts."""
+    path = save_model("deepseek_v3", tmp_path)
+    options = {"backend": "transformers", "prefix_cache": True, "guesses": 3}
+    async with serving(path, tcp_nodes[:n], partition="tokens", **options) as engine:
+        [shared] = prompts([2 * PAGE_TOKENS + 10], seed=4, vocabulary=128)
+        given = [shared, *([*shared, *suffix] for suffix in prompts([5, 150], seed=5, vocabulary=128))]
+        [first] = await generate(engine, given[:1])
+        assert_greedy(judge_of(path), given, [first, *await generate(engine, given[1:])])
+        assert engine.stats.totals.prefix_hits >= 2 * 2 * PAGE_TOKENS
+
+
 @pytest.mark.skipif("FASTDECODE_LONG_CONTEXT" not in os.environ, reason="takes minutes: FASTDECODE_LONG_CONTEXT")
 @pytest.mark.timeout(1800)
 async def test_a_long_context_over_two_r_nodes(tmp_path, shm_nodes):

@@ -3,10 +3,12 @@ compared with float64."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from attention import kernel_calls
-from attention.rengine_peer import BF16, KV_FP16, KV_FP32, Geometry, Link
+from attention.rengine_peer import BF16, FP16, FP32, KV_FP16, KV_FP32, KV_INT8, KV_INT8_INT4, Geometry, Link
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES
@@ -92,6 +94,53 @@ def test_large_heads(engine_of, head_size: int, v_size: int) -> None:
     links.append(link := Link(engine, g, KV_FP16, 40, options={"softcaps": [0, 2.0]}))
     link.fill(0, 900)
     link.step(0, [(0, 1, True), (1, 33, True), (2, 3, True), (3, 100, False)])
+
+
+V_IN_K = Geometry(n_slots=2, max_rows=256, n_layers=3, n_q_heads=20, n_kv_heads=1, head_size=72, v_size=40, v_in_k=1)
+
+
+@pytest.mark.parametrize("kv_dtype", [KV_DTYPES.index(name) for name in KV_DTYPES if name != "int8-int4"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_v_in_k_equals_float64(engine_of, isa: str, kv_dtype: int) -> None:
+    engine, links = engine_of(3, isa)
+    options = {
+        "kv_layers": [0, 1, 1],
+        "softcaps": [0, 0, 3.0],
+        "heads": [(20, 1, 72, 40), (8, 2, 24, 16), (4, 2, 24, 16)],
+    }
+    links.append(link := Link(engine, V_IN_K, kv_dtype, 96, 40, options=options))
+    run(link)
+
+
+@pytest.mark.parametrize("act_dtype", [FP32, FP16, BF16])
+def test_latent_attention_of_many_query_heads(engine_of, act_dtype: int) -> None:
+    engine, links = engine_of(2)
+    g = Geometry(1, 200, 2, 128, 1, 576, act_dtype, 512, 1)
+    links.append(link := Link(engine, g, KV_FP16, 40))
+    link.fill(0, 900)
+    link.step(0, [(0, 1, True), (1, 33, True), (2, 3, True), (3, 100, False)])
+
+
+def test_v_in_k_is_not_stored_twice() -> None:
+    for kv_dtype in ("fp32", "fp16", "bf16", "int8", "int4"):
+        page = _native.page_bytes(V_IN_K.tuple(), KV_DTYPES.index(kv_dtype))
+        assert page == 3 * kernel_calls.chunk_bytes(kv_dtype, 72, 40, v_in_k=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kv_dtype", "options", "reason"),
+    [
+        ({}, KV_INT8_INT4, {}, "V of this model is a part of K, so int8-int4 cannot store it in int4"),
+        ({"v_size": 80}, KV_FP32, {}, "V is a part of K, but larger"),
+        ({}, KV_INT8, {"hadamard": 1}, "V is a part of K and not transformed with it"),
+        ({}, KV_INT8, {"hadamard": 2}, "V is a part of K and not transformed with it"),
+        ({}, KV_FP32, {"heads": [(20, 1, 72, 40), (2, 2, 40, 40), (1, 1, 8, 8)]}, "longer than those of the geometry"),
+    ],
+)
+def test_v_in_k_that_no_layer_can_have(engine_of, changes: dict, kv_dtype: int, options: dict, reason: str) -> None:
+    engine, _ = engine_of(1)
+    with pytest.raises(ValueError, match=reason):
+        Link(engine, replace(V_IN_K, **changes), kv_dtype, 8, options=options)
 
 
 def test_layers_that_share_take_no_memory(engine_of) -> None:

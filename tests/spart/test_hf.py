@@ -209,7 +209,9 @@ def test_layers_that_share_k_and_v_are_stored_once(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "youtu"])
 def test_latent_rows_are_stored_in_place_of_heads(model_type: str, tmp_path: Path) -> None:
     config = HFConfig.from_configs(make_config(model_type), None)
-    assert config.heads_of(1) == (4, 1, 16 + 8, 16)
+    assert config.heads_of(1) == (4, 1, 16 + 8, 16, True)
+    page = page_bytes(geometry_tuple(config.hello_geometry(1, 1, "fp32")), 0, **config.options.stored(config.windows))
+    assert page == config.n_layers * (16 + 8) * 4 * PAGE_TOKENS, "V is a part of K, so only K is stored"
     directory = save_model(model_type, tmp_path)
     tensors = load_file(directory / "model.safetensors")
     stored = sum(tensor.numel() for name, tensor in tensors.items() if "e_score" not in name)  # a router's buffer
@@ -219,9 +221,10 @@ def test_latent_rows_are_stored_in_place_of_heads(model_type: str, tmp_path: Pat
 
 
 def test_small_heads_stay_heads() -> None:
-    """One query head has fewer elements than the latent row; a row beyond an R-node's heads cannot be stored."""
+    """One query head has no more elements than the latent row; a row beyond an R-node's heads cannot be stored."""
     few, large = make_config("deepseek_v3"), make_config("deepseek_v3")
-    few.num_attention_heads = few.num_key_value_heads = 1  # 40 elements, as many as the latent row and its V
+    few.num_attention_heads = few.num_key_value_heads = 1
+    few.kv_lora_rank = 32  # with RoPE 40 elements, as many as K and V of the head
     large.kv_lora_rank, large.num_attention_heads, large.num_key_value_heads = MAX_HEAD_SIZE, 64, 64
     assert HFConfig.from_configs(few, None).heads_of(0).k_size == 16 + 8
     assert HFConfig.from_configs(few, None).heads_of(0).v_size == 16
@@ -267,10 +270,11 @@ def test_the_documentation_lists_every_type() -> None:
         "pages are short.",
         "",
         "Models with latent attention (MLA: DeepSeek, GLM-4.7-Flash, MiniCPM3, Youtu) store the latent rows in place",
-        "of K and V of the heads, if these take more memory: 1088 elements a token and layer in place of 40960 for",
-        "DeepSeek-V3, 5120 for DeepSeek-V2-Lite. All query heads share one KV head of 576 elements, whose V is stored",
-        "beside its K. [Performance](performance.md) has the rate at which R-nodes attend to it. LoRA adapters for",
-        "`kv_b_proj` are refused.",
+        "of K and V of the heads, if these take more memory: 576 elements a token and layer in place of 40960 for",
+        "DeepSeek-V3, 5120 for DeepSeek-V2-Lite. All query heads share one KV head of 576 elements, whose V is the",
+        "first 512 of them, stored once. So V has the format of K, and `--kv-dtype int8-int4` is refused.",
+        "[Performance](performance.md) has the rate at which R-nodes attend to it. LoRA adapters for `kv_b_proj` are",
+        "refused.",
         "",
         "Of models of several modes (Gemma 3 and 4, Mistral 3, LLaVA, InternVL, Qwen-VL, Qwen3.5) the text is served,",
         "where the native decoder or transformers has it as a model of its own. The weights of vision and sound",

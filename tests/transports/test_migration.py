@@ -27,6 +27,7 @@ SECRET = b"a secret that is long enough"
 SLOPES = (np.float32(2) ** -np.arange(1, 7, dtype=np.float32)).astype("<f4").tobytes()
 #: Layers with heads of their own share planes.
 DIFFERENT = Geometry(2, 64, 3, n_q_heads=6, n_kv_heads=2, head_size=64, v_size=128, act_dtype="fp32")
+LATENT = Geometry(2, 64, 2, n_q_heads=20, n_kv_heads=1, head_size=40, v_size=32, act_dtype="fp32", v_in_k=True)
 
 
 def token() -> str:
@@ -80,7 +81,7 @@ async def r_nodes(*urls: str, secret: bytes | None = None) -> AsyncIterator[list
 @pytest.mark.parametrize("kv_dtype", quick(KV_DTYPES, "int8"))
 async def test_a_moved_sequence_goes_on_as_if_it_had_not_moved(tmp_path, kv_dtype):
     """With every format; pages first, then the rest, while both R-nodes work for other sequences."""
-    wanted = hello(kv_dtype=kv_dtype, kv_bytes=4 << 20)
+    wanted = hello(SMALL if kv_dtype == "int8-int4" else LATENT, kv_dtype, kv_bytes=4 << 20)
     async with (
         r_nodes(f"shm://{tmp_path}/a.sock", "tcp://127.0.0.1:0") as urls,
         two_links(*urls, wanted) as (source, target),

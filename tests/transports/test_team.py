@@ -55,6 +55,10 @@ async def open_on(nodes: list[RNodeProcess], wanted: Hello) -> Team:
     return Team(links, wanted)
 
 
+#: V of these heads is a part of their K.
+LATENT = dataclasses.replace(FOUR, head_size=24, v_size=16, v_in_k=True)
+
+
 def few_steps(link: Link, wanted: Hello) -> None:
     driver = Driver(link, wanted)
     driver.fill(0, 100)
@@ -92,6 +96,11 @@ async def test_slopes_and_shared_k_and_v(team_of):
     slopes = np.array([0.5, 0.25, 0.125, 0.0, 0.3, 0.2, 0.1, 0.05], "<f4").tobytes()
     wanted = hello(FOUR, layers=LayerOptions(segments=(90, 0), kv_layers=(0, 0), slopes=slopes))
     await in_thread(few_steps, await team_of(wanted, 4), wanted)
+
+
+async def test_v_that_is_a_part_of_k(team_of):
+    wanted = hello(LATENT, kv_dtype="int8")
+    await in_thread(few_steps, await team_of(wanted, 2), wanted)
 
 
 @pytest.mark.parametrize("act_dtype", ["fp16", "bf16"])

@@ -96,6 +96,13 @@ async def test_sinks_softcaps_and_layers_with_their_own_heads(team_of):
     await in_thread(many_steps, await team_of(wanted, 2), wanted, 1)
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8", "int4"])
+async def test_v_in_k(team_of, kv_dtype):
+    latent = dataclasses.replace(WIDE, n_q_heads=20, n_kv_heads=1, head_size=40, v_size=32, v_in_k=True)
+    wanted = hello(latent, kv_dtype)
+    await in_thread(many_steps, await team_of(wanted, 2), wanted, 3)
+
+
 @pytest.mark.parametrize("act_dtype", ["fp16", "bf16"])
 async def test_half_precision_rows(team_of, act_dtype):
     wanted = hello(dataclasses.replace(WIDE, act_dtype=act_dtype), kv_dtype="fp16")

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from fastdecode.spart.shape import Heads
+
 
 def heads_in(rows: torch.Tensor, start: int, n: int, size: int) -> torch.Tensor:
     """A view [rows, n, size] of the `n` heads that begin at element `start` of rows [rows, elements]."""
     heads: torch.Tensor = rows[:, start : start + n * size].unflatten(1, (n, size))
     return heads
+
+
+def kv_heads_in(rows: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of K [rows, KV heads, k_size] and V [rows, KV heads, v_size] in KV rows of a layer with these heads."""
+    k = heads_in(rows, 0, heads.n_kv, heads.k_size)
+    if heads.v_in_k:
+        return k, k[:, :, : heads.v_size]
+    return k, heads_in(rows, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size)
 
 
 def multiply_heads(heads: torch.Tensor, matrices: torch.Tensor) -> None:

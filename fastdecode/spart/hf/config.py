@@ -18,7 +18,7 @@ from fastdecode.spart.checkpoints.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.mixers import Mixer
 from fastdecode.spart.hf.trace import AttentionLayer, trace
-from fastdecode.spart.shape import AttentionShape, Heads
+from fastdecode.spart.shape import AttentionShape
 from fastdecode.transports.base import LayerOptions
 
 #: BLOOM has no limit in itself; it was trained on sequences of this length.
@@ -54,15 +54,17 @@ class HFConfig(AttentionShape):
         text = config.get_text_config()
         kv_layers = tuple(layer.kv_layer for layer in layers)
         heads = [_heads(layer) for layer in layers]
-        alike = set(heads) == {heads[0]} and heads[0].k_size == heads[0].v_size
+        v_in_k = all(layer.v_in_k for layer in layers)
+        n_q, n_kv, k_size, v_size = heads[0]
+        alike = set(heads) == {heads[0]} and k_size == v_size
         return cls(
             architecture=(config.architectures or [type(config).__name__])[0],
             dtype=_DTYPES.get(str(config.dtype).removeprefix("torch."), "fp32"),
             vocab_size=text.vocab_size,
             n_layers=len(layers),
-            n_q_heads=heads[0].n_q,
-            n_kv_heads=heads[0].n_kv,
-            head_size=heads[0].k_size,
+            n_q_heads=n_q,
+            n_kv_heads=n_kv,
+            head_size=k_size,
             max_positions=_max_positions(text),
             windows=tuple(layer.window for layer in layers),
             softmax_scale=layers[0].scale,
@@ -77,6 +79,7 @@ class HFConfig(AttentionShape):
                 slopes=adapters.slopes_of(config),
                 heads=() if alike else tuple(heads),
             ),
+            v_in_k=v_in_k,
         )
 
     def state_bytes(self, itemsize: int) -> int:
@@ -144,9 +147,10 @@ def _check(config: Any, layers: tuple[AttentionLayer, ...]) -> None:
         raise CheckpointError(f"{kind} has attention sinks in layers of different heads, which is not supported")
 
 
-def _heads(layer: AttentionLayer) -> Heads:
+def _heads(layer: AttentionLayer) -> tuple[int, int, int, int]:
+    """The layer's element of LayerOptions.heads."""
     k_size, v_size = (-(-size // HEAD_SIZE_UNIT) * HEAD_SIZE_UNIT for size in (layer.k_size, layer.v_size))
-    return Heads(layer.n_q_heads, layer.n_kv_heads, k_size, v_size)
+    return layer.n_q_heads, layer.n_kv_heads, k_size, v_size
 
 
 def _unless_plain(values: Iterable[_Number]) -> tuple[_Number, ...]:

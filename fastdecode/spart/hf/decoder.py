@@ -24,7 +24,7 @@ from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock
 from fastdecode.spart.exchange import Exchange, RowExchange
 from fastdecode.spart.exchange.choice import ChosenExchange
-from fastdecode.spart.exchange.heads import heads_in
+from fastdecode.spart.exchange.heads import heads_in, kv_heads_in
 from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.lora.adapters import AdapterRows
@@ -149,8 +149,10 @@ class _Forward:
         self._layer += 1
         self._write(heads_in(exchange.q, 0, heads.n_q, heads.k_size), q, layer.scale / config.softmax_scale)
         if layer.kv_layer == index or self._prompts:  # the R-nodes have the K and V that layers share
-            self._write(heads_in(exchange.kv, 0, heads.n_kv, heads.k_size), k)
-            self._write(heads_in(exchange.kv, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size), v)
+            k_heads, v_heads = kv_heads_in(exchange.kv, heads)
+            self._write(k_heads, k)
+            if not heads.v_in_k:
+                self._write(v_heads, v)
         exchange.post(index, self._timeout)
         for prompt in self._prompts:
             rows = prompt.rows

@@ -2,8 +2,8 @@
 
 K and V of all heads are products of one latent row with a matrix of each head. The absorbed form multiplies the queries
 with the matrices of K and the results with those of V instead. All query heads then share one KV head: K is the latent
-row and the part of K with RoPE, V is the latent row. For DeepSeek-V3 that is 1088 elements a token and layer, where the
-heads themselves have 40960.
+row and the part of K with RoPE, V is the latent row, the first elements of K. For DeepSeek-V3 that is 576 elements a
+token and layer, where the heads themselves have 40960.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def absorb(module: Any) -> None:
         return
     rank, rope, heads = module.kv_lora_rank, module.qk_rope_head_dim, module.num_heads
     expanded = heads * (module.qk_nope_head_dim + rope + module.v_head_dim)
-    if rank + rope <= MAX_HEAD_SIZE and 2 * rank + rope < expanded:
+    if rank + rope <= MAX_HEAD_SIZE and rank + rope < expanded:
         module.kv_b_proj = LatentHeads(module.kv_b_proj.weight, heads, module.qk_nope_head_dim)
         module.expand_kv = _latent_rows
 

@@ -41,6 +41,7 @@ class AttentionLayer:
     chunk: int  # a token attends within its own chunk of this many positions (Llama 4); 0: no chunks
     softcap: float  # scores become softcap * tanh(scores / softcap) (Gemma 2); 0: no soft-capping
     sinks: str  # the name of the parameter [n_q_heads] with each head's one more score (gpt-oss); empty: none
+    v_in_k: bool  # V of a head is the first elements of its K
     kv_layer: int  # the layer whose K and V this layer attends to: itself, or an earlier one (Gemma 3n)
 
 
@@ -167,6 +168,7 @@ def _attention(
         chunk=chunk,
         softcap=float(softcap or 0.0),
         sinks="" if s_aux is None else _parameter_name(s_aux),
+        v_in_k=latent is not None,
         kv_layer=next((i for i, kv in enumerate(_recording.kv) if kv[0] is k and kv[1] is v), len(_recording.layers)),
     )
     _recording.layers.append(layer)

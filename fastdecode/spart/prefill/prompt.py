@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 import torch
 import torch.nn.functional as F
 
-from fastdecode.spart.exchange.heads import heads_in
+from fastdecode.spart.exchange.heads import heads_in, kv_heads_in
 from fastdecode.spart.prefill.attention import attend, is_fused
 from fastdecode.spart.prefill.prompt_attention import (
     BLOCK_TOKENS,
@@ -38,7 +38,7 @@ def staged_token_bytes(config: AttentionShape, device: torch.device, dtype: torc
     attention = make_prompt_attention(config, device, dtype)
     all_heads = (config.heads_of(layer) for layer in range(config.n_layers))
     if attention is None:
-        return sum(heads.n_kv * (heads.k_size + heads.v_size) * dtype.itemsize for heads in all_heads)
+        return sum(heads.kv_row_size * dtype.itemsize for heads in all_heads)
     return sum(heads.n_kv * attention.words(heads, BLOCK_TOKENS) * 4 // BLOCK_TOKENS for heads in all_heads)
 
 
@@ -146,9 +146,8 @@ class PlainPrompt(Prompt):
         self._dtype = dtype
 
     def _empty(self, heads: Heads) -> torch.Tensor:
-        return torch.empty(
-            heads.n_kv, self._capacity, heads.k_size + heads.v_size, device=self._device, dtype=self._dtype
-        )
+        size = heads.kv_row_size // heads.n_kv
+        return torch.empty(heads.n_kv, self._capacity, size, device=self._device, dtype=self._dtype)
 
     def _move(self, old: torch.Tensor, new: torch.Tensor) -> None:
         new[:, : self.length] = old[:, : self.length]
@@ -160,8 +159,9 @@ class PlainPrompt(Prompt):
     def rows(self, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K [KV heads, length, k_size] and V [KV heads, length, v_size] of a layer's first rows."""
         heads = self._heads[layer]
-        k, v = self._layers[layer][:, :length].split([heads.k_size, heads.v_size], dim=2)
-        return k, v
+        staged = self._layers[layer][:, :length]
+        v_at = 0 if heads.v_in_k else heads.k_size
+        return staged[:, :, : heads.k_size], staged[:, :, v_at : v_at + heads.v_size]
 
 
 class PackedPrompt(Prompt):
@@ -209,8 +209,7 @@ class PromptChunk:
         heads = self._config.heads_of(layer)
         n, pos, store = len(q), self.chunk.pos, self._kv_layers[layer]
         q, out = heads_in(q, 0, heads.n_q, heads.k_size), heads_in(out, 0, heads.n_q, heads.v_size)
-        k = heads_in(kv, 0, heads.n_kv, heads.k_size).transpose(0, 1)
-        v = heads_in(kv, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size).transpose(0, 1)
+        k, v = (x.transpose(0, 1) for x in kv_heads_in(kv, heads))
         window, segment = self._limits(layer)
         scoring = scoring_of(self._config.options, layer, self._config.n_layers, heads, q.device)
         if self.prompt is not None and store == layer:

@@ -73,7 +73,7 @@ def cross_build(sources: list[Path]) -> Path:
 
 # ---- tests/c/kernels_peer.c ----
 
-_REQUEST = struct.Struct("<16s 14I 2f")
+_REQUEST = struct.Struct("<16s 15I 2f")
 _APPEND, _ATTEND, _MERGE, _FINISH, _LOAD_ACT = range(5)
 
 
@@ -107,13 +107,14 @@ class _Emulated:
         window: int = 0,
         v_size: int = 0,
         segment: int = 0,
+        v_in_k: int = 0,
         scale: float = 1.0,
         softcap: float = 0.0,
     ) -> None:
         buffers = [*written, *read]
         assert all(x.flags.c_contiguous for x in buffers)
         numbers = (op, dtype, len(buffers), len(written), head_size, rows, token)
-        numbers += (heads, group, q_len, q_pos, window, v_size, segment)
+        numbers += (heads, group, q_len, q_pos, window, v_size, segment, v_in_k)
         self.peer.stdin.write(_REQUEST.pack(isa.split()[0].encode(), *numbers, scale, softcap))
         for x in buffers:
             self.peer.stdin.write(struct.pack("<I", x.nbytes) + x.tobytes())
@@ -123,10 +124,13 @@ class _Emulated:
             assert len(reply) == x.nbytes, f"{isa}: the emulated program has died"
             x[...] = np.frombuffer(reply, x.dtype).reshape(x.shape)
 
-    def kv_append(self, isa: str, kv_dtype: str, chunks: np.ndarray, slot: int, k: np.ndarray, v: np.ndarray) -> None:
+    def kv_append(
+        self, isa: str, kv_dtype: str, chunks: np.ndarray, slot: int, k: np.ndarray, v: np.ndarray | int
+    ) -> None:
         dtype, (rows, head_size) = KV_DTYPES.index(kv_dtype), k.shape
-        sizes = {"head_size": head_size, "v_size": v.shape[1]}
-        self.ask(isa, _APPEND, dtype, [chunks], [k, v], rows=rows, token=slot, **sizes)
+        v_in_k = isinstance(v, int)
+        sizes = {"head_size": head_size, "v_size": v if v_in_k else v.shape[1], "v_in_k": int(v_in_k)}
+        self.ask(isa, _APPEND, dtype, [chunks], [k] if v_in_k else [k, v], rows=rows, token=slot, **sizes)
 
     def kv_attend(
         self,
@@ -144,6 +148,7 @@ class _Emulated:
         o: np.ndarray | None = None,
         *,
         segment: int = 0,
+        v_in_k: int = 0,
         softcap: float = 0.0,
         slopes: np.ndarray | None = None,
         sinks: np.ndarray | None = None,
@@ -152,7 +157,8 @@ class _Emulated:
         v_size = acc.shape[3]
         none = np.empty(0, np.float32)
         if order is None:
-            order = list(range(chunks.nbytes // kernel_calls.chunk_bytes(kv_dtype, head_size, v_size) // heads))
+            chunk_bytes = kernel_calls.chunk_bytes(kv_dtype, head_size, v_size, bool(v_in_k))
+            order = list(range(chunks.nbytes // chunk_bytes // heads))
         self.ask(
             isa,
             _ATTEND,
@@ -162,6 +168,7 @@ class _Emulated:
             head_size=head_size,
             v_size=v_size,
             segment=segment,
+            v_in_k=v_in_k,
             softcap=softcap,
             token=first_token,
             heads=heads,

@@ -67,10 +67,13 @@ class Cache:
     """One KV head of one sequence: chunks scattered over memory that held `fill` before, unused ones at the end."""
 
     def __init__(
-        self, isa: str, kv_dtype: str, k: np.ndarray, v: np.ndarray, fill: int = 0xFF, hadamard: int = 0
+        self, isa: str, kv_dtype: str, k: np.ndarray, v: np.ndarray | int, fill: int = 0xFF, hadamard: int = 0
     ) -> None:
-        self.isa, self.kv_dtype, self.v_size = isa, kv_dtype, v.shape[1]
-        n, chunk_bytes = len(k) // PAGE_TOKENS + 2, kernel_calls.chunk_bytes(kv_dtype, k.shape[1], v.shape[1])
+        """`v` is v_size if V is a part of K."""
+        self.v_in_k = isinstance(v, int)
+        self.isa, self.kv_dtype, self.v_size = isa, kv_dtype, v if isinstance(v, int) else v.shape[1]
+        n = len(k) // PAGE_TOKENS + 2
+        chunk_bytes = kernel_calls.chunk_bytes(kv_dtype, k.shape[1], self.v_size, self.v_in_k)
         run = aligned_bytes(n * chunk_bytes, fill)
         kernels(isa).kv_append(isa, kv_dtype, run, 0, k, v, *([hadamard] if hadamard else []))
         self.order = random.Random(n).sample(range(n), n)
@@ -95,7 +98,7 @@ class Cache:
         isa = isa or self.isa
         m, l, acc = (x[None] for x in out)  # one head
         common = (isa, self.kv_dtype, self.buffer, order, first, q[None], q_pos, window, acc, m, l)
-        kernels(isa).kv_attend(*common, **options)
+        kernels(isa).kv_attend(*common, v_in_k=int(self.v_in_k), **options)
         return out
 
 

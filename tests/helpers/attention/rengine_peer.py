@@ -52,6 +52,7 @@ class Geometry:
     head_size: int = 16
     act_dtype: int = FP32
     v_size: int = 0  # 0: head_size
+    v_in_k: int = 0  # 1: V is the first elements of K
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
@@ -68,6 +69,7 @@ class Geometry:
             self.head_size,
             self.act_dtype,
             self.heads[3],
+            self.v_in_k,
         )
 
 
@@ -113,7 +115,7 @@ class Peer:
         elem = 4 if g.act_dtype == FP32 else 2
         n_q, n_kv, k_size, v_size = g.heads
         self.q_row, self.o_row = n_q * k_size * elem, n_q * v_size * elem
-        self.kv_row = n_kv * (k_size + v_size) * elem
+        self.kv_row = n_kv * (k_size if g.v_in_k else k_size + v_size) * elem
         self.q_at = _pages(_HEAD + g.max_rows * 24)
         self.kv_at = _pages(self.q_at + g.max_rows * self.q_row)
         self.o_at = _pages(self.kv_at + g.max_rows * self.kv_row)
@@ -404,13 +406,14 @@ class Step:
         """Write new rows into the slot."""
         link, act_dtype = self.link, self.link.g.act_dtype
         n_q, n_kv, k_size, v_size = link.heads(layer)
-        sizes = n_kv * k_size, n_kv * v_size, n_q * k_size
+        sizes = n_kv * k_size, 0 if link.g.v_in_k else n_kv * v_size, n_q * k_size
         data = encode(link.rng.standard_normal((self.n_rows, sum(sizes))), act_dtype)
         rows = decode(data, act_dtype).reshape(self.n_rows, -1)
         k, v, q = np.split(rows, np.cumsum(sizes)[:2], axis=1)
         q = q[: self.n_attend]
         link.put_rows(self.slot, q, rows[:, : sum(sizes[:2])])
-        self.k, self.v = k.reshape(self.n_rows, n_kv, k_size), v.reshape(self.n_rows, n_kv, v_size)
+        self.k = k.reshape(self.n_rows, n_kv, k_size)
+        self.v = self.k[:, :, :v_size] if link.g.v_in_k else v.reshape(self.n_rows, n_kv, v_size)
         self.q = q.reshape(self.n_attend, n_q, k_size)
 
     def post(self, layer: int) -> int:

@@ -26,7 +26,7 @@ _COMMON: dict[str, Any] = {
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-#: Latent attention: 40 elements of K and V a token, where the heads have 160.
+#: Latent attention: 24 elements a token, where the heads have 160.
 _LATENT = {
     "q_lora_rank": 32,
     "kv_lora_rank": 16,

@@ -78,6 +78,7 @@ class Driver(peer.Link):
             g.head_size,
             ACT_DTYPES.index(g.act_dtype),
             g.v_size,
+            int(g.v_in_k),
         )
         layout = link.layout
         self.q_row, self.kv_row, self.o_row = layout.q_row_bytes, layout.kv_row_bytes, layout.o_row_bytes

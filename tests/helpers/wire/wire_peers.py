@@ -73,6 +73,7 @@ def hello_message(geometry: Geometry = SMALL, **changes: object) -> dict:
         "head_size": geometry.head_size,
         "act_dtype": geometry.act_dtype,
         "v_size": geometry.v_size,
+        "v_in_k": geometry.v_in_k,
         "region_bytes": region_layout(geometry).region_bytes,
         "kv_dtype": "fp32",
         "windows": [0] * geometry.n_layers,
