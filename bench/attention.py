@@ -63,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     repeatable("--context", {"type": int}, "cached tokens of each sequence; default: 512, 4096, 32768")
     repeatable("--head-size", {"type": int}, "elements of a head; default: 64, 128")
     parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--v-size", type=int, help="elements of a V head; default: --head-size")
+    repeatable(
+        "--v",
+        {"choices": ("stored", "in-k")},
+        "V is stored beside K, or is the first elements of K (latent attention); default: stored; peers run neither "
+        "this nor --v-size",
+    )
     parser.add_argument(
         "--model",
         choices=SHAPES,
@@ -120,12 +127,14 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     threads = args.threads or len(cpus)
     if not 1 <= threads <= len(cpus):
         raise ValueError(f"--threads {threads}: this process may run on {len(cpus)} CPUs")
-    for name in ("rounds", "fills", "kv_heads", "group", "context", "head_size"):
+    for name in ("rounds", "fills", "kv_heads", "group", "context", "head_size", "v_size"):
         values = getattr(args, name)
         if any(v < 1 for v in (values if isinstance(values, list) else [values]) if v is not None):
             raise ValueError(f"--{name.replace('_', '-')} is not a positive number")
     parts = args.part or PARTS
     wanted = list(PEERS) if args.peer is None else [name for name in args.peer if name != "none"]
+    if args.v or args.v_size:
+        wanted = []
     present = [name for name in wanted if name in installed()]
     rows = []
     for part in filter(parts.__contains__, PARTS):
@@ -158,15 +167,16 @@ def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, Shape]]:
     dtypes = args.kv_dtype or ("fp16", "bf16", "int8", "int4")
     sizes = args.head_size or ((64, 128) if part == "sweep" else (_HEAD_SIZE,))
     groups = (1,) if part == "one-thread" else args.group or (1, 4, 8)
-    for kv_dtype, head_size, group in itertools.product(dtypes, sizes, groups):
+    for kv_dtype, head_size, group, v in itertools.product(dtypes, sizes, groups, args.v or ("stored",)):
+        v_size, v_in_k = args.v_size or head_size, v == "in-k"
         if part == "in-cache":
-            page = attention_kernels.chunk_bytes(kv_dtype, head_size)
+            page = attention_kernels.chunk_bytes(kv_dtype, head_size, v_size, v_in_k)
             contexts: Sequence[int] = [max(1, _in_cache_bytes() // page) * PAGE_TOKENS]
         else:
             contexts = args.context or ((512, 4096, 32768) if part == "sweep" else (_ONE_THREAD_CONTEXT,))
         heads = 1 if part == "in-cache" else args.kv_heads
         for context in contexts:
-            yield kv_dtype, Shape(context, group, head_size, heads)
+            yield kv_dtype, Shape(context, group, head_size, heads, v_size, v_in_k)
 
 
 def _in_cache_bytes() -> int:
@@ -321,20 +331,21 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
     The R-engine is left out because it sleeps between calls, and a core that slept is cold for calls of microseconds.
     """
     data, isa = Data.of(shape), args.isa or _native.isa_best()
-    n_pages, kv_bytes = shape.context // PAGE_TOKENS, attention_kernels.chunk_bytes(kv_dtype, shape.head_size)
-    kv_bytes *= n_pages
+    n_pages = shape.context // PAGE_TOKENS
+    kv_bytes = n_pages * attention_kernels.chunk_bytes(kv_dtype, shape.head_size, shape.v_size, shape.v_in_k)
     pages = np.frombuffer(huge_pages(kv_bytes), np.uint8)[:kv_bytes]
-    k, v = (x[:, 0].astype(np.float32) for x in (data.k, data.v))
-    attention_kernels.kv_append(isa, kv_dtype, pages, 0, k, v)
+    k, v = (np.ascontiguousarray(x[:, 0], np.float32) for x in (data.k, data.v))
+    attention_kernels.kv_append(isa, kv_dtype, pages, 0, k, shape.v_size if shape.v_in_k else v)
     q = (data.q.astype(np.float32) * np.float32(shape.head_size**-0.5)).reshape(1, 1, shape.group, -1)
-    acc, m, l = np.empty_like(q), *(np.empty(q.shape[:3], np.float32) for _ in range(2))  # noqa: E741
+    acc = np.empty((*q.shape[:3], shape.v_size), np.float32)
+    m, l = (np.empty(q.shape[:3], np.float32) for _ in range(2))  # noqa: E741
     passes = max(1, int(_IN_CACHE_SECONDS * 1e11 / kv_bytes))
     with pinned(cpu), closing(_roofline(kv_bytes, [cpu], passes)) as roofline:
 
         def attend(times: int) -> float:
             order, last = np.tile(np.arange(n_pages), times), n_pages * times * PAGE_TOKENS - 1
             start = time.perf_counter()
-            attention_kernels.kv_attend(isa, kv_dtype, pages, order, 0, q, last, 0, acc, m, l)
+            attention_kernels.kv_attend(isa, kv_dtype, pages, order, 0, q, last, 0, acc, m, l, v_in_k=int(shape.v_in_k))
             return time.perf_counter() - start
 
         times = max(1, int(100 * _IN_CACHE_SECONDS / attend(100)))
@@ -374,6 +385,8 @@ def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict[str, A
         "group": shape.group,
         "context": shape.context,
         "head_size": shape.head_size,
+        "v_size": shape.v_size,
+        "v_in_k": shape.v_in_k,
         "kv_heads": shape.kv_heads,
         "threads": threads,
     }

@@ -27,20 +27,20 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     alone = {(*_shape(row), row["context"]): row["roofline_pct"] for row in rows if row["part"] == "one-thread"}
     result = []
     for cell, row in own.items():
-        kv_dtype, head_size, context, group = cell
+        kv_dtype, heads, _, group = cell
         peers = {r["peer"]: r["ours_to_peer"] for r in rows if r["peer"] and _cell(r) == cell}
         best = min(peers, key=peers.__getitem__, default=None)
-        fp16, middle = own.get(("fp16", *cell[1:])), own.get((kv_dtype, head_size, 4096, group))
+        fp16, middle = own.get(("fp16", *cell[1:])), own.get((kv_dtype, heads, 4096, group))
         result.append(
             {
-                **{name: row[name] for name in ("kv_dtype", "head_size", "context", "group")},
+                **{name: row[name] for name in ("kv_dtype", "head_size", "v_size", "v_in_k", "context", "group")},
                 **{name: row[name] for name in ("gbps", "roofline_gbps", "roofline_pct", "judged_rounds")},
                 "points_from_4096": row["roofline_pct"] - middle["roofline_pct"] if middle else None,
                 "fp16_ratio": _per_roofline(row) / _per_roofline(fp16) if fp16 else None,
                 "best_peer": best,
                 "best_peer_ratio": peers[best] if best else None,
                 "l2_gbps": in_l2.get(_shape(row)),
-                "one_thread_pct": alone.get((*_shape(row), context)),
+                "one_thread_pct": alone.get((*_shape(row), row["context"])),
             }
         )
     return result
@@ -50,12 +50,19 @@ def _per_roofline(row: dict[str, Any]) -> float:
     return float(row["seq_layers_per_s"] / row["roofline_gbps"])
 
 
-def _shape(row: dict[str, Any]) -> tuple[str, int, int]:
-    return row["kv_dtype"], row["head_size"], row["group"]
+def _heads(row: dict[str, Any]) -> str:
+    """The sizes of a K head and a V head."""
+    if row["v_in_k"]:
+        return f"{row['head_size']}({row['v_size']})"
+    return f"{row['head_size']}" if row["head_size"] == row["v_size"] else f"{row['head_size']}+{row['v_size']}"
 
 
-def _cell(row: dict[str, Any]) -> tuple[str, int, int, int]:
-    return row["kv_dtype"], row["head_size"], row["context"], row["group"]
+def _shape(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["kv_dtype"], _heads(row), row["group"]
+
+
+def _cell(row: dict[str, Any]) -> tuple[str, str, int, int]:
+    return row["kv_dtype"], _heads(row), row["context"], row["group"]
 
 
 def print_report(result: dict[str, Any]) -> None:
@@ -76,14 +83,14 @@ def print_report(result: dict[str, Any]) -> None:
 
 def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield (
-        f"{'KV':<11}{'G':>3}{'context':>9}{'d':>5}  {'run':<14}{'GB/s':>8}{'roofline':>10}{'%':>7}{'seq layers/s':>14}"
+        f"{'KV':<11}{'G':>3}{'context':>9}{'d':>9}  {'run':<14}{'GB/s':>8}{'roofline':>10}{'%':>7}{'seq layers/s':>14}"
         f"{'rounds':>8}"
     )
     for row in rows:
         run = f"{row['peer']} {row['format']}" if row["peer"] else row["isa"]
         note = f"  ours {row['ours_to_peer']:.2f}x" if row["peer"] else ""
         yield (
-            f"{row['kv_dtype']:<11}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}  {run:<14}"
+            f"{row['kv_dtype']:<11}{row['group']:>3}{row['context']:>9}{_heads(row):>9}  {run:<14}"
             f"{row['gbps']:>8.1f}{row['roofline_gbps']:>10.1f}{row['roofline_pct']:>7.1f}"
             f"{row['seq_layers_per_s']:>14.1f}{row['judged_rounds']:>8}{note}"
         )
@@ -94,7 +101,7 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
         "\nR-engine: % of the roofline, points from context 4096, rate over fp16's, over the best peer's; L2; 1 thread"
     )
     print(
-        f"{'KV':<11}{'G':>3}{'context':>9}{'d':>5}{'%':>8}{'points':>8}{'/ fp16':>8}{'/ peer':>8}  {'':<10}"
+        f"{'KV':<11}{'G':>3}{'context':>9}{'d':>9}{'%':>8}{'points':>8}{'/ fp16':>8}{'/ peer':>8}  {'':<10}"
         f"{'L2 GB/s':>8}{'1 thread %':>12}"
     )
 
@@ -103,7 +110,7 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
 
     for row in rows:
         print(
-            f"{row['kv_dtype']:<11}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}{row['roofline_pct']:>8.1f}"
+            f"{row['kv_dtype']:<11}{row['group']:>3}{row['context']:>9}{_heads(row):>9}{row['roofline_pct']:>8.1f}"
             f"{number(row['points_from_4096'], '+.1f'):>8}{number(row['fp16_ratio'], '.2f'):>8}"
             f"{number(row['best_peer_ratio'], '.2f'):>8}  {row['best_peer'] or '':<10}"
             f"{number(row['l2_gbps'], '.1f'):>8}{number(row['one_thread_pct'], '.1f'):>12}"

@@ -47,7 +47,8 @@ class RPart:
     ):
         """Raises ValueError, MemoryError."""
         self.shape, self.kv_dtype, self._scattered = shape, kv_dtype, scattered
-        geometry = Geometry(1, 1, 1, shape.q_heads, shape.kv_heads, shape.head_size, "fp16")
+        heads = shape.q_heads, shape.kv_heads, shape.head_size
+        geometry = Geometry(1, 1, 1, *heads, "fp16", shape.v_size, shape.v_in_k)
         one_page = page_bytes(geometry_tuple(geometry), KV_DTYPES.index(kv_dtype))
         self.sequences = shape.sequences(one_page / PAGE_TOKENS, kv_bytes)
         n_pages = self.sequences * -(-shape.context // PAGE_TOKENS)
@@ -108,7 +109,8 @@ class RPart:
     def _fill(self, data: Data, progress: bool) -> None:
         """Cache all tokens but the last of every sequence, page by page in a random order of sequences."""
         y, shape, cached = self._region.layout, self.shape, self.shape.context - 1
-        source = np.concatenate([data.k, data.v], axis=1).reshape(shape.context, -1)
+        parts = [data.k] if shape.v_in_k else [data.k, data.v]
+        source = np.concatenate([part.reshape(shape.context, -1) for part in parts], axis=1)
         rng = np.random.default_rng(0)
         turns = rng.permutation(np.repeat(np.arange(self.sequences), -(-cached // PAGE_TOKENS)))
         lengths = np.zeros(self.sequences, np.int64)
@@ -159,7 +161,7 @@ class RPart:
         return seconds, kv_bytes
 
     def output(self) -> np.ndarray:
-        """O of all sequences after `layer`, [sequences, q_heads, head_size] fp16."""
+        """O of all sequences after `layer`, [sequences, q_heads, v_size] fp16."""
         y = self._region.layout
-        o = self._rows(y.o, self.sequences, y.q_row_bytes)
-        return o.reshape(self.sequences, self.shape.q_heads, self.shape.head_size).copy()
+        o = self._rows(y.o, self.sequences, y.o_row_bytes)
+        return o.reshape(self.sequences, self.shape.q_heads, self.shape.v_size).copy()

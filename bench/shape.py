@@ -17,6 +17,11 @@ class Shape:
     group: int  # query heads for each KV head
     head_size: int
     kv_heads: int
+    v_size: int = 0  # of a V head; 0: head_size
+    v_in_k: bool = False  # V of a head is the first v_size elements of its K, as in latent attention
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "v_size", self.v_size or self.head_size)
 
     @property
     def q_heads(self) -> int:
@@ -29,8 +34,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Normally distributed q [q_heads, head_size] and k, v [context, kv_heads, head_size], fp16, equal for all
-    sequences."""
+    """Normally distributed q [q_heads, head_size], k [context, kv_heads, head_size] and v [context, kv_heads, v_size],
+    fp16, equal for all sequences."""
 
     q: np.ndarray
     k: np.ndarray
@@ -42,4 +47,4 @@ class Data:
         rng = np.random.default_rng(0)
         kv = rng.standard_normal((2, shape.context, shape.kv_heads, shape.head_size), np.float32).astype(np.float16)
         q = rng.standard_normal((shape.q_heads, shape.head_size), np.float32).astype(np.float16)
-        return cls(q, kv[0], kv[1])
+        return cls(q, kv[0], kv[0 if shape.v_in_k else 1, :, :, : shape.v_size])

@@ -131,6 +131,17 @@ def test_attention_prints_a_row_a_cell_and_peer_with_the_roofline_of_the_same_ro
     assert fp32["gbps"] * 1e9 == pytest.approx(fp32["seq_layers_per_s"] * 2 * 128 * 2 * 2 * 16 * 4)
 
 
+def test_attention_reads_no_v_where_v_is_a_part_of_k():
+    argv = ["--kv-dtype", "fp16", "--group", "3", "--v-size", "8", "--v", "stored", "--v", "in-k", *CELL]
+    rows = json.loads(bench("attention", *SWEEP, "--part", "in-cache", *argv, "--threads", "1", "--json"))["rows"]
+    stored, in_k, *in_cache = rows
+    assert [row["v_in_k"] for row in rows] == [False, True] * 2 and {row["v_size"] for row in rows} == {8}
+    for row, elements in ((stored, 16 + 8), (in_k, 16)):  # 2 pages of 2 heads are read for 130 tokens
+        assert row["gbps"] * 1e9 == pytest.approx(row["seq_layers_per_s"] * 2 * 2 * 128 * elements * 2)
+    for row, elements in zip(in_cache, (16 + 8, 16), strict=True):
+        assert row["gbps"] * 1e9 == pytest.approx(row["seq_layers_per_s"] * row["context"] * elements * 2)
+
+
 @pytest.mark.quick
 def test_no_roofline_of_attention_is_below_what_another_cell_has_read():
     def row(part, gbps, roofline, peer=None):
