@@ -39,6 +39,7 @@ TOPICS = (
             "chat_template",
             "generation_config",
             "tool_parser",
+            "drop_hosted_tools",
             "reasoning_parser",
             "backend",
             "dtype",

@@ -35,10 +35,10 @@ def run_s_node(config: NodeConfig) -> None:
         sockets = bind(config.host, config.port)
         for sock in sockets:
             stack.callback(sock.close)
-        if not asyncio.run(_check_until_shutdown(config, secret)):
-            return
         backend = choose_backend(config.backend, source)
         check_for_model(config, backend.config)
+        if not asyncio.run(_check_until_shutdown(config, secret)):
+            return
         from fastdecode.daemon.snode import serve_model  # imports torch
 
         serve_model(config, settings, backend, sockets, secret)

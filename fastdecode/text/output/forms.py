@@ -32,7 +32,7 @@ def tool_form(name: str, template: str) -> ToolForm | None:
     """
     if name != "auto":
         return TOOL_FORMS[name]
-    if "tools" not in template:
+    if "tools" not in template and "tool_calls" not in template:
         return TOOL_FORMS[GenericForm.name] if template else None
     return next((TOOL_FORMS[form] for sign, form in _SIGNS if sign in template), None)
 
