@@ -237,8 +237,8 @@ class NodeOptions:
     )
     max_batch_size: int = _s_option("most sequences in a mini-batch", 256, parse=option_values.positive)
     max_batch_tokens: int | None = _s_option(
-        "most rows in a step: decoding sequences and prompt tokens together; default: 512 on a CPU; on a GPU up to "
-        "8192, as far as its memory allows and a measurement at start shows that more rows compute prompts faster",
+        "most rows in a step: decoding sequences and prompt tokens together; default: 512 on a CPU; on a GPU measured "
+        "at start, up to 8192",
         parse=option_values.positive,
     )
     schedule: str = _s_option(

@@ -175,8 +175,8 @@ class Placer:
         return best if len(seq.tokens) - best.shared_tokens <= self._max_uncached_suffix else None
 
     def _with_state(self, seq: Sequence, found: Placement, computed: bool) -> Placement | None:
-        """`found` with fewer shared tokens, so many that there is the state after them or, with `computed` False, that
-        there will be; None: there is none."""
+        """`found`, cut to the last shared token after which the state is known or, with `computed` False, will be;
+        None: no state is."""
         states, entry, shared = self._states, found.source, found.shared_tokens
         if not states.needed:
             return found
