@@ -17,7 +17,7 @@ from sources.compiled import compiled
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model, read_config
-from fastdecode.spart.decoder import decoder
+from fastdecode.spart.decoder import layer_pass
 from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
 from fastdecode.spart.decoder.cuda_ops import CudaBlockOps, Launch
 from fastdecode.spart.decoder.ops_choice import make_block_ops
@@ -142,7 +142,7 @@ async def test_models_have_the_logits_of_transformers_by_the_cuda_kernels(name, 
         launched.add(kernel)
         host_launch(kernel, *arguments)
 
-    monkeypatch.setattr(decoder, "make_block_ops", lambda config, _, dtype: CudaBlockOps(config, dtype, launch))
+    monkeypatch.setattr(layer_pass, "make_block_ops", lambda config, _, dtype: CudaBlockOps(config, dtype, launch))
     directory, tokens = make_checkpoint(name), text(20)
     model = load_model(directory, dtype="fp32")
     with torch.inference_mode():
