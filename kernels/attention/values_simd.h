@@ -31,10 +31,8 @@ FD_INLINE square_t square_low32(square_t a, square_t b) { return _mm512_unpacklo
 FD_INLINE square_t square_high32(square_t a, square_t b) { return _mm512_unpackhi_epi32(a, b); }
 FD_INLINE square_t square_low64(square_t a, square_t b) { return _mm512_unpacklo_epi64(a, b); }
 FD_INLINE square_t square_high64(square_t a, square_t b) { return _mm512_unpackhi_epi64(a, b); }
-/* The bytes of each lane, reordered. */
-FD_INLINE square_t square_bytes(square_t x, const uint8_t order[SQUARE_LANE]) {
-    return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)order)));
-}
+/* The bytes of each lane, in the order of 16 constants. */
+#define square_bytes(x, ...) _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(_mm_setr_epi8(__VA_ARGS__)))
 /* The low nibbles of a, with the low nibbles of b above them; and the same of the high nibbles. */
 FD_INLINE square_t square_low_nibbles(square_t a, square_t b) {
     const __m512i low = _mm512_set1_epi8(0xf);
@@ -79,11 +77,7 @@ FD_INLINE square_t square_low64(square_t a, square_t b) {
 FD_INLINE square_t square_high64(square_t a, square_t b) {
     return (square_t)__builtin_shufflevector((square64_t)a, (square64_t)b, 1, 3);
 }
-FD_INLINE square_t square_bytes(square_t x, const uint8_t order[SQUARE_LANE]) {
-    square_t y;
-    memcpy(&y, order, sizeof y);
-    return __builtin_shuffle(x, y);
-}
+#define square_bytes(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
 FD_INLINE square_t square_low_nibbles(square_t a, square_t b) { return (a & 0xf) | b << 4; }
 FD_INLINE square_t square_high_nibbles(square_t a, square_t b) { return a >> 4 | (b & 0xf0); }
 FD_INLINE void square_zip_lanes(square_t *a, square_t *b) {}
@@ -108,11 +102,17 @@ FD_INLINE uint32_t square_rows(const fd_kv_dtype_t format) {
 FD_INLINE uint32_t square_side(const fd_kv_dtype_t format) { return square_rows(format) * fd_word_elems(format); }
 FD_INLINE uint32_t square_row_vecs(const fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 2 : 1; }
 
+/* Exchanges tokens and dimensions of four words of int8, whose bytes are elements 0, 2, 1, 3. */
+FD_INLINE square_t transpose_bytes(square_t x) {
+    return square_bytes(x, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
+}
+/* The same of two pairs of words of bf16. */
+FD_INLINE square_t transpose_pairs(square_t x) {
+    return square_bytes(x, 0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+}
+
 /* Transposes the squares in the lanes of x, which has square_rows times square_row_vecs vectors. */
 FD_INLINE void transpose_squares(const fd_kv_dtype_t format, square_t *x) {
-    /* Four words of int8, each in bytes 0, 2, 1, 3, and of bf16. */
-    static const uint8_t int8_order[SQUARE_LANE] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
-    static const uint8_t bf16_order[SQUARE_LANE] = {0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15};
     square_t y[MOST_SQUARE_VECS];
     switch (format) {
     case FD_KV_FP32:
@@ -133,13 +133,13 @@ FD_INLINE void transpose_squares(const fd_kv_dtype_t format, square_t *x) {
         }
         return;
     case FD_KV_BF16:
-        y[0] = square_bytes(x[0], bf16_order), y[1] = square_bytes(x[1], bf16_order);
+        y[0] = transpose_pairs(x[0]), y[1] = transpose_pairs(x[1]);
         x[0] = square_low64(y[0], y[1]), x[1] = square_high64(y[0], y[1]);
         return;
-    case FD_KV_INT8: x[0] = square_bytes(x[0], int8_order); return;
+    case FD_KV_INT8: x[0] = transpose_bytes(x[0]); return;
     case FD_KV_INT4: /* low nibbles of a word are dimensions 0 to 3 of K, and tokens 0 to 3 of V */
         y[0] = square_low_nibbles(x[0], x[1]), y[1] = square_high_nibbles(x[0], x[1]);
-        x[0] = square_bytes(y[0], int8_order), x[1] = square_bytes(y[1], int8_order);
+        x[0] = transpose_bytes(y[0]), x[1] = transpose_bytes(y[1]);
         square_zip_lanes(&x[0], &x[1]);
         return;
     case FD_KV_INT8_INT4:
