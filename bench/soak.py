@@ -260,6 +260,8 @@ def _checkpoint(directory: Path, i: int, seed: int) -> Namespace:
     layers, heads, kv_heads, head_size, hidden = _SHAPES[i % len(_SHAPES)]
     return Namespace(
         out=directory,
+        model="llama-125m",  # gives the sizes that are not given here
+        family="llama",
         layers=layers,
         hidden=hidden,
         intermediate=2 * hidden,

@@ -133,8 +133,9 @@ def plan_steps(
     graphs = graph_bytes(model, size_class(config.max_batch_size)) if captures else 0
 
     def bytes_of(rows: int) -> int:
-        slots = mini_batches + prompts_apart(device)
-        return slots * step_bytes(model, rows, min(rows, drawn)) + mini_batches * graphs
+        """Of a step of prompts with so many rows, beside steps of all mini-batches, which have decoding rows alone."""
+        decoding = min(rows, drawn)
+        return step_bytes(model, rows, decoding) + mini_batches * (step_bytes(model, decoding, decoding) + graphs)
 
     if config.max_batch_tokens is None:
         rows = gpu_rows(config.step_rows, free, bytes_of)

@@ -35,11 +35,11 @@ def test_three_s_nodes_share_an_r_node_and_are_killed(tmp_path):
 
 
 def test_a_soak_that_finds_a_fault_says_so(tmp_path):
-    """An R-node without room for a page ends the S-nodes at start, and the soak with an error."""
+    """An R-node that refuses its memory ends at start, and the soak with an error."""
     command = [sys.executable, "-m", "fastdecode.bench.cli", "soak", "--snodes", "1", "--kv-memory", "50KiB"]
     run = subprocess.run([*command, "--logs", tmp_path], capture_output=True, text=True, timeout=100, check=False)
     assert run.returncode == 1
-    assert "a node ended at start" in run.stderr and "no memory for a KV-cache" in run.stderr
+    assert "a node ended at start" in run.stderr and "--kv-memory" in run.stderr
 
 
 async def test_each_way_of_asking_notices_a_wrong_answer():

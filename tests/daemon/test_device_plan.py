@@ -180,5 +180,7 @@ def test_a_model_of_32b_in_4_bits_fits_a_card_of_24_gb(tmp_path, monkeypatch):
     total = int(23.5 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - GIB // 2 - taken, total))
     asked = NodeConfig(max_batch_size=64, gpu_memory_utilization=0.95)
-    config, staged = plan_steps(asked, model, mini_batches=2, captures=True)
+    config, staged = plan_steps(
+        asked, model, mini_batches=2, captures=True, prompt_seconds=lambda tokens: 1e-3 * tokens
+    )
     assert config.max_batch_tokens >= 512 and staged >= 1024

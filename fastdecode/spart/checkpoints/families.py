@@ -57,7 +57,9 @@ def _family(config: ConfigJson) -> tuple[str, str]:
     for name in names:
         if name in FAMILIES:
             return name, name
-    text = config.table("text_config") or config.raw
+    text = config.table("text_config")
+    if not text and config.raw.get("model_type") in _EARLY_VISION:
+        text = config.raw
     if names and (family := TEXT_PARTS.get(str(text.get("model_type")))):
         return names[0], family
     found = ", ".join(names) or f"none (model_type {config.raw.get('model_type')!r})"
@@ -67,8 +69,7 @@ def _family(config: ConfigJson) -> tuple[str, str]:
 
 
 def _text_part(config: ConfigJson) -> ConfigJson:
-    """The configuration of the text part of a model that has others too. Early Qwen-VL models have it in the middle of
-    the others'."""
+    """The configuration of the text part of a model that has others too."""
     common = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
     text = config.table("text_config") or config.raw
     return ConfigJson(text | {name: config.raw[name] for name in common if name in config.raw})
@@ -472,6 +473,8 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "OPTForCausalLM": _opt,
 }
 
+#: Types whose text part may have no table of its own in config.json.
+_EARLY_VISION = frozenset(["qwen2_vl", "qwen2_5_vl"])
 #: The families that serve the text parts of models of several modes, by the `model_type` of the text part.
 TEXT_PARTS = {
     "llama": "LlamaForCausalLM",
