@@ -163,7 +163,7 @@ class PackedParameters:
 
 
 def test_a_model_of_32b_in_4_bits_fits_a_card_of_24_gb(tmp_path, monkeypatch):
-    """With room for two mini-batches of 64 rows, captured, and for long prompts. The driver takes half a GiB."""
+    """With room for two mini-batches of 32 rows, captured, and for long prompts. The driver takes half a GiB."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN_32B))
     shape = read_config(tmp_path)
     weights = Blueprint(shape, own_head=True).weights(PackedParameters())
@@ -179,7 +179,7 @@ def test_a_model_of_32b_in_4_bits_fits_a_card_of_24_gb(tmp_path, monkeypatch):
     assert model.parameters == pytest.approx(32.8e9, rel=0.01)
     total = int(23.5 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - GIB // 2 - taken, total))
-    asked = NodeConfig(max_batch_size=64, gpu_memory_utilization=0.95)
+    asked = NodeConfig(max_batch_size=32, gpu_memory_utilization=0.95)
     config, staged = plan_steps(
         asked, model, mini_batches=2, captures=True, prompt_seconds=lambda tokens: 1e-3 * tokens
     )
