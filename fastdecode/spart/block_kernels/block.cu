@@ -87,8 +87,7 @@ __device__ __forceinline__ void fd_store(void *rows, fd_index_t i, unsigned dtyp
 
 /* Adds up sums [FD_BLOCK_THREADS] into sums[0]. */
 __device__ __forceinline__ void fd_add_up(float *sums) {
-    for (unsigned n = FD_BLOCK_THREADS / 2; n; n /= 2)
-        FD_EACH_THREAD(t) if (t < n) sums[t] += sums[t + n];
+    for (unsigned n = FD_BLOCK_THREADS / 2; n; n /= 2) FD_EACH_THREAD(t) if (t < n) sums[t] += sums[t + n];
 }
 
 /* x [rows][width] += scale * y, if y is not NULL; out [rows][width] = x / sqrt(mean(x^2) + eps) * weight [width].
@@ -168,7 +167,8 @@ FD_KERNEL fd_silu_gate(const void *x, void *out, unsigned width, unsigned dtype)
     FD_EACH_THREAD(t) {
         const unsigned i = blockIdx.y * FD_BLOCK_THREADS + t;
         if (i < width) {
-            const float gate = fd_load(x, 2 * row * width + i, dtype), up = fd_load(x, (2 * row + 1) * width + i, dtype);
+            const float gate = fd_load(x, 2 * row * width + i, dtype),
+                        up = fd_load(x, (2 * row + 1) * width + i, dtype);
             fd_store(out, row * width + i, dtype, gate / (1.0f + expf(-gate)) * up);
         }
     }
