@@ -1,8 +1,8 @@
 """Connections whose request has not arrived.
 
-The header of a request has a deadline, and so has the first byte on a new connection. If connections become many, those
-that wait for a request, or for the rest of one, are closed, the oldest first: a client that sends nothing more takes no
-descriptor from others.
+The header of a request has a deadline, and so has the first byte on a new connection. If connections become many, the
+oldest of the connections that wait for a request, or for the rest of one, are closed: a client that sends nothing more
+takes no descriptor from others.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from fastdecode.api.errors import ApiError
 
-#: A body may take this many seconds, and a second more for each of so many bytes.
+#: A body may take this many seconds, and a second more for each of these bytes.
 _BODY_SECONDS, _BODY_RATE = 10.0, 1024
 _CODINGS = ("gzip", "x-gzip", "deflate")
 

@@ -133,7 +133,7 @@ def plan_steps(
     graphs = graph_bytes(model, size_class(config.max_batch_size)) if captures else 0
 
     def bytes_of(rows: int) -> int:
-        """Of a step of prompts with so many rows, beside steps of all mini-batches, which have decoding rows alone."""
+        """Bytes of a step of prompts with `rows` rows, beside steps of decoding rows of all mini-batches."""
         decoding = min(rows, drawn)
         return step_bytes(model, rows, decoding) + mini_batches * (step_bytes(model, decoding, decoding) + graphs)
 
