@@ -1,4 +1,4 @@
-"""first_answers: asks the R-nodes of a set at start, and waits for those that cannot be reached yet."""
+"""first_answers: asks the R-nodes of a set at start, and waits for R-nodes that cannot be reached yet."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class StopStrings:
         self._matched = [0] * len(stops)  # for each stop string, how many of its characters the text ends with
         self._held = ""
         self.complete: str | None = None  # the stop string at which the text was cut
-        # Of the last characters, as many as a special stop string has: 1 for one that is shown, 0 for a hidden one.
+        # The last characters, as many as a special stop string has: 1 stands for a shown character, 0 for a hidden one.
         self._shown = bytearray()
         self._longest = max((len(stop) for stop, _, special in self._patterns if special), default=0)
 

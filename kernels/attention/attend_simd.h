@@ -112,7 +112,7 @@ typedef struct {
      * smaller block. */
     uint8_t q[(FD_PANEL_ROWS + MAX_BLOCK - 1) * FD_MAX_HEAD_SIZE * sizeof(float)] __attribute__((aligned(64)));
     row_state_t state[FD_PANEL_ROWS];
-    /* Of each block of a KV head where V is a part of K; else the first serves all blocks. */
+    /* Where V is a part of K, each block of a KV head has its own; else all blocks use the first. */
     weights_t weights[FD_PANEL_ROWS / LEAST_BLOCK];
     /* What take_values writes. */
     uint8_t values[FD_PAGE_TOKENS * VALUES_STEP * sizeof(float)] __attribute__((aligned(64)));

@@ -14,3 +14,10 @@
  * moves from core to core. */
 void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, size_t parts, size_t least,
                  unsigned threads);
+
+/* How many of `threads` threads a loop over `numbers` numbers is worth: a thread wakes up later than it would have
+ * computed 2^15 of them. */
+static inline unsigned fd_worth_threads(size_t numbers, unsigned threads) {
+    const size_t most = numbers / (1 << 15) + 1;
+    return most < threads ? (unsigned)most : threads;
+}

@@ -22,14 +22,6 @@ const fd_delta_ops_t *fd_delta_ops(fd_isa_t isa, uint32_t act_dtype) {
 #endif
 }
 
-/* Fewer numbers are computed sooner than a thread wakes up. */
-enum { WORTH_A_THREAD = 1 << 15 };
-
-static unsigned worth(size_t numbers, unsigned threads) {
-    const size_t most = numbers / WORTH_A_THREAD + 1;
-    return most < threads ? (unsigned)most : threads;
-}
-
 typedef struct {
     const fd_delta_ops_t *ops;
     const fd_delta_t *d;
@@ -47,6 +39,6 @@ static void run_advance(void *data, size_t first, size_t n) {
 
 void fd_delta_rows(const fd_delta_ops_t *ops, const fd_delta_t *d, const fd_delta_rows_t *r, unsigned threads) {
     run_t run = {ops, d, r};
-    fd_parallel(run_convolve, &run, d->k_heads, 1, worth(r->n * fd_delta_channels(d) * d->kernel, threads));
-    fd_parallel(run_advance, &run, d->v_heads, 1, worth(r->n * d->v_heads * d->k_size * d->v_size, threads));
+    fd_parallel(run_convolve, &run, d->k_heads, 1, fd_worth_threads(r->n * fd_delta_channels(d) * d->kernel, threads));
+    fd_parallel(run_advance, &run, d->v_heads, 1, fd_worth_threads(r->n * d->v_heads * d->k_size * d->v_size, threads));
 }

@@ -36,8 +36,6 @@ const fd_prompt_ops_t *fd_prompt_ops(fd_isa_t isa, uint32_t act_dtype) {
 
 /* A block of many rows reads K and V from a cache for most of them; fewer rows leave more parts for the threads. */
 enum { MOST_ROWS = 96, FEWEST_ROWS = 24, PARTS_A_THREAD = 4 };
-/* Fewer numbers are packed sooner than a thread wakes up. */
-enum { WORTH_A_THREAD = 1 << 15 };
 
 static size_t least(size_t x, size_t y) { return x < y ? x : y; }
 
@@ -57,8 +55,8 @@ void fd_prompt_pack(const fd_prompt_ops_t *ops, const fd_prompt_pack_t *o, unsig
     if (!o->n) return;
     const fd_prompt_blocks_t *b = o->blocks;
     const size_t blocks = (o->pos + o->n - 1) / FD_PROMPT_KEYS - o->pos / FD_PROMPT_KEYS + 1;
-    const size_t worth = o->n * b->kv_heads * (b->k_size + b->v_size) / WORTH_A_THREAD + 1;
-    fd_parallel(pack_parts, &(pack_run_t){ops, o}, blocks * b->kv_heads, 0, (unsigned)least(worth, threads));
+    const size_t numbers = o->n * b->kv_heads * (b->k_size + b->v_size);
+    fd_parallel(pack_parts, &(pack_run_t){ops, o}, blocks * b->kv_heads, 0, fd_worth_threads(numbers, threads));
 }
 
 typedef struct {

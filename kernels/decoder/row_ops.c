@@ -22,14 +22,6 @@ const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype) {
 #endif
 }
 
-/* Fewer numbers are computed sooner than a thread wakes up. */
-enum { WORTH_A_THREAD = 1 << 15 };
-
-static unsigned worth(size_t numbers, unsigned threads) {
-    const size_t most = numbers / WORTH_A_THREAD + 1;
-    return most < threads ? (unsigned)most : threads;
-}
-
 typedef struct {
     const fd_row_ops_t *ops;
     const void *o;
@@ -49,12 +41,12 @@ static void run_rope(void *data, size_t first, size_t n) {
 }
 
 void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads) {
-    fd_parallel(run_norm, &(run_t){ops, o}, rows, 0, worth(rows * o->width, threads));
+    fd_parallel(run_norm, &(run_t){ops, o}, rows, 0, fd_worth_threads(rows * o->width, threads));
 }
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads) {
-    fd_parallel(run_gate, &(run_t){ops, o}, rows, 0, worth(rows * o->width * 4, threads));
+    fd_parallel(run_gate, &(run_t){ops, o}, rows, 0, fd_worth_threads(rows * o->width * 4, threads));
 }
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads) {
     const size_t width = (o->q_heads + 2 * o->kv_heads) * o->head_size;
-    fd_parallel(run_rope, &(run_t){ops, o}, rows, 0, worth(rows * width, threads));
+    fd_parallel(run_rope, &(run_t){ops, o}, rows, 0, fd_worth_threads(rows * width, threads));
 }

@@ -121,7 +121,7 @@ def listed():
 
 
 def shown(parsed):
-    """What is compared of a parser's result; the parts of a response that only repeat the request are left away."""
+    """The parts of a parser's result that tests compare, without parts that only repeat the request."""
     return dataclasses.asdict(getattr(parsed, "chat", parsed))
 
 

@@ -114,7 +114,7 @@ def test_an_unknown_variable_is_named(monkeypatch, capsys):
 
 
 def test_the_repositorys_own_variables_are_known():
-    """Those of the tests, the scripts and the kernels."""
+    """The variables that the tests, the scripts and the kernels read."""
     root = Path(__file__).parents[2]
     listed = subprocess.run(["git", "grep", "-ohE", r"FASTDECODE_[A-Z0-9_]+"], cwd=root, capture_output=True, text=True)
     if listed.returncode:

@@ -13,7 +13,7 @@ playwright = pytest.importorskip("playwright.async_api", reason="playwright is n
 pytestmark = MARKS
 expect = playwright.expect
 
-#: An element's content as HTML: without the page's own elements, and with no attribute but those that Markdown has.
+#: This gives an element's content as HTML, without the page's own elements and with the attributes of Markdown alone.
 _HTML = """element => {
   const escape = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
   const inside = (node) => [...node.childNodes].map(html).join("");
