@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _FILE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 #: Bytes of a quantised weight with its share of scale and minimum, in groups of 32.
-_QUANTISED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
+QUANTISED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
 
 
 def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
@@ -110,8 +110,8 @@ def weights_of(config: NodeConfig, backend: Backend, device: torch.device, dtype
     dense = 4.0 if dtype == "float32" else 2.0
     if how and config.weights == "auto":
         return backend.source.weight_bytes, f"stored and kept as {how}"
-    kept = config.weights if config.weights in _QUANTISED_BYTES else dtype
-    n_bytes = int(parameters(backend) * _QUANTISED_BYTES.get(config.weights, dense))
+    kept = config.weights if config.weights in QUANTISED_BYTES else dtype
+    n_bytes = int(parameters(backend) * QUANTISED_BYTES.get(config.weights, dense))
     return n_bytes, f"stored as {how or model.dtype}, kept as {kept}"
 
 

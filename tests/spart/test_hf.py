@@ -1,12 +1,11 @@
 """The transformers backend: token-equal to transformers' own generate, for every model type it takes.
 
-docs/models.md is written by this test: FASTDECODE_WRITE_DOCS=1 pytest tests/spart/test_hf.py
+The table of types in docs/models.md is written by FASTDECODE_WRITE_DOCS=1 pytest tests/spart/test_hf.py
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from models.checkpoints import several_modes
 from models.hf_models import TYPES, VOCAB_SIZE, make_config, save_model
 from models.spart_steps import GREEDY, interleaved
 from safetensors.torch import load_file, save_file
+from sources.doc_tables import check_table
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.kernels._native import page_bytes, page_sections
@@ -41,7 +41,6 @@ REFUSED = {
     "rwkv": "keeps states in a cache of its own",
 }
 SUPPORTED = sorted(set(TYPES) - set(REFUSED))
-TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 PROMPT_LENGTHS = (1, 7, 40, 600)
 CHUNK, NEW_TOKENS = 256, 6
 
@@ -250,43 +249,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_the_documentation_lists_every_type() -> None:
-    """docs/models.md holds the table of this test; FASTDECODE_WRITE_DOCS=1 writes it."""
-    lines = [
-        "# Models",
-        "",
-        "The native decoder serves Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Qwen3-Next, Qwen3.5, gpt-oss,",
-        "Phi-3, Granite and OPT.",
-        "The transformers backend (`--backend transformers`, extra `fastdecode[models]`) serves every causal language",
-        "model of transformers whose attention goes through its attention interface, and Falcon, MPT and BLOOM.",
-        "",
-        "`FASTDECODE_WRITE_DOCS=1 pytest tests/spart/test_hf.py` writes this table. A type that is served gives the",
-        "tokens of transformers' `generate` in fp32, with prompts of 1 to 600 tokens in chunks and two mini-batches,",
-        "on a tiny random model. A type that is refused is refused before its weights are read. Falcon with ALiBi",
-        "(falcon-rw) is refused: transformers rounds its position biases to bf16.",
-        "",
-        "Each layer is stored with its own heads: layers with fewer or smaller heads (Gemma 4), and heads of V that",
-        "are smaller than those of K (DeepSeek), take no more memory than they need. Layers that share K and V (Gemma",
-        "3n, Gemma 4) are stored once. Pages of windowed layers that no later token sees are given back when",
-        "pages are short.",
-        "",
-        "Models with latent attention (MLA: DeepSeek, GLM-4.7-Flash, MiniCPM3, Youtu) store the latent rows in place",
-        "of K and V of the heads, if these take more memory: 576 elements a token and layer in place of 40960 for",
-        "DeepSeek-V3, 5120 for DeepSeek-V2-Lite. All query heads share one KV head of 576 elements, whose V is the",
-        "first 512 of them, stored once. So V has the format of K, and `--kv-dtype int8-int4` is refused.",
-        "[Performance](performance.md) has the rate at which R-nodes attend to it. LoRA adapters for `kv_b_proj` are",
-        "refused.",
-        "",
-        "Of models of several modes (Gemma 3 and 4, Mistral 3, LLaVA, InternVL, Qwen-VL, Qwen3.5) the text is served,",
-        "where the native decoder or transformers has it as a model of its own. The weights of vision and sound",
-        "are left aside, which the log says, and images in requests are refused.",
-        "",
-        "Layers that keep a state of each sequence in place of K and V (Mamba, short convolutions, linear attention)",
-        "are served where transformers has the state in its own cache. The states stay in the S-Part",
-        "([more](architecture.md#layers-with-states)). Adapters for their linears are refused.",
-        "",
-        "| Model type | Served | Reason |",
-        "|---|---|---|",
-    ]
+    lines = ["| model type | served | reason |", "|---|---|---|"]
     for model_type in sorted(TYPES):
         reason = ""
         if model_type in REFUSED:
@@ -294,7 +257,4 @@ def test_the_documentation_lists_every_type() -> None:
                 HFConfig.from_configs(make_config(model_type), None)
             reason = str(refusal.value)
         lines.append(f"| `{model_type}` | {'no' if reason else 'yes'} | {reason} |")
-    text = "\n".join(lines) + "\n"
-    if os.environ.get("FASTDECODE_WRITE_DOCS"):
-        TABLE.write_text(text)
-    assert TABLE.read_text() == text
+    check_table("models.md", "types", lines)
