@@ -34,10 +34,13 @@ FIGURE_9 = {
 }  # fmt: skip
 #: Figure 11: gain in tokens a second of the load-stabilising schedule, and its longest step beside that without.
 FIGURE_11 = {LLAMA_7B: (1.08, 0.66), LLAMA_13B: (1.11, 0.70)}
-#: Figure 13, read off the plot: tokens a second of 1024 sequences of 1024 tokens, by model and sockets.
+#: Figure 12: the same gain with sequences of 768 tokens.
+FIGURE_12 = {LLAMA_7B: 1.13}
+#: Figure 13, read off the plot: tokens a second of 1024 sequences, by model, their tokens, and sockets.
 FIGURE_13 = {
-    (LLAMA_7B, 1): 275, (LLAMA_7B, 2): 540, (LLAMA_7B, 4): 1060, (LLAMA_7B, 8): 1600,
-    (LLAMA_13B, 1): 175, (LLAMA_13B, 2): 345, (LLAMA_13B, 4): 660, (LLAMA_13B, 8): 1180,
+    (LLAMA_7B, 1024, 1): 275, (LLAMA_7B, 1024, 2): 540, (LLAMA_7B, 1024, 4): 1060, (LLAMA_7B, 1024, 8): 1600,
+    (LLAMA_13B, 1024, 1): 175, (LLAMA_13B, 1024, 2): 345, (LLAMA_13B, 1024, 4): 660, (LLAMA_13B, 1024, 8): 1180,
+    (LLAMA_13B, 128, 1): 590, (LLAMA_13B, 128, 2): 1080, (LLAMA_13B, 128, 4): 1790, (LLAMA_13B, 128, 8): 1770,
 }  # fmt: skip
 
 
@@ -58,13 +61,15 @@ def rows() -> list[dict[str, Any]]:
     for (model, batch), paper in FIGURE_9.items():
         table.append((f"fig. 9, {model.name}, batch {batch}: tokens/s", paper, even_growth(profile, model, batch)[0]))
     for model, (gain, peak) in FIGURE_11.items():
-        rate, longest = even_growth(profile, model, 1024)
-        mixed = steady(system(profile, model, _SOCKETS), 1024, 2, 1, _LENGTH)
-        table.append((f"fig. 11, {model.name}: gain of the schedule", gain, mixed.tokens_per_second / rate))
-        table.append((f"fig. 11, {model.name}: longest step", peak, mixed.seconds / longest))
-    for (model, sockets), paper in FIGURE_13.items():
-        seconds = step_seconds(system(profile, model, sockets), 1024, _LENGTH)
-        table.append((f"fig. 13, {model.name}, {sockets} socket(s): tokens/s", paper, 1024 / seconds))
+        predicted = schedule(profile, model, _LENGTH)
+        table.append((f"fig. 11, {model.name}: gain of the schedule", gain, predicted[0]))
+        table.append((f"fig. 11, {model.name}: longest step", peak, predicted[1]))
+    for model, gain in FIGURE_12.items():
+        table.append((f"fig. 12, {model.name}: gain of the schedule", gain, schedule(profile, model, 768)[0]))
+    for (model, length, sockets), paper in FIGURE_13.items():
+        seconds = step_seconds(system(profile, model, sockets), 1024, length)
+        what = f"fig. 13, {model.name}, {length} tokens, {sockets} socket(s): tokens/s"
+        table.append((what, paper, 1024 / seconds))
     return [{"what": what, "paper": paper, "predicted": predicted} for what, paper, predicted in table]
 
 
@@ -79,11 +84,21 @@ def step_seconds(machines: System, batch: int, length: float) -> float:
     return round_seconds([stages] * 2, machines.in_turns)[0]
 
 
-def even_growth(profile: Profile, model: PlannedModel, batch: int, points: int = 64) -> tuple[float, float]:
-    """Tokens a second, and the longest step, of sequences that all start together and grow to 1024 tokens."""
+def even_growth(
+    profile: Profile, model: PlannedModel, batch: int, length: int = _LENGTH, points: int = 64
+) -> tuple[float, float]:
+    """Tokens a second, and the longest step, of sequences that all start together and grow to `length` tokens."""
     machines = system(profile, model, _SOCKETS)
-    seconds = [step_seconds(machines, batch, _LENGTH * (i + 0.5) / points) for i in range(points)]
+    seconds = [step_seconds(machines, batch, length * (i + 0.5) / points) for i in range(points)]
     return batch * points / sum(seconds), max(seconds)
+
+
+def schedule(profile: Profile, model: PlannedModel, length: int) -> tuple[float, float]:
+    """The schedule that starts 1024 sequences of `length` tokens one by one, beside all of them together: the ratios of
+    tokens a second and of the longest step."""
+    rate, longest = even_growth(profile, model, 1024, length)
+    mixed = steady(system(profile, model, _SOCKETS), 1024, 2, 1, length)
+    return mixed.tokens_per_second / rate, mixed.seconds / longest
 
 
 def sockets_in_balance(profile: Profile) -> float:
@@ -96,8 +111,8 @@ def sockets_in_balance(profile: Profile) -> float:
 
 def _print_table(result: dict[str, Any]) -> None:
     print("FastDecode on an A10 with Epyc 7452 sockets: the paper's figures, and what is predicted from its Table 2")
-    print(f"{'':<44} {'paper':>8} {'predicted':>10} {'ratio':>6}")
+    print(f"{'':<52} {'paper':>8} {'predicted':>10} {'ratio':>6}")
     for row in result["rows"]:
         digits = 0 if row["paper"] > 20 else 2
         ratio = row["predicted"] / row["paper"]
-        print(f"{row['what']:<44} {row['paper']:8.{digits}f} {row['predicted']:10.{digits}f} {ratio:6.2f}")
+        print(f"{row['what']:<52} {row['paper']:8.{digits}f} {row['predicted']:10.{digits}f} {ratio:6.2f}")
