@@ -28,11 +28,15 @@ from fastdecode.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 8 * 2**20
 
+STORED_PATH = "/v1/responses/{id}"
+
 #: The paths of the API, which routers forward. The other paths report on the S-node.
 API_PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    STORED_PATH,
+    f"{STORED_PATH}/cancel",
     MESSAGES_PATH,
     f"{MESSAGES_PATH}/count_tokens",
     "/v1/embeddings",
@@ -65,6 +69,7 @@ def make_app(
     prefill_url: str | None = None,
     router_secret: bytes | None = None,
     drop_hosted_tools: bool = False,
+    one_of: int = 1,
 ) -> web.Application:
     """Make the application.
 
@@ -84,13 +89,16 @@ def make_app(
         prefill_url: where other S-nodes get the K and V of streams that they continue; None: nowhere.
         router_secret: a router that knows it can continue streams of other S-nodes here; None: no router can.
         drop_hosted_tools: drop tools that only their vendor runs from requests, which are refused otherwise.
+        one_of: how many processes serve this API. Several cannot know each other's responses in the background.
     """
     plain, with_tools = tokenizer.template_source(), tokenizer.template_source(tools=True)
     forms = tool_form(tool_parser, with_tools), reasoning_form(reasoning_parser, plain + with_tools)
     served = ApiModel(names, *forms, defaults, tuple(adapters))
     preparation = Preparation(engine, tokenizer, served.tool_form)
     runs = Runs(engine, keep_alive_seconds, prefill_url)
-    endpoints = Endpoints(tokenizer, served, preparation, runs, router_secret, drop_hosted_tools)
+    endpoints = Endpoints(
+        tokenizer, served, preparation, runs, router_secret, drop_hosted_tools, in_background=one_of <= 1
+    )
     tokenization = Tokenization(tokenizer, served, preparation, engine.max_model_len)
     created = int(time.time())
 
@@ -150,6 +158,9 @@ def make_app(
             web.post("/v1/completions", endpoints.completions),
             web.post("/v1/chat/completions", endpoints.chat),
             web.post("/v1/responses", endpoints.responses),
+            web.get(STORED_PATH, endpoints.one_response),
+            web.delete(STORED_PATH, endpoints.delete_response),
+            web.post(f"{STORED_PATH}/cancel", endpoints.cancel_response),
             web.post(MESSAGES_PATH, endpoints.messages),
             web.post(f"{MESSAGES_PATH}/count_tokens", endpoints.count_tokens),
             web.post("/v1/embeddings", embeddings),

@@ -11,7 +11,7 @@ from fastdecode.api.continuation import token_mark
 from fastdecode.api.delivery import Lane
 from fastdecode.api.generation import Piece, Run
 from fastdecode.api.protocol import Generation
-from fastdecode.api.sse import EventStream, event
+from fastdecode.api.sse import Events, event
 from fastdecode.text.detokenizer import ByteDetokenizer
 
 #: Stands for the text in the event that a template is made from. JSON writes the NUL as an escape sequence, which the
@@ -26,9 +26,7 @@ class ChoiceStream:
     which is the event of a stand-in for the text.
     """
 
-    def __init__(
-        self, events: EventStream, answer: Answer, generation: Generation, run: Run, token_texts: dict[int, bytes]
-    ):
+    def __init__(self, events: Events, answer: Answer, generation: Generation, run: Run, token_texts: dict[int, bytes]):
         """`token_texts`: see Lane."""
         self._events, self._answer, self._generation, self._run = events, answer, generation, run
         self._token_texts = token_texts

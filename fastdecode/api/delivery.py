@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from fastdecode.api.sse import EventStream
+from fastdecode.api.sse import Events
 from fastdecode.engine.state.request import EngineError, TokenEvent
 from fastdecode.text.detokenizer import ByteDetokenizer
 
@@ -27,7 +27,7 @@ class Lane:
 
     def __init__(
         self,
-        stream: EventStream,
+        stream: Events,
         around: tuple[bytes, bytes],
         detokenizer: ByteDetokenizer,
         texts: dict[int, bytes],

@@ -16,6 +16,7 @@ from fastdecode.api.body import read_bytes
 from fastdecode.api.continuation import Resume, is_from_router
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError, json_response
+from fastdecode.api.fields import invalid
 from fastdecode.api.generation import Echo
 from fastdecode.api.middleware import notes
 from fastdecode.api.preparation import Preparation
@@ -23,6 +24,7 @@ from fastdecode.api.protocol import ChatRequest, Generation, parse_chat, parse_c
 from fastdecode.api.response_answer import ResponseAnswer
 from fastdecode.api.responses import parse_response
 from fastdecode.api.runs import PreparedRequest, Runs
+from fastdecode.api.stored import Retrieval, StoredResponse
 from fastdecode.text.detokenizer import Detokenizer
 from fastdecode.text.output.deltas import ToolForm
 from fastdecode.text.output.dialogue import Dialogue
@@ -69,6 +71,7 @@ class Endpoints:
     runs: Runs
     router_secret: bytes | None = None
     drop_hosted_tools: bool = False  # else they are refused
+    in_background: bool = True  # else responses in the background are refused
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -112,6 +115,8 @@ class Endpoints:
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
         body = await self._parse(request, partial(parse_response, drop_hosted_tools=self.drop_hosted_tools))
+        if body.background and not self.in_background:
+            raise invalid("background", "this server would need --api-processes 1", code="unsupported_value")
         dialogue, text, generation = await self.prepare_chat(body.chat)
         answer = ResponseAnswer(
             self.model.name(generation.model),
@@ -120,7 +125,31 @@ class Endpoints:
             shown=body.shown,
             namespaces=body.tools.namespaces,
         )
-        return await self._answer_chat(request, generation, dialogue, text, answer)
+        stored = StoredResponse(answer, notes().client) if body.background else None
+        return await self._answer_chat(request, generation, dialogue, text, answer, stored)
+
+    async def one_response(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/responses/{id}: a response in the background, or a stream of its events."""
+        stored, query = self._find_response(request), Retrieval.read(request.query)
+        if not query.stream:
+            return json_response(stored.answer.so_far)
+        return await self.runs.show_events(request, stored, stored.log.behind(query.after))
+
+    async def cancel_response(self, request: web.Request) -> web.Response:
+        """POST /v1/responses/{id}/cancel."""
+        stored = self._find_response(request)
+        await stored.cancel()
+        return json_response(stored.answer.so_far)
+
+    async def delete_response(self, request: web.Request) -> web.Response:
+        """DELETE /v1/responses/{id}."""
+        stored = self._find_response(request)
+        await stored.cancel()
+        self.runs.stored.remove(stored)
+        return json_response({"id": stored.answer.id, "object": "response", "deleted": True})
+
+    def _find_response(self, request: web.Request) -> StoredResponse:
+        return self.runs.stored.find(request.match_info["id"], notes().client)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
@@ -173,7 +202,13 @@ class Endpoints:
         return dialogue, text, await self.preparation.with_grammar(generation, dialogue, text)
 
     async def _answer_chat(
-        self, request: web.Request, generation: Generation, dialogue: Dialogue, text: str, answer: Answer
+        self,
+        request: web.Request,
+        generation: Generation,
+        dialogue: Dialogue,
+        text: str,
+        answer: Answer,
+        stored: StoredResponse | None = None,
     ) -> web.StreamResponse:
         [prompt] = await self.preparation.encode(
             [text], answer.prompt_param, add_special_tokens=generation.add_special_tokens
@@ -185,7 +220,9 @@ class Endpoints:
             return Detokenizer.make(self.tokenizer, shown=shown, skip_special_tokens=skip)
 
         generation = await self.preparation.finish(generation)
-        return await self.runs.answer(request, PreparedRequest(generation, [prompt], [detokenizer], answer))
+        return await self.runs.answer(
+            request, PreparedRequest(generation, [prompt], [detokenizer], answer, stored=stored)
+        )
 
 
 async def read_body(request: web.Request) -> bytes:

@@ -70,6 +70,7 @@ class ResponseAnswer(Answer):
         self._items: list[_Item] = []
         self._n_events = 0
         self._finish_reason: str | None = None
+        self._last: dict[str, Any] | None = None  # the response after its last event
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         raise NotImplementedError("a response has output items and no choices")
@@ -153,12 +154,22 @@ class ResponseAnswer(Answer):
 
     def end(self, usage: dict[str, Any], *, wanted: bool) -> list[_Event]:
         events = self._end_item() if self._items else []
-        return [*events, self._event(self._status, response=self._response(usage))]
+        self._last = self._response(usage)
+        return [*events, self._event(self._status, response=self._last)]
 
     def failure(self, error: ApiError) -> _Event:
-        response = self._response(None, "failed")
-        response["error"] = {"code": error.code or "server_error", "message": error.message}
-        return self._event("failed", response=response)
+        self._last = self._response(None, "failed")
+        self._last["error"] = {"code": error.code or "server_error", "message": error.message}
+        return self._event("failed", response=self._last)
+
+    def cancel(self) -> None:
+        """Be a response that its client has cancelled, unless it has ended."""
+        self._last = self._last or self._response(None, "cancelled")
+
+    @property
+    def so_far(self) -> dict[str, Any]:
+        """The response as it is now."""
+        return self._last or self._response(None, "in_progress")
 
     @property
     def _status(self) -> str:
@@ -185,7 +196,6 @@ class ResponseAnswer(Answer):
             "model": self._head["model"],
             "output": items,
             "previous_response_id": None,
-            "store": False,
             "truncation": "disabled",
             "usage": usage and self._usage(usage),
             **self._shown,

@@ -1,6 +1,6 @@
 """The body of /v1/responses, OpenAI's Responses API: it is translated into a chat.
 
-Nothing is stored, so a request holds its whole conversation: `previous_response_id` and the like are refused.
+A request holds its whole conversation: `previous_response_id` and the like are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ _SAME = (
     *("prompt_cache_key", "top_k", "min_p", "seed", "repetition_penalty", "chat_template_kwargs"),
 )
 _NEUTRAL = {
-    "background": is_one_of(False),
     "context_management": is_one_of([]),
     "conversation": is_one_of(),
     "include": is_one_of([]),
@@ -56,11 +55,13 @@ class ResponseRequest:
         chat: the chat that it means.
         shown: the fields that its answer repeats.
         tools: its tools.
+        background: it is generated whether or not a client reads it (stored.py).
     """
 
     chat: ChatRequest
     shown: dict[str, Any]
     tools: ResponseTools
+    background: bool
 
 
 def parse_response(
@@ -90,22 +91,27 @@ def parse_response(
         chat["response_format"] = _format(Fields(form, "text.format"))
     chat["verbosity"] = verbosity = read_hint(text, "verbosity", HINTS["verbosity"])
     text.refuse_others()
+    background = fields.boolean("background", default=False)
+    if background and not fields.boolean("store", default=True):
+        raise invalid("store", "a response in the background is stored for 10 minutes")
     fields.refuse_others(_NEUTRAL, _LEFT_OUT)
     request = parse_chat(chat, defaults)
     sampling = request.generation.sampling
     shown = {
+        "background": background,
         "instructions": instructions,
         "max_output_tokens": most,
         "metadata": chat.get("metadata") or {},
         "parallel_tool_calls": chat.get("parallel_tool_calls", True),
         "reasoning": {"effort": effort, "summary": None},
+        "store": background,
         "temperature": sampling.temperature,
         "text": {"format": form or {"type": "text"}, **({"verbosity": verbosity} if verbosity else {})},
         "tool_choice": choice or "auto",
         "tools": tools.shown,
         "top_p": sampling.top_p,
     }
-    return ResponseRequest(request, shown, tools)
+    return ResponseRequest(request, shown, tools, background)
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
@@ -18,7 +20,8 @@ from fastdecode.api.generation import Choice, Echo, Piece, Run
 from fastdecode.api.middleware import notes, request_id
 from fastdecode.api.preparation import shutting_down_error
 from fastdecode.api.protocol import Generation
-from fastdecode.api.sse import EventStream
+from fastdecode.api.sse import Events, EventStream
+from fastdecode.api.stored import StoredResponse, StoredResponses
 from fastdecode.api.structured import grammar_error
 from fastdecode.engine.state.request import EngineError, InvalidGrammar
 from fastdecode.service.client import EngineClient, Request
@@ -37,6 +40,7 @@ class PreparedRequest:
     detokenizers: Sequence[Callable[[], Detokenizer]]  # one for each prompt
     answer: Answer
     echoes: Sequence[Echo | None] = ()  # one for each prompt, or none at all
+    stored: StoredResponse | None = None  # the response is generated in the background
 
 
 @dataclass(slots=True)
@@ -47,6 +51,7 @@ class Runs:
     keep_alive_seconds: float
     prefill_url: str | None = None  # see make_app
     closing: bool = False  # new requests are refused
+    stored: StoredResponses = field(default_factory=StoredResponses)
     _runs: set[Run] = field(default_factory=set)
     _delivery: TokenDelivery = field(default_factory=TokenDelivery)
     _texts: dict[int, bytes] = field(default_factory=dict)  # of tokens, in JSON; see Lane
@@ -81,19 +86,34 @@ class Runs:
             raise not_resumable()
         run = self._run(prepared)
         run.names_tokens = marked
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._running(prepared, run, resume))
+            if prepared.stored is not None:
+                generating = self._generate(stack.pop_all(), prepared.stored, prepared, run, resume)
+                prepared.stored.start(asyncio.create_task(generating))
+                return await self._show(request, prepared, run, resume)
+            if not prepared.generation.stream:
+                return await self._whole(request, prepared, run)
+            events = self._event_stream(request, answer)
+            await events.open()
+            await self._write(events, prepared, run, resume)
+            return events.response
+
+    @asynccontextmanager
+    async def _running(self, prepared: PreparedRequest, run: Run, resume: Resume | None) -> AsyncIterator[None]:
+        """A run whose choices are submitted, if they have not ended elsewhere. Raises ApiError."""
+        answer = prepared.answer
         self._runs.add(run)
         self._idle.clear()
         try:
             if resume is not None:
-                await self._replay(run, resume, answer)
+                await self._replay(run, resume, answer, prepared.stored)
             if run.running:
                 await self._submit(prepared, run, resume)
-            # Leaving this block cancels all choices that still run. aiohttp cancels this coroutine if the client goes
-            # away.
+            # Leaving this block cancels all choices that still run. aiohttp cancels the request's task if the client
+            # goes away.
             with run:
-                if prepared.generation.stream:
-                    return await self._stream(request, prepared, run, resume)
-                return await self._whole(request, prepared, run)
+                yield
         finally:
             counts = usage(run.choices, prepared.generation.candidates)
             tokens = {name: counts[name] for name in ("prompt_tokens", "completion_tokens")}
@@ -103,6 +123,52 @@ class Runs:
             self._runs.discard(run)
             if not self._runs:
                 self._idle.set()
+
+    async def _generate(
+        self,
+        running: AsyncExitStack,
+        stored: StoredResponse,
+        prepared: PreparedRequest,
+        run: Run,
+        resume: Resume | None,
+    ) -> None:
+        """Write the events of a response in the background to its log. `running` is what ends with the run."""
+        async with running:
+            await self._write(stored.log, prepared, run, resume)
+
+    async def _show(
+        self, request: web.Request, prepared: PreparedRequest, run: Run, resume: Resume | None
+    ) -> web.StreamResponse:
+        """Answer the request for a response in the background: with what there is, or with a stream of its events."""
+        stored = prepared.stored
+        assert stored is not None, "the response is generated in the background"
+        shown = len(stored.log)  # the client has had these events from another S-node
+        self.stored.add(stored)
+        if not prepared.generation.stream:
+            return json_response(
+                stored.answer.so_far, headers={"X-Request-Id": request_id(request) or stored.answer.id}
+            )
+        try:
+            return await self.show_events(request, stored, shown, marks=run.names_tokens)
+        except asyncio.CancelledError:
+            if self.closing and run.names_tokens:  # the router continues the stream at another S-node
+                await stored.cancel()
+                self.stored.remove(stored)
+            raise
+
+    async def show_events(
+        self, request: web.Request, stored: StoredResponse, position: int, *, marks: bool = False
+    ) -> web.StreamResponse:
+        """Answer with the events of a response in the background from a position in its log on, also those to come."""
+        events = self._event_stream(request, stored.answer)
+        await events.open()
+        await stored.log.copy_to(events, position, self.keep_alive_seconds, comments=marks)
+        await events.end()
+        return events.response
+
+    def _event_stream(self, request: web.Request, answer: Answer) -> EventStream:
+        headers = {"X-Request-Id": request_id(request) or answer.id, **notes().headers}
+        return EventStream(request, headers, named=answer.named_events)
 
     def _run(self, prepared: PreparedRequest) -> Run:
         """The choices of a request, before they are submitted. Raises ApiError (400)."""
@@ -120,23 +186,29 @@ class Runs:
 
         return Run([choice(index) for index in range(choices)], self.engine.choice_ended, self._delivery)
 
-    async def _replay(self, run: Run, resume: Resume, answer: Answer) -> None:
-        """Bring a run to where its stream is to be continued. Raises ApiError (400)."""
+    async def _replay(self, run: Run, resume: Resume, answer: Answer, stored: StoredResponse | None) -> None:
+        """Bring a run to where its stream is to be continued. `stored` gets the events that the client has had. Raises
+        ApiError (400)."""
+        had: list[dict[str, Any]] = []
         longest = max((len(past.tokens) for past in resume.choices), default=0)
         if len(resume.choices) > len(run.choices) or longest >= self.engine.max_model_len:
             raise not_resumable()
         if resume.begun:
-            answer.begin(usage(run.choices, len(run.choices)))
+            had += answer.begin(usage(run.choices, len(run.choices)))
         try:
             for index, past in enumerate(resume.choices):
                 for i, event in enumerate(past.events()):
                     if not run.runs(index):
                         raise not_resumable()
-                    answer.deltas(index, run.feed(index, event))
+                    deltas = answer.deltas(index, run.feed(index, event))
+                    if stored is not None and not isinstance(deltas, str):
+                        had += deltas
                     if i % _REPLAYED_AT_ONCE == 0:
                         await asyncio.sleep(0)
         except (ValueError, LookupError, OverflowError):  # of a token that the tokenizer does not know
             raise not_resumable() from None
+        if stored is not None:
+            stored.log.send(had)
 
     async def _submit(self, prepared: PreparedRequest, run: Run, resume: Resume | None) -> None:
         """Queue a run's choices. Raises ApiError."""
@@ -174,14 +246,10 @@ class Runs:
                 body["choices"][i]["prompt_logprobs"] = answer.prompt_logprobs(choice.prompt_scores, prompt, top)
         return json_response(body, headers={"X-Request-Id": request_id(request) or answer.id})
 
-    async def _stream(
-        self, request: web.Request, prepared: PreparedRequest, run: Run, resume: Resume | None
-    ) -> web.StreamResponse:
+    async def _write(self, events: Events, prepared: PreparedRequest, run: Run, resume: Resume | None) -> None:
+        """Write a stream to its end."""
         generation, answer = prepared.generation, prepared.answer
-        headers = {"X-Request-Id": request_id(request) or answer.id, **notes().headers}
-        events = EventStream(request, headers, named=answer.named_events)
         stream = ChoiceStream(events, answer, generation, run, self._texts)
-        await events.open()
         if run.names_tokens:
             events.write(mark({"id": answer.id, "created": answer.created, "seed": generation.sampling.seed}))
             run.leave = partial(events.write, mark(f"{LEAVING} {self.prefill_url or ''}".rstrip()))
@@ -197,10 +265,9 @@ class Runs:
             raise
         except Exception as error:
             await events.fail(answer.failure(from_exception(error, "a stream")))
-            return events.response
+            return
         events.send(answer.end(usage(run.choices, generation.n), wanted=generation.include_usage))
         await events.done()
-        return events.response
 
 
 def _best(choices: Sequence[Choice], candidates: int, n: int) -> list[Choice]:

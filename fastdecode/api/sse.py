@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,7 +31,64 @@ def named_event(data: dict[str, Any]) -> bytes:
     return b"event: %b\n" % name.encode() + event(data)
 
 
-class EventStream:
+class Events(ABC):
+    """What the events of a stream are written to."""
+
+    def __init__(self, *, named: bool):
+        """`named`: every event has a line with its `type`, and none is `[DONE]`, as in OpenAI's Responses API."""
+        self._named = named
+        self.encode = named_event if named else event
+        self._time = asyncio.get_running_loop().time
+        self._last = self._time()  # when something was last sent
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds since something was last sent."""
+        return self._time() - self._last
+
+    @property
+    @abstractmethod
+    def full(self) -> bool:
+        """Whether so much is unread that a writer should wait in `drain`."""
+
+    @abstractmethod
+    def write(self, events: bytes) -> None:
+        """Write whole events. Never waits."""
+
+    @abstractmethod
+    def put(self, size: int, before: bytes, text: bytes, behind: bytes) -> bool:
+        """Write an event of `size` bytes that consists of three parts, unless what is unread is too much, or the reader
+        has gone: then this returns False."""
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Wait until the reader has read enough. Raises ConnectionError if it has gone."""
+
+    def send(self, events: Iterable[Any]) -> None:
+        """Write each event's JSON."""
+        self.write(b"".join(map(self.encode, events)))
+
+    def keep_alive(self) -> None:
+        """Send a comment, which clients skip and which keeps proxies from closing the connection."""
+        self.write(b": keep-alive\n\n")
+
+    @abstractmethod
+    async def end(self) -> None:
+        """Nothing follows."""
+
+    async def done(self) -> None:
+        """End the stream."""
+        if not self._named:
+            self.write(b"data: [DONE]\n\n")
+        await self.end()
+
+    async def fail(self, error: dict[str, Any]) -> None:
+        """End the stream with an error object instead of `[DONE]`."""
+        self.send([error])
+        await self.end()
+
+
+class EventStream(Events):
     """One stream to one client.
 
     aiohttp sends the headers and the end. The events go straight to the connection's transport, so that a token costs
@@ -39,11 +97,8 @@ class EventStream:
     """
 
     def __init__(self, request: web.Request, headers: dict[str, str], *, named: bool = False):
-        """`named`: every event has a line with its `type`, and none is `[DONE]`, as in OpenAI's Responses API."""
-        self._request, self._named = request, named
-        self.encode = named_event if named else event
-        self._time = asyncio.get_running_loop().time
-        self._last = self._time()  # when something was last sent
+        super().__init__(named=named)
+        self._request = request
         self._chunked = request.version >= HttpVersion11  # RFC 9112, section 7.1; HTTP/1.0 ends with the connection
         self._transport: asyncio.Transport | None = None
         self._writer: AbstractStreamWriter | None = None
@@ -58,16 +113,10 @@ class EventStream:
 
     @property
     def full(self) -> bool:
-        """Whether the client leaves so much unread that a writer should wait in `drain`."""
         return self._transport is not None and self._transport.get_write_buffer_size() > _MAX_UNSENT
 
-    @property
-    def quiet_seconds(self) -> float:
-        """Seconds since something was last sent."""
-        return self._time() - self._last
-
     def write(self, events: bytes) -> None:
-        """Send whole events. Never waits: what the client does not read stays in memory."""
+        """Send whole events. What the client does not read stays in memory."""
         # A chunk of no bytes would end the body.
         if not events or self._transport is None or self._transport.is_closing():
             return
@@ -75,8 +124,6 @@ class EventStream:
         self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
 
     def put(self, size: int, before: bytes, text: bytes, behind: bytes) -> bool:
-        """Send an event of `size` bytes that consists of three parts, unless the connection is full or has ended: then
-        this returns False."""
         transport = self._transport
         if transport is None or transport.is_closing() or transport.get_write_buffer_size() > _MAX_UNSENT:
             return False
@@ -85,25 +132,8 @@ class EventStream:
         return True
 
     async def drain(self) -> None:
-        """Wait until the connection is not full. Raises ConnectionError if the client has gone."""
         assert self._writer is not None, "the stream is open"
         await self._writer.drain()
 
-    def send(self, events: Iterable[Any]) -> None:
-        """Write each event's JSON."""
-        self.write(b"".join(map(self.encode, events)))
-
-    def keep_alive(self) -> None:
-        """Send a comment, which clients skip and which keeps proxies from closing the connection."""
-        self.write(b": keep-alive\n\n")
-
-    async def done(self) -> None:
-        """End the stream."""
-        if not self._named:
-            self.write(b"data: [DONE]\n\n")
-        await self.response.write_eof()
-
-    async def fail(self, error: dict[str, Any]) -> None:
-        """End the stream with an error object instead of `[DONE]`."""
-        self.send([error])
+    async def end(self) -> None:
         await self.response.write_eof()

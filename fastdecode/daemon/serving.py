@@ -75,6 +75,7 @@ class ApiSettings:
             prefill_url=self.config.prefill_listen,
             router_secret=self.config.read_secret(),
             drop_hosted_tools=self.config.drop_hosted_tools,
+            one_of=self.config.api_processes,
         )
 
 

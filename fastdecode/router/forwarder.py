@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
@@ -79,7 +80,8 @@ class Forwarder:
         request = relay.request
         tried: list[SNode] = []
         failure: _Retry | None = None
-        while len(tried) < _MOST_TRIES and (s_node := await self._choose(relay, keys, tried)) is not None:
+        most = len(self._pool.s_nodes) if relay.by_id else _MOST_TRIES
+        while len(tried) < most and (s_node := await self._choose(relay, keys, tried)) is not None:
             if relay.has_token:
                 self._metrics.continued.inc()
             elif tried:
@@ -103,7 +105,11 @@ class Forwarder:
         raise ApiError(503, _none_left(self._pool), code="no_s_node", headers={"Retry-After": "1"})
 
     async def _choose(self, relay: _Relay, keys: list[bytes], tried: list[SNode]) -> SNode | None:
-        """The next S-node for a request; None: there is none. A stream that can be continued waits for one."""
+        """The next S-node for a request; None: there is none. A stream that can be continued waits for one. A response
+        by its id may be at any S-node, also at one that takes no requests."""
+        if relay.by_id:
+            left = [s_node for s_node in self._pool.s_nodes if s_node not in tried]
+            return max(left, key=lambda s_node: s_node.healthy, default=None)
         deadline = time.monotonic() + self._continue_seconds
         while (
             (s_node := self._pool.choose(keys, tried)) is None and relay.has_token and relay.progress.head is not None
@@ -135,6 +141,7 @@ class Forwarder:
                     return await relay.stream(answer, lambda: self._may_leave(s_node, keys))
                 whole = web.Response(body=await answer.read(), status=answer.status, headers=_kept(answer.headers))
                 passing = answer.status in _PASSING or _is_passing_failure(answer.status, whole.body)
+                passing |= relay.by_id and answer.status == HTTPStatus.NOT_FOUND
                 if passing or relay.response is not None:
                     raise _Retry(f"answered {answer.status}", whole)
                 return whole
@@ -161,6 +168,7 @@ class _Relay:
         self.has_token = False  # the client has an event of the stream
         self.client_gone = False
         self.progress = Progress()  # of what the client has
+        self.by_id = "id" in request.match_info  # it asks for a stored response
         self._body = body
 
     @property
@@ -217,7 +225,7 @@ class _Relay:
         error, path = ApiError(502, _LOST, code="s_node_lost"), self.request.path
         if is_anthropic(path):
             last = named_event(error.anthropic_body)
-        elif path == "/v1/responses":
+        elif path.startswith("/v1/responses"):
             last = named_event({"type": "error", "code": error.code, "message": _LOST, "param": None})
         else:
             last = plain_event(error.body)

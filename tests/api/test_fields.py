@@ -122,7 +122,8 @@ def listed():
 
 def shown(parsed):
     """The parts of a parser's result that tests compare, without parts that only repeat the request."""
-    return dataclasses.asdict(getattr(parsed, "chat", parsed))
+    fields = dataclasses.asdict(getattr(parsed, "chat", parsed))
+    return fields | {"background": parsed.background} if hasattr(parsed, "background") else fields
 
 
 @pytest.mark.parametrize("kind", REQUESTS)

@@ -238,7 +238,6 @@ async def test_structured_text(tmp_path, tokenizer):
         ({"include": "reasoning.encrypted_content"}, "include"),
         ({"client_metadata": "x"}, "client_metadata"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),
-        ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"nonsense": 1}, "nonsense"),
         ({"temperature": 3}, "temperature"),

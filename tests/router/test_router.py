@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import re
 import threading
 
-import aiohttp
 import openai
 import orjson
 import pytest
@@ -16,30 +14,26 @@ from aiohttp import web
 from engines import api_client
 from engines.api_client import MODEL
 from engines.real_engine import real_engine
+from engines.routed import SECRET, routed, served, url_of
 from engines.scripted_engine import ScriptedEngine
 from models.checkpoints import make_checkpoint
 from models.tokenizers_made import CHATML, byte_level
 from nodes.node_process import complete, fetch
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from fastdecode.api.app import API_PATHS
 from fastdecode.api.app import make_app as s_node_app
 from fastdecode.api.continuation import FIELD, HEADER, MARK, mark, router_proof
 from fastdecode.api.page import is_page
-from fastdecode.api.server import bind, serve
+from fastdecode.api.server import bind
 from fastdecode.daemon.discovery import FileSet, FixedSet
 from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.state.request import GenerationFailed, Overloaded
-from fastdecode.router.forwarder import Forwarder
-from fastdecode.router.main import make_app
-from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import BLOCK_BYTES, Pool, SNode, prefix_keys
 from fastdecode.text.tokenizer import Tokenizer
 
 ASK = {"model": MODEL, "prompt": "x"}
-SECRET = b"a secret of S-nodes and routers"
-served = functools.partial(api_client.served, router_secret=SECRET)
 
 
 @pytest.fixture(scope="module")
@@ -51,36 +45,6 @@ def tokenizer(tmp_path_factory):
 def spell(tokenizer):
     ids = {tokenizer.token_bytes(i): i for i in range(len(tokenizer.tokens_from(0)))}
     return lambda text: [ids[bytes([b])] for b in text.encode()]
-
-
-@contextlib.asynccontextmanager
-async def routed(*urls, nodes=None, secret=SECRET, continue_seconds=30.0):
-    """A router over S-nodes that it has found healthy; yields OpenAI's client, an HTTP client and the pool."""
-    async with aiohttp.ClientSession(auto_decompress=False) as session:
-        metrics = RouterMetrics()
-        pool = Pool(nodes or FixedSet(urls), session)
-        metrics.watch(pool)
-        await pool.start()
-        server = await serve(
-            make_app(pool, Forwarder(pool, session, metrics, secret, continue_seconds), metrics), bind("127.0.0.1", 0)
-        )
-        url = f"http://127.0.0.1:{server.port}"
-        try:
-            async with asyncio.timeout(20):
-                while sum(s_node.healthy for s_node in pool.s_nodes) < len(urls):
-                    await asyncio.sleep(0.01)
-            async with (
-                AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as api,
-                aiohttp.ClientSession(url) as http,
-            ):
-                yield api, http, pool
-        finally:
-            await server.close(grace=0)
-            await pool.close()
-
-
-def url_of(client):
-    return f"http://127.0.0.1:{client.server.port}"
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,51 @@
+"""S-nodes in this process that know a router's secret, and routers in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+
+import aiohttp
+from openai import AsyncOpenAI
+
+from engines import api_client
+from fastdecode.api.server import bind, serve
+from fastdecode.daemon.discovery import FixedSet
+from fastdecode.router.forwarder import Forwarder
+from fastdecode.router.main import make_app
+from fastdecode.router.metrics import RouterMetrics
+from fastdecode.router.pool import Pool
+
+SECRET = b"a secret of S-nodes and routers"
+served = functools.partial(api_client.served, router_secret=SECRET)
+
+
+@contextlib.asynccontextmanager
+async def routed(*urls, nodes=None, secret=SECRET, continue_seconds=30.0):
+    """A router over S-nodes that it has found healthy; yields OpenAI's client, an HTTP client and the pool."""
+    async with aiohttp.ClientSession(auto_decompress=False) as session:
+        metrics = RouterMetrics()
+        pool = Pool(nodes or FixedSet(urls), session)
+        metrics.watch(pool)
+        await pool.start()
+        server = await serve(
+            make_app(pool, Forwarder(pool, session, metrics, secret, continue_seconds), metrics), bind("127.0.0.1", 0)
+        )
+        url = f"http://127.0.0.1:{server.port}"
+        try:
+            async with asyncio.timeout(20):
+                while sum(s_node.healthy for s_node in pool.s_nodes) < len(urls):
+                    await asyncio.sleep(0.01)
+            async with (
+                AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as api,
+                aiohttp.ClientSession(url) as http,
+            ):
+                yield api, http, pool
+        finally:
+            await server.close(grace=0)
+            await pool.close()
+
+
+def url_of(client):
+    return f"http://127.0.0.1:{client.server.port}"
