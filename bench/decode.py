@@ -31,6 +31,7 @@ from fastdecode.daemon.device_plan import node_device
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.daemon.machine import total_memory, usable_cpus
 from fastdecode.daemon.options import WEIGHTS
+from fastdecode.daemon.roofline import measure as read_roofline
 from fastdecode.demo import model_dir
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, choose_dtype, load_model, read_config
@@ -141,16 +142,24 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
             if stop.is_set():
                 break
             splits = [SplitSystem(model, urls, name, args.steps, split.mini_batches) for name in kv_dtypes]
+            roofline = None if device.type == "cuda" else read_roofline(usable_cpus()[: split.s_threads]) * 1e-9
             measured = await measure(cell, splits, runs, limits)
             others = [(run, its) for run, its in measured.items() if isinstance(run, PeerRun)]
             rows = []
             for one in splits:
                 nearest = [(run, measured[run]) for run in runs[one.kv_format]]
-                rows.append(
-                    row_of(
-                        cell, one, measured[one], nearest, others, in_turns=in_turns, weight_bytes=model.weight_bytes
-                    )
+                row = row_of(
+                    cell,
+                    one,
+                    measured[one],
+                    nearest,
+                    others,
+                    in_turns=in_turns,
+                    weight_bytes=model.weight_bytes,
+                    read_bytes=_read_bytes(model),
+                    roofline=roofline,
                 )
+                rows.append(row)
                 if one.isa:
                     kept |= {"r_threads": one.r_threads, "isa": one.isa, "exchange": one.exchange}
             kept["rows"] += [row for row in rows if not stop.is_set() or "tokens_per_s" in row]
@@ -164,6 +173,14 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         if node:
             await node.stop()
     return kept, ended_by[0]
+
+
+def _read_bytes(model: Model) -> int | None:
+    """Bytes of weights that the step of a mini-batch reads; None: experts are read as the tokens choose them."""
+    if model.config.experts is not None:
+        return None
+    unused = 0 if model.config.tied else model.weights.embedding.nbytes
+    return int(model.weight_bytes - unused)
 
 
 def _node_options(args: argparse.Namespace) -> list[str]:

@@ -26,9 +26,12 @@ def row_of(
     *,
     in_turns: bool,
     weight_bytes: int,
+    read_bytes: int | None = None,
+    roofline: float | None = None,
 ) -> dict[str, Any]:
     """The figures of one KV format in a cell. `peers` have the nearest formats, `others` are all of the cell's.
-    `in_turns`: the S-Part and the R-Part share their cores."""
+    `in_turns`: the S-Part and the R-Part share their cores. `read_bytes`: of weights that a mini-batch's step reads,
+    None: that depends on its tokens. `roofline`: GB/s at which the S-Part's threads read memory."""
     shape = split.shape(cell)
     row: dict[str, Any] = {"batch": cell.batch, "context": cell.context, "mini_batches": shape.mini_batches}
     row |= {"kv_dtype": split.kv_format, "rounds": len(measured.judged), "note": measured.note}
@@ -47,6 +50,8 @@ def row_of(
     s_share, r_share = own / s, own / r
     bound_share = s_share + r_share if in_turns else max(s_share, r_share)
     row["step_shares"] = {"s": s_share, "r": r_share, "hand_over": 1 - bound_share}
+    if read_bytes is not None and roofline is not None:
+        row["s_gbps"], row["s_roofline_gbps"] = s / cell.batch * shape.mini_batches * read_bytes * 1e-9, roofline
     row["kv_step_bytes"] = split.step_bytes(cell)
     row["best_peer"], row["best_ratio"] = _best({n: p["ratio"] for n, p in row["peers"].items() if "ratio" in p})
     dense = {
@@ -117,6 +122,12 @@ def print_one(result: dict[str, Any]) -> None:
     for name, tokens in rows:
         print(f"  {name:<14}{tokens:10.1f} tokens/s")
     print(f"  {'of the bound':<14}{100 * result['bound_ratio']:10.1f} %, the time of {result['bound']}")
+    print(f"  {'hand-over':<14}{100 * result['step_shares']['hand_over']:10.1f} % of a step")
+    if (gbps := result.get("s_gbps")) is not None:
+        roofline = result["s_roofline_gbps"]
+        print(
+            f"  {'S-Part reads':<14}{gbps:10.1f} GB/s of weights, {100 * gbps / roofline:.0f} % of {roofline:.1f} GB/s"
+        )
     for name, peer in measured.items():
         print(f"  split / {name}: {peer['ratio']:.2f}x")
     for name, row in [("split", result), *result["peers"].items()]:
@@ -131,20 +142,30 @@ def print_sweep(result: dict[str, Any]) -> None:
     print(f"{result['model']}: {weights}, {result['dtype']}; tokens/s [range], ratios are fastdecode's to the peers")
     names = list(result["settings"]["peer"])
     columns = "".join(f"{name:>28}" for name in names)
-    print(f"{'batch':>5}{'context':>8} {'KV':<10}{'fastdecode':>25}{'bound':>7}{columns}{'best':>7}  goals")
+    ours = f"{'fastdecode':>25}{'bound':>7}{'hand-over':>11}{'S-Part GB/s':>16}"
+    print(f"{'batch':>5}{'context':>8} {'KV':<10}{ours}{columns}{'best':>7}  goals")
     for row in rows:
         cells = "".join(f"{_peer_text(row['peers'].get(name)):>28}" for name in names)
         if "tokens_per_s" in row:
             low, high = row["spread"]["split"]
             own = f"{row['tokens_per_s']:.1f} [{low:.1f}-{high:.1f}]{'*' if row['note'] else ''}"
             bound = f"{100 * row['bound_ratio']:.0f} %"
+            hand_over = f"{100 * row['step_shares']['hand_over']:.0f} %"
             best = f"{row['best_ratio']:.2f}x" if row["best_ratio"] is not None else ""
         else:
-            own, bound, best = _word(row["note"]), "", ""
+            own, bound, hand_over, best = _word(row["note"]), "", "", ""
         met = [f"{goal['wanted']:.1f}x {'met' if goal['met'] else 'missed'}" for goal in row.get("goals", [])]
         shape = f"{row['batch']:>5}{row['context']:>8} {row['kv_dtype']:<10}"
-        print(f"{shape}{own:>25}{bound:>7}{cells}{best:>7}  {', '.join(met)}")
+        ours = f"{own:>25}{bound:>7}{hand_over:>11}{_reads(row):>16}"
+        print(f"{shape}{ours}{cells}{best:>7}  {', '.join(met)}")
     _print_notes(rows)
+
+
+def _reads(row: dict[str, Any]) -> str:
+    """The speed at which the S-Part alone reads weights, and its share of the read roofline."""
+    if (gbps := row.get("s_gbps")) is None:
+        return ""
+    return f"{gbps:.1f} ({100 * gbps / row['s_roofline_gbps']:.0f} %)"
 
 
 def _print_notes(rows: list[dict[str, Any]]) -> None:

@@ -46,6 +46,7 @@ def test_a_sweep_keeps_its_cells_and_goes_on_with_those_it_lacks(tmp_path: Path)
     ]
     for row in first:
         assert row["peers"]["transformers"]["ratio"] == row["best_ratio"] > 0 and row["note"] == ""
+        assert row["s_gbps"] > 0 and row["s_roofline_gbps"] > 0
         assert row["step_shares"]["s"] + row["step_shares"]["r"] + row["step_shares"]["hand_over"] == pytest.approx(1)
     fp32, int8 = first[:2]  # transformers has one format, so both formats took turns with the same rounds
     assert fp32["spread"]["transformers"] == int8["spread"]["transformers"]
@@ -169,9 +170,21 @@ def test_goals_follow_the_bytes_of_a_step(tmp_path: Path) -> None:
 
     def row(kv_dtype: str, weight_bytes: int) -> dict[str, Any]:
         split = Reading(None, [], kv_dtype, 8, 1)  # type: ignore[arg-type]
-        return row_of(Cell(4, 100), split, own, peers[:1], peers, in_turns=True, weight_bytes=weight_bytes)
+        return row_of(
+            Cell(4, 100),
+            split,
+            own,
+            peers[:1],
+            peers,
+            in_turns=True,
+            weight_bytes=weight_bytes,
+            read_bytes=5 * 10**9,
+            roofline=200.0,
+        )
 
     small = row("int8", 999)
+    # The S-Part alone takes half a second for 8 steps, each of which reads the weights.
+    assert (small["s_gbps"], small["s_roofline_gbps"]) == (pytest.approx(80.0), 200.0)
     assert (small["tokens_per_s"], small["bound_ratio"]) == (32.0, pytest.approx(0.75))
     assert small["step_shares"] == pytest.approx({"s": 0.5, "r": 0.25, "hand_over": 0.25})
     assert [(goal["wanted"], goal["ratio"], goal["met"]) for goal in small["goals"]] == [
