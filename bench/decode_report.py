@@ -150,13 +150,13 @@ def print_sweep(result: dict[str, Any]) -> None:
             low, high = row["spread"]["split"]
             own = f"{row['tokens_per_s']:.1f} [{low:.1f}-{high:.1f}]{'*' if row['note'] else ''}"
             bound = f"{100 * row['bound_ratio']:.0f} %"
-            hand_over = f"{100 * row['step_shares']['hand_over']:.0f} %"
+            rest = f"{100 * row['step_shares']['hand_over']:.0f} %"
             best = f"{row['best_ratio']:.2f}x" if row["best_ratio"] is not None else ""
         else:
-            own, bound, hand_over, best = _word(row["note"]), "", "", ""
+            own, bound, rest, best = _word(row["note"]), "", "", ""
         met = [f"{goal['wanted']:.1f}x {'met' if goal['met'] else 'missed'}" for goal in row.get("goals", [])]
         shape = f"{row['batch']:>5}{row['context']:>8} {row['kv_dtype']:<10}"
-        ours = f"{own:>25}{bound:>7}{hand_over:>11}{_reads(row):>16}"
+        ours = f"{own:>25}{bound:>7}{rest:>11}{_reads(row):>16}"
         print(f"{shape}{ours}{cells}{best:>7}  {', '.join(met)}")
     _print_notes(rows)
 
