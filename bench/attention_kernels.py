@@ -37,7 +37,7 @@ class _Attend(Structure):
             (c_size_t, "q_head_stride q_token_stride"),
             (c_void_p, "o"),
             (c_size_t, "o_head_stride o_token_stride"),
-            (c_void_p, "acc m l prefetch_next before_last_chunk context"),
+            (c_void_p, "acc m l prefetch_next before_last_chunk context index_scores index_weights"),
         )
         for name in names.split()
     ]
@@ -56,6 +56,8 @@ class _KVOps(Structure):
 library = ctypes.CDLL(_native.__file__)
 library.fd_kv_chunk_bytes.restype = c_size_t
 library.fd_kv_chunk_bytes.argtypes = [ctypes.c_int, c_uint32, c_uint32, ctypes.c_bool]
+library.fd_select_top.argtypes = [c_void_p, c_uint32, c_uint32, c_void_p]
+library.fd_gather_k.argtypes = [ctypes.c_int, c_uint32, c_void_p, c_void_p, c_uint32, c_void_p]
 library.fd_kv_ops.restype = POINTER(_KVOps)
 
 
@@ -172,3 +174,37 @@ def kv_attend(
         check(number is None or number >= 0, f"{name} is negative")
         setattr(call, name, number)
     ops.attend(call)
+
+
+def index_scores(
+    isa: str, kv_dtype: str, chunks: np.ndarray, q: np.ndarray, weights: np.ndarray, scores: np.ndarray
+) -> None:
+    """Write the index score of each token of the consecutive `chunks`, which have the index keys as a K whose V is all
+    of K, to `scores` [tokens]: the sum over heads of weights [heads] * max(0, q [heads, size] . key)."""
+    (heads, size), n = q.shape, chunks.nbytes // chunk_bytes(kv_dtype, q.shape[1], None, True)
+    pages = _pages(chunks, chunk_bytes(kv_dtype, size, None, True))
+    call = _Attend(pages.ctypes.data, n, 1, 0, 0, size, size, 1, heads, 1)
+    call.softmax_scale, call.q = 1.0, address(q, q.shape)
+    call.index_weights = address(weights, (heads,))
+    call.index_scores = address(scores, (n * PAGE_TOKENS,), written=True)
+    kv_ops(isa, kv_dtype).attend(call)
+
+
+def select_top(scores: np.ndarray, k: int) -> np.ndarray:
+    """The indexes of the k largest of the fp32 `scores` [n], uint32 [k] in ascending order (fd_select_top)."""
+    check(0 <= k <= len(scores), "more scores are to be selected than there are")
+    which = np.empty(k, np.uint32)
+    library.fd_select_top(address(scores, scores.shape), len(scores), k, which.ctypes.data)
+    return which
+
+
+def gather_k(kv_dtype: str, head_size: int, chunks: np.ndarray, tokens: np.ndarray, to: np.ndarray) -> None:
+    """Copy K of the `tokens`, counted from the start of the first of the consecutive `chunks`, to the first tokens of
+    the consecutive chunks `to` (fd_gather_k). V is the first elements of K."""
+    size = chunk_bytes(kv_dtype, head_size, None, True)
+    pages, tokens = _pages(chunks, size), np.ascontiguousarray(tokens, np.uint32)
+    check(len(_pages(to, size)) * PAGE_TOKENS >= len(tokens) and to.flags.writeable, "too little room for the tokens")
+    check(not len(tokens) or tokens.max() < len(pages) * PAGE_TOKENS, "tokens beyond the last chunk")
+    sources = pages[tokens // PAGE_TOKENS]
+    dtype = KV_DTYPES.index(kv_dtype)
+    library.fd_gather_k(dtype, head_size, sources.ctypes.data, tokens.ctypes.data, len(tokens), to.ctypes.data)

@@ -2,7 +2,7 @@ from collections.abc import Buffer, Sequence
 from typing import TypedDict, Unpack, final
 
 #: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES, v_size,
-#: v_in_k
+#: v_in_k, index_heads, index_size, index_topk
 _Geometry = Sequence[int]
 
 #: Most threads of an REngine.
@@ -315,6 +315,7 @@ class _StoredLayers(TypedDict, total=False):
 
     segments: Sequence[int] | None
     kv_layers: Sequence[int] | None
+    selections: Sequence[int] | None
     heads: Sequence[Sequence[int]] | None
 
 class _Layers(_StoredLayers, total=False):
@@ -413,12 +414,12 @@ class REngine:
         index of region.contract.KV_DTYPES. `windows`: sliding window of each layer in tokens, 0: none. `carrier`: a
         PyCapsule "fastdecode.carrier" (region/carrier.h), None for shared memory. `max_pages`: the lease may grow to as
         many pages, for which it reserves address space; at most `n_pages`: it does not grow. `segments`, `kv_layers`,
-        `softcaps`, each [n_layers], `sinks` (fp32, [n_layers, n_q_heads]), `slopes` (fp32, [n_q_heads]) and `heads`
-        ([n_layers] tuples of an fd_heads_t's four numbers; None: those of the geometry) are those of fd_layer_t
-        (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`. `part`: the link
-        keeps this part, (index, n), of every sequence's tokens (kernels/engine/parts.h). `hadamard`: the transforms
-        that the caller applies in place of the kernels (fd_attend_t). Raises ValueError for a bad argument, MemoryError
-        if the KV-cache has no room for `n_pages`.
+        `selections`, `softcaps`, each [n_layers], `sinks` (fp32, [n_layers, n_q_heads]), `slopes` (fp32, [n_q_heads])
+        and `heads` ([n_layers] tuples of an fd_heads_t's four numbers; None: those of the geometry) are those of
+        fd_layer_t (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`.
+        `part`: the link keeps this part, (index, n), of every sequence's tokens (kernels/engine/parts.h). `hadamard`:
+        the transforms that the caller applies in place of the kernels (fd_attend_t). Raises ValueError for a bad
+        argument, MemoryError if the KV-cache has no room for `n_pages`.
         """
     def pages_within(
         self,

@@ -1,7 +1,7 @@
 from collections.abc import Buffer, Sequence
 
 #: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES, v_size,
-#: v_in_k
+#: v_in_k, index_heads, index_size, index_topk
 _Geometry = Sequence[int]
 
 # fastdecode.region.contract says what each constant means.
@@ -14,6 +14,7 @@ MAX_ROWS: int
 MAX_LAYERS: int
 MAX_HEADS: int
 MAX_HEAD_SIZE: int
+MAX_INDEX_TOPK: int
 HEAD_SIZE_UNIT: int
 MAX_PAGES: int
 MAX_SEQS: int

@@ -24,6 +24,7 @@ MAX_ROWS = _native.MAX_ROWS
 MAX_LAYERS = _native.MAX_LAYERS
 MAX_HEADS = _native.MAX_HEADS
 MAX_HEAD_SIZE = _native.MAX_HEAD_SIZE
+MAX_INDEX_TOPK = _native.MAX_INDEX_TOPK
 HEAD_SIZE_UNIT = _native.HEAD_SIZE_UNIT
 #: Limits of a lease.
 MAX_PAGES = _native.MAX_PAGES

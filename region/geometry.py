@@ -28,6 +28,8 @@ class Geometry:
     `max_rows` is the largest number of rows of one call. Heads of Q and K have `head_size` elements, heads of V and O
     `v_size`; 0 stands for `head_size`. `v_in_k`: V of a head is the first `v_size` elements of its K, as in latent
     attention, and a KV row has no V. A layer may have fewer or smaller heads (transports.base.LayerOptions).
+    Layers that select `index_topk` tokens have indexers of `index_heads` heads of `index_size` elements; all three are
+    0 in other models.
     """
 
     n_slots: wire.U32
@@ -39,6 +41,9 @@ class Geometry:
     act_dtype: wire.ActDtype
     v_size: wire.U32 = 0
     v_in_k: wire.Flag = False
+    index_heads: wire.U32 = 0
+    index_size: wire.U32 = 0
+    index_topk: wire.U32 = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "v_size", self.v_size or self.head_size)
@@ -64,8 +69,9 @@ class RegionLayout:
         return self.slot0 + i * self.slot_bytes
 
 
-def geometry_tuple(geometry: Geometry) -> tuple[int, int, int, int, int, int, int, int, int]:
-    """`geometry` as the C functions take it: nine integers. Raises GeometryError for an unknown activation dtype."""
+def geometry_tuple(geometry: Geometry) -> tuple[int, ...]:
+    """`geometry` as the C functions take it: its twelve integers, in order. Raises GeometryError for an unknown
+    activation dtype."""
     if geometry.act_dtype not in ACT_DTYPES:
         raise GeometryError(f"unknown activation dtype {geometry.act_dtype!r}, known are {', '.join(ACT_DTYPES)}")
     return (
@@ -78,6 +84,9 @@ def geometry_tuple(geometry: Geometry) -> tuple[int, int, int, int, int, int, in
         ACT_DTYPES.index(geometry.act_dtype),
         geometry.v_size,
         int(geometry.v_in_k),
+        geometry.index_heads,
+        geometry.index_size,
+        geometry.index_topk,
     )
 
 

@@ -3,14 +3,14 @@
 
 #include "region.h"
 
-/* O& converter to an fd_geometry_t, from a sequence of its nine integers: n_slots, max_rows, n_layers, n_q_heads,
- * n_kv_heads, head_size, act_dtype, v_size, v_in_k. Sets TypeError, or ValueError with the reason if the geometry is
- * not valid. */
+/* O& converter to an fd_geometry_t, from a sequence of its twelve integers: n_slots, max_rows, n_layers, n_q_heads,
+ * n_kv_heads, head_size, act_dtype, v_size, v_in_k, index_heads, index_size, index_topk. Sets TypeError, or ValueError
+ * with the reason if the geometry is not valid. */
 static inline int fd_py_geometry(PyObject *object, void *out) {
     fd_geometry_t *g = out;
     *g = (fd_geometry_t){0};
-    uint32_t *fields[] = {&g->n_slots,   &g->max_rows,  &g->n_layers, &g->n_q_heads, &g->n_kv_heads,
-                          &g->head_size, &g->act_dtype, &g->v_size,   &g->v_in_k};
+    uint32_t *fields[] = {&g->n_slots,   &g->max_rows, &g->n_layers, &g->n_q_heads,   &g->n_kv_heads, &g->head_size,
+                          &g->act_dtype, &g->v_size,   &g->v_in_k,   &g->index_heads, &g->index_size, &g->index_topk};
     enum { N_FIELDS = sizeof fields / sizeof *fields };
     PyObject *numbers = PySequence_Tuple(object);
     if (!numbers) return 0;

@@ -29,7 +29,10 @@
  * `n_rows` KV rows:
  *
  *   Q row    n_q_heads * head_size elements of the activation dtype       (row i of Q belongs to row i of KV)
+ *            then, of a layer with an indexer, index_heads * index_size of the index queries and index_heads of their
+ *            weights; a row has room for a multiple of FD_HEAD_SIZE_UNIT weights
  *   KV row   n_kv_heads * head_size elements of K, then n_kv_heads * v_size of V, unless V is a part of K (v_in_k)
+ *            then, of a layer with an indexer, index_size elements of the index key
  *   O row    n_q_heads * v_size elements
  *
  * In a link that keeps a part of the tokens (kernels/engine/parts.h), O rows are those of the part, and n_q_heads fp32
@@ -53,7 +56,7 @@
 #include "formats.h"
 
 /* Version of this layout, the control messages and the hand-shake together. Both ends must have the same one. */
-#define FD_PROTOCOL_VERSION 11
+#define FD_PROTOCOL_VERSION 12
 #define FD_REGION_MAGIC 0x4e474552u /* "REGN" */
 #define FD_LINE 64u
 #define FD_REGION_PAGE 4096u
@@ -65,6 +68,8 @@
 #define FD_MAX_HEADS 1024
 #define FD_MAX_HEAD_SIZE 576 /* that of DeepSeek-V2 and V3, absorbed */
 #define FD_HEAD_SIZE_UNIT 8  /* every head size is a multiple of it */
+#define FD_MAX_INDEX_TOPK 4096
+#define FD_MAX_SELECTED 67108864 /* tokens that the rows of a call select, all together */
 
 /* Limits of a lease. */
 #define FD_MAX_PAGES (1u << 25) /* a token's position always fits 32 bits */
@@ -88,6 +93,9 @@ typedef struct {
     uint32_t act_dtype;  /* fd_act_dtype_t */
     uint32_t v_size;     /* of V and O: likewise */
     uint32_t v_in_k;     /* 1: V of a head is the first v_size elements of its K, as in latent attention */
+    /* Trained sparse attention, 0 without it: the heads of an indexer, their size, and the most tokens that a row
+     * attends to in a layer that selects tokens. */
+    uint32_t index_heads, index_size, index_topk;
 } fd_geometry_t;
 
 /* First page of a region. The R side writes it before the S side sees it; only `engine_asleep` changes later. */
@@ -95,7 +103,7 @@ typedef struct {
     uint32_t magic;
     uint32_t version;
     fd_geometry_t geometry;
-    uint8_t pad[FD_LINE - 44];
+    uint8_t pad[FD_LINE - 56];
     /* 1 while the R-engine sleeps: after it has rung, the S side must wake the R-engine (eventfd). */
     uint32_t engine_asleep __attribute__((aligned(64)));
 } fd_region_header_t;
@@ -162,7 +170,7 @@ typedef struct {
     uint32_t waiting __attribute__((aligned(64)));
 } fd_slot_t;
 
-_Static_assert(sizeof(fd_geometry_t) == 36, "geometry is 36 bytes on the wire");
+_Static_assert(sizeof(fd_geometry_t) == 48, "geometry is 48 bytes on the wire");
 _Static_assert(sizeof(fd_arm_t) == 64, "a step's header is one cache line");
 _Static_assert(sizeof(fd_row_t) == 24, "a row table entry is 24 bytes on the wire");
 _Static_assert(sizeof(fd_report_t) == 256, "a report is four cache lines");
@@ -194,6 +202,20 @@ static inline const char *fd_head_size_error(uint64_t head_size) {
         FD_HEAD_SIZE_UNIT) ".." FD_TEXT(FD_MAX_HEAD_SIZE);
 }
 
+/* NULL if a geometry may have these numbers of an indexer, else a readable reason. */
+static inline const char *fd_index_error(const fd_geometry_t *g) {
+    if (!g->index_heads && !g->index_size && !g->index_topk) return NULL;
+    if (g->index_heads < 1 || g->index_heads > FD_MAX_HEADS)
+        return "number of index heads is not within 1.." FD_TEXT(FD_MAX_HEADS);
+    if (fd_head_size_error(g->index_size)) return fd_head_size_error(g->index_size);
+    if (g->index_topk < 1 || g->index_topk > FD_MAX_INDEX_TOPK)
+        return "number of tokens that an indexer selects is not within 1.." FD_TEXT(FD_MAX_INDEX_TOPK);
+    if ((uint64_t)g->max_rows * g->index_topk > FD_MAX_SELECTED)
+        return "the rows of a call select more than " FD_TEXT(FD_MAX_SELECTED) " tokens";
+    if (!g->v_in_k || g->n_kv_heads != 1) return "only latent attention, with one KV head, can have an indexer";
+    return NULL;
+}
+
 /* NULL if the geometry is valid, else a readable reason. */
 static inline const char *fd_geometry_error(const fd_geometry_t *g) {
     if (g->n_slots < 1 || g->n_slots > FD_MAX_SLOTS) return "number of slots is not within 1.." FD_TEXT(FD_MAX_SLOTS);
@@ -208,15 +230,16 @@ static inline const char *fd_geometry_error(const fd_geometry_t *g) {
     if (fd_head_size_error(g->v_size)) return fd_head_size_error(g->v_size);
     if (g->act_dtype >= FD_ACT_DTYPES) return "unknown activation dtype";
     if (g->v_in_k > 1) return "whether V is a part of K is not 0 or 1";
-    return NULL;
+    return fd_index_error(g);
 }
 
 /* The geometry must be valid: the limits that fd_geometry_error checks keep every product within 64 bits. */
 static inline fd_layout_t fd_region_layout(const fd_geometry_t *g) {
     fd_layout_t y;
     size_t elem = fd_act_bytes(g->act_dtype);
-    y.q_row_bytes = (size_t)g->n_q_heads * g->head_size * elem;
-    y.kv_row_bytes = (size_t)g->n_kv_heads * (g->head_size + (g->v_in_k ? 0 : g->v_size)) * elem;
+    const size_t index_q = g->index_heads * g->index_size + fd_round_up(g->index_heads, FD_HEAD_SIZE_UNIT);
+    y.q_row_bytes = ((size_t)g->n_q_heads * g->head_size + index_q) * elem;
+    y.kv_row_bytes = ((size_t)g->n_kv_heads * (g->head_size + (g->v_in_k ? 0 : g->v_size)) + g->index_size) * elem;
     y.o_row_bytes = (size_t)g->n_q_heads * g->v_size * elem;
     y.table = sizeof(fd_slot_t);
     y.q = fd_round_up(y.table + (size_t)g->max_rows * sizeof(fd_row_t), FD_REGION_PAGE);

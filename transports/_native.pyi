@@ -2,7 +2,7 @@ from collections.abc import Buffer, Sequence
 from typing import final
 
 #: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES, v_size,
-#: v_in_k
+#: v_in_k, index_heads, index_size, index_topk
 _Geometry = Sequence[int]
 
 def verbs_fds(qp_address: int, qp_number: int, /) -> tuple[int, int]:

@@ -38,6 +38,11 @@ def check_tokens(windows: Sequence[int], layers: LayerOptions) -> None:
     """Raise TransportError if R-nodes cannot share the tokens of a model with these windows (Hello.windows)."""
     if any(windows) or any(layers.segments):
         raise TransportError("layers with a sliding window or chunked attention see too few tokens to share them")
+    if any(layers.selections):
+        raise TransportError(
+            "layers that select the tokens they attend to (trained sparse attention) cannot share tokens: a member "
+            "does not know the index scores of the others"
+        )
     if layers.slopes:
         raise TransportError("a model with ALiBi cannot share tokens: a member does not know their distances")
 

@@ -134,7 +134,7 @@ FD_INLINE float *acc_row(const fd_attend_t *a, uint32_t head, uint32_t row) {
     return a->acc + ((size_t)head * a->q_len * a->group + row) * a->v_size;
 }
 
-/* Prepares a head's rows for its first chunk: multipliers, softmax state and a zeroed acc. */
+/* Prepares a head's rows for its first chunk: multipliers and softmax state. */
 FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, panel_t *p,
                          uint32_t head, const uint8_t **ahead) {
     for (uint32_t block = 0; block < p->n_blocks; block++) {
@@ -154,7 +154,6 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
                      &p->state[head * p->rows + r0 + r]);
         kv_pack_query_rows(p->q + (head * p->rows + r0) * p->row_bytes, stored, n, p->row_bytes);
     }
-    memset(acc_row(a, head, p->row0), 0, (size_t)p->rows * a->v_size * sizeof *a->acc);
 }
 
 /* Writes the results of a head's rows: m, l, and O rows if the caller wants them, else acc. */
@@ -189,11 +188,13 @@ FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, cons
     }
 }
 
-/* init_rows and finish_rows with the usual head size, 128, as a constant, so that a row stays in registers. */
+/* init_rows, which a zeroed acc follows, and finish_rows, with the usual head size, 128, as a constant, so that a row
+ * stays in registers. */
 FD_INLINE void init_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, panel_t *p, uint32_t head,
                          const uint8_t **ahead) {
     if (a->head_size == 128) init_rows(dtype, a, 128, p, head, ahead);
     else init_rows(dtype, a, a->head_size, p, head, ahead);
+    memset(acc_row(a, head, p->row0), 0, (size_t)p->rows * a->v_size * sizeof *a->acc);
 }
 FD_INLINE void finish_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, const panel_t *p, uint32_t head,
                            const uint8_t **ahead) {
@@ -319,10 +320,52 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
     write_unattended_rows(a, row0, rows);
 }
 
-/* The body of an entry point: attends all query rows of `a`. blocks[n - 1] handles blocks of n rows in format
- * `dtype`. */
+/* Index scores of trained sparse attention (DeepSeek-V3.2, arXiv 2512.02556, equation 1): the query rows are heads of
+ * an indexer, and all of them share the index key of a token. Adds the scores of one panel's heads, [row0, row0 +
+ * rows), to those of the heads before it. */
+FD_INLINE void index_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks, uint32_t row0,
+                           uint32_t rows) {
+    const uint32_t max_rows = block_rows(dtype);
+    float weights[FD_PANEL_ROWS];
+    const uint8_t *nothing_ahead = NULL;
+    panel_t p;
+    p.row0 = row0, p.rows = rows, p.n_blocks = (rows + max_rows - 1) / max_rows,
+    p.row_bytes = q_row_bytes(fd_k_format(dtype), a->head_size);
+    init_rows(dtype, a, a->head_size, &p, 0, &nothing_ahead);
+    for (uint32_t r = 0; r < rows; r++) weights[r] = a->index_weights[row0 + r] * p.state[r].q_scale;
+    for (uint32_t c = 0; c < a->n_chunks; c++) {
+        const uint8_t *next = c + 1 < a->n_chunks ? a->chunks[c + 1] : a->chunks[c];
+        block_t b = {.chunk = a->chunks[c],
+                     .next = next,
+                     .next_page = next,
+                     .chunk_bytes = fd_chunk_end(dtype, a->head_size, a->v_size, 1),
+                     .n_blocks = p.n_blocks,
+                     .head_size = a->head_size,
+                     .weighs = 1,
+                     .hi = FD_PAGE_TOKENS,
+                     .full = 1,
+                     .by_amd = PREFETCH_BY_VENDOR && fd_by_amd(),
+                     .weights = p.weights,
+                     .index_scores = a->index_scores + (size_t)c * FD_PAGE_TOKENS};
+        if (!row0) memset(b.index_scores, 0, FD_PAGE_TOKENS * sizeof *b.index_scores);
+        for (; b.index < p.n_blocks; b.index++) {
+            const uint32_t r = block_first_row(rows, p.n_blocks, b.index);
+            b.rows = block_first_row(rows, p.n_blocks, b.index + 1) - r;
+            b.q = p.q + r * p.row_bytes;
+            b.state = p.state + r;
+            b.index_weights = weights + r;
+            blocks[b.rows - 1](&b);
+        }
+    }
+}
+
+/* The body of an entry point: attends all query rows of `a`, or computes their index scores. blocks[n - 1] handles
+ * blocks of n rows in format `dtype`. */
 FD_INLINE void attend(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks) {
     const uint32_t rows = a->q_len * a->group;
-    for (uint32_t r = 0; r < rows; r += FD_PANEL_ROWS)
-        attend_panel(dtype, a, blocks, r, rows - r < FD_PANEL_ROWS ? rows - r : FD_PANEL_ROWS);
+    for (uint32_t r = 0; r < rows; r += FD_PANEL_ROWS) {
+        const uint32_t n = rows - r < FD_PANEL_ROWS ? rows - r : FD_PANEL_ROWS;
+        if (a->index_scores) index_panel(dtype, a, blocks, r, n);
+        else attend_panel(dtype, a, blocks, r, n);
+    }
 }

@@ -89,6 +89,12 @@ typedef struct {
      * fraction of the time. */
     void (*before_last_chunk)(void *context, uint32_t head);
     void *context; /* the first argument of before_last_chunk */
+    /* If not NULL, the kernel does not attend. It writes the index scores of all tokens of the chunks: the sum over the
+     * query heads h of index_weights[h] * max(0, softmax_scale * q[h] . k). There is one KV head, whose chunks have K
+     * alone, and one query token; the fields from `q_pos` to `segment` and those from `softcap` to `sinks` and from `o`
+     * on are not read, and v_size is head_size. */
+    float *index_scores;        /* [n_chunks][FD_PAGE_TOKENS] */
+    const float *index_weights; /* [group] */
 } fd_attend_t;
 
 typedef struct {

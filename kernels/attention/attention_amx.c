@@ -285,6 +285,10 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
     uint8_t unpacked[FD_PAGE_TOKENS * FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
     if (b->weighs) {
         score_chunk(dtype, b, unpacked);
+        if (b->index_scores) {
+            add_index_scores((int)b->rows, b);
+            return;
+        }
         if (b->adjusts) adjust_scores(b, b->weights->of);
         if (b->full) online_softmax(dtype, (int)b->rows, 1, b);
         else online_softmax(dtype, (int)b->rows, 0, b);

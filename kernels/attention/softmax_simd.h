@@ -206,6 +206,9 @@ typedef struct {
     const fd_attend_t *a;
     uint32_t head, row; /* the KV head, and the block's first row in it */
     uint64_t base;      /* position of the chunk's first token */
+    /* NULL, or where the block adds index scores in place of attention, and the weights of its rows (index_simd.h) */
+    float *index_scores;
+    const float *index_weights;
 } block_t;
 
 /* Attends a block to a chunk; there is one such function for each KV format and number of rows. */
@@ -253,6 +256,17 @@ FD_INLINE vec_t mask_tokens(vec_t x, uint32_t i, uint32_t lo, uint32_t hi, float
 FD_INLINE const uint8_t *v_affine(const fd_kv_dtype_t dtype, const block_t *b, uint32_t t) {
     return b->chunk +
            (b->v_in_k ? fd_chunk_k_affine(dtype, b->head_size, t) : fd_chunk_v_affine(dtype, b->head_size, t));
+}
+
+/* Adds the index scores of a block's rows in one chunk, whose products with the index keys are its scores. */
+FD_INLINE void add_index_scores(const int rows, const block_t *b) {
+    for (uint32_t i = 0; i < PAGE_VECS; i++) {
+        vec_t sum = vec_load(b->index_scores + i * LANES);
+        for (int r = 0; r < rows; r++)
+            sum = vec_fma(vec_max(vec_load(&b->weights->of[r][i * LANES]), vec_zero()), vec_set1(b->index_weights[r]),
+                          sum);
+        vec_store(b->index_scores + i * LANES, sum);
+    }
 }
 
 /* Online softmax of a block over one chunk. Replaces the scores of tokens [lo, hi) by weights, with their factors, and

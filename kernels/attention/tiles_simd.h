@@ -287,11 +287,15 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     }
 }
 
-/* Scores and softmax of a block in a chunk. */
+/* Scores and softmax of a block in a chunk, or its index scores. */
 FD_INLINE void compute_weights(const fd_kv_dtype_t dtype, const int rows, const block_t *b) {
     const int score_vecs = tile_vecs(fd_k_format(dtype), rows);
     const uint32_t step = (uint32_t)score_vecs * LANES;
     for (uint32_t t = b->lo / step * step; t < b->hi; t += step) score_tile(dtype, rows, score_vecs, b, t);
+    if (b->index_scores) {
+        add_index_scores(rows, b);
+        return;
+    }
     if (b->adjusts) adjust_scores(b, b->weights->of);
     if (b->full) online_softmax(dtype, rows, 1, b);
     else online_softmax(dtype, rows, 0, b);

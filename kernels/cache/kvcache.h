@@ -148,6 +148,11 @@ static inline uint8_t *fd_kv_chunk(const fd_kvcache_t *kv, uint32_t store, uint3
     return fd_kv_plane(kv, s->plane, page) + s->offset + head * s->chunk_bytes;
 }
 
+/* The chunk of index keys in the layer stores[store], which has one. */
+static inline uint8_t *fd_kv_index_chunk(const fd_kvcache_t *kv, uint32_t store, uint32_t page) {
+    return fd_kv_chunk(kv, store, page, kv->stores[store].n_kv_heads);
+}
+
 static inline void fd_kvcache_copy(const fd_kvcache_t *kv, fd_page_copy_t copy, uint32_t plane) {
     memcpy(fd_kv_plane(kv, plane, copy.dst), fd_kv_plane(kv, plane, copy.src), kv->planes.plane_bytes);
 }

@@ -3,7 +3,7 @@
 #include "attention/attention.h"
 #include "region/region.h"
 
-static size_t store_bytes(const fd_store_t *s) { return s->n_kv_heads * s->chunk_bytes; }
+static size_t store_bytes(const fd_store_t *s) { return s->n_kv_heads * s->chunk_bytes + s->index_bytes; }
 
 /* Whether a layer before layer `i` is as large. */
 static bool is_repeated(const fd_store_t *stores, uint32_t i) {
@@ -56,9 +56,11 @@ fd_planes_t fd_planes_of(const fd_stored_t *layers, uint32_t n, fd_kv_dtype_t dt
     fd_planes_t best = {0};
     for (uint32_t i = 0; i < n; i++) {
         const fd_heads_t *h = &layers[i].heads;
+        const uint32_t index = layers[i].index_size;
         stores[i] = (fd_store_t){
             .n_kv_heads = h->n_kv_heads,
             .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size, h->v_in_k),
+            .index_bytes = index ? fd_kv_chunk_bytes(fd_index_dtype(dtype), index, index, true) : 0,
         };
         if (store_bytes(&stores[i]) > largest) largest = store_bytes(&stores[i]);
         if (layers[i].reach > best.reach) best.reach = layers[i].reach;

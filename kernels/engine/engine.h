@@ -69,7 +69,7 @@ int fd_engine_eventfd(const fd_engine_t *engine);
 void fd_engine_begin_stand_in(fd_engine_t *engine, fd_stand_in_t *stand_in);
 void fd_engine_end_stand_in(const fd_stand_in_t *stand_in);
 /* The planes of a page, for the layers that store K and V. The layers and the dtype must be valid. */
-fd_planes_t fd_page_planes(const fd_layer_t *layers, uint32_t n_layers, uint32_t kv_dtype);
+fd_planes_t fd_page_planes(const fd_geometry_t *g, const fd_layer_t *layers, uint32_t kv_dtype);
 /* Checks the layers of a link with geometry `g`. */
 fd_status_t fd_layers_check(const fd_geometry_t *g, const fd_layer_t *layers, uint32_t kv_dtype, fd_error_t *error);
 uint64_t fd_engine_kv_free(fd_engine_t *engine);

@@ -7,6 +7,15 @@
 
 #define FD_MAX_LAYER_KINDS 16u /* of one link; each step is planned once for every kind */
 
+/* The tokens that a layer attends to, of those that it sees. The number goes over the wire. */
+typedef enum {
+    FD_SELECT_ALL = 0,
+    /* The geometry's index_topk tokens that the layer's own indexer gives the largest scores (trained sparse attention:
+     * DeepSeek-V3.2, GLM-5). The layer stores an index key for each token. */
+    FD_SELECT_OWN = 1,
+    FD_SELECT_SHARED = 2 /* the tokens that the last layer with an indexer has selected */
+} fd_selection_t;
+
 typedef struct {
     fd_heads_t heads; /* no more query heads and no longer rows than the geometry's, and the same v_in_k */
     uint32_t window;  /* fd_attend_t.window: 0, or how many tokens a token sees, itself included */
@@ -14,6 +23,7 @@ typedef struct {
     /* The layer that stores the K and V that this layer attends to: this layer, or an earlier one that stores its own
      * (Gemma 3n and 4). A layer that shares another's stores nothing, and its KV rows are ignored. */
     uint32_t kv_layer;
+    uint32_t selection;  /* fd_selection_t */
     float softcap;       /* fd_attend_t.softcap */
     const float *slopes; /* fd_attend_t.slopes, [heads.n_q_heads], or NULL */
     const float *sinks;  /* fd_attend_t.sinks, [heads.n_q_heads], or NULL; -INFINITY: no sink */
@@ -35,18 +45,20 @@ static inline bool fd_same_heads(const fd_heads_t *a, const fd_heads_t *b) {
            a->v_size == b->v_size;
 }
 
-/* Layers of one kind share a plan: they have the same heads and see equally far. */
+/* Layers of one kind share a plan: they have the same heads, see equally far and select tokens in the same way. */
 static inline bool fd_same_kind(const fd_layer_t *a, const fd_layer_t *b) {
-    return fd_same_heads(&a->heads, &b->heads) && fd_layer_reach(a) == fd_layer_reach(b);
+    return fd_same_heads(&a->heads, &b->heads) && fd_layer_reach(a) == fd_layer_reach(b) &&
+           a->selection == b->selection;
 }
 
 /* Writes the layers that store K and V to stored[n_layers]; returns their number. */
-static inline uint32_t fd_stored_layers(const fd_layer_t *layers, uint32_t n_layers, fd_stored_t *stored) {
+static inline uint32_t fd_stored_layers(const fd_geometry_t *g, const fd_layer_t *layers, fd_stored_t *stored) {
     uint32_t n = 0, at[FD_MAX_LAYERS];
-    for (uint32_t i = 0; i < n_layers; i++) {
+    for (uint32_t i = 0; i < g->n_layers; i++) {
         const uint32_t reach = fd_layer_reach(&layers[i]);
         if (layers[i].kv_layer == i) {
-            stored[at[i] = n++] = (fd_stored_t){layers[i].heads, reach};
+            const uint32_t index_size = layers[i].selection == FD_SELECT_OWN ? g->index_size : 0;
+            stored[at[i] = n++] = (fd_stored_t){layers[i].heads, reach, index_size};
             continue;
         }
         fd_stored_t *shared = &stored[at[layers[i].kv_layer]];
@@ -79,6 +91,20 @@ static inline const char *fd_heads_error(const fd_heads_t *h, const fd_geometry_
     return NULL;
 }
 
+/* NULL if layer `i` may select tokens as it says, else a readable reason. The layers before it are valid. */
+static inline const char *fd_selection_error(const fd_layer_t *layers, uint32_t i, const fd_geometry_t *g) {
+    const fd_layer_t *y = &layers[i];
+    uint32_t own = 0;
+    if (y->selection == FD_SELECT_ALL) return NULL;
+    if (y->selection > FD_SELECT_SHARED) return "unknown selection of tokens";
+    if (!g->index_topk) return "a layer selects tokens, but the geometry has no indexer";
+    if (y->window || y->segment || y->slopes) return "a layer that selects tokens has a window, segments or ALiBi";
+    if (y->heads.n_kv_heads != 1) return "a layer that selects tokens has several KV heads";
+    if (y->selection == FD_SELECT_OWN) return y->kv_layer == i ? NULL : "a layer has an indexer, but no K of its own";
+    while (own < i && layers[own].selection != FD_SELECT_OWN) own++;
+    return own < i ? NULL : "a layer shares the tokens of an indexer, but no layer before it has one";
+}
+
 /* NULL if layer `i` is valid, else a readable reason. The layers before it are valid. */
 static inline const char *fd_layer_error(const fd_layer_t *layers, uint32_t i, const fd_geometry_t *g) {
     const fd_layer_t *y = &layers[i];
@@ -91,6 +117,7 @@ static inline const char *fd_layer_error(const fd_layer_t *layers, uint32_t i, c
     if (y->heads.n_kv_heads != stored->n_kv_heads || y->heads.head_size != stored->head_size ||
         y->heads.v_size != stored->v_size)
         return "a layer shares K and V whose heads are not its own";
+    if ((reason = fd_selection_error(layers, i, g))) return reason;
     if (!(y->softcap >= 0 && y->softcap < INFINITY)) return "a softcap is not a finite number of at least 0";
     if (!fd_all_below_infinity(y->slopes, n_q_heads)) return "a slope is not a finite number";
     for (uint32_t h = 0; y->slopes && h < n_q_heads; h++)

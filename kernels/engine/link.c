@@ -12,10 +12,10 @@
 
 enum { FIRST_NS_PER_COST = 50 }; /* until calls have been measured */
 
-fd_planes_t fd_page_planes(const fd_layer_t *layers, uint32_t n_layers, uint32_t kv_dtype) {
+fd_planes_t fd_page_planes(const fd_geometry_t *g, const fd_layer_t *layers, uint32_t kv_dtype) {
     fd_stored_t stored[FD_MAX_LAYERS];
     fd_store_t stores[FD_MAX_LAYERS];
-    return fd_planes_of(stored, fd_stored_layers(layers, n_layers, stored), (fd_kv_dtype_t)kv_dtype, stores);
+    return fd_planes_of(stored, fd_stored_layers(g, layers, stored), (fd_kv_dtype_t)kv_dtype, stores);
 }
 
 static uint32_t count_kinds(const fd_layer_t *layers, uint32_t n_layers) {
@@ -51,8 +51,9 @@ static fd_status_t check_part(const fd_geometry_t *g, const fd_lease_t *lease, f
     for (uint32_t i = 0; i < g->n_layers; i++) {
         const fd_layer_t *y = &lease->layers[i];
         const size_t o = (size_t)y->heads.n_q_heads * y->heads.v_size * fd_act_bytes(g->act_dtype);
-        if (fd_layer_reach(y) || y->slopes || y->sinks)
-            return FD_FAIL(FD_BAD_CALL, "layer %u has a window, ALiBi or sinks, and parts of the tokens cannot", i);
+        if (fd_layer_reach(y) || y->slopes || y->sinks || y->selection)
+            return FD_FAIL(FD_BAD_CALL,
+                           "layer %u has a window, ALiBi, sinks or an indexer, and parts of the tokens cannot", i);
         if (o + y->heads.n_q_heads * sizeof(float) > fd_region_layout(g).o_row_bytes)
             return FD_FAIL(FD_BAD_CALL, "layer %u leaves no room for log-sum-exps in the O rows", i);
     }
@@ -93,7 +94,7 @@ static void destroy(fd_link_t *link) {
 static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
                         fd_error_t *error) {
     fd_stored_t stored[FD_MAX_LAYERS];
-    const uint32_t n_stored = fd_stored_layers(lease->layers, g->n_layers, stored);
+    const uint32_t n_stored = fd_stored_layers(g, lease->layers, stored);
     fd_link_t *link = calloc(1, sizeof *link);
     if (!link) {
         FD_FAIL(FD_INTERNAL, "no memory for a link");
@@ -156,7 +157,7 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
                               const fd_carrier_t *carrier, fd_error_t *error) {
     if (check_lease(g, lease, region, error) != FD_OK) return NULL;
     const bool grows = lease->max_pages > lease->n_pages;
-    const fd_planes_t planes = fd_page_planes(lease->layers, g->n_layers, lease->kv_dtype);
+    const fd_planes_t planes = fd_page_planes(g, lease->layers, lease->kv_dtype);
     const uint64_t bytes = fd_kvcache_bytes(planes, lease->n_pages, grows, e->huge);
     if (reserve(e, 1, lease->n_pages, bytes, error) != FD_OK) return NULL;
     fd_link_t *link = build(e, region, g, lease, error);

@@ -36,6 +36,14 @@ static void destroy_plan(fd_plan_t *plan) {
     free(plan->pieces_left);
 }
 
+/* The tokens that a row selects at most in any layer; 0: in no layer it selects tokens. */
+static uint32_t most_selected(const fd_plan_shape_t *shapes, uint32_t n_shapes) {
+    uint32_t most = 0;
+    for (uint32_t k = 0; k < n_shapes; k++)
+        if (shapes[k].topk > most) most = shapes[k].topk;
+    return most;
+}
+
 fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t n_sections, const fd_plan_shape_t *shapes,
                          uint32_t n_shapes, fd_part_t part) {
     const uint32_t max_items = shapes[0].max_items; /* of every shape */
@@ -51,6 +59,8 @@ fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t n_sections
     bool ok = step->table && step->kept && step->copies && step->cursors && step->left && step->plans;
     while (ok && step->n_plans < n_shapes) ok = init_plan(&step->plans[step->n_plans++], max_rows, max_items);
     step->plan = step->plans;
+    const uint32_t topk = most_selected(shapes, n_shapes);
+    if (ok && topk) ok = (step->selected_scores = malloc((size_t)max_items * topk * sizeof *step->selected_scores));
     if (ok) return FD_OK;
     fd_step_destroy(step);
     return FD_INTERNAL;
@@ -66,6 +76,8 @@ void fd_step_destroy(fd_step_t *step) {
     free(step->left);
     free(step->partials);
     free(step->pages);
+    free(step->selected);
+    free(step->selected_scores);
     memset(step, 0, sizeof *step);
 }
 
@@ -94,20 +106,31 @@ static fd_status_t check_table(const fd_step_t *step, fd_error_t *error) {
     return FD_OK;
 }
 
-/* Checks that the call does not ask for more attention than FD_MAX_CALL_WORK. The positions of the table have been
- * checked against the cache. */
+/* Checks that the call does not ask for more pairs of a row and a token than FD_MAX_CALL_WORK allows, whose products
+ * have `elements` elements. */
+static fd_status_t check_pairs(uint64_t pairs, uint64_t elements, const char *what, fd_error_t *error) {
+    const uint64_t most = FD_MAX_CALL_WORK / elements;
+    if (pairs <= most) return FD_OK;
+    return FD_FAIL(FD_BAD_TABLE,
+                   "the call %s %llu pairs of a row and a token; at most %llu are allowed with this model's heads",
+                   what, (unsigned long long)pairs, (unsigned long long)most);
+}
+
+/* Checks the work that the call asks for in layers of one kind. The positions of the table have been checked against
+ * the cache. */
 static fd_status_t check_work(const fd_step_t *step, const fd_plan_shape_t *shape, fd_error_t *error) {
-    uint64_t pairs = 0, elements = (uint64_t)shape->n_kv_heads * shape->group * shape->head_size;
+    uint64_t attended = 0, scored = 0;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
         uint64_t seen = (uint64_t)r->pos + r->n_rows, most = (uint64_t)shape->window + r->n_rows;
+        if (!(r->flags & FD_ROW_ATTEND)) continue;
         if (shape->window && seen > most) seen = most;
-        if (r->flags & FD_ROW_ATTEND) pairs += r->n_rows * seen;
+        scored += shape->index_elements ? r->n_rows * seen : 0;
+        if (shape->topk && seen > shape->topk) seen = shape->topk;
+        attended += r->n_rows * seen;
     }
-    if (pairs <= FD_MAX_CALL_WORK / elements) return FD_OK;
-    return FD_FAIL(FD_BAD_TABLE,
-                   "the call attends %llu pairs of a row and a token; at most %llu are allowed with this model's heads",
-                   (unsigned long long)pairs, (unsigned long long)(FD_MAX_CALL_WORK / elements));
+    if (scored && check_pairs(scored, shape->index_elements, "scores", error) != FD_OK) return error->status;
+    return check_pairs(attended, (uint64_t)shape->n_kv_heads * shape->group * shape->head_size, "attends", error);
 }
 
 static bool reserve_pages(fd_step_t *step, size_t n) {
@@ -118,6 +141,13 @@ static bool reserve_pages(fd_step_t *step, size_t n) {
     step->pages = pages;
     step->pages_capacity = capacity;
     return true;
+}
+
+/* The cost of a row's attention in a layer that selects tokens; the row sees `tokens` tokens. */
+static uint64_t row_cost(const fd_plan_shape_t *shape, uint64_t tokens) {
+    const uint64_t attended = tokens > shape->topk ? shape->topk : tokens,
+                   scored = attended < tokens ? tokens * shape->index_elements / shape->head_size : 0;
+    return attended * (1 + shape->group / 8) + scored / 8;
 }
 
 /* The cost of a span, and where it may be cut: before any page of (first, last]. Each page of [first, last) costs
@@ -142,6 +172,10 @@ static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
         s.last = e->n_rows > shape->q_block ? s.first : e->at / FD_PAGE_TOKENS;
         s.page_cost = FD_PAGE_TOKENS * weight;
         s.rest = (end - s.last) * s.page_cost + (uint64_t)e->n_rows * COST_APPEND;
+        if (shape->topk) {
+            s.last = s.first;
+            s.rest = e->n_rows * (row_cost(shape, (uint64_t)end * FD_PAGE_TOKENS) + COST_APPEND);
+        }
     }
     s.rest += COST_PIECE;
     s.page_cost *= e->heads;
@@ -215,6 +249,16 @@ static bool reserve_partials(fd_step_t *step, fd_plan_t *plan, const fd_plan_sha
     step->partials = aligned_alloc(FD_LINE, floats * sizeof *step->partials); /* uses memory only where it is written */
     step->partials_floats = step->partials ? floats : 0;
     return step->partials;
+}
+
+/* Makes room for the tokens that the step's rows select, which are few enough (fd_index_error). */
+static bool reserve_selected(fd_step_t *step, const fd_plan_shape_t *shapes) {
+    const size_t n = (size_t)step->n_attend_rows * most_selected(shapes, step->n_plans);
+    if (n <= step->n_selected) return true;
+    free(step->selected);
+    step->selected = malloc(n * sizeof *step->selected); /* uses memory only where it is written */
+    step->n_selected = step->selected ? n : 0;
+    return step->selected;
 }
 
 /* The cost of all spans of an entry. */
@@ -316,6 +360,7 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
     for (uint32_t k = 0; k < step->n_plans; k++)
         if (!reserve_partials(step, &step->plans[k], &shapes[k]))
             return FD_FAIL(FD_INTERNAL, "no memory for partial results");
+    if (!reserve_selected(step, shapes)) return FD_FAIL(FD_INTERNAL, "no memory for the tokens that rows select");
     status = fd_kvcache_append(kv, step->kept, step->n_entries, step->copies, &step->n_copies, error);
     if (status != FD_OK) return status;
     uint32_t *to = step->pages;

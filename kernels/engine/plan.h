@@ -20,8 +20,12 @@
  * see as many kept tokens as the row before it. Its appending entries are not cut within a span, because their rows do
  * not follow each other in the cache.
  *
- * Layers of one kind have the same heads and see equally far (fd_same_kind). A layer skips the pages that it does not
- * see.
+ * Layers of one kind have the same heads, see equally far and select tokens in the same way (fd_same_kind). A layer
+ * skips the pages that it does not see.
+ *
+ * A layer that selects tokens (fd_layer_t.selection) attends one query row at a time, and no entry is cut within its
+ * span: all tokens are scored before the first is attended to. The selected tokens stay in the step for the layers that
+ * share them.
  */
 #pragma once
 
@@ -93,15 +97,22 @@ typedef struct {
     size_t pages_capacity;
     fd_page_copy_t *copies; /* [max_rows * n_sections], the first n_copies of which are under way */
     uint32_t n_copies;
+    /* Where layers select tokens: the tokens that each attending row has selected last, [n_attend_rows][topk], and the
+     * index scores of the tokens that each item's row in progress has selected so far, [max_items][topk]. */
+    uint32_t *selected;
+    size_t n_selected; /* allocated */
+    float *selected_scores;
 } fd_step_t;
 
 /* The properties of a kind of layer that planning depends on. */
 typedef struct {
     uint32_t n_kv_heads, group, head_size, v_size;
     bool v_in_k;
-    uint32_t q_block; /* most query tokens that a kernel takes at once */
-    uint32_t window;  /* most tokens that a token sees; 0: all */
-    bool is_part;     /* the link keeps a part of the tokens (parts.h) */
+    uint32_t q_block;        /* most query tokens that a kernel takes at once */
+    uint32_t window;         /* most tokens that a token sees; 0: all */
+    uint32_t topk;           /* tokens that a row attends to at most, where the layer selects them; 0: it does not */
+    uint32_t index_elements; /* of an index query, all heads together; 0: the layer has no indexer of its own */
+    bool is_part;            /* the link keeps a part of the tokens (parts.h) */
     uint32_t max_items;
     size_t chunk_bytes; /* of one KV head of a page */
 } fd_plan_shape_t;

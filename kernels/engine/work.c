@@ -1,14 +1,12 @@
 #include "work.h"
 
-#include "region/doorbell.h"
-
 #include <math.h>
 #include <string.h>
 
-enum {
-    APPEND_ROWS = 512,       /* rows that are appended before the thread looks whether it should stop */
-    WORK_PER_CLOCK = 1 << 20 /* multiply-adds that a thread does before it reads the clock again */
-};
+#include "item.h"
+#include "selection.h"
+
+enum { APPEND_ROWS = 512 /* rows that are appended before the thread looks whether it should stop */ };
 
 void fd_work_begin(fd_step_t *step, uint32_t i) { step->cursors[i] = (fd_cursor_t){.at = step->plan->items[i].begin}; }
 
@@ -19,87 +17,11 @@ typedef struct {
 
 enum { FIRST = 0, LAST = 1, BLOCK = 2 }; /* the three partial results of an item (fd_step_t.partials) */
 
-/* The state of one item. */
-typedef struct {
-    const fd_work_t *w;
-    const fd_plan_shape_t *shape; /* of the layer's kind */
-    const fd_step_t *step;
-    fd_plan_t *plan;
-    uint8_t *slot;
-    const fd_layer_t *layer;
-    uint32_t store, section; /* the layer's index in the cache, and the section of its pages */
-    bool stores;             /* whether the layer appends to the cache */
-    uint32_t item;
-    fd_scratch_t *scratch;
-    const uint8_t *after, *after_q; /* first chunk and first query row of the item's next span, to prefetch; or NULL */
-    uint64_t kv_bytes;
-    const fd_stop_t *stop;
-    uint64_t work; /* multiply-adds since the clock was read */
-} ctx_t;
-
-static bool is_told_to_stop(const fd_stop_t *stop) {
-    return stop->word && __atomic_load_n(stop->word, __ATOMIC_RELAXED) != stop->expected;
-}
-
-static bool is_late(const fd_stop_t *stop) { return stop->until_ns && fd_now_ns() >= stop->until_ns; }
-
 static fd_partial_t partial_of(const ctx_t *c, uint32_t item, uint32_t which) {
     const uint32_t rows = c->plan->partial_rows;
     const size_t acc = fd_padded_floats((size_t)rows * c->shape->v_size);
     float *at = c->step->partials + (3 * (size_t)item + which) * fd_partial_floats(rows, c->shape->v_size);
     return (fd_partial_t){at, at + acc, at + acc + fd_padded_floats(rows)};
-}
-
-/* Whether the thread should stop after a unit of `work` multiply-adds. */
-static bool should_stop(ctx_t *c, uint64_t work) {
-    if (is_told_to_stop(c->stop)) return true;
-    c->work += work;
-    if (c->work < WORK_PER_CLOCK) return false;
-    c->work = 0;
-    return is_late(c->stop);
-}
-
-/* The first page that a query at `pos` sees in the layer. */
-static uint32_t first_page(const ctx_t *c, uint32_t pos) {
-    const uint32_t window = fd_first_block(pos, c->layer->window), segment = c->layer->segment,
-                   start = segment ? pos / segment * segment / FD_PAGE_TOKENS : 0;
-    return window > start ? window : start;
-}
-
-/* The page of a block of an entry, for the layer. */
-static uint32_t page_of(const ctx_t *c, const fd_entry_t *e, uint32_t block) {
-    return c->step->pages[(e->blocks + block) * c->step->n_sections + c->section];
-}
-
-/* Prefetches a row of the region. It is not in this core's cache, because the S-node or a carrier has written it. */
-static void prefetch_row(const uint8_t *row, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
-}
-
-/* The bytes of a head of K, and of V, in a row. */
-static size_t k_bytes(const ctx_t *c) { return c->shape->head_size * fd_act_bytes(c->w->g.act_dtype); }
-static size_t v_bytes(const ctx_t *c) { return c->shape->v_size * fd_act_bytes(c->w->g.act_dtype); }
-
-/* The new KV row of an entry, in the slot, and in it K and V of KV head `head`. */
-static const uint8_t *kv_row(const ctx_t *c, const fd_entry_t *e, uint32_t row) {
-    return c->slot + c->w->layout.kv + (size_t)(e->row + row) * c->w->layout.kv_row_bytes;
-}
-static const uint8_t *k_of(const ctx_t *c, const uint8_t *kv, uint32_t head) { return kv + head * k_bytes(c); }
-static const uint8_t *v_of(const ctx_t *c, const uint8_t *kv, uint32_t head) {
-    return kv + c->shape->n_kv_heads * k_bytes(c) + head * v_bytes(c);
-}
-
-/* The bytes of Q, and of O, for the query heads of a KV head. */
-static size_t q_head_bytes(const ctx_t *c) { return c->shape->group * k_bytes(c); }
-static size_t o_head_bytes(const ctx_t *c) { return c->shape->group * v_bytes(c); }
-
-static const uint8_t *q_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
-    const fd_work_t *w = c->w;
-    return c->slot + w->layout.q + (size_t)(e->row + row) * w->layout.q_row_bytes + head * q_head_bytes(c);
-}
-static uint8_t *o_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
-    const fd_work_t *w = c->w;
-    return c->slot + w->layout.o + (size_t)(e->row + row) * w->layout.o_row_bytes + head * o_head_bytes(c);
 }
 
 /* Appends rows [from, to) of an entry, counted from its first new row, for `heads` KV heads from `head` on. */
@@ -117,6 +39,7 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t h
             w->kv_ops->append(chunk, k_size, v_size, t % FD_PAGE_TOKENS, c->scratch->k,
                               c->shape->v_in_k ? NULL : c->scratch->v, c->layer->hadamard);
         }
+        if (c->layer->selection == FD_SELECT_OWN) fd_append_index_key(c, e, j);
     }
 }
 
@@ -151,14 +74,9 @@ static void append_pending(void *context, uint32_t head) {
 }
 
 /* Returns true if append_pending can append the span's new rows while a kernel attends to the last page: there is only
- * one row, so it goes to that page. */
+ * one row, so it goes to that page. A row that selects tokens attends to none of the pages themselves. */
 static bool can_pend(const ctx_t *c, const fd_entry_t *e) {
-    return e->n_rows == 1 && e->n_kept == 1 && e->heads * c->shape->group <= FD_PANEL_ROWS;
-}
-
-/* How many of the tokens in the cache query row `row` of an entry sees, windows aside. */
-static uint32_t n_seen(const ctx_t *c, const fd_entry_t *e, uint32_t row) {
-    return fd_part_length(c->w->part, (uint64_t)e->pos + row + 1);
+    return e->n_rows == 1 && e->n_kept == 1 && e->heads * c->shape->group <= FD_PANEL_ROWS && !fd_row_selects(c, e, 0);
 }
 
 /* Writes the log-sum-exp of query rows [from, from + q_len) behind the layer's O heads: fp32, one for each query head.
@@ -216,6 +134,7 @@ typedef struct {
 typedef struct {
     uint32_t from, q_len; /* query rows [from, from + q_len) of the entry */
     uint32_t first, last; /* pages */
+    bool selected;        /* the pages are those that K of the row's selected tokens fills; `q_len` is 1 */
     bool append;          /* the entry's new row is appended meanwhile */
     bool to_o;            /* these pages are all that the rows see: O rows are written, and `out` is scratch memory */
     fd_partial_t out;     /* the result */
@@ -224,7 +143,8 @@ typedef struct {
 
 static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, const unit_t *u) {
     const fd_work_t *w = c->w;
-    for (uint32_t p = u->first; p < u->last; p++)
+    if (u->selected) fd_gather_selected(c, e, u->from);
+    for (uint32_t p = u->first; !u->selected && p < u->last; p++)
         c->scratch->chunks[p - u->first] = fd_kv_chunk(w->kv, c->store, page_of(c, e, p), head);
     const uint32_t q_head = head * c->shape->group;
     pending_t appended = {c, e, head};
@@ -239,7 +159,7 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, const unit
         .v_in_k = c->shape->v_in_k,
         .group = c->shape->group,
         .q_len = u->q_len,
-        .q_pos = n_seen(c, e, u->from) - 1,
+        .q_pos = (u->selected ? c->shape->topk : n_seen(c, e, u->from)) - 1,
         .window = c->layer->window,
         .segment = c->layer->segment,
         .softmax_scale = w->softmax_scale,
@@ -267,6 +187,26 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, const unit
     c->kv_bytes += (uint64_t)(u->last - u->first) * e->heads * c->shape->chunk_bytes;
 }
 
+/* Goes on with the query row that the cursor is in, which attends to selected tokens. Returns false if the thread
+ * should stop; the row is done if the cursor's page is 0 then. */
+static bool attend_selected(ctx_t *c, const piece_t *piece) {
+    fd_cursor_t *at = &c->step->cursors[c->item];
+    const uint32_t topk = c->shape->topk;
+    const unit_t unit = {
+        .from = at->row,
+        .q_len = 1,
+        .last = fd_pages_for(topk),
+        .selected = true,
+        .to_o = true,
+        .out = {c->scratch->acc, c->scratch->m, c->scratch->l},
+        .next = c->after,
+    };
+    if (c->layer->selection == FD_SELECT_OWN && !fd_select_tokens(c, piece->e, at->row)) return false;
+    attend_unit(c, piece->e, piece->head, &unit);
+    at->page = 0;
+    return !should_stop(c, (uint64_t)c->shape->group * c->shape->head_size * topk);
+}
+
 /* Goes on with the block of `q_len` query rows that the cursor is in: attends to the piece's pages that the layer's
  * window reaches. Returns false if the thread should stop; the block is done if the cursor's page is 0 then. */
 static bool attend_block(ctx_t *c, const piece_t *piece, uint32_t q_len) {
@@ -279,6 +219,7 @@ static bool attend_block(ctx_t *c, const piece_t *piece, uint32_t q_len) {
     const uint32_t first = piece->first < seen ? seen : piece->first, last = piece->last > end ? end : piece->last;
     uint32_t page = at->page ? at->page : first, n_pages;
     bool go_on = true;
+    if (fd_row_selects(c, e, from)) return attend_selected(c, piece);
     if (first >= last) {
         if (piece->pending) append_rows(c, e, piece->head, e->heads, 0, e->n_rows);
         attend_nothing(c, e, q_len, sum);

@@ -7,11 +7,23 @@
 
 /* The working memory of one thread. */
 typedef struct {
-    const uint8_t **chunks; /* [FD_UNIT_PAGES] the chunks to attend to */
+    const uint8_t **chunks; /* [FD_UNIT_PAGES], at least index_topk: the chunks to attend to, or to gather from */
     float *acc, *m, *l;     /* softmax state of one unit: one query block, all heads of a span */
     float *k, *v;           /* [head_size], [v_size] the row to append, in fp32 */
     float *memory;          /* allocation of the five arrays of floats */
+    /* Where layers select tokens: K of the selected tokens, and the index scores and numbers of those that the row in
+     * progress has selected so far, before those of the next FD_INDEX_PAGES pages. */
+    uint8_t *gathered;
+    float *scores;    /* [index_topk + FD_INDEX_PAGES * FD_PAGE_TOKENS] */
+    uint32_t *tokens; /* likewise */
+    uint32_t *which;  /* [index_topk] */
+    float *weights;   /* [index_heads] */
 } fd_scratch_t;
+
+/* Pages that are scored before the thread looks whether it should stop. */
+#ifndef FD_INDEX_PAGES /* a test makes it smaller */
+#define FD_INDEX_PAGES 64u
+#endif
 
 /* The part of a link that does not change from call to call, and its working memory. */
 typedef struct {
@@ -20,7 +32,7 @@ typedef struct {
     fd_plan_shape_t shapes[FD_MAX_LAYER_KINDS];
     uint32_t n_kinds;
     fd_kv_dtype_t kv_dtype;
-    const fd_kv_ops_t *kv_ops;
+    const fd_kv_ops_t *kv_ops, *index_ops; /* index_ops: of index keys */
     const fd_vec_ops_t *vec_ops;
     fd_kvcache_t *kv;
     float softmax_scale;

@@ -18,6 +18,19 @@ static size_t most_rows(const fd_plan_shape_t *shape) {
     return larger((size_t)shape->q_block * shape->group, FD_PANEL_ROWS);
 }
 
+/* Allocates what a thread needs where layers select tokens. */
+static bool alloc_selection(const fd_work_t *w, fd_scratch_t *s) {
+    const uint32_t topk = w->g.index_topk, n = topk + FD_INDEX_PAGES * FD_PAGE_TOKENS;
+    const size_t chunk = fd_kv_chunk_bytes(w->kv_dtype, w->g.head_size, w->g.v_size, true);
+    if (!topk) return true;
+    s->gathered = aligned_alloc(FD_LINE, fd_pages_for(topk) * chunk);
+    s->scores = alloc_floats(n);
+    s->tokens = malloc(n * sizeof *s->tokens);
+    s->which = malloc(topk * sizeof *s->which);
+    s->weights = alloc_floats(w->g.index_heads);
+    return s->gathered && s->scores && s->tokens && s->which && s->weights;
+}
+
 static bool alloc_scratch(fd_work_t *w) {
     size_t block = 0, stat = 0, row = 0;
     for (uint32_t i = 0; i < w->n_kinds; i++) {
@@ -26,13 +39,14 @@ static bool alloc_scratch(fd_work_t *w) {
         stat = larger(stat, fd_padded_floats(most_rows(shape)));
         row = larger(row, fd_padded_floats(larger(shape->head_size, shape->v_size)));
     }
+    row = larger(row, fd_padded_floats(w->g.index_size));
     w->scratch = calloc(w->n_threads, sizeof *w->scratch);
     if (!w->scratch) return false;
     for (uint32_t t = 0; t < w->n_threads; t++) {
         fd_scratch_t *s = &w->scratch[t];
-        s->chunks = malloc(FD_UNIT_PAGES * sizeof *s->chunks);
+        s->chunks = malloc(larger(FD_UNIT_PAGES, w->g.index_topk) * sizeof *s->chunks);
         s->memory = alloc_floats(block + 2 * stat + 2 * row);
-        if (!s->chunks || !s->memory) return false;
+        if (!s->chunks || !s->memory || !alloc_selection(w, s)) return false;
         s->acc = s->memory;
         s->m = s->acc + block;
         s->l = s->m + stat;
@@ -47,7 +61,8 @@ static const float *copy_per_head(const fd_layer_t *layer, float *to, const floa
     return values ? memcpy(to, values, layer->heads.n_q_heads * sizeof *to) : NULL;
 }
 
-static fd_plan_shape_t shape_of(const fd_layer_t *layer, fd_kv_dtype_t dtype, fd_part_t part, uint32_t n_threads) {
+/* The shape of a layer of `w`, whose numbers beside the layers are known. */
+static fd_plan_shape_t shape_of(const fd_work_t *w, const fd_layer_t *layer) {
     const fd_heads_t *h = &layer->heads;
     const uint32_t group = h->n_q_heads / h->n_kv_heads, block = FD_PANEL_ROWS / group;
     return (fd_plan_shape_t){
@@ -56,13 +71,15 @@ static fd_plan_shape_t shape_of(const fd_layer_t *layer, fd_kv_dtype_t dtype, fd
         .head_size = h->head_size,
         .v_size = h->v_size,
         .v_in_k = h->v_in_k,
-        .q_block = block < 1 || fd_is_part(part) ? 1
-                   : block > MAX_Q_BLOCK         ? MAX_Q_BLOCK
-                                                 : block,
+        .q_block = block < 1 || fd_is_part(w->part) || layer->selection ? 1
+                   : block > MAX_Q_BLOCK                                ? MAX_Q_BLOCK
+                                                                        : block,
         .window = fd_layer_reach(layer),
-        .is_part = fd_is_part(part),
-        .max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1, /* a single thread needs no cuts */
-        .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size, h->v_in_k),
+        .topk = layer->selection ? w->g.index_topk : 0,
+        .index_elements = layer->selection == FD_SELECT_OWN ? w->g.index_heads * w->g.index_size : 0,
+        .is_part = fd_is_part(w->part),
+        .max_items = w->n_threads > 1 ? w->n_threads * ITEMS_PER_THREAD : 1, /* a single thread needs no cuts */
+        .chunk_bytes = fd_kv_chunk_bytes(w->kv_dtype, h->head_size, h->v_size, h->v_in_k),
     };
 }
 
@@ -70,7 +87,7 @@ static fd_plan_shape_t shape_of(const fd_layer_t *layer, fd_kv_dtype_t dtype, fd
 static uint32_t kind_of(fd_work_t *w, uint32_t i) {
     for (uint32_t j = 0; j < i; j++)
         if (fd_same_kind(&w->layers[j], &w->layers[i])) return w->kinds[j];
-    w->shapes[w->n_kinds] = shape_of(&w->layers[i], w->kv_dtype, w->part, w->n_threads);
+    w->shapes[w->n_kinds] = shape_of(w, &w->layers[i]);
     return w->n_kinds++;
 }
 
@@ -106,6 +123,7 @@ fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv,
     w->layout = fd_region_layout(g);
     w->kv_dtype = dtype;
     w->kv_ops = fd_kv_ops(dtype, isa);
+    w->index_ops = fd_kv_ops(fd_index_dtype(dtype), isa);
     w->vec_ops = fd_vec_ops(isa);
     w->kv = kv;
     w->softmax_scale = softmax_scale;
@@ -118,8 +136,14 @@ fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv,
 
 void fd_work_destroy(fd_work_t *w) {
     for (uint32_t t = 0; w->scratch && t < w->n_threads; t++) {
-        free(w->scratch[t].chunks);
-        free(w->scratch[t].memory);
+        fd_scratch_t *s = &w->scratch[t];
+        free(s->chunks);
+        free(s->memory);
+        free(s->gathered);
+        free(s->scores);
+        free(s->tokens);
+        free(s->which);
+        free(s->weights);
     }
     free(w->scratch);
     free(w->layers);

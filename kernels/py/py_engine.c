@@ -17,19 +17,19 @@ static bool get_planes(const fd_geometry_t *g, unsigned kv_dtype, layer_args_t *
     if (kv_dtype >= FD_KV_DTYPES) PyErr_Format(PyExc_ValueError, "unknown KV-cache dtype %u", kv_dtype);
     else if (get_layers(a, g, layers)) {
         if (fd_layers_check(g, layers, kv_dtype, &error) != FD_OK) engine_error(&error, PyExc_ValueError);
-        else *planes = fd_page_planes(layers, g->n_layers, kv_dtype);
+        else *planes = fd_page_planes(g, layers, kv_dtype);
     }
     return !PyErr_Occurred();
 }
 
-/* The planes for the arguments (geometry, kv_dtype, *, windows, segments, kv_layers, heads). */
+/* The planes for the arguments (geometry, kv_dtype, *, windows, segments, kv_layers, selections, heads). */
 static bool parse_planes(PyObject *args, PyObject *kwargs, fd_planes_t *planes) {
-    static char *names[] = {"geometry", "kv_dtype", "windows", "segments", "kv_layers", "heads", NULL};
+    static char *names[] = {"geometry", "kv_dtype", "windows", "segments", "kv_layers", "selections", "heads", NULL};
     fd_geometry_t g;
     unsigned kv_dtype;
     layer_args_t a = {0};
-    return PyArg_ParseTupleAndKeywords(args, kwargs, "O&I|$OOOO", names, fd_py_geometry, &g, &kv_dtype, &a.windows,
-                                       &a.segments, &a.kv_layers, &a.heads) &&
+    return PyArg_ParseTupleAndKeywords(args, kwargs, "O&I|$OOOOO", names, fd_py_geometry, &g, &kv_dtype, &a.windows,
+                                       &a.segments, &a.kv_layers, &a.selections, &a.heads) &&
            get_planes(&g, kv_dtype, &a, planes);
 }
 
@@ -113,17 +113,17 @@ static PyObject *engine_close(engine_object_t *self, PyObject *unused) {
 }
 
 static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"region",  "geometry", "kv_dtype",  "n_pages",  "max_seqs",  "softmax_scale",
-                            "windows", "carrier",  "max_pages", "segments", "kv_layers", "softcaps",
-                            "sinks",   "slopes",   "heads",     "part",     "hadamard",  NULL};
+    static char *names[] = {"region",  "geometry",  "kv_dtype", "n_pages",   "max_seqs",   "softmax_scale", "windows",
+                            "carrier", "max_pages", "segments", "kv_layers", "selections", "softcaps",      "sinks",
+                            "slopes",  "heads",     "part",     "hadamard",  NULL};
     PyObject *region, *carrier = Py_None;
     layer_args_t a = {0};
     fd_geometry_t g;
     fd_lease_t lease = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|OI$OOOOOO(II)I", names, &region, fd_py_geometry, &g,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|OI$OOOOOOO(II)I", names, &region, fd_py_geometry, &g,
                                      &lease.kv_dtype, &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &a.windows,
-                                     &carrier, &lease.max_pages, &a.segments, &a.kv_layers, &a.softcaps, &a.sinks,
-                                     &a.slopes, &a.heads, &lease.part.index, &lease.part.n, &a.hadamard))
+                                     &carrier, &lease.max_pages, &a.segments, &a.kv_layers, &a.selections, &a.softcaps,
+                                     &a.sinks, &a.slopes, &a.heads, &lease.part.index, &lease.part.n, &a.hadamard))
         return NULL;
     if (!self->engine) return closed_error("the R-engine");
     const fd_carrier_t *target = NULL;
@@ -149,16 +149,16 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
 }
 
 static PyObject *engine_pages_within(engine_object_t *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"geometry", "kv_dtype",  "bytes", "grows", "windows",
-                            "segments", "kv_layers", "heads", NULL};
+    static char *names[] = {"geometry", "kv_dtype",  "bytes",      "grows", "windows",
+                            "segments", "kv_layers", "selections", "heads", NULL};
     fd_geometry_t g;
     unsigned kv_dtype;
     unsigned long long bytes;
     int grows;
     layer_args_t a = {0};
     fd_planes_t planes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&IKp|$OOOO", names, fd_py_geometry, &g, &kv_dtype, &bytes, &grows,
-                                     &a.windows, &a.segments, &a.kv_layers, &a.heads) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&IKp|$OOOOO", names, fd_py_geometry, &g, &kv_dtype, &bytes, &grows,
+                                     &a.windows, &a.segments, &a.kv_layers, &a.selections, &a.heads) ||
         !get_planes(&g, kv_dtype, &a, &planes))
         return NULL;
     if (!self->engine) return closed_error("the R-engine");

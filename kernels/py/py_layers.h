@@ -31,7 +31,7 @@ static bool convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long 
 
 /* The keyword arguments of add_link that say what the layers' attention does. NULL or None: nothing. */
 typedef struct {
-    PyObject *windows, *segments, *kv_layers, *softcaps, *sinks, *slopes, *heads;
+    PyObject *windows, *segments, *kv_layers, *selections, *softcaps, *sinks, *slopes, *heads;
     uint32_t hadamard;
     Py_buffer sinks_view, slopes_view;
 } layer_args_t;
@@ -93,6 +93,7 @@ static bool get_layers(layer_args_t *a, const fd_geometry_t *g, fd_layer_t *laye
     if (!get_ints(a->windows, "windows", n, UINT32_MAX, &layers->window) ||
         !get_ints(a->segments, "segments", n, UINT32_MAX, &layers->segment) ||
         !get_ints(a->kv_layers, "kv_layers", n, n - 1, &layers->kv_layer) ||
+        !get_ints(a->selections, "selections", n, UINT32_MAX, &layers->selection) ||
         !get_fp32(a->sinks, "sinks", (size_t)n * g->n_q_heads, &a->sinks_view) ||
         !get_fp32(a->slopes, "slopes", g->n_q_heads, &a->slopes_view))
         return false;

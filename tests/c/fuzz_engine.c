@@ -20,7 +20,7 @@ static uint64_t inputs;
 /* ---- an engine and its well-behaved link: one sequence, one KV head, checked in double precision ---- */
 
 enum { HEAD = 8, GROUP = 2, MAX_TOKENS = 300 };
-static const fd_geometry_t good_geometry = {1, 4, 1, GROUP, 1, HEAD, FD_ACT_FP32, HEAD, 0};
+static const fd_geometry_t good_geometry = {1, 4, 1, GROUP, 1, HEAD, FD_ACT_FP32, HEAD, 0, 0, 0, 0};
 
 typedef struct {
     fd_engine_t *engine;
@@ -126,12 +126,14 @@ static fd_heads_t some_heads(input_t *in, bool v_in_k) {
 
 static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     static const fd_geometry_t geometries[] = {
-        {2, 40, 2, 4, 2, 16, FD_ACT_FP16, 16, 0},  {1, 200, 1, 1, 1, 8, FD_ACT_FP32, 8, 0},
-        {2, 70, 3, 96, 1, 24, FD_ACT_BF16, 16, 0}, {2, 1, 1, 6, 3, 256, FD_ACT_FP32, 512, 0},
-        {2, 70, 2, 20, 1, 48, FD_ACT_BF16, 40, 1},
+        {2, 40, 2, 4, 2, 16, FD_ACT_FP16, 16, 0, 0, 0, 0},  {1, 200, 1, 1, 1, 8, FD_ACT_FP32, 8, 0, 0, 0, 0},
+        {2, 70, 3, 96, 1, 24, FD_ACT_BF16, 16, 0, 0, 0, 0}, {2, 1, 1, 6, 3, 256, FD_ACT_FP32, 512, 0, 0, 0, 0},
+        {2, 70, 2, 20, 1, 48, FD_ACT_BF16, 40, 1, 0, 0, 0}, {2, 70, 3, 20, 1, 48, FD_ACT_FP16, 40, 1, 5, 16, 33},
+        {2, 70, 3, 3, 1, 24, FD_ACT_FP32, 24, 1, 70, 8, 1},
     };
+    enum { N_GEOMETRIES = sizeof geometries / sizeof *geometries };
     memset(h, 0, sizeof *h);
-    h->g = geometries[take(in, 1) % 5];
+    h->g = geometries[take(in, 1) % N_GEOMETRIES];
     h->y = fd_region_layout(&h->g);
     fd_layer_t layers[3];
     memset(layers, 0, sizeof layers);
@@ -146,6 +148,7 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
         layers[i].sinks = options & 8 ? NULL : per_head;
         layers[i].slopes = options & 48 ? NULL : per_head;
         layers[i].kv_layer = options & 64 ? i : (uint32_t)take(in, 1) % 4;
+        layers[i].selection = h->g.index_topk ? (uint32_t)take(in, 1) % 3 : options == 255 ? edgy(in, 2) : 0;
         layers[i].heads = options & 128 ? fd_geometry_heads(&h->g) : some_heads(in, h->g.v_in_k);
     }
     const uint32_t dtypes = h->g.v_in_k ? FD_KV_INT8_INT4 : FD_KV_DTYPES; /* which cannot store V in K */
@@ -154,7 +157,10 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, &error);
     if (!h->link) { /* one of the layers is not valid */
         for (uint32_t i = 0; i < 3; i++)
-            layers[i] = (fd_layer_t){.heads = fd_geometry_heads(&h->g), .window = layers[i].window, .kv_layer = i};
+            layers[i] = (fd_layer_t){.heads = fd_geometry_heads(&h->g),
+                                     .window = h->g.index_topk ? 0 : layers[i].window,
+                                     .kv_layer = i,
+                                     .selection = h->g.index_topk ? (i == 1 ? FD_SELECT_SHARED : FD_SELECT_OWN) : 0};
         h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, &error);
     }
     REQUIRE(h->link);

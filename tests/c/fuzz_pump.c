@@ -16,7 +16,7 @@
 #define PATIENCE_NS 20000000000u
 
 static fd_error_t error;
-static const fd_geometry_t geometry = {2, 6, 2, 4, 2, 8, FD_ACT_FP32, 16, 0};
+static const fd_geometry_t geometry = {2, 6, 2, 4, 2, 8, FD_ACT_FP32, 16, 0, 0, 0, 0};
 static fd_engine_t *engine;
 static uint64_t n_answered, n_refused, n_cut_off, n_replies, n_bad_replies;
 

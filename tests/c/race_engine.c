@@ -25,7 +25,8 @@
 enum { HEAD = 16, GROUP = 4, KV_HEADS = 2, MAX_ROWS = 512, SLOTS = 2, LAYERS = 2, PAGES = 64, S_NODES = 3 };
 enum { PER_SLOT = 4, OWN = 8, SEQUENCES = SLOTS * PER_SLOT + OWN }; /* OWN: sequences of the controlling thread */
 
-static const fd_geometry_t geometry = {SLOTS, MAX_ROWS, LAYERS, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, HEAD, 0};
+static const fd_geometry_t geometry = {SLOTS, MAX_ROWS, LAYERS, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, HEAD, 0,
+                                       0,     0,        0};
 static fd_engine_t *engine;
 static fd_stand_in_t stand_in;
 static time_t end;

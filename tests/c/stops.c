@@ -1,13 +1,15 @@
 /* Does random steps twice, on caches of their own: once item by item, and once in random order, with a stop after every
  * unit and another thread at every turn. The O rows of both must be the same, bit for bit, and equal attention in
  * double precision. Units are made small, so that short sequences have many. Some sequences begin as forks, so that
- * steps copy pages.
+ * steps copy pages. Of a layer that selects tokens only the bits are compared.
  *
  * Usage: stops STEPS. Prints the number of steps, whether a block has been merged of several units, whether pages have
  * been copied, and the number of stops. */
 #define UNIT_BYTES ((size_t)2048)
 #define UNIT_WORK (1ull << 30)
+#define FD_INDEX_PAGES 2u
 #include "engine/plan.c"
+#include "engine/selection.c"
 #include "engine/work.c"
 #include "engine/work_init.c"
 
@@ -15,7 +17,8 @@
 #include "scalar_only.h"
 
 enum { HEAD = 8, GROUP = 4, KV_HEADS = 2, SEQUENCES = 6, MAX_TOKENS = 1500, MAX_ROWS = 256, THREADS = 3, PAGES = 80 };
-static const fd_geometry_t geometry = {1, MAX_ROWS, 1, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, HEAD, 0};
+static const fd_geometry_t dense = {1, MAX_ROWS, 1, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, HEAD, 0, 0, 0, 0},
+                           sparse = {1, MAX_ROWS, 1, GROUP, 1, HEAD, FD_ACT_FP32, HEAD, 1, 3, 16, 100};
 static uint64_t state = 1, n_stops, n_merged, n_copied;
 static fd_error_t error;
 
@@ -32,11 +35,11 @@ typedef struct {
     uint8_t *slot;
 } side_t;
 
-static void open_side(side_t *side, uint32_t window, uint32_t threads) {
-    const fd_layer_t layer = {.heads = fd_geometry_heads(&geometry), .window = window};
-    const fd_stored_t stored = {layer.heads, window};
+static void open_side(side_t *side, const fd_geometry_t *g, uint32_t window, uint32_t threads) {
+    const fd_layer_t layer = {.heads = fd_geometry_heads(g), .window = window, .selection = g->index_topk > 0};
+    const fd_stored_t stored = {layer.heads, window, g->index_size};
     REQUIRE(fd_kvcache_init(&side->kv, &stored, 1, FD_KV_FP32, PAGES, PAGES, SEQUENCES, FD_HUGE_OFF, &error) == FD_OK);
-    REQUIRE(fd_work_init(&side->work, &geometry, &side->kv, FD_KV_FP32, FD_ISA_SCALAR, 0.3f, &layer, (fd_part_t){0, 1},
+    REQUIRE(fd_work_init(&side->work, g, &side->kv, FD_KV_FP32, FD_ISA_SCALAR, 0.3f, &layer, (fd_part_t){0, 1},
                          threads) == FD_OK);
     REQUIRE(fd_step_init(&side->step, MAX_ROWS, side->kv.planes.n_sections, side->work.shapes, 1, (fd_part_t){0, 1}) ==
             FD_OK);
@@ -155,8 +158,8 @@ static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t *floor
     }
     const fd_layout_t *y = &a->work.layout;
     float *q = (float *)(a->slot + y->q), *kv = (float *)(a->slot + y->kv);
-    for (uint32_t i = 0; i < attend_rows * GROUP * KV_HEADS * HEAD; i++) q[i] = (float)below(2001) / 1000 - 1;
-    for (uint32_t i = 0; i < rows * 2 * KV_HEADS * HEAD; i++) kv[i] = (float)below(2001) / 1000 - 1;
+    for (size_t i = 0; i < attend_rows * y->q_row_bytes / sizeof *q; i++) q[i] = (float)below(2001) / 1000 - 1;
+    for (size_t i = 0; i < rows * y->kv_row_bytes / sizeof *kv; i++) kv[i] = (float)below(2001) / 1000 - 1;
     memcpy(b->slot, a->slot, y->slot_bytes);
     plan(a, table, n, rows, attend_rows);
     plan(b, table, n, rows, attend_rows);
@@ -166,8 +169,8 @@ static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t *floor
     if (absent != FD_NO_PAGE) lengths[absent] = floors[absent] = 0;
     REQUIRE(do_in_one_go(a) == do_with_stops(b));
     const float *oa = (float *)(a->slot + y->o), *ob = (float *)(b->slot + y->o);
-    REQUIRE(!memcmp(oa, ob, attend_rows * GROUP * KV_HEADS * HEAD * sizeof *oa));
-    for (uint32_t i = 0, row = 0; i < n; i++)
+    REQUIRE(!memcmp(oa, ob, attend_rows * y->o_row_bytes));
+    for (uint32_t i = 0, row = 0; i < n && !a->work.g.index_topk; i++)
         for (uint32_t j = 0; j < table[i].n_rows; j++, row++) {
             const uint32_t pos = table[i].pos + j, seq = table[i].seq_index;
             for (uint32_t k = 0; k < 2; k++)
@@ -183,11 +186,12 @@ int main(int argc, char **argv) {
     const uint32_t steps = argc > 1 ? (uint32_t)atoi(argv[1]) : 100;
     static const uint32_t windows[] = {0, 0, 300}, threads[] = {1, 2, THREADS};
     for (uint32_t done = 0; done < steps;) {
-        const uint32_t window = windows[below(3)], n_threads = threads[below(3)];
+        const fd_geometry_t *g = below(2) ? &dense : &sparse;
+        const uint32_t window = g == &dense ? windows[below(3)] : 0, n_threads = threads[below(3)];
         static side_t a, b;
         uint32_t lengths[SEQUENCES] = {0}, floors[SEQUENCES] = {0};
-        open_side(&a, window, n_threads);
-        open_side(&b, window, THREADS);
+        open_side(&a, g, window, n_threads);
+        open_side(&b, g, window, THREADS);
         b.work.shapes[0].max_items = a.work.shapes[0].max_items; /* so that both are cut alike */
         for (uint32_t i = 0; i < 40 && done < steps; i++, done++) random_step(&a, &b, lengths, floors, window);
         close_side(&a);

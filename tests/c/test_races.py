@@ -14,7 +14,7 @@ from sources.folders import ENGINE, INCLUDES, ROOT
 #: Only the scalar kernels: the vector kernels share the code that threads run, and take long to compile.
 SOURCES = [
     ROOT / "tests/c/race_engine.c",
-    *(path for path in ENGINE if path.parent.name != "attention" or path.stem == "attention_scalar"),
+    *(path for path in ENGINE if path.parent.name != "attention" or path.stem in ("attention_scalar", "select")),
 ]
 SECONDS = int(os.environ.get("FASTDECODE_FUZZ_S", "5"))
 

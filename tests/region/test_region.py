@@ -32,11 +32,13 @@ from fastdecode.region.region import Region
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("v_in_k", [False, True])
+@pytest.mark.parametrize("heads", [(4, 24, 16, False), (4, 24, 16, True), (1, 24, 16, True, 5, 40, 100)])
 @pytest.mark.parametrize("act_dtype", ACT_DTYPES)
-def test_the_layout_is_the_one_that_region_h_describes(act_dtype, v_in_k):
-    layout = region_layout(Geometry(3, 100, 5, 12, 4, 24, act_dtype, 16, v_in_k))
-    peer = rengine_peer.Peer(rengine_peer.Geometry(3, 100, 5, 12, 4, 24, ACT_DTYPES.index(act_dtype), 16, v_in_k))
+def test_the_layout_is_the_one_that_region_h_describes(act_dtype, heads):
+    n_kv_heads, head_size, *others = heads
+    layout = region_layout(Geometry(3, 100, 5, 12, n_kv_heads, head_size, act_dtype, *others))
+    act = ACT_DTYPES.index(act_dtype)
+    peer = rengine_peer.Peer(rengine_peer.Geometry(3, 100, 5, 12, n_kv_heads, head_size, act, *others))
     assert (layout.q_row_bytes, layout.kv_row_bytes, layout.o_row_bytes) == (peer.q_row, peer.kv_row, peer.o_row)
     assert (layout.q, layout.kv, layout.o) == (peer.q_at, peer.kv_at, peer.o_at)
     assert (layout.slot(2), layout.slot_bytes, layout.region_bytes) == (peer.at(2), peer.slot_bytes, peer.bytes)
@@ -78,8 +80,10 @@ def test_a_geometry_out_of_bounds(change, says):
         region_layout(Geometry(**(fields | change)))
 
 
-@pytest.mark.parametrize("geometry", [(1, 1, 1, 1, 1, 8, 0, 8), "123456789", (1, 1, 1, 1, 1, 8, 0, 8, None), 7])
-def test_c_takes_no_geometry_but_nine_integers(geometry):
+@pytest.mark.parametrize(
+    "geometry", [(1, 1, 1, 1, 1, 8, 0, 8, 0), "123456789abc", (1, 1, 1, 1, 1, 8, 0, 8, 0, 0, 0, None), 7]
+)
+def test_c_takes_no_geometry_but_twelve_integers(geometry):
     with pytest.raises(TypeError):
         _native.region_layout(geometry)
 

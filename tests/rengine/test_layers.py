@@ -8,7 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from attention import kernel_calls
-from attention.rengine_peer import BF16, FP16, FP32, KV_FP16, KV_FP32, KV_INT8, KV_INT8_INT4, Geometry, Link
+from attention.rengine_peer import (
+    BF16,
+    FP16,
+    FP32,
+    KV_FP16,
+    KV_FP32,
+    KV_INT8,
+    KV_INT8_INT4,
+    SELECT_OWN,
+    SELECT_SHARED,
+    Geometry,
+    Link,
+)
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES
@@ -119,6 +131,72 @@ def test_latent_attention_of_many_query_heads(engine_of, act_dtype: int) -> None
     links.append(link := Link(engine, g, KV_FP16, 40))
     link.fill(0, 900)
     link.step(0, [(0, 1, True), (1, 33, True), (2, 3, True), (3, 100, False)])
+
+
+SPARSE = replace(V_IN_K, n_layers=4, index_heads=6, index_size=24, index_topk=200)
+OWN_AND_SHARED = {"selections": [SELECT_OWN, SELECT_SHARED, 0, SELECT_OWN]}
+
+
+@pytest.mark.parametrize("kv_dtype", [KV_DTYPES.index(name) for name in KV_DTYPES if name != "int8-int4"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_selected_tokens_equal_float64(engine_of, isa: str, kv_dtype: int) -> None:
+    engine, links = engine_of(3, isa)
+    links.append(link := Link(engine, SPARSE, kv_dtype, 96, 40, options=OWN_AND_SHARED))
+    run(link)
+    assert link.n_certain > 20 * link.n_doubtful
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("changes", [{"act_dtype": FP16}, {"index_topk": 1}, {"index_topk": 1000}, {"index_heads": 70}])
+def test_selections_of_other_sizes(engine_of, changes: dict, threads: int) -> None:
+    engine, links = engine_of(threads)
+    options = OWN_AND_SHARED | {"softcaps": [2.0, 0, 0, 0], "heads": [(20, 1, 72, 40)] * 3 + [(8, 1, 40, 16)]}
+    links.append(link := Link(engine, replace(SPARSE, **changes), KV_FP32, 96, 40, options=options))
+    run(link)
+    assert link.n_certain > 20 * link.n_doubtful
+
+
+def test_a_selection_over_several_units_of_pages(engine_of) -> None:
+    """More pages than are scored at once (FD_INDEX_PAGES)."""
+    engine, links = engine_of(2)
+    g = replace(SPARSE, max_rows=2048, n_layers=2, index_topk=300)
+    links.append(link := Link(engine, g, KV_FP32, 200, options={"selections": [SELECT_OWN, SELECT_SHARED]}))
+    link.fill(0, 3 * 64 * 128 // 2 + 5)
+    link.step(0, [(0, 2, True)])
+    assert link.n_doubtful == 0
+
+
+def test_index_keys_take_a_chunk_of_each_page() -> None:
+    for kv_dtype, index_dtype in (("fp32", "fp32"), ("fp16", "fp16"), ("int8", "int8"), ("int4", "int8")):
+        chunks = 4 * kernel_calls.chunk_bytes(kv_dtype, 72, 40, v_in_k=True)
+        keys = 2 * kernel_calls.chunk_bytes(index_dtype, 24, 24, v_in_k=True)
+        page = _native.page_bytes(SPARSE.tuple(), KV_DTYPES.index(kv_dtype), selections=OWN_AND_SHARED["selections"])
+        assert chunks + keys <= page <= 1.4 * (chunks + keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({}, {"selections": [2, 1, 0, 0]}, "layer 0: a layer shares the tokens of an indexer, but no layer before"),
+        ({}, {"selections": [1, 3, 0, 0]}, "layer 1: unknown selection of tokens"),
+        ({}, {"selections": [1, 2]}, "selections: 2 given, 4 needed"),
+        ({}, {"selections": [1, 1, 0, 0], "kv_layers": [0, 0, 2, 3]}, "layer 1: a layer has an indexer, but no K"),
+        ({}, {"selections": [1, 0, 0, 0], "segments": [9, 0, 0, 0]}, "layer 0: a layer that selects tokens has a win"),
+        ({}, {"selections": [1, 0, 0, 0], "slopes": np.ones(20, np.float32)}, "a layer that selects tokens has a win"),
+        ({}, {"selections": [1, 0, 0, 0], "heads": [(8, 2, 24, 16)] + [(20, 1, 72, 40)] * 3}, "several KV heads"),
+        ({}, {"selections": [1, 0, 0, 0], "part": (0, 2)}, "and parts of the tokens cannot"),
+        ({"index_heads": 0, "index_size": 0, "index_topk": 0}, OWN_AND_SHARED, "the geometry has no indexer"),
+        ({"index_heads": 0}, {}, "number of index heads is not within 1"),
+        ({"index_size": 12}, {}, "head size is not a multiple of 8"),
+        ({"index_topk": 4097}, {}, "number of tokens that an indexer selects is not within 1"),
+        ({"max_rows": 65536, "index_topk": 2048}, {}, "the rows of a call select more than"),
+        ({"v_in_k": 0}, {}, "only latent attention, with one KV head, can have an indexer"),
+    ],
+)
+def test_selections_that_no_layer_can_have(engine_of, changes: dict, options: dict, reason: str) -> None:
+    engine, _ = engine_of(1)
+    with pytest.raises(ValueError, match=reason):
+        Link(engine, replace(SPARSE, **changes), KV_FP32, 8, options=options)
 
 
 def test_v_in_k_is_not_stored_twice() -> None:

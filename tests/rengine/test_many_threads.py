@@ -38,11 +38,12 @@ def test_more_threads_than_the_work_needs(threads: int, tokens: int) -> None:
 
 def test_work_that_is_stopped_after_every_unit_gives_the_same_bits(tmp_path: Path) -> None:
     program = tmp_path / "stops"
-    kernels = [ROOT / "kernels/attention/attention_scalar.c", *sorted((ROOT / "kernels/cache").glob("*.c"))]
+    kernels = [ROOT / f"kernels/attention/{name}.c" for name in ("attention_scalar", "select")]
+    kernels += sorted((ROOT / "kernels/cache").glob("*.c"))
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     command = ["gcc", "-std=gnu11", "-O2", *sanitizers, *INCLUDES, ROOT / "tests/c/stops.c", *kernels, "-lm"]
     subprocess.run([*command, "-o", program], check=True)
-    run = subprocess.run([program, "120"], capture_output=True, text=True, timeout=100)
+    run = subprocess.run([program, "240"], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
     steps, merged, copied, stops = (int(part.split()[0]) for part in run.stdout.split(","))
-    assert (steps, merged, copied) == (120, 1, 1) and stops > 1000
+    assert (steps, merged, copied) == (240, 1, 1) and stops > 1000

@@ -304,11 +304,14 @@ def test_leases_share_one_budget(engines, links):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"geometry": (0, 1, 1, 1, 1, 8, 0, 8, 0)}, "number of slots"),
-        ({"geometry": (1, 1, 1, 3, 2, 8, 0, 8, 0)}, "not a multiple of KV heads"),
-        ({"geometry": (1, 1, 1, 1, 1, 12, 0, 12, 0)}, "head size"),
-        ({"geometry": (1, MAX_ROWS + 1, 1, 1, 1, 8, 0, 8, 0)}, "rows per call"),
-        ({"geometry": (MAX_SLOTS, MAX_ROWS, 2, MAX_HEADS, MAX_HEADS, MAX_HEAD_SIZE, 0, 8, 0)}, "the region has"),
+        ({"geometry": (0, 1, 1, 1, 1, 8, 0, 8, 0, 0, 0, 0)}, "number of slots"),
+        ({"geometry": (1, 1, 1, 3, 2, 8, 0, 8, 0, 0, 0, 0)}, "not a multiple of KV heads"),
+        ({"geometry": (1, 1, 1, 1, 1, 12, 0, 12, 0, 0, 0, 0)}, "head size"),
+        ({"geometry": (1, MAX_ROWS + 1, 1, 1, 1, 8, 0, 8, 0, 0, 0, 0)}, "rows per call"),
+        (
+            {"geometry": (MAX_SLOTS, MAX_ROWS, 2, MAX_HEADS, MAX_HEADS, MAX_HEAD_SIZE, 0, 8, 0, 0, 0, 0)},
+            "the region has",
+        ),
         ({"kv_dtype": len(KV_DTYPES)}, f"unknown KV-cache dtype {len(KV_DTYPES)}"),
         ({"n_pages": 0}, "0 pages are not within"),
         ({"max_seqs": MAX_SEQS + 1}, f"{MAX_SEQS + 1} sequences are not within 1..{MAX_SEQS}"),

@@ -216,7 +216,7 @@ def test_a_sequence_moves_with_all_sections_and_not_once_it_has_given_back_pages
             if sent < 3 * block:
                 sent += source.lease.send_pages(here.fileno(), 0, tag, 0, 3, sent)
             received += target.lease.receive_pages(there.fileno(), 5, 9, 0, 3, received)
-        target.shadows[5] = Shadow(9, [*source.shadows[0].k], [*source.shadows[0].v])
+        target.shadows[5] = Shadow(9, *source.shadows[0].cut(300))
         target.step(0, [(5, 40, True)])
         source.step(0, [(0, 100, True)])
         source.slide(0)

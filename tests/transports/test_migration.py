@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import pytest
+from attention.rengine_peer import SELECT_OWN, SELECT_SHARED
 from nodes.rnode_process import KV_BYTES, LISTEN_URLS, RNodeProcess
 from quick import quick
 from wire.link_driver import HANG_S, SMALL, Driver, hello, in_thread, until
@@ -28,6 +30,7 @@ SLOPES = (np.float32(2) ** -np.arange(1, 7, dtype=np.float32)).astype("<f4").tob
 #: Layers with heads of their own share planes.
 DIFFERENT = Geometry(2, 64, 3, n_q_heads=6, n_kv_heads=2, head_size=64, v_size=128, act_dtype="fp32")
 LATENT = Geometry(2, 64, 2, n_q_heads=20, n_kv_heads=1, head_size=40, v_size=32, act_dtype="fp32", v_in_k=True)
+SPARSE = dataclasses.replace(LATENT, index_heads=4, index_size=16, index_topk=60)
 
 
 def token() -> str:
@@ -63,7 +66,7 @@ async def move(source: Driver, target: Driver, seq: int, to: int, *, rounds=(), 
         sent = pages
     n_pages = -(-length // PAGE_TOKENS)
     await source.link.migrate(handle, range(sent, n_pages), length, url or target.link.url, admitted)
-    target.shadows[to] = type(shadow)(tag, [k.copy() for k in shadow.k], [v.copy() for v in shadow.v])
+    target.shadows[to] = type(shadow)(tag, *shadow.cut(length))
 
 
 @contextlib.asynccontextmanager
@@ -99,11 +102,13 @@ async def test_a_moved_sequence_goes_on_as_if_it_had_not_moved(tmp_path, kv_dtyp
 
 @pytest.mark.parametrize("kv_dtype", quick(KV_DTYPES, "int8"))
 async def test_a_sequence_goes_to_another_link_of_its_r_node_without_a_connection(kv_dtype):
-    """At an address where nobody listens. Windows, and layers of different sizes, are copied, too."""
+    """At an address where nobody listens. Windows, layers of different sizes and index keys are copied, too."""
     layers = LayerOptions(heads=((6, 2, 64, 64), (6, 3, 24, 40), (4, 4, 48, 8)), kv_layers=(0, 1, 2), slopes=SLOPES)
+    selecting = LayerOptions(selections=(SELECT_OWN, SELECT_SHARED))
     for wanted in (
         hello(kv_dtype=kv_dtype, kv_bytes=4 << 20),
         hello(DIFFERENT, kv_dtype, windows=(0, 40, 0), kv_bytes=16 << 20, layers=layers),
+        *([hello(SPARSE, kv_dtype, kv_bytes=4 << 20, layers=selecting)] if kv_dtype != "int8-int4" else []),
     ):
         async with r_nodes("tcp://127.0.0.1:0") as [url], two_links(url, url, wanted) as (source, target):
             for length in (1, PAGE_TOKENS, 2 * PAGE_TOKENS + 50):

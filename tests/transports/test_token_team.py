@@ -138,6 +138,7 @@ async def test_trim_fork_cut_and_free(team_of):
         ({"windows": (0, 70)}, "sliding window"),
         ({"layers": LayerOptions(segments=(0, 128))}, "chunked attention"),
         ({"layers": LayerOptions(slopes=np.ones(4, "<f4").tobytes())}, "ALiBi"),
+        ({"layers": LayerOptions(selections=(1, 2))}, "trained sparse attention"),
     ],
 )
 def test_models_that_cannot_share_tokens_are_refused(changes, reason):

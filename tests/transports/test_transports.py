@@ -12,12 +12,13 @@ import sys
 
 import numpy as np
 import pytest
+from attention.rengine_peer import SELECT_OWN, SELECT_SHARED
 from nodes.rnode_process import KV_BYTES, Held, start_executor_threads
 from wire import vanished_host
 from wire.link_driver import CALLS, FEWER, HANG_S, LARGE, NOTICED_S, SMALL, Driver, Payloads, hello, in_thread, until
 
 from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Status
-from fastdecode.region.geometry import region_layout
+from fastdecode.region.geometry import Geometry, region_layout
 from fastdecode.transports import link as link_module
 from fastdecode.transports.base import CallRefused, LayerOptions, Link, LinkDown, LinkRefused
 from fastdecode.transports.registry import connect
@@ -68,6 +69,25 @@ async def test_what_layers_do_besides_is_agreed_at_hello(shared_node):
 
     await in_thread(steps)
     assert link.lease.page_bytes == SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS  # of one layer
+    await link.close()
+
+
+@pytest.mark.parametrize("act_dtype", ["fp32", "bf16"])
+async def test_layers_that_select_tokens(shared_node, act_dtype):
+    geometry = Geometry(
+        2, 64, 3, 20, 1, 40, act_dtype, v_size=32, v_in_k=True, index_heads=4, index_size=16, index_topk=60
+    )
+    wanted = hello(geometry, layers=LayerOptions(selections=(SELECT_OWN, SELECT_SHARED, SELECT_OWN)))
+    link = await connect(shared_node.url, wanted, None)
+    driver = Driver(link, wanted)
+
+    def steps():
+        driver.fill(0, 300)
+        driver.step(0, [(0, 1, True), (1, 20, False)])
+        driver.step(1, [(1, 50, True), (0, 1, True), (2, 7, False)])
+
+    await in_thread(steps)
+    assert driver.n_certain > 20 * driver.n_doubtful
     await link.close()
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from fastdecode.region._native import init_region_header
 from fastdecode.region.contract import (
     ACT_DTYPES,
+    HEAD_SIZE_UNIT,
     KV_DTYPES,
     POISON,
     REGION_PAGE,
@@ -32,6 +33,9 @@ from fastdecode.region.contract import (
 FP32, FP16, BF16 = ACT_DTYPES.index("fp32"), ACT_DTYPES.index("fp16"), ACT_DTYPES.index("bf16")
 KV_FP32, KV_FP16, KV_BF16 = KV_DTYPES.index("fp32"), KV_DTYPES.index("fp16"), KV_DTYPES.index("bf16")
 KV_INT8, KV_INT4, KV_INT8_INT4 = KV_DTYPES.index("int8"), KV_DTYPES.index("int4"), KV_DTYPES.index("int8-int4")
+
+#: LayerOptions.selections
+SELECT_OWN, SELECT_SHARED = 1, 2
 
 _ARM = struct.Struct("<QIII11I")
 _ROW = struct.Struct("<6I")
@@ -53,6 +57,9 @@ class Geometry:
     act_dtype: int = FP32
     v_size: int = 0  # 0: head_size
     v_in_k: int = 0  # 1: V is the first elements of K
+    index_heads: int = 0  # of an indexer, whose heads have `index_size` elements and which selects `index_topk` tokens
+    index_size: int = 0
+    index_topk: int = 0
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
@@ -70,6 +77,9 @@ class Geometry:
             self.act_dtype,
             self.heads[3],
             self.v_in_k,
+            self.index_heads,
+            self.index_size,
+            self.index_topk,
         )
 
 
@@ -114,8 +124,9 @@ class Peer:
         self.g = g
         elem = 4 if g.act_dtype == FP32 else 2
         n_q, n_kv, k_size, v_size = g.heads
-        self.q_row, self.o_row = n_q * k_size * elem, n_q * v_size * elem
-        self.kv_row = n_kv * (k_size if g.v_in_k else k_size + v_size) * elem
+        index_q = g.index_heads * g.index_size + -(-g.index_heads // HEAD_SIZE_UNIT) * HEAD_SIZE_UNIT
+        self.q_row, self.o_row = (n_q * k_size + index_q) * elem, n_q * v_size * elem
+        self.kv_row = (n_kv * (k_size if g.v_in_k else k_size + v_size) + g.index_size) * elem
         self.q_at = _pages(_HEAD + g.max_rows * 24)
         self.kv_at = _pages(self.q_at + g.max_rows * self.q_row)
         self.o_at = _pages(self.kv_at + g.max_rows * self.kv_row)
@@ -236,10 +247,11 @@ def attention(
     softcap: float = 0.0,
     sinks: np.ndarray | None = None,
     slopes: np.ndarray | None = None,
+    selected: np.ndarray | None = None,
 ) -> np.ndarray:
     """float64 causal attention of q [n, n_q_heads, d] at positions pos.. to k, v [tokens, n_kv_heads, d].
 
-    `sinks` and `slopes` are [n_q_heads].
+    `sinks` and `slopes` are [n_q_heads]. `selected`, bool [n, tokens]: the only tokens that a row sees.
     """
     n, heads, _ = q.shape
     k, v = (np.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
@@ -248,6 +260,8 @@ def attention(
     seen = (t <= p) & ((window == 0) | (t > p - window))
     if segment:
         seen &= t // segment == p // segment
+    if selected is not None:
+        seen &= selected
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
     if slopes is not None:
@@ -264,7 +278,7 @@ def attention(
 # Largest error of an O element for normally distributed K and V; the cache formats' own error, then the activations'.
 # V in 4 bits is transformed before it is rounded, so an element's error is a sum of many, nearly normal: 0.4 is over 4
 # deviations of 0.09.
-KV_ERROR = {KV_FP32: 2e-5, KV_FP16: 2e-3, KV_BF16: 2e-2, KV_INT8: 4e-2, KV_INT4: 5e-1, KV_INT8_INT4: 4e-1}
+KV_ERROR = {KV_FP32: 2e-5, KV_FP16: 2e-3, KV_BF16: 2e-2, KV_INT8: 5e-2, KV_INT4: 5e-1, KV_INT8_INT4: 4e-1}
 ACT_ERROR = {FP32: 0.0, FP16: 2e-3, BF16: 1.6e-2}
 
 
@@ -273,16 +287,23 @@ class Shadow:
     tag: int
     k: list[np.ndarray]  # per layer [tokens, KV heads, size of a K head] float64
     v: list[np.ndarray]  # [tokens, KV heads, size of a V head]
+    index: list[np.ndarray]  # [tokens, index_size] index keys
 
     @property
     def length(self) -> int:
         return len(self.k[0])
+
+    def cut(self, length: int) -> tuple[list[np.ndarray], ...]:
+        """K, V and index keys of the first `length` tokens."""
+        return tuple([rows[:length] for rows in layers] for layers in (self.k, self.v, self.index))
 
 
 class Link(Peer):
     """A link to an engine in this process, whose every O row is compared with a float64 shadow of the cache."""
 
     options: Mapping[str, Any] = MappingProxyType({})
+    #: Rows whose O was compared, and rows of which rounding decides which tokens they select.
+    n_certain = n_doubtful = 0
 
     def __init__(
         self,
@@ -318,6 +339,14 @@ class Link(Peer):
     def kv_layers(self) -> Sequence[int]:
         return self.options.get("kv_layers", range(self.g.n_layers))
 
+    @property
+    def selections(self) -> Sequence[int]:
+        return self.options.get("selections", [0] * self.g.n_layers)
+
+    def index_heads(self, layer: int) -> int:
+        """Heads of the layer's own indexer."""
+        return self.g.index_heads if self.selections[layer] == SELECT_OWN else 0
+
     def layer_options(self, layer: int) -> dict[str, Any]:
         """The keyword arguments of `attention` for a layer."""
         options = {"segment": "segments", "softcap": "softcaps", "sinks": "sinks"}
@@ -337,7 +366,8 @@ class Link(Peer):
             if seq_index not in self.shadows:
                 heads = [self.heads(layer) for layer in range(self.g.n_layers)]
                 k, v = ([np.zeros((0, h[1], h[i])) for h in heads] for i in (2, 3))
-                self.shadows[seq_index] = Shadow(self.next_tag, k, v)
+                index = [np.zeros((0, self.g.index_size))] * self.g.n_layers
+                self.shadows[seq_index] = Shadow(self.next_tag, k, v, index)
                 self.next_tag += 1
             s = self.shadows[seq_index]
             flags = (ROW_ATTEND if attend else 0) | (ROW_CUT if seq_index in self._cut else 0)
@@ -384,12 +414,12 @@ class Link(Peer):
 
     def _shorten(self, seq_index: int, length: int) -> None:
         s = self.shadows[seq_index]
-        s.k, s.v = [k[:length] for k in s.k], [v[:length] for v in s.v]
+        s.k, s.v, s.index = s.cut(length)
 
     def fork(self, src: int, dst: int, length: int) -> None:
         s = self.shadows[src]
         self.lease.fork(src, s.tag, dst, self.next_tag, length)
-        self.shadows[dst] = Shadow(self.next_tag, [k[:length] for k in s.k], [v[:length] for v in s.v])
+        self.shadows[dst] = Shadow(self.next_tag, *s.cut(length))
         self.next_tag += 1
 
 
@@ -401,20 +431,52 @@ class Step:
         self.n_rows = sum(n for _, n, _ in plan)
         self.n_attend = sum(n for _, n, attend in plan if attend)
         self.first = True
+        #: The tokens that the rows of a sequence have selected last, and which rows are sure to have selected these:
+        #: the scores at the border do not differ by rounding alone.
+        self.selected: dict[int, np.ndarray] = {}
+        self.certain = np.ones(self.n_rows, bool)
 
     def write(self, layer: int) -> None:
         """Write new rows into the slot."""
         link, act_dtype = self.link, self.link.g.act_dtype
         n_q, n_kv, k_size, v_size = link.heads(layer)
-        sizes = n_kv * k_size, 0 if link.g.v_in_k else n_kv * v_size, n_q * k_size
-        data = encode(link.rng.standard_normal((self.n_rows, sum(sizes))), act_dtype)
-        rows = decode(data, act_dtype).reshape(self.n_rows, -1)
-        k, v, q = np.split(rows, np.cumsum(sizes)[:2], axis=1)
-        q = q[: self.n_attend]
-        link.put_rows(self.slot, q, rows[:, : sum(sizes[:2])])
+        g, n_index = link.g, link.index_heads(layer)
+        sizes = {
+            "k": n_kv * k_size,
+            "v": 0 if g.v_in_k else n_kv * v_size,
+            "index key": g.index_size if n_index else 0,
+            "q": n_q * k_size,
+            "index q": n_index * g.index_size,
+            "index weights": n_index,
+        }
+        ends = np.cumsum(list(sizes.values()))
+        values = link.rng.standard_normal((self.n_rows, ends[-1]))
+        if n_index and link.kv_dtype != KV_FP32:
+            values[:, ends[1] : ends[2]] = link.rng.integers(1, 256, (self.n_rows, 1))
+        rows = decode(encode(values, act_dtype), act_dtype).reshape(self.n_rows, -1)
+        k, v, self.index_key, q, index_q, self.index_weights = np.split(rows, ends[:-1], axis=1)
+        link.put_rows(self.slot, rows[: self.n_attend, ends[2] :], rows[:, : ends[2]])
         self.k = k.reshape(self.n_rows, n_kv, k_size)
-        self.v = self.k[:, :, :v_size] if link.g.v_in_k else v.reshape(self.n_rows, n_kv, v_size)
-        self.q = q.reshape(self.n_attend, n_q, k_size)
+        self.v = self.k[:, :, :v_size] if g.v_in_k else v.reshape(self.n_rows, n_kv, v_size)
+        self.q = q[: self.n_attend].reshape(self.n_attend, n_q, k_size)
+        self.index_q = index_q.reshape(self.n_rows, n_index, g.index_size)
+
+    def select(self, layer: int, rows: slice, pos: int, keys: np.ndarray) -> np.ndarray:
+        """The tokens that each of the rows selects, bool [rows, tokens], and notes for which rows this is certain."""
+        g, selected = self.link.g, []
+        for row in range(rows.start, rows.stop):
+            seen = pos + row - rows.start + 1
+            chosen = np.arange(len(keys)) < seen
+            if seen > g.index_topk:
+                products = np.maximum(self.index_q[row] @ keys[:seen].T, 0)
+                scores, reach = self.index_weights[row] @ products, np.abs(self.index_weights[row]) @ products
+                scores = np.round(scores, 9)  # equal keys have equal scores, in whatever order numpy adds
+                order = np.argsort(-scores, kind="stable")
+                gap = scores[order[g.index_topk - 1]] - scores[order[g.index_topk]]
+                self.certain[row] = gap == 0 or gap > reach.max() * (1e-5 if self.link.kv_dtype == KV_FP32 else 2e-4)
+                chosen[order[g.index_topk :]] = False
+            selected.append(chosen)
+        return np.array(selected)
 
     def post(self, layer: int) -> int:
         self.write(layer)
@@ -433,14 +495,24 @@ class Step:
         for (seq_index, n, attend), entry in zip(self.plan, self.table, strict=True):
             s = link.shadows[seq_index]
             store = link.kv_layers[layer]
+            rows = slice(row, row + n)
             if store == layer:
                 assert len(s.k[layer]) == entry[2]
-                s.k[layer] = np.concatenate([s.k[layer], self.k[row : row + n]])
-                s.v[layer] = np.concatenate([s.v[layer], self.v[row : row + n]])
+                s.k[layer] = np.concatenate([s.k[layer], self.k[rows]])
+                s.v[layer] = np.concatenate([s.v[layer], self.v[rows]])
+            if link.index_heads(layer):
+                s.index[layer] = np.concatenate([s.index[layer], self.index_key[rows]])
             if attend:
-                q, options = self.q[row : row + n], link.layer_options(layer)
-                want = attention(q, s.k[store], s.v[store], entry[2], link.windows[layer], link.scale, **options)
-                np.testing.assert_allclose(o[row : row + n], want, rtol=0, atol=limit)
+                options = link.layer_options(layer)
+                if link.index_heads(layer):
+                    self.selected[seq_index] = self.select(layer, rows, entry[2], s.index[layer])
+                if link.selections[layer]:
+                    options["selected"] = self.selected[seq_index]
+                args = s.k[store], s.v[store], entry[2], link.windows[layer], link.scale
+                want, certain = attention(self.q[rows], *args, **options), self.certain[rows]
+                np.testing.assert_allclose(o[rows][certain], want[certain], rtol=0, atol=limit)
+                link.n_certain += certain.sum()
+                link.n_doubtful += (~certain).sum()
             row += n
         return reply
 

@@ -79,6 +79,9 @@ class Driver(peer.Link):
             ACT_DTYPES.index(g.act_dtype),
             g.v_size,
             int(g.v_in_k),
+            g.index_heads,
+            g.index_size,
+            g.index_topk,
         )
         layout = link.layout
         self.q_row, self.kv_row, self.o_row = layout.q_row_bytes, layout.kv_row_bytes, layout.o_row_bytes
@@ -86,9 +89,8 @@ class Driver(peer.Link):
         self.map = link.region
         self.kv_dtype, self.scale, self.windows = KV_DTYPES.index(wanted.kv_dtype), wanted.softmax_scale, wanted.windows
         layers = wanted.layers
-        self.options = {
-            n: getattr(layers, n) for n in ("segments", "kv_layers", "softcaps", "heads") if getattr(layers, n)
-        }
+        names = ("segments", "kv_layers", "selections", "softcaps", "heads")
+        self.options = {n: getattr(layers, n) for n in names if getattr(layers, n)}
         for name in ("sinks", "slopes"):
             if values := getattr(layers, name):
                 numbers = np.frombuffer(values, "<f4")
@@ -129,12 +131,12 @@ class Driver(peer.Link):
     async def trim_seq(self, seq_index: int, length: int) -> None:
         s = self.shadows[seq_index]
         await self.link.trim(seq_index, s.tag, length)
-        s.k, s.v = [k[:length] for k in s.k], [v[:length] for v in s.v]
+        s.k, s.v, s.index = s.cut(length)
 
     async def fork_seq(self, src: int, dst: int, length: int) -> None:
         s = self.shadows[src]
         await self.link.fork((src, s.tag), (dst, self.next_tag), length)
-        self.shadows[dst] = peer.Shadow(self.next_tag, [k[:length] for k in s.k], [v[:length] for v in s.v])
+        self.shadows[dst] = peer.Shadow(self.next_tag, *s.cut(length))
         self.next_tag += 1
 
 
