@@ -92,7 +92,10 @@ def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype
 def _heads(model: ModelConfig | HFConfig) -> str:
     """The heads of each kind of layer, for people."""
     kinds = dict.fromkeys(model.heads_of(layer) for layer in range(model.n_layers))
-    return " or ".join(f"{h.n_q} query and {h.n_kv} KV heads of {_head_sizes(h)}" for h in kinds)
+    heads = " or ".join(f"{h.n_q} query and {h.n_kv} KV heads of {_head_sizes(h)}" for h in kinds)
+    if not model.index_topk:
+        return heads
+    return f"{heads}, {model.index_heads} index heads of {model.index_size} that select {model.index_topk} tokens"
 
 
 def _head_sizes(heads: Heads) -> str:

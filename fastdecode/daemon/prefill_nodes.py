@@ -49,7 +49,7 @@ def model_digest(path: Path, hello: Hello, balance: str = "") -> str:
     sizes and both ends. Returns 64 hexadecimal digits."""
     digest = hashlib.blake2b(balance.encode(), digest_size=32)
     g = hello.geometry
-    shape = (g.n_layers, g.n_q_heads, g.n_kv_heads, g.head_size, g.v_size, g.v_in_k)
+    shape = (g.n_layers, g.n_q_heads, g.n_kv_heads, g.head_size, g.v_size, g.v_in_k, g.index_heads, g.index_size)
     digest.update(repr((shape, hello.kv_dtype, hello.windows, hello.softmax_scale, hello.layers)).encode())
     kinds = ("config.json", "*.safetensors", "*.gguf", "*.bin")
     files = [path] if path.is_file() else sorted(f for kind in kinds for f in path.glob(kind))

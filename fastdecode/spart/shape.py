@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastdecode.region.contract import KV_DTYPES
+from fastdecode.region.contract import HEAD_SIZE_UNIT, KV_DTYPES
 from fastdecode.region.geometry import Geometry
 from fastdecode.transports.base import LayerOptions
 
@@ -43,6 +43,10 @@ class AttentionShape:
     bos_token_id: int | None
     options: LayerOptions = LayerOptions()  # changes that few models make to attention
     v_in_k: bool = False  # Heads.v_in_k of all layers
+    # Trained sparse attention: heads of an indexer, elements of one, and tokens that a row selects; 0 without it
+    index_heads: int = 0
+    index_size: int = 0
+    index_topk: int = 0
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
@@ -65,6 +69,15 @@ class AttentionShape:
             return Heads(*self.options.heads[layer], self.v_in_k)
         return Heads(self.n_q_heads, self.n_kv_heads, self.head_size, self.head_size, self.v_in_k)
 
+    def selection_of(self, layer: int) -> int:
+        """LayerOptions.selections of a layer."""
+        return self.options.selections[layer] if self.options.selections else 0
+
+    def index_size_of(self, layer: int) -> int:
+        """Elements of an index key of a layer; 0 for a layer without an indexer of its own. The key stands behind K in
+        a KV row, and the index queries and their weights behind Q in a Q row."""
+        return self.index_size if self.selection_of(layer) == 1 else 0
+
     @property
     def most_heads(self) -> Heads:
         """The most heads, and the largest, of any layer. KV heads divide query heads."""
@@ -75,11 +88,23 @@ class AttentionShape:
     def row_sizes(self) -> tuple[int, int, int]:
         """Elements of a Q, a KV and an O row. A layer with fewer or smaller heads uses the first elements."""
         most = self.most_heads
-        return most.n_q * most.k_size, most.kv_row_size, most.n_q * most.v_size
+        index_q = self.index_heads * self.index_size + -(-self.index_heads // HEAD_SIZE_UNIT) * HEAD_SIZE_UNIT
+        return most.n_q * most.k_size + index_q, most.kv_row_size + self.index_size, most.n_q * most.v_size
 
     def hello_geometry(self, n_slots: int, max_rows: int, act_dtype: str) -> Geometry:
         """The region geometry that an S-node with this model asks its R-nodes for."""
         most = self.most_heads
         return Geometry(
-            n_slots, max_rows, self.n_layers, most.n_q, most.n_kv, most.k_size, act_dtype, most.v_size, self.v_in_k
+            n_slots,
+            max_rows,
+            self.n_layers,
+            most.n_q,
+            most.n_kv,
+            most.k_size,
+            act_dtype,
+            most.v_size,
+            self.v_in_k,
+            self.index_heads,
+            self.index_size,
+            self.index_topk,
         )

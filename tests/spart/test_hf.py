@@ -22,7 +22,7 @@ from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, MAX_HEAD_SIZE, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart.checkpoints.config import CheckpointError
-from fastdecode.spart.hf import trace
+from fastdecode.spart.hf import indexer
 from fastdecode.spart.hf.config import HFConfig
 from fastdecode.spart.hf.decoder import HFSPart
 from fastdecode.spart.hf.model import block_linears, load_hf_model
@@ -32,9 +32,7 @@ from fastdecode.transports.registry import connect
 #: Why a type cannot be served. Every other type of TYPES must pass.
 REFUSED = {
     "doge": "makes an attention mask of its own",
-    "deepseek_v32": "choose the tokens they attend to",
     "deepseek_v4": "do not keep K and V of each token",
-    "glm_moe_dsa": "choose the tokens they attend to",
     "mamba": "calls attention 0 times",
     "minimax": "is not compatible with `cache`",
     "recurrent_gemma": "keeps a state in layer 0 in a way that is not supported",
@@ -144,14 +142,25 @@ async def test_tokens_equal_transformers(model_type: str, checkpoints: Path, tmp
     assert await ours(directory, "shm", tmp_path) == expected(directory)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt2", "mixtral", "deepseek_v3", "glm_moe_dsa"])
 async def test_tokens_equal_transformers_over_tcp(model_type: str, checkpoints: Path, tmp_path: Path) -> None:
     directory = save_model(model_type, checkpoints)
     assert await ours(directory, "tcp", tmp_path) == expected(directory)
 
 
 @pytest.mark.parametrize(
-    "model_type", ["bamba", "deepseek_v2", "gemma2", "gemma4_text", "gpt_oss", "llama4_text", "mpt"]
+    "model_type",
+    [
+        "bamba",
+        "deepseek_v2",
+        "deepseek_v32",
+        "gemma2",
+        "gemma4_text",
+        "glm_moe_dsa",
+        "gpt_oss",
+        "llama4_text",
+        "mpt",
+    ],
 )
 async def test_prompts_attended_on_the_r_node_give_the_same_tokens(
     model_type: str, checkpoints: Path, tmp_path: Path
@@ -166,15 +175,7 @@ def test_a_model_that_cannot_be_split_is_refused_before_its_weights_are_read(mod
         HFConfig.from_configs(make_config(model_type), None)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
-def test_a_model_that_needs_a_mask_is_refused(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The indexers of these types read the mask, which no step makes."""
-    monkeypatch.setattr(trace, "_keeps_states", lambda *_: False)
-    with pytest.raises(CheckpointError, match=r"cannot be traced .*'NoneType' object is not subscriptable"):
-        HFConfig.from_configs(make_config(model_type), None)
-
-
-@pytest.mark.parametrize("name", ["falcon/multi-query", "mpt/six heads"])
+@pytest.mark.parametrize("name", ["falcon/multi-query", "deepseek_v32/padded index heads", "mpt/six heads"])
 async def test_tokens_of_variants_equal_transformers(name: str, checkpoints: Path, tmp_path: Path) -> None:
     directory = save_model(name, checkpoints)
     assert await ours(directory, "shm", tmp_path) == expected(directory)
@@ -217,6 +218,37 @@ def test_latent_rows_are_stored_in_place_of_heads(model_type: str, tmp_path: Pat
     assert load_hf_model(directory, dtype="fp32").parameters == stored
     changed = {name.rpartition(".")[2] for name in block_linears(directory)}
     assert "o_proj" in changed and "kv_b_proj" not in changed, "an adapter for a matrix that is absorbed is refused"
+
+
+def test_layers_with_an_indexer_store_index_keys() -> None:
+    config = HFConfig.from_configs(make_config("glm_moe_dsa"), None)
+    assert config.options.selections == (1, 2, 2, 1)
+    assert (config.index_heads, config.index_size, config.index_topk) == (32, 16, 32)
+    page = page_bytes(geometry_tuple(config.hello_geometry(1, 1, "fp32")), 0, **config.options.stored(config.windows))
+    assert (4 * 24 + 2 * 16) * 4 * PAGE_TOKENS <= page <= 4 * (24 + 16) * 4 * PAGE_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"index_topk": 5000},
+            "selects 5000 tokens by heads of 16 elements; R-nodes take at most 4096",
+        ),
+        ({"kv_lora_rank": MAX_HEAD_SIZE}, "has latent rows of more than 576 elements or none"),
+    ],
+)
+def test_selections_that_r_nodes_cannot_make_are_refused(changes: dict[str, int], reason: str) -> None:
+    config = make_config("deepseek_v32")
+    config.update(changes)
+    with pytest.raises(CheckpointError, match=reason):
+        HFConfig.from_configs(config, None)
+
+
+def test_an_unknown_indexer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer, "_ROPES", {})
+    with pytest.raises(CheckpointError, match="selects the tokens it attends to in an unknown way"):
+        HFConfig.from_configs(make_config("deepseek_v32"), None)
 
 
 def test_small_heads_stay_heads() -> None:

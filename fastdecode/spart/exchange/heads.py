@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastdecode.spart.shape import Heads
+from fastdecode.spart.shape import AttentionShape, Heads
 
 
 def heads_in(rows: torch.Tensor, start: int, n: int, size: int) -> torch.Tensor:
@@ -19,6 +19,16 @@ def kv_heads_in(rows: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, torch.T
     if heads.v_in_k:
         return k, k[:, :, : heads.v_size]
     return k, heads_in(rows, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size)
+
+
+def index_in(
+    q: torch.Tensor, kv: torch.Tensor, heads: Heads, shape: AttentionShape
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of the index queries [rows, index heads, index size] and their weights [rows, index heads] in Q rows, and
+    of the index keys [rows, 1, index size] in KV rows, of a layer with these heads and an indexer."""
+    n, size, at = shape.index_heads, shape.index_size, heads.n_q * heads.k_size
+    weights = q[:, at + n * size : at + n * (size + 1)]
+    return heads_in(q, at, n, size), weights, heads_in(kv, heads.kv_row_size, 1, size)
 
 
 def multiply_heads(heads: torch.Tensor, matrices: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError
+from fastdecode.spart.hf.indexer import replace_indexer
 from fastdecode.spart.hf.latent import absorb
 
 #: An attention function as transformers' AttentionInterface calls it.
@@ -27,10 +28,11 @@ def implementation(config: Any, name: str) -> str:
 
 
 def adapt(model: Any, attention: Attention) -> None:
-    """Let the attention modules of a model that needs it call `attention`, and absorb the matrices of latent attention;
-    other models stay as they are."""
+    """Let the attention modules of a model that needs it call `attention`, absorb the matrices of latent attention, and
+    replace the indexers of trained sparse attention; other models stay as they are."""
     for module in list(model.modules()):
         absorb(module)
+        replace_indexer(module)
         forward = _FORWARDS.get(type(module).__name__)
         if forward:
             module.forward = functools.partial(forward, module, attention)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fastdecode.spart.hf.indexer import Index
 from fastdecode.spart.hf.latent import latent_heads
 from fastdecode.spart.lora.adapters import AdapterRows
 from fastdecode.spart.states.pool import StateRows
@@ -21,9 +22,9 @@ class ForwardPass(Protocol):
     adapters: AdapterRows | None  # None: no row of the step uses an adapter
     states: StateRows | None  # None: the model's layers keep no states
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: Index | None) -> torch.Tensor:
         """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,
-        v_size]."""
+        v_size]. `index` is that of the layer's indexer, or of the last layer with one."""
 
 
 class _Running(threading.local):
@@ -42,7 +43,13 @@ def register() -> None:
 
 
 def split_attention(
-    module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *_: Any,
+    indices: Index | None = None,
+    **__: Any,
 ) -> tuple[torch.Tensor, None]:
     """Call the running pass. The arguments for scale, window and so on are not read, because the trace recorded
     them."""
@@ -50,5 +57,5 @@ def split_attention(
         raise RuntimeError("this model's attention runs on R-nodes, so only HFSPart can call the model")
     latent = latent_heads(module)
     if latent is None:
-        return running.forward.attend(q, k, v), None
-    return latent.outputs(running.forward.attend(latent.queries(q), k, v)), None
+        return running.forward.attend(q, k, v, indices), None
+    return latent.outputs(running.forward.attend(latent.queries(q), k, v, indices)), None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
+from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_INDEX_TOPK, MAX_LAYERS
 from fastdecode.spart.checkpoints.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.mixers import Mixer
@@ -56,6 +56,7 @@ class HFConfig(AttentionShape):
         heads = [_heads(layer) for layer in layers]
         v_in_k = all(layer.v_in_k for layer in layers)
         n_q, n_kv, k_size, v_size = heads[0]
+        index_heads, index_size, index_topk = max(layer.indexer for layer in layers)
         alike = set(heads) == {heads[0]} and k_size == v_size
         return cls(
             architecture=(config.architectures or [type(config).__name__])[0],
@@ -75,11 +76,15 @@ class HFConfig(AttentionShape):
             options=LayerOptions(
                 segments=_unless_plain(layer.chunk for layer in layers),
                 kv_layers=() if len({layer.kv_layer for layer in layers}) == len(layers) else kv_layers,
+                selections=_unless_plain(layer.selection for layer in layers),
                 softcaps=_unless_plain(layer.softcap for layer in layers),
                 slopes=adapters.slopes_of(config),
                 heads=() if alike else tuple(heads),
             ),
             v_in_k=v_in_k,
+            index_heads=index_heads,
+            index_size=_padded(index_size),
+            index_topk=index_topk,
         )
 
     def state_bytes(self, itemsize: int) -> int:
@@ -141,16 +146,40 @@ def _check(config: Any, layers: tuple[AttentionLayer, ...]) -> None:
     largest = max(max(layer.k_size, layer.v_size) for layer in layers)
     if largest > MAX_HEAD_SIZE:
         raise CheckpointError(f"{kind} has heads of {largest} elements, R-nodes take at most {MAX_HEAD_SIZE}")
+    _check_selections(kind, layers)
     if len({bool(layer.sinks) for layer in layers}) > 1:
         raise CheckpointError(f"{kind} has layers with and without attention sinks, which is not supported")
     if layers[0].sinks and len({layer.n_q_heads for layer in layers}) > 1:
         raise CheckpointError(f"{kind} has attention sinks in layers of different heads, which is not supported")
 
 
+def _check_selections(kind: str, layers: tuple[AttentionLayer, ...]) -> None:
+    """Raise CheckpointError for layers that select the tokens they attend to, and that R-nodes cannot have."""
+    selecting = [layer for layer in layers if layer.selection]
+    if len({layer.indexer for layer in selecting if layer.selection == 1}) > 1:
+        raise CheckpointError(f"{kind} has indexers of different sizes, which is not supported")
+    if any(layer.window or layer.chunk or layer.softcap or layer.sinks for layer in selecting):
+        raise CheckpointError(
+            f"{kind} selects the tokens it attends to in layers with windows, chunks, soft-capping or attention sinks, "
+            "which is not supported"
+        )
+    if selecting and not all(layer.v_in_k for layer in layers):
+        raise CheckpointError(f"{kind} selects tokens beside layers without latent rows, which is not supported")
+    largest = max((layer.indexer for layer in selecting), default=(0, 0, 0))
+    if largest[1] > MAX_HEAD_SIZE or largest[2] > MAX_INDEX_TOPK:
+        raise CheckpointError(
+            f"{kind} has an indexer that selects {largest[2]} tokens by heads of {largest[1]} elements; R-nodes take "
+            f"at most {MAX_INDEX_TOPK} and {MAX_HEAD_SIZE}"
+        )
+
+
 def _heads(layer: AttentionLayer) -> tuple[int, int, int, int]:
     """The layer's element of LayerOptions.heads."""
-    k_size, v_size = (-(-size // HEAD_SIZE_UNIT) * HEAD_SIZE_UNIT for size in (layer.k_size, layer.v_size))
-    return layer.n_q_heads, layer.n_kv_heads, k_size, v_size
+    return layer.n_q_heads, layer.n_kv_heads, _padded(layer.k_size), _padded(layer.v_size)
+
+
+def _padded(size: int) -> int:
+    return -(-size // HEAD_SIZE_UNIT) * HEAD_SIZE_UNIT
 
 
 def _unless_plain(values: Iterable[_Number]) -> tuple[_Number, ...]:

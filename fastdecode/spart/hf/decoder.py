@@ -24,8 +24,9 @@ from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock
 from fastdecode.spart.exchange import Exchange, RowExchange
 from fastdecode.spart.exchange.choice import ChosenExchange
-from fastdecode.spart.exchange.heads import heads_in, kv_heads_in
+from fastdecode.spart.exchange.heads import heads_in, index_in, kv_heads_in
 from fastdecode.spart.hf.attention import running
+from fastdecode.spart.hf.indexer import Index
 from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.lora.adapters import AdapterRows
 from fastdecode.spart.prefill.prompt import PromptChunk
@@ -141,22 +142,26 @@ class _Forward:
     def scored_logits(self, rows: slice) -> torch.Tensor:
         return self._logits[len(self._inputs["last rows"]) :][rows]
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,
-        v_size]."""
-        index, exchange, config = self._layer, self._exchange, self._config
-        layer, heads = config.layers[index], config.heads_of(index)
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: Index | None) -> torch.Tensor:
+        """See ForwardPass."""
+        number, exchange, config = self._layer, self._exchange, self._config
+        layer, heads = config.layers[number], config.heads_of(number)
         self._layer += 1
         self._write(heads_in(exchange.q, 0, heads.n_q, heads.k_size), q, layer.scale / config.softmax_scale)
-        if layer.kv_layer == index or self._prompts:  # the R-nodes have the K and V that layers share
+        if layer.kv_layer == number or self._prompts:  # the R-nodes have the K and V that layers share
             k_heads, v_heads = kv_heads_in(exchange.kv, heads)
             self._write(k_heads, k)
             if not heads.v_in_k:
                 self._write(v_heads, v)
-        exchange.post(index, self._timeout)
+        if index is not None and config.index_size_of(number):
+            index_q, weights, keys = index_in(exchange.q, exchange.kv, heads, config)
+            self._write(index_q, index.q)
+            self._write(keys, index.k)
+            weights.copy_(index.weights[0])
+        exchange.post(number, self._timeout)
         for prompt in self._prompts:
             rows = prompt.rows
-            prompt.attend(index, exchange.q[rows], exchange.kv[rows], out=exchange.o[rows])
+            prompt.attend(number, exchange.q[rows], exchange.kv[rows], out=exchange.o[rows])
         if self._in_greenlet:
             _current().parent.switch()  # to `layers`; SPart.step waits for the R-nodes before it resumes this greenlet
         else:

@@ -37,12 +37,13 @@ class LatentHeads(torch.nn.Module):
 
 def absorb(module: Any) -> None:
     """Let an attention module with latent rows give its attention function one KV head, where that is smaller than its
-    heads and an R-node has room for it. Other modules stay as they are."""
+    heads and an R-node has room for it. Other modules stay as they are. A module that selects the tokens it attends to
+    always has one KV head, whose rows are what R-nodes can select."""
     if not hasattr(module, "expand_kv") or type(getattr(module, "kv_b_proj", None)) is not torch.nn.Linear:
         return
     rank, rope, heads = module.kv_lora_rank, module.qk_rope_head_dim, module.num_heads
     expanded = heads * (module.qk_nope_head_dim + rope + module.v_head_dim)
-    if rank + rope <= MAX_HEAD_SIZE and rank + rope < expanded:
+    if rank + rope <= MAX_HEAD_SIZE and (rank + rope < expanded or hasattr(module, "indexer")):
         module.kv_b_proj = LatentHeads(module.kv_b_proj.weight, heads, module.qk_nope_head_dim)
         module.expand_kv = _latent_rows
 

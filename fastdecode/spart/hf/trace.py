@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 
+from fastdecode.region.contract import MAX_HEAD_SIZE
 from fastdecode.spart.checkpoints.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
+from fastdecode.spart.hf.indexer import Index
 from fastdecode.spart.hf.latent import latent_heads
 from fastdecode.spart.hf.mixers import Mixer, find_mixers
 
 _NAME = "fastdecode-trace"
 _STEP_NAME = "fastdecode-trace-step"  # no mask function has this name, so no mask is made
 _TOKENS = 4
-#: What a model's cache holds for a layer whose K and V R-nodes can hold, and for one without any.
-_PLAIN_CACHES = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+#: What a model's cache holds for a layer whose K, V and index keys R-nodes can hold, and for one without any.
+_PLAIN_CACHES = {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer"}
 _recording = threading.local()
 
 
@@ -43,6 +45,8 @@ class AttentionLayer:
     sinks: str  # the name of the parameter [n_q_heads] with each head's one more score (gpt-oss); empty: none
     v_in_k: bool  # V of a head is the first elements of its K
     kv_layer: int  # the layer whose K and V this layer attends to: itself, or an earlier one (Gemma 3n)
+    selection: int = 0  # LayerOptions.selections
+    indexer: tuple[int, int, int] = (0, 0, 0)  # heads of the layer's own indexer, their size, tokens that it selects
 
 
 def trace(config: Any) -> tuple[list[AttentionLayer], tuple[Mixer, ...]]:
@@ -92,6 +96,7 @@ def _pass(config: Any, model: Any, inputs: dict[str, Any]) -> tuple[list[Attenti
     layers: list[AttentionLayer] = []
     attending: set[Any] = set()
     _recording.layers, _recording.attending, _recording.kv, _recording.model = layers, attending, [], model
+    _recording.index = None
     try:
         with torch.inference_mode():
             model(**{"use_cache": False, **inputs})
@@ -102,7 +107,7 @@ def _pass(config: Any, model: Any, inputs: dict[str, Any]) -> tuple[list[Attenti
         reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise CheckpointError(f"{_type(config)} cannot be traced on the meta device ({reason})") from None
     finally:
-        del _recording.layers, _recording.attending, _recording.kv, _recording.model
+        del _recording.layers, _recording.attending, _recording.kv, _recording.model, _recording.index
     return layers, attending
 
 
@@ -115,11 +120,6 @@ def _keeps_states(config: Any, model: Any) -> bool:
     others = [layer for name, layer in caches.items() if name not in _PLAIN_CACHES]
     if getattr(model, "_is_stateful", False) and not others:
         raise CheckpointError(f"{_type(config)} keeps states in a cache of its own, which is not supported")
-    if any(hasattr(layer, "indexer_keys") for layer in others):
-        raise CheckpointError(
-            f"{_type(config)} has layers that choose the tokens they attend to (trained sparse attention), which is "
-            "not supported"
-        )
     unknown = [type(layer).__name__ for layer in others if not hasattr(layer, "recurrent_states")]
     if unknown:
         raise CheckpointError(f"{_type(config)} has layers that do not keep K and V of each token, but a {unknown[0]}")
@@ -154,7 +154,12 @@ def _attention(
         raise CheckpointError(f"{type(module).__name__} adds a position bias to its scores, which is not supported")
     if k.shape[2] != q.shape[2]:
         raise CheckpointError(f"{type(module).__name__} attends to other tokens than its own (cross-attention)")
-    latent = latent_heads(module)
+    latent, (selection, indexer) = latent_heads(module), _selection(module, kwargs.get("indices"))
+    if selection and latent is None:
+        raise CheckpointError(
+            f"{type(module).__name__} selects the tokens it attends to, and has latent rows of more than "
+            f"{MAX_HEAD_SIZE} elements or none, which is not supported"
+        )
     o = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     if latent is not None:
         q, o = latent.queries(q), latent.outputs(o)
@@ -170,11 +175,24 @@ def _attention(
         sinks="" if s_aux is None else _parameter_name(s_aux),
         v_in_k=latent is not None,
         kv_layer=next((i for i, kv in enumerate(_recording.kv) if kv[0] is k and kv[1] is v), len(_recording.layers)),
+        selection=selection,
+        indexer=indexer,
     )
     _recording.layers.append(layer)
     _recording.attending.add(module)
     _recording.kv.append((k, v))
     return o, None
+
+
+def _selection(module: torch.nn.Module, indices: Any) -> tuple[int, tuple[int, int, int]]:
+    """AttentionLayer.selection and AttentionLayer.indexer of a layer that gets `indices` from its indexer, or from that
+    of the last layer with one."""
+    if indices is None:
+        return 0, (0, 0, 0)
+    if not isinstance(indices, Index):
+        raise CheckpointError(f"{type(module).__name__} selects the tokens it attends to in an unknown way")
+    shared, _recording.index = indices is _recording.index, indices
+    return (2, (0, 0, 0)) if shared else (1, (indices.q.shape[1], indices.q.shape[3], indices.topk))
 
 
 def _parameter_name(values: torch.Tensor) -> str:

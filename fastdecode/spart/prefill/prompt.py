@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 import torch
 import torch.nn.functional as F
 
-from fastdecode.spart.exchange.heads import heads_in, kv_heads_in
+from fastdecode.spart.exchange.heads import heads_in, index_in, kv_heads_in
 from fastdecode.spart.prefill.attention import attend, is_fused
 from fastdecode.spart.prefill.prompt_attention import (
     BLOCK_TOKENS,
@@ -25,6 +25,7 @@ from fastdecode.spart.prefill.prompt_attention import (
     make_prompt_attention,
 )
 from fastdecode.spart.prefill.scoring import Scoring, scoring_of
+from fastdecode.spart.prefill.selection import attend_selected, select_tokens
 from fastdecode.spart.shape import AttentionShape, Heads
 from fastdecode.spart.step.batch import Chunk
 
@@ -36,9 +37,11 @@ _BLOCK_SCORES = 1 << 24  # the most scores of a block, where scores are made in 
 def staged_token_bytes(config: AttentionShape, device: torch.device, dtype: torch.dtype) -> int:
     """Bytes that the K and V of one token of a staged prompt take; native attention stages tokens in whole blocks."""
     attention = make_prompt_attention(config, device, dtype)
-    all_heads = (config.heads_of(layer) for layer in range(config.n_layers))
+    layers = range(config.n_layers)
+    all_heads = [config.heads_of(layer) for layer in layers]
     if attention is None:
-        return sum(heads.kv_row_size * dtype.itemsize for heads in all_heads)
+        elements = sum(heads.kv_row_size for heads in all_heads) + sum(map(config.index_size_of, layers))
+        return elements * dtype.itemsize
     return sum(heads.n_kv * attention.words(heads, BLOCK_TOKENS) * 4 // BLOCK_TOKENS for heads in all_heads)
 
 
@@ -107,6 +110,7 @@ class Prompt(ABC):
     def __init__(self, config: AttentionShape, device: torch.device):
         self.length = 0
         self._heads = [config.heads_of(layer) for layer in range(config.n_layers)]
+        self._index_sizes = [config.index_size_of(layer) for layer in range(config.n_layers)]
         self._device = device
         self._capacity = 0
         self._layers: list[torch.Tensor] = []  # [KV heads, elements of a head's capacity] each
@@ -121,7 +125,7 @@ class Prompt(ABC):
         if length <= self._capacity:
             return
         self._capacity = length if exactly else max(length, 2 * self._capacity)
-        old, self._layers = self._layers, [self._empty(heads) for heads in self._heads]
+        old, self._layers = self._layers, [self._empty(layer) for layer in range(len(self._heads))]
         for before, layer in zip(old, self._layers, strict=False):
             self._move(before, layer)
 
@@ -130,8 +134,8 @@ class Prompt(ABC):
         """Fill rows of a layer, from `pos` on, with k [KV heads, n, k_size] and v [KV heads, n, v_size]."""
 
     @abstractmethod
-    def _empty(self, heads: Heads) -> torch.Tensor:
-        """Memory for the capacity of a layer with these heads."""
+    def _empty(self, layer: int) -> torch.Tensor:
+        """Memory for the capacity of a layer."""
 
     @abstractmethod
     def _move(self, old: torch.Tensor, new: torch.Tensor) -> None:
@@ -139,14 +143,15 @@ class Prompt(ABC):
 
 
 class PlainPrompt(Prompt):
-    """Rows as they are, those of a head side by side."""
+    """Rows as they are, those of a head side by side. An index key follows the K of its token."""
 
     def __init__(self, config: AttentionShape, device: torch.device, dtype: torch.dtype):
         super().__init__(config, device)
         self._dtype = dtype
 
-    def _empty(self, heads: Heads) -> torch.Tensor:
-        size = heads.kv_row_size // heads.n_kv
+    def _empty(self, layer: int) -> torch.Tensor:
+        heads = self._heads[layer]
+        size = heads.kv_row_size // heads.n_kv + self._index_sizes[layer]
         return torch.empty(heads.n_kv, self._capacity, size, device=self._device, dtype=self._dtype)
 
     def _move(self, old: torch.Tensor, new: torch.Tensor) -> None:
@@ -163,6 +168,12 @@ class PlainPrompt(Prompt):
         v_at = 0 if heads.v_in_k else heads.k_size
         return staged[:, :, : heads.k_size], staged[:, :, v_at : v_at + heads.v_size]
 
+    def stage_index(self, layer: int, keys: torch.Tensor, pos: int) -> torch.Tensor:
+        """Fill index keys of a layer, from `pos` on, with keys [n, index size]; returns all keys up to these."""
+        staged = self._layers[layer][0, : pos + len(keys), self._heads[layer].kv_row_size :]
+        staged[pos:] = keys
+        return staged
+
 
 class PackedPrompt(Prompt):
     """Rows in the blocks of the native attention."""
@@ -171,7 +182,8 @@ class PackedPrompt(Prompt):
         super().__init__(config, device)
         self._attention = attention
 
-    def _empty(self, heads: Heads) -> torch.Tensor:
+    def _empty(self, layer: int) -> torch.Tensor:
+        heads = self._heads[layer]
         return torch.empty(heads.n_kv, self._attention.words(heads, self._capacity), dtype=torch.int32)
 
     def _move(self, old: torch.Tensor, new: torch.Tensor) -> None:
@@ -202,12 +214,14 @@ class PromptChunk:
         self._config, self._kv_layers, self._scale = config, config.kv_layers, config.softmax_scale
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
         self._unstaged: dict[Heads, Blocks] = {}
+        self._selected: torch.Tensor | None = None  # the tokens that the rows have selected last
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         """Attention of the chunk's rows q and kv, whose O rows are written to `out`; the layer's heads stand at the
         beginning of these rows. A layer that shares the K and V of another gets that layer's rows as `kv`."""
         heads = self._config.heads_of(layer)
         n, pos, store = len(q), self.chunk.pos, self._kv_layers[layer]
+        selected = self._select(layer, heads, q, kv)
         q, out = heads_in(q, 0, heads.n_q, heads.k_size), heads_in(out, 0, heads.n_q, heads.v_size)
         k, v = (x.transpose(0, 1) for x in kv_heads_in(kv, heads))
         window, segment = self._limits(layer)
@@ -220,7 +234,18 @@ class PromptChunk:
             return
         if isinstance(self.prompt, PlainPrompt):
             k, v = self.prompt.rows(store, pos + n)
-        self._attend_by_torch(window, segment, scoring, q, k, v, out)
+        self._attend_by_torch(window, segment, scoring, q, k, v, out, selected)
+
+    def _select(self, layer: int, heads: Heads, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor | None:
+        """The tokens that the rows q and kv attend to in a layer, [n, index_topk]; None: all that they see."""
+        config, pos, topk = self._config, self.chunk.pos, self._config.index_topk
+        if config.index_size_of(layer):
+            index_q, weights, rows = index_in(q, kv, heads, config)
+            keys = rows[:, 0]
+            if isinstance(self.prompt, PlainPrompt):
+                keys = self.prompt.stage_index(layer, keys, pos)
+            self._selected = select_tokens(index_q, weights, keys, pos, topk) if len(keys) > topk else None
+        return self._selected if config.selection_of(layer) else None
 
     def _blocks(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Blocks:
         """The blocks of a layer. A prompt that is not staged packs k and v in blocks that serve all layers in turn."""
@@ -279,13 +304,18 @@ class PromptChunk:
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
+        selected: torch.Tensor | None,
     ) -> None:
-        """Attention of q [n, query heads, d] to k and v [KV heads, rows so far, d], written to `out`."""
+        """Attention of q [n, query heads, d] to k and v [KV heads, rows so far, d], written to `out`. `selected`: see
+        `_select`."""
         group = q.shape[1] // len(k)
         # [KV heads, rows, query heads of each, size]. K and V are not repeated for the query heads of a group.
         grouped = q.unflatten(1, (-1, group)).transpose(0, 1)
         k, v = (x[:, :, None].expand(-1, -1, group, -1) for x in (k, v))
-        if is_fused(q.device) and not (segment or scoring.softcap or scoring.slopes is not None):
+        if selected is not None:
+            rows, keys, values = (x.transpose(1, 2) for x in (grouped, k, v))
+            attended = attend_selected(rows, keys, values, selected, self.chunk.pos, self._scale).transpose(1, 2)
+        elif is_fused(q.device) and not (segment or scoring.softcap or scoring.slopes is not None):
             attended, log_sum = attend(grouped, k, v, self._scale, window)
             if scoring.sinks is not None:
                 attended = attended * torch.sigmoid(log_sum - scoring.sinks).to(q.dtype).transpose(1, 2)[..., None]

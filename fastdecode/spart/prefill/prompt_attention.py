@@ -108,6 +108,9 @@ class PackedAttention:
 
 def make_prompt_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> PackedAttention | None:
     """The native attention for a model's rows in `dtype` on `device`. None where torch computes it: on other devices
-    than a CPU, for models that cap or slope their scores, and for dtypes that the CPU has no functions for."""
-    native = device.type == "cpu" and not shape.options.softcaps and not shape.options.slopes and dtype in ACT_NAMES
+    than a CPU, for models that cap or slope their scores or select tokens, and for dtypes that the CPU has no functions
+    for."""
+    options = shape.options
+    native = device.type == "cpu" and not (options.softcaps or options.slopes or options.selections)
+    native = native and dtype in ACT_NAMES
     return PackedAttention(dtype) if native and _native.PromptAttention.supports(act_code(dtype)) else None

@@ -51,7 +51,9 @@ _MAMBA = {
     "mamba_n_groups": 2,
     "mamba_chunk_size": 16,
 }
-_INDEXED = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 32}
+#: So many index heads that no score is 0, as is that of a token all of whose products are negative: which of several
+#: tokens with a score of 0 torch selects is not documented.
+_INDEXED = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 32}
 
 #: model type -> what its configuration has besides or instead of the common values; None takes a value away.
 TYPES: dict[str, dict[str, Any]] = {
@@ -65,6 +67,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "cwm": {},
     "deepseek_v2": {**_ROUTED, **_LATENT, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 1, "topk_group": 1},
+    "deepseek_v32": {**_ROUTED, **_LATENT, **_INDEXED, "n_group": 1, "topk_group": 1},
     "diffllama": {},
     "dots1": {**_ROUTED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0},
     "ernie4_5": {},
@@ -98,6 +101,15 @@ TYPES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "glm4_moe": {**_ROUTED},
     "glm4_moe_lite": {**_ROUTED, **_LATENT, "n_group": 1, "topk_group": 1},
+    "glm_moe_dsa": {
+        **_ROUTED,
+        **_LATENT,
+        **_INDEXED,
+        "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "shared", "full"],
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024},
     "gpt_bigcode": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024, "head_dim": None},
     "gpt_neox": {},
@@ -183,9 +195,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "minimax": {},
     "recurrent_gemma": {},
     "rwkv": {},
-    "deepseek_v32": {**_ROUTED, **_LATENT, **_INDEXED, "n_group": 1, "topk_group": 1},
     "deepseek_v4": {},
-    "glm_moe_dsa": {**_ROUTED, **_LATENT, **_INDEXED, "n_group": 1, "topk_group": 1},
 }
 
 
@@ -193,6 +203,7 @@ TYPES: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "falcon/multi-query": {"num_kv_heads": None, "head_dim": None, "alibi": False},
     "falcon/alibi": {"num_kv_heads": None, "head_dim": None, "alibi": True},
+    "deepseek_v32/padded index heads": {**TYPES["deepseek_v32"], "index_head_dim": 20},
     "mpt/six heads": {"n_heads": 6, "d_model": 96, "hidden_size": None},
 }
 
