@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "V is stored beside K, or is the first elements of K (latent attention); default: stored; peers run neither "
         "this nor --v-size",
     )
+    parser.add_argument(
+        "--index-heads",
+        type=int,
+        metavar="N",
+        help="attend to all tokens and, in turns, to the tokens that an indexer of N heads selects (trained sparse "
+        "attention); means --v in-k and --kv-heads 1",
+    )
+    parser.add_argument("--index-size", type=int, default=128, help="elements of an index head; default: 128")
+    parser.add_argument("--index-topk", type=int, default=2048, help="tokens that the indexer selects; default: 2048")
     parser.add_argument(
         "--model",
         choices=SHAPES,
@@ -123,11 +132,14 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         model = SHAPES[args.model]
         args.group, args.head_size = [model.heads // model.kv_heads], [model.head_size]
         args.kv_heads = model.kv_heads
+    if args.index_heads is not None:
+        args.v, args.kv_heads = ["in-k"], 1
     cpus = usable_cpus()
     threads = args.threads or len(cpus)
     if not 1 <= threads <= len(cpus):
         raise ValueError(f"--threads {threads}: this process may run on {len(cpus)} CPUs")
-    for name in ("rounds", "fills", "kv_heads", "group", "context", "head_size", "v_size"):
+    sizes = ("group", "context", "head_size", "v_size", "index_heads", "index_size", "index_topk")
+    for name in ("rounds", "fills", "kv_heads", *sizes):
         values = getattr(args, name)
         if any(v < 1 for v in (values if isinstance(values, list) else [values]) if v is not None):
             raise ValueError(f"--{name.replace('_', '-')} is not a positive number")
@@ -175,8 +187,12 @@ def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, Shape]]:
         else:
             contexts = args.context or ((512, 4096, 32768) if part == "sweep" else (_ONE_THREAD_CONTEXT,))
         heads = 1 if part == "in-cache" else args.kv_heads
+        indexer = {name: getattr(args, name) for name in ("index_heads", "index_size", "index_topk")}
         for context in contexts:
-            yield kv_dtype, Shape(context, group, head_size, heads, v_size, v_in_k)
+            dense = Shape(context, group, head_size, heads, v_size, v_in_k)
+            yield kv_dtype, dense
+            if args.index_heads and part != "in-cache":
+                yield kv_dtype, replace(dense, **indexer)
 
 
 def _in_cache_bytes() -> int:
@@ -387,6 +403,8 @@ def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict[str, A
         "head_size": shape.head_size,
         "v_size": shape.v_size,
         "v_in_k": shape.v_in_k,
+        "index_heads": shape.index_heads,
+        "index_topk": shape.index_topk,
         "kv_heads": shape.kv_heads,
         "threads": threads,
     }

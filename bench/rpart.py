@@ -19,7 +19,7 @@ from fastdecode.spart.int4.balance import hadamard_by_s_node
 from fastdecode.transports._native import Port
 from fastdecode.transports.base import DataPath
 
-_FILL_PAGES = 64  # appended by one call
+_FILL_PAGES = 32  # appended by one call: a slot has room for 4096 rows of the heads of DeepSeek-V3
 TIMEOUT = 60.0  # seconds for a call
 _TAG = 1
 
@@ -48,8 +48,10 @@ class RPart:
         """Raises ValueError, MemoryError."""
         self.shape, self.kv_dtype, self._scattered = shape, kv_dtype, scattered
         heads = shape.q_heads, shape.kv_heads, shape.head_size
-        geometry = Geometry(1, 1, 1, *heads, "fp16", shape.v_size, shape.v_in_k)
-        one_page = page_bytes(geometry_tuple(geometry), KV_DTYPES.index(kv_dtype))
+        index = shape.index_heads, shape.index_size, shape.index_topk
+        geometry = Geometry(1, 1, 1, *heads, "fp16", shape.v_size, shape.v_in_k, *index)
+        selections = (int(shape.index_heads > 0),)  # a layer with an indexer of its own
+        one_page = page_bytes(geometry_tuple(geometry), KV_DTYPES.index(kv_dtype), selections=selections)
         self.sequences = shape.sequences(one_page / PAGE_TOKENS, kv_bytes)
         n_pages = self.sequences * -(-shape.context // PAGE_TOKENS)
         self.kv_bytes = n_pages * one_page
@@ -67,6 +69,7 @@ class RPart:
             self.sequences + scattered * n_pages,
             shape.head_size**-0.5,
             (0,),
+            selections=selections,
             hadamard=hadamard_by_s_node(kv_dtype),
         )
         self._port = Port(self._region.view, numbers, 0, wake_fd=self._link.eventfd)
@@ -109,7 +112,7 @@ class RPart:
     def _fill(self, data: Data, progress: bool) -> None:
         """Cache all tokens but the last of every sequence, page by page in a random order of sequences."""
         y, shape, cached = self._region.layout, self.shape, self.shape.context - 1
-        parts = [data.k] if shape.v_in_k else [data.k, data.v]
+        parts = [data.k, data.index_keys] if shape.v_in_k else [data.k, data.v]
         source = np.concatenate([part.reshape(shape.context, -1) for part in parts], axis=1)
         rng = np.random.default_rng(0)
         turns = rng.permutation(np.repeat(np.arange(self.sequences), -(-cached // PAGE_TOKENS)))
@@ -137,7 +140,8 @@ class RPart:
         bar.close()
         kv = self._rows(y.kv, self.sequences, y.kv_row_bytes)
         kv[:] = source[-1]
-        self._rows(y.q, self.sequences, y.q_row_bytes)[:] = data.q.reshape(-1)
+        q = np.concatenate([part.reshape(-1) for part in (data.q, data.index_q, data.index_weights)])
+        self._rows(y.q, self.sequences, y.q_row_bytes)[:, : len(q)] = q
 
     def _step(self, table: np.ndarray) -> int:
         """Run a step of one layer; returns how many bytes of KV the engine read. Raises CallRefused."""

@@ -19,6 +19,10 @@ class Shape:
     kv_heads: int
     v_size: int = 0  # of a V head; 0: head_size
     v_in_k: bool = False  # V of a head is the first v_size elements of its K, as in latent attention
+    # Trained sparse attention: heads of the indexer, their size, and the tokens that it selects; 0: attention to all
+    index_heads: int = 0
+    index_size: int = 0
+    index_topk: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "v_size", self.v_size or self.head_size)
@@ -35,11 +39,15 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class Data:
     """Normally distributed q [q_heads, head_size], k [context, kv_heads, head_size] and v [context, kv_heads, v_size],
-    fp16, equal for all sequences."""
+    index queries [index_heads, index_size], their weights [index_heads] and index keys [context, index_size], fp16,
+    equal for all sequences."""
 
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
+    index_q: np.ndarray
+    index_weights: np.ndarray
+    index_keys: np.ndarray
 
     @classmethod
     @functools.lru_cache(maxsize=1)  # the R-engine and its peers ask for the same shape, one after the other
@@ -47,4 +55,12 @@ class Data:
         rng = np.random.default_rng(0)
         kv = rng.standard_normal((2, shape.context, shape.kv_heads, shape.head_size), np.float32).astype(np.float16)
         q = rng.standard_normal((shape.q_heads, shape.head_size), np.float32).astype(np.float16)
-        return cls(q, kv[0], kv[0 if shape.v_in_k else 1, :, :, : shape.v_size])
+        index = [
+            rng.standard_normal(size, np.float32).astype(np.float16)
+            for size in (
+                (shape.index_heads, shape.index_size),
+                (shape.index_heads,),
+                (shape.context, shape.index_size),
+            )
+        ]
+        return cls(q, kv[0], kv[0 if shape.v_in_k else 1, :, :, : shape.v_size], *index)

@@ -142,6 +142,20 @@ def test_attention_reads_no_v_where_v_is_a_part_of_k():
         assert row["gbps"] * 1e9 == pytest.approx(row["seq_layers_per_s"] * row["context"] * elements * 2)
 
 
+def test_attention_to_selected_tokens_is_measured_beside_attention_to_all():
+    index = ["--index-heads", "4", "--index-size", "8", "--index-topk", "20"]
+    argv = ["--kv-dtype", "fp16", "--group", "3", "--v-size", "8", *CELL, *index]
+    result = json.loads(bench("attention", *SWEEP, "--part", "one-thread", *argv, "--threads", "1", "--json"))
+    assert [row["index_heads"] for row in result["rows"]] == [0, 4] * 2
+    dense, selecting = result["rows"][:2]
+    # of 130 tokens in 2 pages, one KV head: K of 16 elements is read of all, or index keys of 8 and K of 20 tokens
+    for row, elements in ((dense, 2 * 16), (selecting, 2 * 8 + 16)):
+        assert row["kv_heads"] == 1 and row["v_in_k"]
+        assert row["gbps"] * 1e9 == pytest.approx(row["seq_layers_per_s"] * elements * 128 * 2)
+    ratio = selecting["seq_layers_per_s"] / dense["seq_layers_per_s"]
+    assert [row["dense_ratio"] for row in result["summary"]] == [None, ratio]
+
+
 @pytest.mark.quick
 def test_no_roofline_of_attention_is_below_what_another_cell_has_read():
     def row(part, gbps, roofline, peer=None):
