@@ -84,6 +84,8 @@ FAMILIES = (
         "num_experts_per_tok": 6, "q_lora_rank": None, "vocab_size": 102400, "first_k_dense_replace": 1,
     }),
     Family("DeepSeek-V3", "deepseek_v3", {}),
+    Family("DeepSeek-V3.2", "deepseek_v32", {}),
+    Family("GLM-5", "glm_moe_dsa", {}),
     Family("Ministral 3 8B", "ministral3", {}),
     Family("Mistral Small 24B", "mistral", {
         "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "head_dim": 128,
