@@ -492,7 +492,15 @@ class REngineLink:
 
         Raises ValueError for a wrong tag or index.
         """
+    def length(self, seq_index: int, tag: int, /) -> int:
+        """The tokens of a sequence; 0: it is empty. Raises ValueError for a wrong tag or index."""
     def stats(self) -> _LinkStats:
         """The counters of the link (fd_link_stats_t)."""
+    def retire(self, kept: list[int], /) -> None:
+        """Remove the link from the engine, which waits for a call in progress, and keep the sequences with the indexes
+        `kept` for `copy_pages`, `free` and `length`. Raises RuntimeError if the link is retired."""
+    def shrink(self) -> None:
+        """Give the memory of a retired link's free pages back to the OS and the budget. The link takes no more pages
+        after this. Does nothing to hugetlb pages. Raises RuntimeError if the link is not retired."""
     def close(self) -> None:
         """Remove the link from the engine and free the lease; waits for a call in progress. Idempotent."""

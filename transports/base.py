@@ -343,6 +343,21 @@ class Link(DataPath, ABC):
         """
 
     @abstractmethod
+    async def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
+        """Give sequences keys, 64 hexadecimal digits each, by which another link may adopt them (KEEP): triples of
+        sequence index, tag and key. A key of None takes the key of a sequence away. Raises CallRefused, LinkDown."""
+
+    @abstractmethod
+    async def find(self, key: str, length: int) -> bool:
+        """True if `adopt` would find `length` tokens at this key (FIND). Raises LinkDown."""
+
+    @abstractmethod
+    async def adopt(self, seq: tuple[int, int], length: int, key: str) -> None:
+        """Let the empty sequence `seq`, a handle, have the first `length` tokens of the sequence that another link of
+        this R-node has, or had, at `key` (ADOPT). No step may name the sequence before this returns. Raises CallRefused
+        (also if the pages of the two links differ), LinkDown."""
+
+    @abstractmethod
     async def resize(self, n_pages: int) -> dict[str, int]:
         """Ask for a lease of `n_pages` pages in all. Returns `stats`, in which pages_total is the lease's size now.
 
@@ -418,8 +433,8 @@ class LinkService(Protocol):
 class LinkGrant(Protocol):
     """A link that an R-node has granted: the lease, and the operations on it.
 
-    `free`, `trim`, `fork`, `admit_migration`, `migrate`, `resize` and `stats` do what the methods of Link with these
-    names do, and raise CallRefused.
+    `free`, `trim`, `fork`, `admit_migration`, `migrate`, `keep`, `adopt`, `resize` and `stats` do what the methods of
+    Link with these names do, and raise CallRefused; so does `find` if there is no such sequence.
     """
 
     lease: Lease
@@ -432,6 +447,9 @@ class LinkGrant(Protocol):
     def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None: ...
     def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None: ...
     async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None: ...
+    def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None: ...
+    def find(self, key: str, length: int) -> None: ...
+    async def adopt(self, seq: tuple[int, int], length: int, key: str) -> None: ...
     def detach(self) -> None:
         """End all migrations, because the link is ending. Runs on the event loop; `close` follows."""
 

@@ -18,9 +18,13 @@ from .frames import FrameSocket
 from .messages import (
     LEAVING,
     MAX_HANDLES,
+    MAX_KEYS,
+    Adopt,
     ErrorMessage,
+    Find,
     Fork,
     Free,
+    Keep,
     Ok,
     PingMessage,
     ProtocolError,
@@ -121,6 +125,20 @@ class RegionLink(Link):
                 token=token,
             )
         )
+
+    async def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
+        for i in range(0, len(sequences), MAX_KEYS):
+            await self._request(Keep(id=next(self._ids), sequences=list(sequences[i : i + MAX_KEYS])))
+
+    async def find(self, key: str, length: int) -> bool:
+        try:
+            await self._request(Find(id=next(self._ids), key=key, length=length))
+        except CallRefused:
+            return False
+        return True
+
+    async def adopt(self, seq: tuple[int, int], length: int, key: str) -> None:
+        await self._request(Adopt(id=next(self._ids), seq_index=seq[0], tag=seq[1], length=length, key=key))
 
     async def resize(self, n_pages: int) -> dict[str, int]:
         stats = (await self._request(Resize(id=next(self._ids), n_pages=n_pages))).stats or {}

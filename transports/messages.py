@@ -22,6 +22,8 @@ from .base import Hello, Lease, TransportError
 
 #: Most handles of one message; a frame of 1 MiB has room for this many.
 MAX_HANDLES = 32768
+#: Most keys of one message.
+MAX_KEYS = 8192
 #: The counter by which an R-node that is about to end says so in its answer to a PING.
 LEAVING = "leaving"
 #: Fields whose own fields stand on the wire beside those of the message.
@@ -237,6 +239,33 @@ class Push(_Numbered, frozen=True):
     token: wire.Hex32
 
 
+class Keep(_Numbered, frozen=True):
+    """`sequences` are (seq_index, tag, key) triples. Whoever knows the key of a sequence may ADOPT it, also for some
+    seconds after this link has ended. A key of null takes the key away; so does FREE."""
+
+    sequences: Annotated[
+        list[tuple[wire.U32, wire.U32, wire.Hex32 | None]], wire.list_of(MAX_KEYS, "triples of two numbers and a key")
+    ]
+
+
+class Find(_Numbered, frozen=True):
+    """Ask whether a sequence of any link has this key, at least `length` tokens, and pages as those of this link. OK
+    means yes."""
+
+    key: wire.Hex32
+    length: wire.Count
+
+
+class Adopt(_Numbered, frozen=True):
+    """Let the empty sequence have the first `length` tokens of the sequence that FIND finds, whose key is void then.
+    The answer comes once they are copied. Other requests are answered meanwhile."""
+
+    seq_index: wire.U32
+    tag: wire.U32
+    length: wire.Count
+    key: wire.Hex32
+
+
 class Stats(_Numbered, frozen=True):
     pass
 
@@ -261,7 +290,7 @@ class ErrorMessage(_Numbered, frozen=True):
 
 Question = HelloMessage | Attach | Probe | Deliver | Entrust
 HandShake = Challenge | Question | Welcome | Attached | Accepted | RefusedMessage
-Request = Free | Trim | Fork | Receive | Push | Resize | Stats | PingMessage
+Request = Free | Trim | Fork | Receive | Push | Keep | Find | Adopt | Resize | Stats | PingMessage
 Message = HandShake | EndpointMessage | Pages | Next | PromptMessage | Request | Ok | ErrorMessage
 
 _KINDS: dict[str, type[Message]] = {kind.TYPE: kind for kind in get_args(Message)}

@@ -35,11 +35,14 @@ from .base import (
 from .frames import FrameSocket
 from .messages import (
     LEAVING,
+    Adopt,
     Attach,
     Deliver,
     ErrorMessage,
+    Find,
     Fork,
     Free,
+    Keep,
     Message,
     Ok,
     PingMessage,
@@ -64,7 +67,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 #: most of them, so that peers that are silent or slow on purpose cannot keep others out.
 MAX_UNPROVED = 256
 MAX_UNATTACHED = 64
-#: Most PUSHes of a link that are under way.
+#: Most PUSHes and ADOPTs of a link that are under way.
 MAX_PUSHES = 16
 
 
@@ -186,7 +189,7 @@ class LinkSession:
             request = await self._conn.read()
             if not isinstance(request, Request):
                 raise ProtocolError(f"{request.TYPE} has no place on an open link")
-            if isinstance(request, Push) and len(self._migrations) < MAX_PUSHES:
+            if isinstance(request, Push | Adopt) and len(self._migrations) < MAX_PUSHES:
                 task = self._loop.create_task(self._migrate(request))
                 self._migrations.add(task)
                 task.add_done_callback(self._migrations.discard)
@@ -198,19 +201,21 @@ class LinkSession:
                 answer = ErrorMessage(id=request.id, status=error.status, message=str(error))
             await self._conn.write(answer)
 
-    async def _migrate(self, request: Push) -> None:
-        """Send pages to another R-node, and answer the request."""
+    async def _migrate(self, request: Push | Adopt) -> None:
+        """Send pages to another R-node, or copy them from another link, and answer the request."""
         answer: Ok | ErrorMessage = Ok(id=request.id, stats=None)
-        pages = range(request.first, request.first + request.n_pages)
+        seq = (request.seq_index, request.tag)
         try:
-            await self._grant.migrate(
-                (request.seq_index, request.tag), pages, request.length, request.url, request.token
-            )
+            if isinstance(request, Push):
+                pages = range(request.first, request.first + request.n_pages)
+                await self._grant.migrate(seq, pages, request.length, request.url, request.token)
+            else:
+                await self._grant.adopt(seq, request.length, request.key)
         except TransportError as error:
             status = error.status if isinstance(error, CallRefused) else Status.INTERNAL
             answer = ErrorMessage(id=request.id, status=status, message=str(error))
         except Exception:
-            log.exception("link of %s: a PUSH failed", self.name)
+            log.exception("link of %s: a %s failed", self.name, request.TYPE)
             answer = ErrorMessage(
                 id=request.id, status=Status.INTERNAL, message="internal error at the R-node, see its log"
             )
@@ -229,8 +234,12 @@ class LinkSession:
                 self._grant.fork(src, dst, request.length)
             case Receive():
                 self._grant.admit_migration((request.seq_index, request.tag), request.length, request.token)
-            case Push():
-                raise CallRefused(Status.BAD_CALL, f"{MAX_PUSHES} PUSHes of this link are under way")
+            case Push() | Adopt():
+                raise CallRefused(Status.BAD_CALL, f"{MAX_PUSHES} PUSHes and ADOPTs of this link are under way")
+            case Keep():
+                self._grant.keep(request.sequences)
+            case Find():
+                self._grant.find(request.key, request.length)
             case Resize():
                 self._grant.resize(request.n_pages)
                 stats = self._grant.stats()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -94,6 +95,11 @@ def columns_of(hello: Hello, i: int, n: int) -> np.ndarray:
     return np.array(columns, np.uint32)
 
 
+def member_key(key: str, i: int, n: int) -> str:
+    """The key at which member `i` of `n` keeps its part of a sequence: another member cannot adopt that part."""
+    return hashlib.blake2b(f"{i}/{n}".encode(), key=bytes.fromhex(key), digest_size=32).hexdigest()
+
+
 class Team(Link):
     """A link whose heads are shared among the R-nodes of several links."""
 
@@ -157,6 +163,29 @@ class Team(Link):
 
     async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
         raise CallRefused(Status.BAD_CALL, "the sequences of a team do not migrate")
+
+    async def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
+        n = len(self.links)
+        await self._all(
+            link.keep([(index, tag, key and member_key(key, i, n)) for index, tag, key in sequences])
+            for i, link in enumerate(self.links)
+        )
+
+    async def find(self, key: str, length: int) -> bool:
+        return all(await self._all(link.find(own, k) for link, own, k in self._parts_of(key, length)))
+
+    async def adopt(self, seq: tuple[int, int], length: int, key: str) -> None:
+        await self._all(link.adopt(seq, k, own) for link, own, k in self._parts_of(key, length))
+
+    def _parts_of(self, key: str, length: int) -> list[tuple[Link, str, int]]:
+        """The members that have some of the first `length` tokens of a sequence, each with its key and how many."""
+        n = len(self.links)
+        parts = [(link, member_key(key, i, n), self._part_length(length, i)) for i, link in enumerate(self.links)]
+        return [part for part in parts if part[2]]
+
+    def _part_length(self, length: int, i: int) -> int:
+        """How many of the first `length` tokens of a sequence member `i` keeps."""
+        return length
 
     async def resize(self, n_pages: int) -> dict[str, int]:
         return self._common_stats(await self._each(lambda link: link.resize(n_pages)))

@@ -134,13 +134,15 @@ class TokenTeam(Team):
 
     # ---- control path ----
 
+    def _part_length(self, length: int, i: int) -> int:
+        return part_length(length, i, len(self.links))
+
     async def trim(self, seq_index: int, tag: int, length: int) -> None:
-        n = len(self.links)
-        await self._all(link.trim(seq_index, tag, part_length(length, i, n)) for i, link in enumerate(self.links))
+        parts = enumerate(self.links)
+        await self._all(link.trim(seq_index, tag, self._part_length(length, i)) for i, link in parts)
 
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
-        n = len(self.links)
-        lengths = [part_length(length, i, n) for i in range(n)]
+        lengths = [self._part_length(length, i) for i in range(len(self.links))]
         try:
             await self._all(link.fork(src, dst, k) for link, k in zip(self.links, lengths, strict=True) if k)
         except CallRefused:

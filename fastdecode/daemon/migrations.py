@@ -1,5 +1,5 @@
 """Migration of one link's sequences from and to other R-nodes (transports/migration.py), and from and to other links of
-this R-node, whose pages are copied in memory."""
+this R-node, whose pages are copied in memory. Adoption copies likewise (orphans.py)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from fastdecode.daemon.orphans import KeptLease, Orphans
 from fastdecode.kernels._native import REngineLink
 from fastdecode.region.contract import PAGE_TOKENS, Status
 from fastdecode.transports import migration
@@ -87,10 +88,16 @@ class IncomingSequence:
         with refusals():
             return self._link.receive_pages(fd, *self._seq, first, n_pages, offset)
 
-    def copy(self, source: REngineLink, seq: tuple[int, int], first: int, n_pages: int, offset: int) -> int:
-        """Copy bytes of a sequence of another link of this R-node. Returns the number of bytes."""
-        with refusals():
-            return source.copy_pages(self._link, *seq, *self._seq, first, n_pages, offset)
+    async def copy(self, source: REngineLink, seq: tuple[int, int], pages: range, waits: Callable[[], bool]) -> None:
+        """Copy pages of a sequence of a link of this R-node, while `waits()` is true. Raises CallRefused."""
+        offset, total = 0, len(pages) * self.page_bytes
+        while offset < total:
+            await self.memory(pages.start, offset + migration.PIECE_BYTES)
+            if not waits():
+                raise CallRefused(Status.BAD_SEQUENCE, "the sequence does not wait for pages any more")
+            with refusals():
+                offset += source.copy_pages(self._link, *seq, *self._seq, pages.start, len(pages), offset)
+            await asyncio.sleep(0)  # PINGs and other requests are answered between two pieces
 
     def finish(self, length: int) -> None:
         with refusals():
@@ -131,8 +138,10 @@ class Inbox:
 class Migrations:
     """The migrations of one link. All methods run on the event loop."""
 
-    def __init__(self, link: REngineLink, page_bytes: int, inbox: Inbox, secret: bytes | None):
-        self._link, self._page_bytes, self._inbox, self._secret = link, page_bytes, inbox, secret
+    def __init__(self, lease: KeptLease, page_bytes: int, inbox: Inbox, orphans: Orphans, secret: bytes | None):
+        self._link, self._page_bytes, self._inbox, self._secret = lease.link, page_bytes, inbox, secret
+        self._format, self._orphans = lease.format, orphans
+        self._adopting: dict[int, IncomingSequence] = {}  # by sequence index
         self._tokens: dict[int, str] = {}  # of sequences that may migrate here, by sequence index
         #: Migration connections that wait for the rest of a sequence, by sequence index, each with its token.
         self._deliveries: dict[int, tuple[str, MigrationSender]] = {}
@@ -159,6 +168,8 @@ class Migrations:
             self._close_delivery(seq_index)
 
     def _forget(self, seq_index: int) -> None:
+        if incoming := self._adopting.pop(seq_index, None):
+            incoming.end()
         if token := self._tokens.pop(seq_index, None):
             self._inbox.waiting.pop(token).end()
 
@@ -221,16 +232,29 @@ class Migrations:
         if incoming is None or self._inbox.waiting[token] is not incoming:
             incoming = self._local[seq[0]] = self._inbox.take(token, self._page_bytes)
         incoming.check(pages.start, len(pages), length)
-        offset, total = 0, len(pages) * self._page_bytes
-        while offset < total:
-            await incoming.memory(pages.start, offset + migration.PIECE_BYTES)
-            if self._inbox.waiting.get(token) is not incoming:
-                raise CallRefused(Status.BAD_SEQUENCE, "the sequence does not wait for pages any more")
-            offset += incoming.copy(self._link, seq, pages.start, len(pages), offset)
-            await asyncio.sleep(0)  # PINGs and other requests are answered between two pieces
+        await incoming.copy(self._link, seq, pages, lambda: self._inbox.waiting.get(token) is incoming)
         if length:
             incoming.finish(length)
             del self._local[seq[0]]
+
+    async def adopt(self, seq: tuple[int, int], length: int, key: str) -> None:
+        """Let an empty sequence have the first `length` tokens of the sequence that has a key. Raises CallRefused."""
+        source, handle = self._orphans.find(key, length, self._format)
+        with refusals():
+            self._link.receive(*seq, length)
+        self._forget(seq[0])
+        self._orphans.claim(key)
+        incoming = self._adopting[seq[0]] = IncomingSequence(self._link, seq, length, self._page_bytes)
+        copied = False
+        try:
+            pages = range(-(-length // PAGE_TOKENS))
+            await incoming.copy(source, handle, pages, lambda: self._adopting.get(seq[0]) is incoming)
+            copied = True
+        finally:
+            self._orphans.end_claim(key, length, copied)
+            if self._adopting.get(seq[0]) is incoming:
+                del self._adopting[seq[0]]
+            incoming.end()
 
     def _close_delivery(self, seq_index: int) -> None:
         self._local.pop(seq_index, None)
@@ -239,6 +263,6 @@ class Migrations:
 
     def close(self) -> None:
         """End all migrations. No PUSH may be under way."""
-        self.freed([(seq_index, 0) for seq_index in [*self._tokens, *self._deliveries]])
+        self.freed([(seq_index, 0) for seq_index in [*self._tokens, *self._deliveries, *self._adopting]])
         for url in list(self._kept):
             self._close_kept(url)

@@ -67,6 +67,7 @@ TOPICS = (
         (
             "kv_lease",
             "max_lease",
+            "orphan_seconds",
             "gpu_memory_utilization",
             "staging_memory",
             "state_memory",

@@ -311,6 +311,13 @@ class NodeOptions:
     max_lease: int | None = _r_size(
         "the most KV-cache memory that one link may lease, so the most of one S-node; default: all of it"
     )
+    orphan_seconds: float = _r_option(
+        "seconds for which the KV-cache of streams stays when their S-node is lost or ends, so that another S-node "
+        "adopts it; 0: it goes at once",
+        20.0,
+        parse=option_values.seconds,
+        metavar="SECONDS",
+    )
 
     kv_memory: int | None = _size(
         "memory for the KV-cache of this (or the embedded) R-node, and for the activation regions of its links; "

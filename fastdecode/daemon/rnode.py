@@ -19,8 +19,9 @@ from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
 from fastdecode.daemon.migrations import Inbox, IncomingSequence, Migrations, refusals
 from fastdecode.daemon.option_values import format_bytes
+from fastdecode.daemon.orphans import KeptLease, Orphans, kv_format
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory
-from fastdecode.region.contract import MAX_PAGES, MAX_SEQS, PAGE_TOKENS
+from fastdecode.region.contract import MAX_PAGES, MAX_SEQS, PAGE_TOKENS, Status
 from fastdecode.transports import registry
 from fastdecode.transports.base import CallRefused, Hello, Lease, LinkRefused, Server
 
@@ -73,6 +74,7 @@ class RNode:
         max_lease: int | None = None,
         stand_in: bool = False,
         quiet: bool = False,
+        orphan_seconds: float = 0.0,
     ):
         """Start the R-engine.
 
@@ -85,6 +87,7 @@ class RNode:
             max_lease: bytes of KV-cache that one link may have; None: all.
             stand_in: let waiters of this process, over shared memory, do the work of the R-engine's thread 0.
             quiet: log no more than warnings.
+            orphan_seconds: how long sequences that have keys outlive their link; see orphans.py.
 
         Raises ValueError (a bad value), RuntimeError (threads cannot start, or too few hugetlb pages are free).
         """
@@ -101,6 +104,7 @@ class RNode:
         self._prefault_logs: set[asyncio.Task[None]] = set()
         self._servers: list[Server] = []
         self._inbox = Inbox()
+        self.orphans = Orphans(orphan_seconds)
         self._secret: bytes | None = None
         self.roofline = 0  # bytes a second at which the threads' cores can read memory; 0: not measured
 
@@ -139,6 +143,7 @@ class RNode:
             await self._servers.pop().close()
         for task in self._prefault_logs:
             task.cancel()
+        await self.orphans.close()
         self._engine.close()
 
     def open_link(self, hello: Hello, region: memoryview, carrier: object | None) -> REngineGrant:
@@ -148,6 +153,7 @@ class RNode:
             pages = KVPages.from_hello(hello)
         except ValueError as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
+        self._make_room(pages, hello.kv_bytes, region.nbytes)
         n_pages, max_pages = self._size_lease(pages, hello.kv_bytes, region.nbytes)
         try:
             link = self._engine.add_link(
@@ -176,7 +182,7 @@ class RNode:
             pages.limited_sections,
             pages.reach,
         )
-        grant = REngineGrant(self, link, lease, pages, region.nbytes)
+        grant = REngineGrant(self, link, lease, pages, region.nbytes, kv_format(hello))
         self._regions[grant] = region.nbytes
         self.log_prefault(link)
         self.log.info(
@@ -188,6 +194,11 @@ class RNode:
             format_bytes(self.kv_bytes),
         )
         return grant
+
+    def _make_room(self, pages: KVPages, wanted: int | None, region_bytes: int) -> None:
+        """Free orphans for a new lease of `wanted` bytes; None: for as large a one as can be."""
+        needed = min(self._max_lease, self.kv_bytes) if wanted is None else max(wanted, pages.block_bytes)
+        self.orphans.make_room(lambda: self.kv_free >= needed + region_bytes)
 
     def _size_lease(self, pages: KVPages, wanted: int | None, region_bytes: int) -> tuple[int, int]:
         """The pages that a lease of `wanted` bytes begins with, and the most that it may grow to, beside an activation
@@ -216,9 +227,9 @@ class RNode:
         """The sequence that `token` admits a migration connection for. Raises LinkRefused."""
         return self._inbox.take(token, page_bytes)
 
-    def migrations(self, link: REngineLink, page_bytes: int) -> Migrations:
+    def migrations(self, lease: KeptLease, page_bytes: int) -> Migrations:
         """The transfers of a link, whose blocks have `page_bytes`."""
-        return Migrations(link, page_bytes, self._inbox, self._secret)
+        return Migrations(lease, page_bytes, self._inbox, self.orphans, self._secret)
 
     def pages_within(self, pages: KVPages, n_bytes: int, *, grows: bool = True) -> int:
         """The most pages that a lease of `n_bytes` can have; `grows`: it may grow."""
@@ -265,7 +276,9 @@ async def _log_prefault(link: REngineLink) -> None:
 class REngineGrant:
     """A granted link over the R-engine (a transports.base.LinkGrant)."""
 
-    def __init__(self, node: RNode, link: REngineLink, lease: Lease, pages: KVPages, region_bytes: int):
+    def __init__(
+        self, node: RNode, link: REngineLink, lease: Lease, pages: KVPages, region_bytes: int, kept_format: Hello
+    ):
         self.lease = lease
         self.wake_fd = link.eventfd
         self.stand_in = node.stand_in
@@ -273,7 +286,9 @@ class REngineGrant:
         self._link = link
         self._pages = pages
         self._region_bytes = region_bytes
-        self._migrations = node.migrations(link, pages.block_bytes)
+        self._kept = KeptLease(link, kept_format)
+        self._migrations = node.migrations(self._kept, pages.block_bytes)
+        self._loop = asyncio.get_running_loop()
         self.growing_layers = pages.n_layers if lease.max_pages > lease.n_pages else 0
 
     def free(self, handles: Sequence[tuple[int, int]]) -> None:
@@ -282,6 +297,8 @@ class REngineGrant:
         Raises CallRefused for the first that could not be freed, at the end.
         """
         self._migrations.freed(handles)
+        for seq_index, _ in handles:
+            self._node.orphans.forget(self._kept, seq_index)
         first: CallRefused | None = None
         for seq_index, tag in handles:
             try:
@@ -306,6 +323,18 @@ class REngineGrant:
     async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
         await self._migrations.push(seq, pages, length, url, token)
 
+    def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
+        for seq_index, tag, key in sequences:
+            if not seq_index < self.lease.max_seqs:
+                raise CallRefused(Status.BAD_SEQUENCE, f"sequence {seq_index} is outside the lease")
+            self._node.orphans.keep(self._kept, seq_index, tag, key)
+
+    def find(self, key: str, length: int) -> None:
+        self._node.orphans.find(key, length, self._kept.format)
+
+    async def adopt(self, seq: tuple[int, int], length: int, key: str) -> None:
+        await self._migrations.adopt(seq, length, key)
+
     def detach(self) -> None:
         self._migrations.close()
 
@@ -313,16 +342,20 @@ class REngineGrant:
         """Grow the lease to `n_pages`, or as near to that as there is memory for. A smaller number changes nothing."""
         with refusals():
             stats = self._link.stats()
-            target = min(n_pages, self._pages_max(stats["pages_total"]))
-            if target <= stats["pages_total"]:
+            n_now = stats["pages_total"]
+            most = min(n_pages, self.lease.max_pages)
+            if self._pages_max(n_now) <= n_now < most:
+                self._node.orphans.make_room(lambda: self._pages_max(n_now) >= most)
+            target = min(n_pages, self._pages_max(n_now))
+            if target <= n_now:
                 return
             try:
                 self._link.grow(target)
             except MemoryError as error:  # the OS has less than the budget says
-                log.warning("a lease stays at %d pages: %s", stats["pages_total"], error)
+                log.warning("a lease stays at %d pages: %s", n_now, error)
                 return
         self._node.log_prefault(self._link)
-        log.debug("a lease has grown from %d to %d pages", stats["pages_total"], target)
+        log.debug("a lease has grown from %d to %d pages", n_now, target)
 
     def _pages_max(self, n_pages: int) -> int:
         """How many pages a lease that has `n_pages` could have now."""
@@ -348,10 +381,15 @@ class REngineGrant:
 
     def close(self) -> None:
         stats = self._link.stats()
-        self._link.close()
+        if self._node.orphans.outlives_link(self._kept):
+            self._link.retire(list(self._kept.keys))
+            self._link.shrink()
+            self._loop.call_soon_threadsafe(self._node.orphans.add, self._kept)
+        else:
+            self._link.close()
         self._node.link_closed(self)
         self._node.log.info(
-            "lease of %d pages freed after %d calls with %d rows, %.1f s of attention over %s of KV-cache",
+            "lease of %d pages ended after %d calls with %d rows, %.1f s of attention over %s of KV-cache",
             stats["pages_total"],
             stats["calls"],
             stats["rows"],

@@ -29,6 +29,7 @@ def make_r_node(config: NodeConfig, threads: int, *, stand_in: bool = False, qui
         prefault=config.prefault,
         trim_idle_s=config.trim_idle_s,
         max_lease=config.max_lease,
+        orphan_seconds=config.orphan_seconds if config.role == "r" else 0.0,  # an embedded R-node has one S-node
         stand_in=stand_in,
         quiet=quiet,
     )

@@ -195,6 +195,24 @@ fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, 
     return status;
 }
 
+/* Begins to mark sequences with a number that none has. */
+static void new_mark(fd_kvcache_t *kv) {
+    if (++kv->mark) return;
+    /* The counter wrapped around: old marks could pass for the new one. */
+    for (uint32_t i = 0; i < kv->max_seqs; i++) kv->sequences[i].mark = 0;
+    kv->mark = 1;
+}
+
+void fd_kvcache_free_others(fd_kvcache_t *kv, const uint32_t *kept, uint32_t n_kept) {
+    new_mark(kv);
+    for (uint32_t i = 0; i < n_kept; i++)
+        if (kept[i] < kv->max_seqs) kv->sequences[kept[i]].mark = kv->mark;
+    for (uint32_t i = 0; i < kv->max_seqs; i++) {
+        fd_sequence_t *s = &kv->sequences[i];
+        if (s->length && s->mark != kv->mark) shrink(kv, s, 0);
+    }
+}
+
 fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error) {
     fd_sequence_t *s;
     fd_status_t status = find(kv, seq_index, tag, &s, error);
@@ -276,6 +294,13 @@ fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag,
     return FD_OK;
 }
 
+fd_status_t fd_kvcache_length(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t *length, fd_error_t *error) {
+    fd_sequence_t *s;
+    fd_status_t status = find(kv, seq_index, tag, &s, error);
+    if (status == FD_OK) *length = s->length;
+    return status;
+}
+
 /* The pages of a sequence after an entry, if its floor is `floor` then. */
 static uint64_t fewest_pages(const fd_kvcache_t *kv, const fd_row_t *r, uint32_t floor) {
     const uint64_t n_blocks = fd_pages_for((uint64_t)r->pos + r->n_rows);
@@ -332,10 +357,7 @@ static int64_t pages_taken(const fd_kvcache_t *kv, const fd_sequence_t *s, const
 }
 
 fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, fd_error_t *error) {
-    if (!++kv->mark) { /* the counter wrapped around: marks of old tables could pass for the new one */
-        for (uint32_t i = 0; i < kv->max_seqs; i++) kv->sequences[i].mark = 0;
-        kv->mark = 1;
-    }
+    new_mark(kv);
     fd_status_t status = FD_OK;
     int64_t needed = 0;
     uint64_t gone = kv->n_given_back;
@@ -448,6 +470,24 @@ int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part) {
 /* Whether a sequence or a copy needs page `at` of all planes. */
 static bool in_use(const fd_kvcache_t *kv, uint64_t at) {
     return kv->refs[at % kv->n_pages] || kv->pins[at % kv->n_pages];
+}
+
+uint64_t fd_kvcache_held_bytes(const fd_kvcache_t *kv) {
+    const size_t plane_bytes = kv->planes.plane_bytes;
+    uint64_t bytes = 0;
+    size_t counted = 0; /* the granules of the arena's first bytes, up to this one, are counted */
+    for (uint32_t plane = 0; plane < kv->planes.n_planes; plane++) {
+        for (uint32_t page = 0; page < kv->n_pages; page++) {
+            if (!in_use(kv, page)) continue;
+            const size_t start = plane * kv->plane_stride + page * plane_bytes;
+            size_t from = start - start % kv->granule, to = fd_round_up(start + plane_bytes, kv->granule);
+            if (from < counted) from = counted;
+            if (to <= from) continue;
+            bytes += to - from;
+            counted = to;
+        }
+    }
+    return bytes;
 }
 
 bool fd_kvcache_give_back(fd_kvcache_t *kv) {

@@ -39,7 +39,7 @@ typedef struct {
     uint32_t length;             /* tokens; 0: the sequence is empty and `tag` has no meaning */
     uint32_t floor;              /* at most `length` */
     uint32_t tag;
-    uint32_t mark;   /* number of the last checked row table that named this sequence; finds duplicates */
+    uint32_t mark;   /* finds duplicates: number of the last row table, or list of indexes, that named this sequence */
     uint32_t copies; /* valid while a step is checked: bit i: the step would copy the page of section i */
 } fd_sequence_t;
 
@@ -87,12 +87,16 @@ void fd_kvcache_grow(fd_kvcache_t *kv, uint32_t n_pages);
 
 /* Freeing an empty sequence does nothing, because the step that should have filled it may have been refused. */
 fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, fd_error_t *error);
+/* Frees all sequences but those with the indexes kept[n_kept]. */
+void fd_kvcache_free_others(fd_kvcache_t *kv, const uint32_t *kept, uint32_t n_kept);
 fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error);
 fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
                             uint32_t length, fd_error_t *error);
 /* Lets the empty sequence hold `length` tokens, at least 1, whose K and V the caller brings. Returns FD_OK,
  * FD_BAD_SEQUENCE, or FD_OUT_OF_PAGES if too few pages are free. */
 fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error);
+/* Sets *length to the sequence's tokens; 0: it is empty. */
+fd_status_t fd_kvcache_length(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t *length, fd_error_t *error);
 /* Points *pages at the sequence's [*n] page numbers, the first block's first; FD_NO_PAGE stands for a page given back.
  * They are valid until the cache changes. */
 fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, const uint32_t **pages, uint32_t *n,
@@ -127,6 +131,8 @@ int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part);
  * back. No thread may work on a step of this cache meanwhile. Only whole granules are given back: a huge page that
  * still holds a token of any sequence stays. */
 bool fd_kvcache_give_back(fd_kvcache_t *kv);
+/* Bytes of the granules in which a page is in use. */
+uint64_t fd_kvcache_held_bytes(const fd_kvcache_t *kv);
 
 static inline uint32_t fd_pages_for(uint64_t tokens) {
     return (uint32_t)((tokens + FD_PAGE_TOKENS - 1) / FD_PAGE_TOKENS);

@@ -83,6 +83,12 @@ fd_link_t *fd_engine_add_link(fd_engine_t *engine, void *region, const fd_geomet
 /* Stops the work on the link's calls, answers the unserved ones with FD_LINK_CLOSED (without sending) and
  * unmaps the arena. */
 void fd_engine_remove_link(fd_engine_t *engine, fd_link_t *link);
+/* Does all that but unmap the arena: the sequences with the indexes kept[n_kept] stay until fd_engine_remove_link, and
+ * the control operations work. The region and the carrier are not used any more. */
+void fd_engine_retire_link(fd_engine_t *engine, fd_link_t *link, const uint32_t *kept, uint32_t n_kept);
+/* Gives the memory of free pages of a retired link back to the OS and to the budget, as far as granules (memory.h) have
+ * no page in use. The link takes no more pages after this. Does nothing to hugetlb pages. */
+void fd_link_shrink(fd_link_t *link);
 
 /* Writing 1 wakes a sleeping engine. A peer may have this eventfd: whatever it does to it harms no other link. */
 int fd_link_eventfd(const fd_link_t *link);
@@ -118,6 +124,8 @@ fd_status_t fd_link_receive_pages(fd_link_t *link, int fd, const fd_page_range_t
                                   fd_error_t *error);
 fd_status_t fd_link_copy_pages(fd_link_t *from, const fd_page_range_t *source, fd_link_t *to,
                                const fd_page_range_t *target, uint64_t *done, fd_error_t *error);
+/* Sets *length to the tokens of a sequence; 0: it is empty. */
+fd_status_t fd_link_length(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t *length, fd_error_t *error);
 /* Allocates [*n] numbers: the sequence's pages, in order. The caller frees *pages. */
 fd_status_t fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n,
                           fd_error_t *error);

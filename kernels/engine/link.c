@@ -76,17 +76,24 @@ static fd_status_t check_lease(const fd_geometry_t *g, const fd_lease_t *lease, 
     return fd_is_part(lease->part) ? check_part(g, lease, error) : FD_OK;
 }
 
-/* Frees everything that the link owns except its share of the budget. Also frees a half-built link. */
-static void destroy(fd_link_t *link) {
+/* Frees what the engine needs to serve the link's calls. Also frees it of a half-built link. */
+static void destroy_calls(fd_link_t *link) {
     for (uint32_t i = 0; link->slots && i < link->work.g.n_slots; i++) fd_step_destroy(&link->slots[i].step);
     free(link->slots);
+    link->slots = NULL;
     fd_work_destroy(&link->work);
-    fd_kvcache_destroy(&link->kv);
     if (link->eventfd >= 0) {
         /* close alone would leave the eventfd in the epoll set if the peer holds a duplicate of the descriptor. */
         epoll_ctl(link->engine->epoll, EPOLL_CTL_DEL, link->eventfd, NULL);
         close(link->eventfd);
+        link->eventfd = -1;
     }
+}
+
+/* Frees everything that the link owns except its share of the budget. Also frees a half-built link. */
+static void destroy(fd_link_t *link) {
+    destroy_calls(link);
+    fd_kvcache_destroy(&link->kv);
     pthread_mutex_destroy(&link->mutex);
     free(link);
 }
@@ -176,7 +183,8 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
     return link;
 }
 
-void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
+/* Ends the work on a link's calls. */
+static void stop_calls(fd_engine_t *e, fd_link_t *link) {
     pthread_mutex_lock(&e->mutex);
     uint32_t i = 0;
     while (e->links[i] != link) i++;
@@ -186,9 +194,32 @@ void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
     while ((int32_t)(e->adopted_changes - change) < 0) pthread_cond_wait(&e->adoption, &e->mutex);
     pthread_mutex_unlock(&e->mutex);
     fd_link_refuse_waiting(link);
+    destroy_calls(link);
+}
+
+void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
+    if (link->slots) stop_calls(e, link);
     uint64_t bytes = link->lease_bytes;
     destroy(link);
     release(e, 1, bytes);
+}
+
+void fd_engine_retire_link(fd_engine_t *e, fd_link_t *link, const uint32_t *kept, uint32_t n_kept) {
+    stop_calls(e, link);
+    pthread_mutex_lock(&link->mutex);
+    fd_kvcache_free_others(&link->kv, kept, n_kept);
+    pthread_mutex_unlock(&link->mutex);
+}
+
+void fd_link_shrink(fd_link_t *link) {
+    if (link->engine->huge == FD_HUGE_HUGETLB) return; /* kernels before 5.18 cannot give back hugetlb pages */
+    pthread_mutex_lock(&link->mutex);
+    while (fd_kvcache_give_back(&link->kv)) {
+    }
+    const uint64_t left = fd_kvcache_held_bytes(&link->kv), before = link->lease_bytes;
+    if (left < before) link->lease_bytes = left;
+    pthread_mutex_unlock(&link->mutex);
+    if (left < before) release(link->engine, 0, before - left);
 }
 
 uint64_t fd_engine_pages_within(const fd_engine_t *e, fd_planes_t planes, uint64_t bytes, bool grows) {
@@ -246,6 +277,13 @@ fd_status_t fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32
                          uint32_t length, fd_error_t *error) {
     pthread_mutex_lock(&link->mutex);
     fd_status_t status = fd_kvcache_fork(&link->kv, src, src_tag, dst, dst_tag, length, error);
+    pthread_mutex_unlock(&link->mutex);
+    return status;
+}
+
+fd_status_t fd_link_length(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t *length, fd_error_t *error) {
+    pthread_mutex_lock(&link->mutex);
+    fd_status_t status = fd_kvcache_length(&link->kv, seq_index, tag, length, error);
     pthread_mutex_unlock(&link->mutex);
     return status;
 }

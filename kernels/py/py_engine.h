@@ -20,6 +20,7 @@ typedef struct {
     /* Threads that use `link` without the GIL; changed with the GIL. Each copies `link` while it holds the GIL, because
      * remove_link sets it to NULL before it waits for them. */
     uint32_t users;
+    bool retired; /* the engine does not serve the link any more */
 } link_object_t;
 
 /* Raises RuntimeError. */

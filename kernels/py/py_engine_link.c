@@ -40,6 +40,53 @@ static PyObject *link_close(link_object_t *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+/* The sequence indexes in a list; NULL, with an exception, if it is none. The caller frees them. */
+static uint32_t *indexes_of(PyObject *list, Py_ssize_t *n) {
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "sequence indexes are a list");
+        return NULL;
+    }
+    *n = PyList_GET_SIZE(list);
+    uint32_t *indexes = malloc((*n + 1) * sizeof *indexes);
+    if (!indexes) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; indexes && i < *n; i++) {
+        indexes[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GET_ITEM(list, i));
+        if (!PyErr_Occurred()) continue;
+        free(indexes);
+        return NULL;
+    }
+    return indexes;
+}
+
+static PyObject *link_retire(link_object_t *self, PyObject *kept) {
+    fd_link_t *link = self->link;
+    if (!link || self->retired) return closed_error("the link");
+    Py_ssize_t n;
+    uint32_t *indexes = indexes_of(kept, &n);
+    if (!indexes) return NULL;
+    self->retired = true;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS /* this waits for a call in progress */
+    fd_engine_retire_link(self->owner->engine, link, indexes, (uint32_t)n);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    free(indexes);
+    PyBuffer_Release(&self->region);
+    Py_RETURN_NONE;
+}
+
+static PyObject *link_shrink(link_object_t *self, PyObject *unused) {
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
+    if (!self->retired) return PyErr_Format(PyExc_RuntimeError, "the link is not retired");
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS
+    fd_link_shrink(link);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    Py_RETURN_NONE;
+}
+
 /* A change of the lease; `n` are the method's numbers, in order. */
 typedef fd_status_t change_fn(fd_link_t *link, const unsigned n[5], fd_error_t *error);
 
@@ -162,6 +209,17 @@ static PyObject *link_copy_pages(link_object_t *self, PyObject *args) {
     return migrate(self, to, &t, do_copy);
 }
 
+static PyObject *link_length(link_object_t *self, PyObject *args) {
+    unsigned seq_index, tag;
+    uint32_t length;
+    fd_error_t error;
+    if (!PyArg_ParseTuple(args, "II", &seq_index, &tag)) return NULL;
+    if (!self->link) return closed_error("the link");
+    if (fd_link_length(self->link, seq_index, tag, &length, &error) != FD_OK)
+        return engine_error(&error, PyExc_MemoryError);
+    return PyLong_FromUnsignedLong(length);
+}
+
 static PyObject *link_pages(link_object_t *self, PyObject *args) {
     unsigned seq_index, tag, n;
     uint32_t *pages;
@@ -224,7 +282,10 @@ static PyMethodDef link_methods[] = {
     {"receive_pages", (PyCFunction)link_receive_pages, METH_VARARGS, "Receive what send_pages sends."},
     {"copy_pages", (PyCFunction)link_copy_pages, METH_VARARGS, "Copy pages of a sequence to another link."},
     {"pages", (PyCFunction)link_pages, METH_VARARGS, "The numbers of a sequence's pages, in order."},
+    {"length", (PyCFunction)link_length, METH_VARARGS, "The tokens of a sequence."},
     {"stats", (PyCFunction)link_stats, METH_NOARGS, "The counters of fd_link_stats_t, by name."},
+    {"retire", (PyCFunction)link_retire, METH_O, "Remove the link from the engine and keep some of its sequences."},
+    {"shrink", (PyCFunction)link_shrink, METH_NOARGS, "Give the memory of a retired link's free pages back."},
     {"close", (PyCFunction)link_close, METH_NOARGS, "Remove the link from the engine and free its lease."},
     {0},
 };

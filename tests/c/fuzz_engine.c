@@ -345,6 +345,29 @@ static void hostile_call(hostile_t *h, input_t *in) {
     else hostile_arm(h, in, slot);
 }
 
+/* What an R-node does to the link of an S-node that is lost: other links copy its sequences, and their pages go. */
+static void retire(target_t *target, hostile_t *h, input_t *in) {
+    uint32_t kept[SEQUENCES];
+    const uint32_t n_kept = take(in, 1) % SEQUENCES;
+    for (uint32_t i = 0; i < n_kept; i++) kept[i] = edgy(in, SEQUENCES);
+    fd_engine_retire_link(target->engine, h->link, kept, n_kept);
+    const uint64_t before = fd_engine_kv_free(target->engine);
+    for (uint32_t n = take(in, 1) % 8; n; n--) {
+        const uint32_t a = edgy(in, SEQUENCES), tag = take(in, 1) % 8 && a < SEQUENCES ? h->sequences[a].tag : 0;
+        const fd_page_range_t source = {a, tag, edgy(in, 4), edgy(in, 4), take(in, 1) % 8 ? 0 : take(in, 4)};
+        fd_page_range_t to = source;
+        to.seq_index = take(in, 1) % SEQUENCES;
+        to.tag = h->sequences[to.seq_index].tag;
+        uint64_t done;
+        uint32_t length = 0;
+        fd_link_copy_pages(h->link, &source, h->link, &to, &done, &error);
+        const fd_status_t known = fd_link_length(h->link, a, tag, &length, &error);
+        if (known == FD_OK) REQUIRE(fd_link_free(h->link, a, tag, &error) == FD_OK);
+        fd_link_shrink(h->link);
+        REQUIRE(fd_engine_kv_free(target->engine) >= before);
+    }
+}
+
 static void hostile_link(target_t *target, input_t *in) {
     hostile_t h;
     open_hostile(&h, target->engine, in);
@@ -353,6 +376,7 @@ static void hostile_link(target_t *target, input_t *in) {
         else control(&h, in);
     }
     good_call(target);
+    if (take(in, 1) % 4 == 0) retire(target, &h, in);
     for (uint32_t i = 0; i < SEQUENCES; i++) /* all pages become free, whatever has happened */
         for (uint32_t tag = 0; fd_link_free(h.link, i, h.sequences[i].tag, &error) && tag < 256; tag++)
             h.sequences[i].tag = tag;

@@ -39,7 +39,10 @@ LONG = 1_000_000
 #: of hostile frames arrive in every test, and up to 70 MiB.
 GROWTH = 6 << 20
 
-REQUESTS = [BY_TYPE[name] for name in ("FREE", "TRIM", "FORK", "RECEIVE", "PUSH", "RESIZE", "STATS", "PING")]
+REQUESTS = [
+    BY_TYPE[name]
+    for name in ("FREE", "TRIM", "FORK", "RECEIVE", "PUSH", "KEEP", "FIND", "ADOPT", "RESIZE", "STATS", "PING")
+]
 ANSWERS = [BY_TYPE[name] for name in ("OK", "ERROR")]
 
 pytestmark = pytest.mark.timeout(120 + 2 * SECONDS)
