@@ -66,7 +66,6 @@ def make_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_seconds: float = 15.0,
     stalled_after_seconds: float = 60.0,
-    prefill_url: str | None = None,
     router_secret: bytes | None = None,
     drop_hosted_tools: bool = False,
     one_of: int = 1,
@@ -86,7 +85,6 @@ def make_app(
         max_body_bytes: longer bodies get status 413.
         keep_alive_seconds: a stream without text for this long sends a comment.
         stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
-        prefill_url: where other S-nodes get the K and V of streams that they continue; None: nowhere.
         router_secret: a router that knows it can continue streams of other S-nodes here; None: no router can.
         drop_hosted_tools: drop tools that only their vendor runs from requests, which are refused otherwise.
         one_of: how many processes serve this API. Several cannot know each other's responses in the background.
@@ -95,7 +93,7 @@ def make_app(
     forms = tool_form(tool_parser, with_tools), reasoning_form(reasoning_parser, plain + with_tools)
     served = ApiModel(names, *forms, defaults, tuple(adapters))
     preparation = Preparation(engine, tokenizer, served.tool_form)
-    runs = Runs(engine, keep_alive_seconds, prefill_url)
+    runs = Runs(engine, keep_alive_seconds)
     endpoints = Endpoints(
         tokenizer, served, preparation, runs, router_secret, drop_hosted_tools, in_background=one_of <= 1
     )

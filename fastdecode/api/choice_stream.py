@@ -32,7 +32,7 @@ class ChoiceStream:
         self._token_texts = token_texts
         self._templates: dict[int, tuple[bytes, bytes]] = {}  # by the choice's index: what stands around the text
         self._without_lane: dict[int, ByteDetokenizer] = {}
-        if not run.names_tokens:  # else each event is followed by its token
+        if run.stream_key is None:  # else each event is followed by its token
             self._without_lane = {choice.index: direct for choice in run.choices if (direct := choice.direct)}
 
     async def write_all(self, keep_alive_seconds: float) -> None:

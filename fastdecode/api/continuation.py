@@ -3,18 +3,18 @@
 A router proves by the header X-Fastdecode-Router that it knows the S-node's secret, and gets marks in the stream, which
 are comments of the event stream:
 
-    : fd {"id": ..., "created": ..., "seed": ...}   first: what the answer takes from elsewhere than the request
+    : fd {"id": ..., "created": ..., "seed": ..., "key": ...}   first: what the answer takes from elsewhere than the
+                                                    request, and the key of its K and V (engine/migration/adopter.py)
     : fd []                                         the events before it show that the answer has begun
     : fd [12, 13]                                   the events before it show the text of these tokens, and all before
     : fd [[1], 12, 13]                              likewise, of choice 1; without a number it is choice 0
     : fd [14, "stop"]                               likewise; the engine has ended the choice
     : fd "leaving"                                  this S-node is about to end
-    : fd "leaving tcp://..."                        likewise; there its successor gets the K and V of the stream
 
 To continue the stream, the router sends the request to another S-node, with a field `fastdecode_resume` that has the
 first mark's values and the tokens so far. That S-node feeds the tokens to the code that makes text of them, drops the
-text, and computes the prompt with the tokens. Draws depend on the seed and the token's index alone, so the stream goes
-on as it would have.
+text, and adopts the K and V of the prompt and the tokens, or computes them. Draws depend on the seed and the token's
+index alone, so the stream goes on as it would have.
 
 Only streams of one prompt without log-probabilities are resumable.
 """
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 #: The header by which a router asks for marks, and the field by which it continues a stream.
 HEADER, FIELD = "X-Fastdecode-Router", "fastdecode_resume"
+_Key = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 #: What a mark begins with.
 MARK = b": fd "
@@ -96,7 +97,6 @@ class Progress:
     n_tokens: int = 0  # of all choices
     _tokens: dict[int, list[int]] = field(default_factory=dict)  # by choice
     _finish_reasons: dict[int, str] = field(default_factory=dict)
-    _take_from: str | None = None
 
     def take(self, value: Any) -> None:
         """Record a mark."""
@@ -107,8 +107,7 @@ class Progress:
                 self._take_tokens(choice, tokens)
             case list():
                 self._take_tokens(0, value)
-            case str() if value.startswith(LEAVING):
-                self._take_from = value[len(LEAVING) :].strip() or None
+            case "leaving":
                 self.leaving = True
 
     def _take_tokens(self, choice: int, tokens: list[Any]) -> None:
@@ -123,8 +122,7 @@ class Progress:
         assert self.head is not None, "a stream without marks cannot be continued"
         numbers = range(1 + max(self._tokens, default=-1))
         choices = [[self._tokens.get(k, []), self._finish_reasons.get(k)] for k in numbers]
-        value = self.head | {"begun": self.begun, "choices": choices}
-        return value if self._take_from is None else value | {"take_from": self._take_from}
+        return self.head | {"begun": self.begun, "choices": choices}
 
 
 class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,7 +133,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: _Number
     begun: bool  # the client has the events before the first token
     choices: tuple[Past, ...]  # those without tokens may be missing at the end
-    take_from: str | None = None  # the URL at which an S-node that is about to end has the K and V
+    key: _Key | None = None  # of the stream's K and V
 
     @classmethod
     def taken_from(cls, body: Any) -> Resume | None:

@@ -192,7 +192,8 @@ class Run:
         The reason is "stop", "length", "abort" or "error"; the seconds count from now.
         """
         self.choices = choices
-        self.names_tokens = False  # pieces have their tokens
+        #: The key of a stream that a router may continue at another S-node, whose pieces have their tokens.
+        self.stream_key: str | None = None
         self.leave: Callable[[], None] | None = None  # tells the client that this server is about to end
         self._delivery = delivery
         self._first: int | None = None  # number of the first choice there; None: the choices are not submitted
@@ -276,7 +277,7 @@ class Run:
             self.first_token_seconds = time.monotonic() - self._started
         try:
             piece = self.choices[index].feed(event)
-            if self.names_tokens:
+            if self.stream_key is not None:
                 token, reason = (event, None) if isinstance(event, int) else (event.token, event.finish_reason)
                 piece.tokens = (token,) if reason is None else (token, reason)
             if self._ready or self._sink is None or not self._sink(index, piece):

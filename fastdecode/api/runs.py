@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,6 @@ class Runs:
 
     engine: EngineClient
     keep_alive_seconds: float
-    prefill_url: str | None = None  # see make_app
     closing: bool = False  # new requests are refused
     stored: StoredResponses = field(default_factory=StoredResponses)
     _runs: set[Run] = field(default_factory=set)
@@ -85,7 +85,7 @@ class Runs:
         elif resume is not None:
             raise not_resumable()
         run = self._run(prepared)
-        run.names_tokens = marked
+        run.stream_key = secrets.token_hex(32) if marked else None
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._running(prepared, run, resume))
             if prepared.stored is not None:
@@ -149,9 +149,9 @@ class Runs:
                 stored.answer.so_far, headers={"X-Request-Id": request_id(request) or stored.answer.id}
             )
         try:
-            return await self.show_events(request, stored, shown, marks=run.names_tokens)
+            return await self.show_events(request, stored, shown, marks=run.stream_key is not None)
         except asyncio.CancelledError:
-            if self.closing and run.names_tokens:  # the router continues the stream at another S-node
+            if self.closing and run.stream_key is not None:  # the router continues the stream at another S-node
                 await stored.cancel()
                 self.stored.remove(stored)
             raise
@@ -216,12 +216,13 @@ class Runs:
         params = replace(generation.sampling, client=notes().client)
         grammar = generation.grammar
         spec = None if grammar is None else grammar.spec
-        request = Request(prepared.answer.id, list(prepared.prompts), params, generation.candidates, spec)
+        prompts, n = list(prepared.prompts), generation.candidates
+        request = Request(prepared.answer.id, prompts, params, n, spec, stream_key=run.stream_key)
         if resume is not None:
             past = [list(choice.tokens) for choice in resume.choices]
             past += [[] for _ in run.choices[len(past) :]]
             generated = [tokens if run.runs(index) else None for index, tokens in enumerate(past)]
-            request = replace(request, generated=generated, take_from=resume.take_from)
+            request = replace(request, generated=generated, adopts=resume.key)
         try:
             await run.submit(self.engine, request)
         except InvalidGrammar as error:
@@ -250,15 +251,16 @@ class Runs:
         """Write a stream to its end."""
         generation, answer = prepared.generation, prepared.answer
         stream = ChoiceStream(events, answer, generation, run, self._texts)
-        if run.names_tokens:
-            events.write(mark({"id": answer.id, "created": answer.created, "seed": generation.sampling.seed}))
-            run.leave = partial(events.write, mark(f"{LEAVING} {self.prefill_url or ''}".rstrip()))
+        if run.stream_key is not None:
+            head = {"id": answer.id, "created": answer.created, "seed": generation.sampling.seed}
+            events.write(mark(head | {"key": run.stream_key}))
+            run.leave = partial(events.write, mark(LEAVING))
             if self.closing:
                 run.leave()
         try:
             if not (resume is not None and resume.begun):
                 events.send(answer.begin(usage(run.choices, generation.n)))
-            if run.names_tokens:
+            if run.stream_key is not None:
                 events.write(mark([]))
             await stream.write_all(self.keep_alive_seconds)
         except ConnectionError:

@@ -139,4 +139,4 @@ def _embedded_options(config: NodeOptions) -> list[str]:
 
 
 def _prefill_options(config: NodeOptions) -> list[str]:
-    return _given(config, "prefill_at", "prefill_file", "take_from")
+    return _given(config, "prefill_at", "prefill_file")

@@ -55,7 +55,6 @@ def _check_states(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
         "--prefill-at": config.prefill_at,
         "--prefill-file": config.prefill_file,
         "--prefill-listen": config.prefill_listen,
-        "--take-from": config.take_from,
     }
     for option in (name for name, value in given.items() if value):
         if model.state_bytes(1):

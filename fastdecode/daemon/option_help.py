@@ -59,7 +59,7 @@ TOPICS = (
     Topic(
         "S-nodes that work for each other",
         (),
-        ("prefill_listen", "prefill_at", "prefill_file", "take_from"),
+        ("prefill_listen", "prefill_at", "prefill_file"),
     ),
     Topic(
         "memory",

@@ -167,13 +167,6 @@ class NodeOptions:
     prefill_file: Path | None = _s_file(
         "file with such URLs, one a line, in place of --prefill-at; changes of the file are followed"
     )
-    take_from: tuple[str, ...] = _s_option(
-        "the --prefill-listen of an S-node whose streams this one takes over with their K and V when that one drains "
-        "behind a router (repeatable)",
-        (),
-        parse=option_values.tcp_url,
-        metavar="URL",
-    )
     connect_seconds: float = _s_option(
         "at start, how long to wait for R-nodes that cannot be reached yet", 5.0, parse=option_values.seconds
     )

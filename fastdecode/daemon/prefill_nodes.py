@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 _FAILED_SECONDS = 5.0
 #: The longest time that a prompt may take, its wait included, before it is computed by the S-node that decodes.
 _ORDER_SECONDS = 300.0
-#: An S-node that is about to end leaves once no S-node that continues its streams has asked for K and V for this long.
-_QUIET_SECONDS = 2.0
 #: Most connections that have not proved the secret, and most connections.
 _MOST_UNPROVED = 16
 _MOST = 1024
@@ -69,12 +67,11 @@ def model_digest(path: Path, hello: Hello, balance: str = "") -> str:
 class RemotePrefillNodes:
     """The prefill S-nodes of this S-node (an engine.migration.prefill_client.PrefillNodes)."""
 
-    def __init__(self, urls: Sequence[str], model: str, secret: bytes | None, take_from: Sequence[str] = ()):
-        """`model`: see model_digest. `take_from`: S-nodes that compute no prompts for this one, but give it the K and V
-        of their streams when they are about to end."""
+    def __init__(self, urls: Sequence[str], model: str, secret: bytes | None):
+        """`model`: see model_digest."""
         self._model, self._secret = model, secret
         self._prefill = tuple(urls)  # in this order, which decides between equals
-        self._waiting = dict.fromkeys([*urls, *take_from], 0)  # tokens of the prompts that each S-node has, by its URL
+        self._waiting = dict.fromkeys(urls, 0)  # tokens of the prompts that each S-node has, by its URL
         self._failed: dict[str, float] = {}  # the time of each S-node's last failure
 
     async def follow(self, nodes: NodeSet) -> None:
@@ -98,17 +95,17 @@ class RemotePrefillNodes:
         self._prefill = tuple(urls)
         self._waiting |= {url: 0 for url in urls if url not in self._waiting}
 
-    def _usable(self, source: str | None) -> list[str]:
-        """The S-node at `source` if it is known, else the prefill S-nodes; none that has failed lately."""
-        now, wanted = time.monotonic(), [source] if source in self._waiting else self._prefill
-        return [url for url in wanted if url and now - self._failed.get(url, -_FAILED_SECONDS) >= _FAILED_SECONDS]
+    def _usable(self) -> list[str]:
+        """The prefill S-nodes that have not failed lately."""
+        now = time.monotonic()
+        return [url for url in self._prefill if now - self._failed.get(url, -_FAILED_SECONDS) >= _FAILED_SECONDS]
 
-    def ready(self, source: str | None) -> bool:
-        return bool(self._usable(source))
+    def ready(self) -> bool:
+        return bool(self._usable())
 
     async def prefill(self, order: PrefillOrder) -> None:
         """Let the S-node with the fewest waiting tokens compute a prompt. Raises TransportError."""
-        usable = self._usable(order.source)
+        usable = self._usable()
         if not usable:
             raise LinkDown("no prefill S-node can be reached")
         url = min(usable, key=self._waiting.__getitem__)
@@ -161,7 +158,6 @@ class PrefillServer(ConnectionServer):
         super().__init__(url, sock, _MOST_UNPROVED, _MOST)
         self._worker, self._model, self._secret = worker, model, secret
         self._name = f"S-node {socket.gethostname()}"
-        self._last = time.monotonic()  # when the last connection came, or `drain` was called
 
     @classmethod
     async def listen(cls, url: str, worker: PrefillWorker, model: str, secret: bytes | None) -> PrefillServer:
@@ -172,11 +168,10 @@ class PrefillServer(ConnectionServer):
         return cls(sock, f"tcp://{netloc}", worker, model, secret)
 
     async def drain(self, seconds: float) -> None:
-        """Wait until no S-node has asked for a prompt for a while, at most `seconds`."""
-        self._last = time.monotonic()
+        """Wait until the prompts under way are computed, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._tasks or time.monotonic() - self._last < _QUIET_SECONDS:
+                while self._tasks:
                     await asyncio.sleep(0.05)
 
     async def close(self) -> None:
@@ -187,7 +182,6 @@ class PrefillServer(ConnectionServer):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def configure(self, sock: socket.socket) -> None:
-        self._last = time.monotonic()
         with contextlib.suppress(OSError):  # the peer has already gone
             tcp.configure(sock)
 

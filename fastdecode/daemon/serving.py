@@ -72,7 +72,6 @@ class ApiSettings:
             tool_parser=self.config.tool_parser,
             reasoning_parser=self.config.reasoning_parser,
             defaults=self.defaults,
-            prefill_url=self.config.prefill_listen,
             router_secret=self.config.read_secret(),
             drop_hosted_tools=self.config.drop_hosted_tools,
             one_of=self.config.api_processes,

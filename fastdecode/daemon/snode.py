@@ -189,8 +189,8 @@ async def _serve(
         digest = model_digest(backend.source.path, hello, balance_digest(model))
         log.info("%s", capacity(model.weight_bytes, model.device, links, length))
         prefill_nodes: RemotePrefillNodes | None = None
-        if config.prefill_at or config.prefill_file or config.take_from:
-            prefill_nodes = RemotePrefillNodes(config.prefill_at, digest, secret, config.take_from)
+        if config.prefill_at or config.prefill_file:
+            prefill_nodes = RemotePrefillNodes(config.prefill_at, digest, secret)
         if prefill_nodes is not None and config.prefill_file is not None:
             followed = FileSet(config.prefill_file, ("tcp",), may_be_empty=True)
             stack.callback(asyncio.create_task(prefill_nodes.follow(followed)).cancel)
@@ -198,7 +198,7 @@ async def _serve(
         if exchange.bypass is not None:
             await asyncio.to_thread(exchange.bypass.prepare, spart, split.mini_batches)
         ends = _end_tokens(settings.tokenizer, backend.config)
-        engine = _make_engine(config, spart, split, staged, prefill_nodes, ends)
+        engine = _make_engine(config, spart, split, staged, prefill_nodes, digest, ends)
         if engine.longest_sequence < engine.max_model_len:
             log.warning(
                 "the KV-cache holds at most %d tokens of one sequence, fewer than the context of %d",
@@ -260,9 +260,11 @@ def _make_engine(
     split: Split,
     staged: int,
     prefill_nodes: RemotePrefillNodes | None,
+    digest: str,
     end_token_ids: frozenset[int],
 ) -> Engine:
-    """The engine over an S-Part and its links, in which `staged` tokens of unfinished prompts may be staged."""
+    """The engine over an S-Part and its links, in which `staged` tokens of unfinished prompts may be staged. `digest`:
+    see model_digest."""
     on_cpu = spart.model.device.type == "cpu"
     return Engine(
         spart,
@@ -283,6 +285,7 @@ def _make_engine(
         grow_leases=_leases_grow(config),
         patience=config.reconnect_seconds,
         prefill_nodes=prefill_nodes,
+        kv_digest=digest if config.uses_r_nodes else None,  # an embedded R-node has no other S-node
         end_token_ids=end_token_ids,
         start_runner=partial(Runner, cpu=split.s_cpu),
     )

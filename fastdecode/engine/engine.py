@@ -40,7 +40,7 @@ from fastdecode.engine.state.request import (
     Overloaded,
     SamplingParams,
 )
-from fastdecode.engine.state.sequence import Sequence
+from fastdecode.engine.state.sequence import KVSource, Sequence
 from fastdecode.engine.stats import EngineObserver, EngineStats, Totals
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
@@ -74,6 +74,7 @@ class Engine:
         grow_leases: bool = False,
         patience: float = 0.0,
         prefill_nodes: PrefillNodes | None = None,
+        kv_digest: str | None = None,
         schedule: str = "greedy",
         guesses: int = 0,
         end_token_ids: Iterable[int] | None = None,
@@ -87,8 +88,9 @@ class Engine:
         of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
         `max_uncached_suffix`: see Cluster; `max_staged_tokens`, `strict_staging`: see StagingBudget; `prompts_apart`:
         see SchedulerLimits; `target_tbt` (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`,
-        `prefill_nodes`: see RNodeControl. `schedule`: one of SCHEDULES, see scheduling/admission.py. `guesses`: most
-        tokens of a sequence that a step guesses, see scheduling/speculation.py. `end_token_ids` None: the model's own.
+        `prefill_nodes`, `kv_digest`: see RNodeControl. `schedule`: one of SCHEDULES, see scheduling/admission.py.
+        `guesses`: most tokens of a sequence that a step guesses, see scheduling/speculation.py. `end_token_ids` None:
+        the model's own.
         `clock` gives seconds, and `start_runner` starts the runner of the steps; plan/simulation.py replaces both.
         `rebalance`: running sequences migrate between R-nodes, see migration/rebalance.py.
 
@@ -130,7 +132,11 @@ class Engine:
         self._clock, self._start_runner, self._rebalance = clock, start_runner, rebalance
         self.last_progress = clock()  # when a step last completed, or work came after idleness
         self.end_tokens = frozenset(spart.config.eos_token_ids if end_token_ids is None else end_token_ids)
-        self.r_nodes = RNodeControl(self.scheduler, spart, self._spawn, self._on_change, patience, prefill_nodes)
+        if spart.state_slots is not None:
+            kv_digest = None  # R-nodes do not have the states
+        self.r_nodes = RNodeControl(
+            self.scheduler, spart, self._spawn, self._on_change, patience, prefill_nodes, kv_digest
+        )
         self._start_rate = StartRate()
         self._live: set[Sequence] = set()  # requests whose stream has not ended
         self._arrivals = 0
@@ -197,14 +203,16 @@ class Engine:
         params: SamplingParams,
         outputs: Mapping[str, Output],
         generated: Iterable[Iterable[int] | None] = (),
-        take_from: str | None = None,
+        stream_key: str | None = None,
+        sources: Iterable[KVSource | None] = (),
     ) -> list[Sequence]:
         """Queue the choices of a prompt, all or none. Returns the queued sequences.
 
         `outputs` maps the id of each choice to the function that takes its tokens. `params` are the parameters of the
         first choice; see SamplingParams.for_choice. `generated` has the tokens that each choice already has from
         another S-node; None: the choice has ended there and is not queued. Only later tokens go to the output.
-        `take_from`: the URL at which that S-node still has the K and V of the choices.
+        `stream_key`: the key by which another S-node may adopt their K and V; None: none may. `sources`: what each
+        choice adopts, see `find_kv`.
 
         Raises NotReady, Overloaded, PromptTooLong, InvalidPrompt, InvalidParameter.
         """
@@ -214,9 +222,7 @@ class Engine:
         vocabulary = self.spart.config.vocab_size
         check_prompt(prompt_ids, vocabulary, self.max_model_len, self.cluster.capacity)
         check_tokens(params, vocabulary)
-        max_new = self.longest_sequence - len(prompt_ids)
-        if params.max_tokens is not None:
-            max_new = min(max_new, params.max_tokens)
+        max_new = self._max_new(prompt_ids, params)
         past = [None if tokens is None else list(tokens) for tokens in generated] or [[] for _ in outputs]
         check_generated(past, vocabulary, max_new)
         end_tokens = params.stop_token_ids
@@ -224,13 +230,14 @@ class Engine:
             end_tokens |= self.end_tokens
         # A token whose row is not computed has no log-probability, so a scored prompt shares no prefix.
         shares = self.cluster.prefix_cache and params.prompt_logprobs is None
-        long = self.spart.is_long(len(prompt_ids) + max_new)
-        salt = f"{long} {params.prefix_salt}"
+        long, salt = self._salt(prompt_ids, params)
         hashes = page_hashes(prompt_ids, salt) if shares else []
         rules = logit_rules(params, prompt_ids)
         adapter = adapter_index(params.adapter, self.spart.adapters)
         choices: list[Sequence] = []
         request = self._arrivals if len(outputs) > 1 else None
+        keys = self.r_nodes.keys(stream_key, salt, len(past))
+        adopted = list(sources) or [None] * len(past)
         for k, ((request_id, output), before) in enumerate(zip(outputs.items(), past, strict=True)):
             if before is None:
                 continue
@@ -257,7 +264,8 @@ class Engine:
                 adapter=adapter,
                 long=long,
                 salt=salt,
-                take_from=take_from,
+                key=keys[k],
+                adopts=adopted[k],
                 output=output,
                 choice=output if isinstance(output, OutletChoice) else None,
                 arrived=self._clock(),
@@ -267,6 +275,25 @@ class Engine:
             self._queue(seq)
             choices.append(seq)
         return choices
+
+    def _max_new(self, prompt_ids: list[int], params: SamplingParams) -> int:
+        """The most tokens that a choice of a prompt may generate."""
+        room = self.longest_sequence - len(prompt_ids)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
+
+    def _salt(self, prompt_ids: list[int], params: SamplingParams) -> tuple[bool, str]:
+        """Whether a choice of a prompt is long (SPart.is_long), and its salt (Sequence.salt)."""
+        long = self.spart.is_long(len(prompt_ids) + self._max_new(prompt_ids, params))
+        return long, f"{long} {params.prefix_salt}"
+
+    async def find_kv(
+        self, prompt_ids: list[int], params: SamplingParams, generated: Iterable[list[int] | None], stream_key: str
+    ) -> list[KVSource | None]:
+        """Where R-nodes have the K and V of a stream's choices, which have generated these tokens at another S-node,
+        for `submit_choices`; None: nowhere, or the choice has ended or has no token."""
+        lengths = [len(prompt_ids) + len(tokens) - 1 if tokens else None for tokens in generated]
+        keys = self.r_nodes.keys(stream_key, self._salt(prompt_ids, params)[1], len(lengths))
+        return await self.r_nodes.find_kv(zip(keys, lengths, strict=True))
 
     def _queue(self, seq: Sequence) -> None:
         self._arrivals += 1
@@ -451,6 +478,8 @@ class Engine:
         self.totals.recomputed = self.scheduler.running.recomputed
         self.totals.migrated = self.r_nodes.migrator.migrated
         self.totals.remote_prefills = self.r_nodes.remote_prefills
+        if (adopter := self.r_nodes.adopter) is not None:
+            self.totals.adopted, self.totals.not_adopted = adopter.adopted, adopter.recomputed
         self.totals.prefix_queries = self.scheduler.prompt_tokens if self.cluster.prefix_cache else 0
         self.totals.prefix_hits = self.scheduler.reused_tokens
         speculation = self.scheduler.speculation

@@ -1,4 +1,4 @@
-"""RNodeControl: the engine's messages to R-nodes outside of steps (FREE, FORK, RESIZE, STATS), and their loss."""
+"""RNodeControl: the engine's messages to R-nodes outside of steps (FREE, FORK, KEEP, RESIZE, STATS), and their loss."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from fastdecode.engine.migration.adopter import Adopter
 from fastdecode.engine.migration.migrator import Migrator
 from fastdecode.engine.migration.prefill_client import PrefillClient, PrefillNodes
 from fastdecode.engine.state.ledger import RNodeLedger
@@ -19,7 +20,7 @@ from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 if TYPE_CHECKING:
     from fastdecode.engine.scheduling.scheduler import Scheduler
     from fastdecode.engine.state.prefixes import CachedSequence
-    from fastdecode.engine.state.sequence import Sequence
+    from fastdecode.engine.state.sequence import KVSource, Sequence
     from fastdecode.spart import SPart
     from fastdecode.transports.base import Link
 
@@ -45,9 +46,11 @@ class RNodeControl:
         on_change: Callable[[], None],
         patience: float = 0.0,
         prefill_nodes: PrefillNodes | None = None,
+        kv_digest: str | None = None,
     ):
         """`patience`: seconds for which sequences wait for an R-node when none is connected. `prefill_nodes`: the
-        S-nodes that compute long prompts; None: this one does."""
+        S-nodes that compute long prompts; None: this one does. `kv_digest`: see Adopter; None: no S-node adopts K and V
+        of another."""
         #: Each R-node's answer to its last STATS, by the link to this one R-node.
         self.counters: WeakKeyDictionary[Link, dict[str, int]] = WeakKeyDictionary()
         self._scheduler, self._cluster, self._spart = scheduler, scheduler.cluster, spart
@@ -58,11 +61,15 @@ class RNodeControl:
         self._losses = 0  # how often the last R-node was lost
         self._replacements: dict[int, Link] = {}
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
+        self._keeping: set[RNodeLedger] = set()  # R-nodes that a KEEP is being sent to
         self.migrator = Migrator(scheduler, spawn, self.send_pending, on_change, self.mark_lost)
         self.prefill_client: PrefillClient | None = None
         if prefill_nodes is not None:
             self.prefill_client = PrefillClient(prefill_nodes, scheduler, on_change, self.mark_lost)
             scheduler.wants_remote_prefill = self.prefill_client.wants
+        self.adopter: Adopter | None = None
+        if kv_digest is not None:
+            self.adopter = Adopter(scheduler, kv_digest, on_change, self.mark_lost)
 
     def start(self, rebalance: bool) -> None:
         """Watch all R-nodes for the end of their links, and with `rebalance` migrate sequences where loads are
@@ -74,17 +81,39 @@ class RNodeControl:
 
     # -- sequences ------------------------------------------------------------------------------------------------
 
+    def keys(self, stream_key: str | None, salt: str, n: int) -> list[str | None]:
+        """The keys of a stream's choices (Adopter.key); None if no S-node may adopt them."""
+        if self.adopter is None or stream_key is None:
+            return [None] * n
+        return [self.adopter.key(stream_key, salt, choice) for choice in range(n)]
+
+    async def find_kv(self, wanted: Iterable[tuple[str | None, int | None]]) -> list[KVSource | None]:
+        """Where R-nodes have K and V for each of these keys and numbers of tokens; None: nowhere."""
+
+        async def find(key: str | None, length: int | None) -> KVSource | None:
+            if self.adopter is None or key is None or length is None:
+                return None
+            return await self.adopter.find(key, length)
+
+        return await asyncio.gather(*(find(key, length) for key, length in wanted))
+
     def send_pending(self) -> None:
-        """Start the FORKs, FREEs, RESIZEs and remote prefills that the scheduler has asked for since the last call."""
+        """Start what the scheduler has asked for since the last call: FORKs, FREEs, KEEPs, RESIZEs, adoptions and
+        remote prefills."""
         for seq in self._scheduler.take_forks():
             self._spawn(self._fork(seq))
-        if self.prefill_client is not None:
-            for seq in self._scheduler.take_remote_prefills():
+        for seq in self._scheduler.take_awaiting_kv():
+            if seq.adopts is not None and self.adopter is not None:
+                self._spawn(self.adopter.adopt(seq, seq.adopts))
+            elif self.prefill_client is not None:
                 self._spawn(self.prefill_client.prefill(seq))
         for node in self._cluster.nodes:
             if node.released and node not in self._freeing:
                 self._freeing.add(node)
                 self._spawn(self._free(node))
+            if node.keys and node not in self._keeping:
+                self._keeping.add(node)
+                self._spawn(self._keep(node))
             wanted = node.wanted_pages()
             if wanted > node.n_pages:
                 node.resizing = True
@@ -103,6 +132,15 @@ class RNodeControl:
                     self._on_change()
         finally:
             self._freeing.discard(node)
+
+    async def _keep(self, node: RNodeLedger) -> None:
+        """Give sequences their keys, all that have accumulated in one frame, until none is left."""
+        try:
+            while (keys := node.take_keys()) and node.alive:
+                with self._failures(node, "a KEEP"):
+                    await node.link.keep(keys)
+        finally:
+            self._keeping.discard(node)
 
     async def _fork(self, seq: Sequence) -> None:
         """Let a placed sequence share the cached tokens of its source."""

@@ -80,6 +80,8 @@ class Totals:
     preemptions: int = 0
     recomputed: int = 0  # running sequences that lost their cache and were queued again
     migrated: int = 0  # running sequences that migrated from one R-node to another
+    adopted: int = 0  # sequences of other S-nodes' streams that went on with their K and V
+    not_adopted: int = 0  # sequences of other S-nodes' streams that were recomputed
     remote_prefills: int = 0  # prompts that a prefill S-node has computed
     prompt_tokens: int = 0  # of requests whose first step has begun
     generated_tokens: int = 0

@@ -4,6 +4,7 @@ whose S-node is lost or about to end at another one (api/continuation.py)."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -69,10 +70,10 @@ class Forwarder:
         """Forward a request. Raises what read_bytes raises, and ApiError (503) if no S-node can take it."""
         body = await read_bytes(request)
         keys = prefix_keys(_prompt(body)) if request.method == "POST" else []
-        relay = _Relay(request, body)
         self.requests += 1
         try:
-            return await self._answer(relay, keys)
+            async with _Relay(request, body) as relay:
+                return await self._answer(relay, keys)
         finally:
             self.requests -= 1
 
@@ -128,17 +129,19 @@ class Forwarder:
         if self._secret is not None and body:
             headers[HEADER] = router_proof(self._secret, body)
         self._metrics.requests.labels(s_node.url).inc()
+        asking = self._session.request(
+            request.method,
+            URL(s_node.url + request.rel_url.raw_path_qs, encoded=True),
+            data=body or None,
+            headers=headers | {"Accept-Encoding": "identity"},
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+        )
         try:
-            async with self._session.request(
-                request.method,
-                URL(s_node.url + request.rel_url.raw_path_qs, encoded=True),
-                data=body or None,
-                headers=headers | {"Accept-Encoding": "identity"},
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-            ) as answer:
+            async with contextlib.AsyncExitStack() as stack:
+                answer = await stack.enter_async_context(asking)
                 if answer.content_type == "text/event-stream":
-                    return await relay.stream(answer, lambda: self._may_leave(s_node, keys))
+                    return await relay.stream(answer, stack, lambda: self._may_leave(s_node, keys))
                 whole = web.Response(body=await answer.read(), status=answer.status, headers=_kept(answer.headers))
                 passing = answer.status in _PASSING or _is_passing_failure(answer.status, whole.body)
                 passing |= relay.by_id and answer.status == HTTPStatus.NOT_FOUND
@@ -170,6 +173,13 @@ class _Relay:
         self.progress = Progress()  # of what the client has
         self.by_id = "id" in request.match_info  # it asks for a stored response
         self._body = body
+        self._left = contextlib.AsyncExitStack()  # the answer of an S-node that the stream is leaving
+
+    async def __aenter__(self) -> _Relay:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._left.aclose()
 
     @property
     def body(self) -> bytes:
@@ -178,9 +188,14 @@ class _Relay:
             return self._body
         return orjson.dumps(orjson.loads(self._body) | {FIELD: self.progress.resume()})
 
-    async def stream(self, answer: aiohttp.ClientResponse, may_leave: Callable[[], bool]) -> web.StreamResponse:
+    async def stream(
+        self, answer: aiohttp.ClientResponse, stack: contextlib.AsyncExitStack, may_leave: Callable[[], bool]
+    ) -> web.StreamResponse:
         """Pass a stream on, one whole event or more at a time. Of a stream with marks, events wait for the mark behind
-        them. `may_leave` is asked when the S-node is about to end.
+        them. `may_leave` is asked when the S-node is about to end. `stack` closes `answer`.
+
+        The answer of an S-node that is about to end stays open until another S-node has sent a token, because an S-node
+        may free the K and V of a stream that is closed.
 
         Raises _Retry, aiohttp.ClientError, ConnectionError.
         """
@@ -193,7 +208,10 @@ class _Relay:
             ready = b""
             for event in events:
                 if event.startswith(MARK):
+                    n_tokens = self.progress.n_tokens
                     self.progress.take(orjson.loads(event[len(MARK) :]))
+                    if self.progress.n_tokens > n_tokens:
+                        await self._left.aclose()
                     ready, held = ready + held, b""
                 elif self.progress.head is None or (event.startswith(b":") and not held):
                     ready += event + b"\n\n"
@@ -203,6 +221,8 @@ class _Relay:
             if self.progress.leaving:
                 self.progress.leaving = False
                 if may_leave():
+                    await self._left.aclose()
+                    self._left = stack.pop_all()
                     raise _Retry("is about to end")
         await self._pass(held + rest)
         await self.response.write_eof()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import uvloop
-from aiohttp import web
+from aiohttp import AddrInfoType, web
 
 from fastdecode import __version__
 from fastdecode.api.app import API_PATHS, CLOSE, MAX_BODY_BYTES
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _SCHEMES = ("http", "https")
 _POLL_SECONDS = 0.05
+_SILENCE_MS = 2000  # an S-node's host that has acknowledged nothing for so long is lost
 
 
 def _parser() -> Parser:
@@ -104,13 +106,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"fastdecode-router: error: {error}")
 
 
+def _socket(address: AddrInfoType) -> socket.socket:
+    """A socket that ends about two seconds after its S-node's host has last answered, even if nothing is sent: a stream
+    whose S-node's host is gone soon continues elsewhere."""
+    family, kind, protocol, *_ = address
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 1)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
+    return sock
+
+
 def _without_slash(urls: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
 
 
 async def _run(nodes: NodeSet, sockets: list[Any], secret: bytes | None, args: argparse.Namespace) -> None:
     shutdown = asyncio.create_task(wait_for_shutdown())
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         metrics = RouterMetrics()
         pool = Pool(nodes, session)

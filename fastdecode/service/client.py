@@ -22,7 +22,8 @@ class Request:
     grammar: GrammarSpec | None = None  # that every choice must follow
     #: The tokens that each choice of the only prompt has already, None for one that has ended; empty: none.
     generated: list[list[int] | None] = field(default_factory=list)
-    take_from: str | None = None  # the URL of an S-node that has their K and V, and is about to end
+    stream_key: str | None = None  # by which another S-node may adopt their K and V; None: none may
+    adopts: str | None = None  # the stream's key at the S-node that it comes from
 
     @property
     def n_choices(self) -> int:

@@ -16,7 +16,7 @@ from fastdecode.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fastdecode.engine.engine import Engine
-    from fastdecode.engine.state.sequence import Sequence
+    from fastdecode.engine.state.sequence import KVSource, Sequence
 
 
 class LocalEngine:
@@ -51,9 +51,12 @@ class LocalEngine:
                 numbers = range(len(choices), len(choices) + request.n)
                 outputs: dict[str, Output] = {f"{request.id}-{i}": OutletChoice(outlet, first + i) for i in numbers}
                 past = request.generated or [[]] * request.n
-                queued = iter(self._engine.submit_choices(prompt, params, outputs, past, request.take_from))
+                sources: list[KVSource | None] = []
+                if request.adopts is not None:
+                    sources = await self._engine.find_kv(prompt, params, past, request.adopts)
+                queued = iter(self._engine.submit_choices(prompt, params, outputs, past, request.stream_key, sources))
                 choices += [None if tokens is None else next(queued) for tokens in past]
-        except Exception:
+        except BaseException:
             for i in range(len(choices)):
                 cancel(i)
             raise

@@ -183,6 +183,12 @@ _TOTALS = (
     ("num_preemptions", "Preemptions: running requests put back to be recomputed.", "preemptions"),
     ("recomputed", "Running requests queued again without their cache, to be recomputed.", "recomputed"),
     ("moved", "Running requests moved from one R-node to another.", "migrated"),
+    ("adopted", "Requests of another S-node that went on with their KV-cache.", "adopted"),
+    (
+        "adoptions_failed",
+        "Requests of another S-node that were recomputed: their KV-cache was not found.",
+        "not_adopted",
+    ),
     ("prompts_taken", "Prompts computed by a prefill S-node.", "remote_prefills"),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),

@@ -131,7 +131,7 @@ def test_the_report_says_what_a_state_takes():
 
 @pytest.mark.parametrize(
     "options",
-    [{name: ("tcp://a:1",), "r_node": ("tcp://b:2",)} for name in ("prefill_at", "take_from")],
+    [{name: ("tcp://a:1",), "r_node": ("tcp://b:2",)} for name in ("prefill_at",)],
     ids=str,
 )
 def test_what_a_model_with_states_does_not_have_is_refused(options):

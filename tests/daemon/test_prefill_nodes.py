@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import random
 import socket
 
@@ -104,10 +103,10 @@ async def test_strangers_get_nothing(serve, secret, model, reason):
 @pytest.mark.parametrize(("error", "again"), [(PromptTooLong("too long"), True), (Overloaded("full"), False)])
 async def test_a_failure_is_told_and_a_busy_s_node_left_alone_for_a_while(serve, error, again):
     nodes = RemotePrefillNodes([await serve(ScriptedWorker(error))], MODEL, SECRET)
-    assert nodes.ready(None)
+    assert nodes.ready()
     with pytest.raises(LinkDown, match=str(error)):
         await nodes.prefill(ORDER)
-    assert nodes.ready(None) == again
+    assert nodes.ready() == again
 
 
 @pytest.mark.quick
@@ -139,20 +138,6 @@ async def test_orders_go_to_the_s_node_with_the_fewest_tokens_and_never_to_a_dea
     for worker in workers:
         worker.ready.set()
     await asyncio.gather(*work)
-
-
-@pytest.mark.quick
-async def test_an_s_node_that_is_about_to_end_is_asked_for_its_own_streams_alone(serve):
-    prefill, leaving = ScriptedWorker(), ScriptedWorker()
-    url = await serve(leaving)
-    nodes = RemotePrefillNodes([await serve(prefill)], MODEL, SECRET, [url])
-    for at in (None, "tcp://of.another:1"):
-        await nodes.prefill(dataclasses.replace(ORDER, source=at))
-    assert (len(prefill.orders), len(leaving.orders)) == (2, 0)
-    await nodes.prefill(dataclasses.replace(ORDER, source=url))
-    assert leaving.orders == [ORDER]
-    alone = RemotePrefillNodes([], MODEL, SECRET, [url])
-    assert alone.ready(url) and not alone.ready(None)
 
 
 @pytest.mark.quick

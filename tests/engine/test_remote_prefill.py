@@ -28,7 +28,7 @@ class Direct:
     def __init__(self, worker):
         self.worker, self.orders = worker, []
 
-    def ready(self, at):
+    def ready(self):
         return True
 
     async def prefill(self, order):

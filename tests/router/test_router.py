@@ -27,8 +27,7 @@ from fastdecode.api.continuation import FIELD, HEADER, MARK, mark, router_proof
 from fastdecode.api.page import is_page
 from fastdecode.api.server import bind
 from fastdecode.daemon.discovery import FileSet, FixedSet
-from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes
-from fastdecode.engine.migration.prefill_worker import PrefillWorker
+from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.state.request import GenerationFailed, Overloaded
 from fastdecode.router.pool import BLOCK_BYTES, Pool, SNode, prefix_keys
 from fastdecode.text.tokenizer import Tokenizer
@@ -447,25 +446,18 @@ async def test_a_message_goes_on_at_another_s_node(tokenizer, spell, n_seen, fai
         assert second.generated == [script[:n_seen]]
 
 
-async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path):
-    """Real engines with R-nodes of their own. The second one computes a token of the prompt at most."""
-    checkpoint, model = make_checkpoint("llama-gqa"), "ab" * 32
-    ask = ASK | {"prompt": [(7 * i * i + i) % 380 + 3 for i in range(300)], "max_tokens": 150, "temperature": 0}
+@pytest.mark.parametrize("n_prompt", [5, 300])
+async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path, n_prompt):
+    """Real engines with one R-node. Without a prefix cache, the first one frees a stream as soon as the router closes
+    it."""
+    ask = ASK | {"prompt": [(7 * i * i + i) % 380 + 3 for i in range(n_prompt)], "max_tokens": 99, "temperature": 0}
     async with contextlib.AsyncExitStack() as stack:
-        engines, options = [], {}
-        for name in "ab":
-            made = real_engine(checkpoint, tmp_path, url=f"shm://{tmp_path}/{name}.sock", prefix_cache=True, **options)
-            engines.append(await stack.enter_async_context(made))
-            if not options:
-                worker = PrefillWorker(engines[0])
-                server = await PrefillServer.listen("tcp://127.0.0.1:0", worker, model, None)
-                stack.push_async_callback(server.close)
-                options = {"prefill_nodes": RemotePrefillNodes([], model, None, [server.url])}
-        urls = [server.url, None]
-        clients = [
-            await stack.enter_async_context(served(engine, tokenizer, prefill_url=url))
-            for engine, url in zip(engines, urls, strict=True)
-        ]
+        node = RNode(threads=1, kv_bytes=1 << 24)
+        stack.push_async_callback(node.close)
+        [url] = await node.serve([f"shm://{tmp_path}/r.sock"], None)
+        made = [real_engine(make_checkpoint("llama-gqa"), tmp_path, r_node=url, kv_digest="ab" * 32) for _ in "ab"]
+        engines = [await stack.enter_async_context(engine) for engine in made]
+        clients = [await stack.enter_async_context(served(engine, tokenizer)) for engine in engines]
         api, _, pool = await stack.enter_async_context(routed(*map(url_of, clients)))
         pool.s_nodes[1].requests = 9
         undisturbed = await api.completions.create(**ask, extra_body={"ignore_eos": True})
@@ -475,8 +467,8 @@ async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path):
         text += "".join([chunk.choices[0].text async for chunk in stream])
         await closing
         assert text == undisturbed.choices[0].text
-        taken, prefilled = engines[1].stats.totals.remote_prefills, engines[1].stats.totals.recomputed
-        assert (taken, worker.prefilled, prefilled) == (1, 1, 0)
+        totals = engines[1].stats.totals
+        assert (totals.adopted, totals.not_adopted, totals.recomputed) == (1, 0, 0)
 
 
 @contextlib.asynccontextmanager
@@ -531,6 +523,8 @@ async def test_a_request_that_fails_everywhere_ends_with_an_error(tokenizer, spe
         HEAD | {"begun": True, "choices": [[[1], None]] * 2},
         HEAD | {"begun": True, "choices": [[1]]},
         HEAD | {"begun": 1, "choices": []},
+        HEAD | {"begun": True, "choices": [[[1], None]], "key": "k" * 64},
+        HEAD | {"begun": True, "choices": [[[1], None]], "key": "0a" * 31},
     ],
 )
 async def test_what_cannot_be_continued_is_refused(tokenizer, spell, wrong):

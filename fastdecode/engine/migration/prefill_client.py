@@ -49,14 +49,13 @@ class PrefillOrder:
     priority: int
     url: str  # the R-node that waits for the pages
     token: str  # the secret of the RECEIVE, 64 hexadecimal digits
-    source: str | None = None  # the URL of the S-node that has the K and V; None: any prefill S-node
 
 
 class PrefillNodes(Protocol):
     """The prefill S-nodes of an S-node that decodes."""
 
-    def ready(self, source: str | None) -> bool:
-        """True if one of them, or the S-node at the URL `source`, may take an order."""
+    def ready(self) -> bool:
+        """True if one of them may take an order."""
         ...
 
     async def prefill(self, order: PrefillOrder) -> None:
@@ -88,7 +87,7 @@ class PrefillClient:
             and not (seq.prefill_locally or seq.long or seq.params.prompt_logprobs is not None)
             and len(node.link.members) == 1
             and all(n_blocks <= group.most for group in node.groups.groups)  # all of its pages are needed at once
-            and self._nodes.ready(seq.take_from)
+            and self._nodes.ready()
         )
 
     async def prefill(self, seq: Sequence) -> None:
@@ -102,7 +101,6 @@ class PrefillClient:
             priority=seq.params.priority,
             url=node.link.peer_url or node.url,
             token=secrets.token_hex(32),
-            source=seq.take_from,
         )
         try:
             await node.link.admit_migration(seq.handle, n_tokens, order.token)
@@ -112,7 +110,9 @@ class PrefillClient:
         except CallRefused as error:
             log.warning("R-node %s refused to take a prompt from another S-node: %s", node.url, error)
         self.prefilled += succeeded
-        self._scheduler.prefill_done(seq, succeeded)
+        if not succeeded:
+            seq.prefill_locally = True
+        self._scheduler.kv_came(seq, succeeded)
         self._on_change()
 
     async def _completed(self, seq: Sequence, order: PrefillOrder) -> bool:

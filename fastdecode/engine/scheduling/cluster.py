@@ -132,7 +132,8 @@ class Cluster:
         and pin its source."""
         node, source = placement.node, placement.source
         shared = source.share(placement.shared_tokens) if source is not None else None
-        seq.handle, seq.pages = node.admit(len(seq.tokens), shared, seq.final_length)
+        seq.handle, seq.pages = node.admit(len(seq.tokens), shared, seq.final_length, whole=placement.adopts)
+        seq.key_due = seq.key is not None
         seq.node, seq.state = node, self.states.start(placement.snapshot)
         if seq.state is not None:
             seq.state.want_snapshots(self._borders(seq, placement.shared_tokens))
@@ -322,7 +323,7 @@ class Cluster:
         source.release(CachedSequence(seq.handle, seq.pages))
         target.pages.unshare(pages.cut(seq.cached))  # the R-node keeps only the pages that it needs
         seq.leave_node()
-        seq.node, seq.handle, seq.pages = target, handle, pages
+        seq.node, seq.handle, seq.pages, seq.key_due = target, handle, pages, seq.key is not None
         if seq.hashes:
             cached = CachedSequence(handle, seq.pages)
             seq.entry = PrefixEntry(cached, [], seq.hashes, seq.salt, running=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.scheduling.rtime import Loads, assign
 from fastdecode.engine.state.bandwidth import alike
 from fastdecode.engine.state.ledger import RNodeLedger
+from fastdecode.engine.state.pages import blocks_for
 from fastdecode.engine.state.states import StateSlots
 from fastdecode.region.contract import PAGE_TOKENS
 
@@ -37,6 +38,7 @@ class Placement:
     node: RNodeLedger
     source: PrefixEntry | None = None
     shared_tokens: int = 0  # leading tokens shared with `source`
+    adopts: bool = False  # the R-node has its K and V, which it adopts
     snapshot: Hashable = None  # the key of the snapshot of the state after them, if the model's layers keep states
 
 
@@ -86,6 +88,8 @@ class Placer:
         n_tokens = len(seq.tokens)
         if not self._states.any_free and not self._drop_state():
             return Wait.ROOM
+        if seq.adopts is not None and (found := self._beside(seq, seq.adopts.node)) is not None:
+            return found
         if seq.awaited is not None:
             node, entry = seq.awaited
             shared = PAGE_TOKENS * len(entry.hashes)  # at most; the next look-up finds the exact number
@@ -110,6 +114,21 @@ class Placer:
         if cached is not None and self._make_room_beside(cached, n_tokens):
             return Wait.FREE
         return Wait.FREE if self._make_room(n_tokens) else Wait.ROOM
+
+    def _beside(self, seq: Sequence, node: RNodeLedger) -> Placement | Wait | None:
+        """Place a sequence on the R-node that has the K and V it adopts. None: there will be no room, so that the
+        sequence adopts nothing."""
+        needed = blocks_for(len(seq.tokens)) * node.groups.block + self.watermark(node)
+        if node.open and needed <= node.free_pages and node.has_free_index:
+            return Placement(node, adopts=True)
+        if node.open and needed <= node.unused_pages:
+            return Wait.FREE if self._evict(node, needed) else Wait.ROOM
+        if node.open and node.may_grow and needed - node.unused_pages <= node.max_pages - node.n_pages:
+            node.short = True
+            node.need(needed)
+            return Wait.ROOM
+        seq.adopts = None
+        return None
 
     def _drop_state(self) -> bool:
         """Drop a paused sequence with its state; False if there is none."""

@@ -92,7 +92,7 @@ class Scheduler:
         #: True if a prefill S-node is to compute the prompt of a sequence that starts at a placement; None: there is
         #: none.
         self.wants_remote_prefill: Callable[[Sequence, Placement], bool] | None = None
-        self._remote_prefills: list[Sequence] = []
+        self._awaiting_kv: list[Sequence] = []
 
     @property
     def preemptions(self) -> int:
@@ -172,25 +172,25 @@ class Scheduler:
         elif not (has_pages and seq.placed_on.alive):
             self.running.requeue(seq)
 
-    def take_remote_prefills(self) -> list[Sequence]:
-        """Placed sequences whose prompts a prefill S-node is to compute. Each is returned once.
+    def take_awaiting_kv(self) -> list[Sequence]:
+        """Placed sequences whose K and V this S-node does not compute: they are adopted (Sequence.adopts), or a prefill
+        S-node computes the prompt. Each is returned once.
 
-        Until the caller calls `prefill_done`, the sequence counts as in flight.
+        Until the caller calls `kv_came`, the sequence counts as in flight.
         """
-        orders, self._remote_prefills = self._remote_prefills, []
-        return orders
+        awaiting, self._awaiting_kv = self._awaiting_kv, []
+        return awaiting
 
-    def prefill_done(self, seq: Sequence, succeeded: bool) -> None:
-        """Record the result of a remote prefill: with `succeeded`, the R-node has all tokens of `seq` but the last.
-        After a failed one, this S-node computes the prompt."""
-        seq.in_flight = False
+    def kv_came(self, seq: Sequence, succeeded: bool) -> None:
+        """Record the result of an adoption or a remote prefill: with `succeeded`, the R-node has all tokens of `seq`
+        but the last. After a failed one, this S-node computes the tokens."""
+        seq.in_flight, seq.adopts = False, None
         if succeeded:
             seq.cached = seq.shared_tokens = len(seq.tokens) - 1
         self.running.changed = True
         if seq.cancelled:
             self.running.remove(seq)
         elif not (succeeded and seq.placed_on.alive):
-            seq.prefill_locally = True
             self.running.requeue(seq)
 
     def migrate(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: PageTable, cached: int) -> None:
@@ -283,6 +283,9 @@ class Scheduler:
             if prefilled and not seq.prefilling:
                 self._staging.drop(seq)
                 self.cluster.mark_prefilled(seq)
+            if seq.key_due and not seq.prefilling:
+                seq.placed_on.give_key(seq.handle, seq.key)
+                seq.key_due = False
             reason = None
             for drawn in self._drawn(chunk, token):
                 seq.append(drawn.token)
@@ -293,6 +296,8 @@ class Scheduler:
                     break
             if reason is not None:
                 self.admission.left(seq, ended=reason == "stop")
+                if seq.key is not None:
+                    seq.placed_on.give_key(seq.handle, None)
                 self.running.remove(seq, sound=True)
             elif not seq.placed_on.alive:
                 self.running.requeue(seq)
@@ -370,7 +375,7 @@ class Scheduler:
             seq.in_flight = True
             if chunk is None:
                 chunk = PlannedChunk(seq, n_tokens, False, cached + n_tokens == len(seq.tokens))
-                if chunk.sample and n_tokens == 1:
+                if chunk.sample and n_tokens == 1 and not seq.key_due:
                     seq.decoding = chunk
                 spare -= n_tokens - 1
             if self.speculation is not None and chunk is seq.decoding:
@@ -472,7 +477,8 @@ class Scheduler:
                     return seq
                 continue
             n_tokens = len(seq.tokens)
-            if budget.chunk(0, n_tokens) < n_tokens and not self._staging.has_room(n_tokens):
+            whole = seq.adopts is not None or budget.chunk(0, n_tokens) >= n_tokens
+            if not (whole or self._staging.has_room(n_tokens)):
                 continue
             placement = self.cluster.placer.place(seq, self.waiting)
             if placement is Wait.FREE:
@@ -499,21 +505,23 @@ class Scheduler:
         )
 
     def _start(self, seq: Sequence, placement: Placement, mini_batch: int) -> None:
-        remote = self.wants_remote_prefill is not None and self.wants_remote_prefill(seq, placement)
+        awaits_kv = placement.adopts or (
+            self.wants_remote_prefill is not None and self.wants_remote_prefill(seq, placement)
+        )
         self.cluster.admit(seq, placement)
         self.admission.started(seq)
         if not seq.n_generated:
             self.waiting.shares.charge(seq.client, len(seq.tokens) - seq.shared_tokens)
-        else:
+        elif not placement.adopts:
             self.recomputed_tokens += len(seq.tokens) - seq.shared_tokens
         seq.prefill_end = len(seq.tokens)
         self.prompt_tokens += len(seq.tokens)
         if seq.source is not None:
             seq.in_flight = True
             self._forks.append(seq)
-        if remote:
+        if awaits_kv:
             seq.in_flight = True
-            self._remote_prefills.append(seq)
+            self._awaiting_kv.append(seq)
         self._join(seq, mini_batch)
 
     def _join(self, seq: Sequence, mini_batch: int) -> None:

@@ -80,6 +80,7 @@ class RNodeLedger:
         self.prefixes = PrefixIndex()
         self.paused: dict[Paused, None] = {}  # the one paused longest ago first
         self.released: list[CachedSequence] = []  # the sequences of the next FREE
+        self.keys: list[tuple[int, int, str | None]] = []  # the sequences of the next KEEP: index, tag and key
         self._sequences_freeing = 0
         self._free_indexes = list(range(link.lease.max_seqs - 1, -1, -1))
         self._tags = [0] * link.lease.max_seqs
@@ -173,6 +174,15 @@ class RNodeLedger:
             self._free_indexes.append(sequence.handle.seq_index)
             self.pages.freed(sequence.pages)
             self._sequences_freeing -= 1
+
+    def give_key(self, handle: Handle, key: str | None) -> None:
+        """Let the next KEEP give a sequence a key, or take it away (None)."""
+        self.keys.append((*handle, key))
+
+    def take_keys(self) -> list[tuple[int, int, str | None]]:
+        """The sequences that the next KEEP names."""
+        keys, self.keys = self.keys, []
+        return keys
 
     # -- growth of the lease --------------------------------------------------------------------------------------
 

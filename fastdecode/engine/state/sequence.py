@@ -30,6 +30,13 @@ class PlannedChunk(NamedTuple):
     guesses: tuple[int, ...] = ()  # the last tokens of the chunk; `seq.tokens` does not have them
 
 
+class KVSource(NamedTuple):
+    """K and V that a sequence adopts: those at a key of an R-node."""
+
+    node: RNodeLedger
+    key: str
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request and, while it runs, where it is cached. Sequences are compared and hashed by identity.
@@ -52,7 +59,8 @@ class Sequence:
     rules: LogitRules | None = None  # None: the parameters have neither a bias nor a penalty
     constraints: TokenConstraints | None = None  # None: every token is allowed
     long: bool = False  # see SPart.is_long
-    take_from: str | None = None  # the URL of an S-node that has its K and V, and is about to end
+    key: str | None = None  # at which R-nodes keep its K and V for another S-node; None: none may adopt them
+    adopts: KVSource | None = None  # K and V that it adopts when it is placed
     prefill_locally: bool = False  # this S-node computes its prompt, not a prefill S-node (migration/prefill_client.py)
     salt: str = ""  # only sequences with equal salts share cached prefixes: an adapter or RoPE changes K and V
     adapter: int | None = None  # its LoRA adapter, as an index into the model's; None: the base model
@@ -74,8 +82,9 @@ class Sequence:
     # Progress, kept by the scheduler.
     mini_batch: int | None = None  # None: it waits or has ended
     in_flight: bool = (
-        False  # its tokens are in a step that has not completed, or its FORK or remote prefill is under way
+        False  # its tokens are in a step that has not completed, or its FORK, adoption or remote prefill is under way
     )
+    key_due: bool = False  # its R-node gets its key once a step has cached all of its tokens but the last one drawn
     migrating: bool = False  # a migration is under way: it gives back no pages
     held: bool = False  # it is left out of steps, because it is about to change its R-node
     cancelled: bool = False  # to be released as soon as it is not in flight

@@ -19,6 +19,7 @@ from fastdecode.transports.base import CallRefused, LinkDown, StepCost
 
 VOCAB = 1000
 TOKENS: dict[str, tuple[ToyLink, tuple[int, int]]] = {}  # of RECEIVEs: where the sequence goes
+KEYS: dict[str, tuple[ToyLink, tuple[int, int]]] = {}  # of KEEPs: the sequence that has the key
 POISON = VOCAB - 1  # a prompt that ends with it has no next token
 
 
@@ -83,6 +84,9 @@ class ToyLink:
         self.forking.set()
         self.answering = asyncio.Event()  # FREEs; cleared, they wait
         self.answering.set()
+        self.refuse_adoptions = False
+        self.adopting = asyncio.Event()  # ADOPTs; cleared, they wait
+        self.adopting.set()
         self.refuse_pushes = False
         self.pushes: list[tuple[range, int]] = []
         self.pushed = asyncio.Event()
@@ -175,6 +179,38 @@ class ToyLink:
             del there[length:]
             assert len(there) == length
             del target.held[seq_index][blocks_for(length) :]
+
+    async def keep(self, sequences) -> None:
+        await asyncio.sleep(0.001)
+        self.check_alive()
+        for seq_index, tag, key in sequences:
+            for old in [key for key, place in KEYS.items() if place == (self, (seq_index, tag))]:
+                del KEYS[old]
+            if key is not None:
+                assert key not in KEYS and len(key) == 64
+                KEYS[key] = self, (seq_index, tag)
+
+    def kept(self, key, length) -> list[int] | None:
+        """The tokens at a key of this R-node, to which this link and others with its URL lead."""
+        link, (seq_index, tag) = KEYS.get(key, (None, (0, 0)))
+        if link is None or link.url != self.url:
+            return None
+        kept_tag, tokens = link.cache.get(seq_index, (None, []))
+        return tokens[:length] if kept_tag == tag and len(tokens) >= length else None
+
+    async def find(self, key, length) -> bool:
+        await asyncio.sleep(0.001)
+        self.check_alive()
+        return self.kept(key, length) is not None
+
+    async def adopt(self, seq, length, key) -> None:
+        await self.adopting.wait()
+        self.check_alive()
+        tokens = self.kept(key, length)
+        if self.refuse_adoptions or tokens is None or seq[0] in self.cache:
+            raise CallRefused(Status.BAD_SEQUENCE, "no adoptions today")
+        del KEYS[key]
+        self.cache[seq[0]], self.held[seq[0]] = (seq[1], tokens), [object() for _ in range(blocks_for(length))]
 
     async def resize(self, n_pages) -> dict:
         self.resizes.append(n_pages)
