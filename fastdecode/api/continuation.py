@@ -97,6 +97,7 @@ class Progress:
     n_tokens: int = 0  # of all choices
     _tokens: dict[int, list[int]] = field(default_factory=dict)  # by choice
     _finish_reasons: dict[int, str] = field(default_factory=dict)
+    _key: str | None = None  # of the K and V of the last token
 
     def take(self, value: Any) -> None:
         """Record a mark."""
@@ -112,6 +113,8 @@ class Progress:
 
     def _take_tokens(self, choice: int, tokens: list[Any]) -> None:
         self.begun = True
+        if tokens and self.head is not None:
+            self._key = self.head.get("key")  # an S-node that has sent none may not have adopted the K and V yet
         if tokens and isinstance(tokens[-1], str):
             self._finish_reasons[choice] = tokens.pop()
         self._tokens.setdefault(choice, []).extend(tokens)
@@ -122,7 +125,7 @@ class Progress:
         assert self.head is not None, "a stream without marks cannot be continued"
         numbers = range(1 + max(self._tokens, default=-1))
         choices = [[self._tokens.get(k, []), self._finish_reasons.get(k)] for k in numbers]
-        return self.head | {"begun": self.begun, "choices": choices}
+        return self.head | {"key": self._key, "begun": self.begun, "choices": choices}
 
 
 class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

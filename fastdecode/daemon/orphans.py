@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from fastdecode.kernels._native import REngineLink
@@ -23,8 +22,8 @@ log = logging.getLogger(__name__)
 
 #: Most orphans at a time; one more, and the oldest one goes.
 _MOST_ORPHANS = 16
-#: The thread that gives memory of orphans back.
-_thread = ThreadPoolExecutor(1, "orphans")
+#: Most keys of a lease.
+_MOST_KEYS = 1 << 16
 
 
 def kv_format(hello: Hello) -> Hello:
@@ -65,12 +64,18 @@ class Orphans:
 
     def keep(self, lease: KeptLease, seq_index: int, tag: int, key: str | None) -> None:
         """Give a sequence a key in place of the one that it has; None: it has none any more. Raises CallRefused."""
-        if key in self._sequences:
-            raise CallRefused(Status.BAD_CALL, "this key is in use")
         self.forget(lease, seq_index)
-        if key is not None:
-            lease.keys[seq_index] = tag, key
-            self._sequences[key] = lease, seq_index
+        if key is None:
+            return
+        other, index = self._sequences.get(key, (lease, None))
+        if other is not lease:
+            raise CallRefused(Status.BAD_CALL, "this key is in use")
+        if index is not None:
+            self.forget(lease, index)  # the stream's sequence was placed a second time
+        if len(lease.keys) >= _MOST_KEYS:
+            raise CallRefused(Status.BAD_CALL, f"a lease has at most {_MOST_KEYS} keys")
+        lease.keys[seq_index] = tag, key
+        self._sequences[key] = lease, seq_index
 
     def forget(self, lease: KeptLease, seq_index: int) -> None:
         """The key of a sequence that is freed is void."""
@@ -85,7 +90,7 @@ class Orphans:
         """Take over a lease whose link is retired."""
         for seq_index in [index for index in lease.keys if not lease.length(index)]:
             self.forget(lease, seq_index)
-        if self._closed or not lease.keys:
+        if not lease.keys:
             self._run(self._drop(lease))
             return
         while len(self._orphans) >= _MOST_ORPHANS:
@@ -128,9 +133,13 @@ class Orphans:
 
     def make_room(self, enough: Callable[[], bool]) -> None:
         """Free sequences of orphans, those of the oldest first, until `enough()` is true or none is left."""
+        n = 1  # more and more at a time, because giving memory back looks at all pages of a lease
         while self._orphans and not enough():
             lease = next(iter(self._orphans))
-            self._free(lease, next(iter(lease.keys)))()
+            for seq_index in list(lease.keys)[:n]:
+                give_back = self._free(lease, seq_index)
+            give_back()
+            n *= 2
 
     def _free(self, lease: KeptLease, seq_index: int) -> Callable[[], None]:
         """Free a sequence of an orphan. Returns what gives its memory back, which takes a moment."""
@@ -156,8 +165,8 @@ class Orphans:
         return lease.link.close
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Do something in the thread that gives memory back."""
-        running = asyncio.get_running_loop().run_in_executor(_thread, _unless_closed, work)
+        """Give memory back in another thread."""
+        running = asyncio.get_running_loop().run_in_executor(None, _unless_closed, work)
         self._running.add(running)
         running.add_done_callback(self._running.discard)
 

@@ -324,10 +324,17 @@ class REngineGrant:
         await self._migrations.push(seq, pages, length, url, token)
 
     def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
+        """Give sequences keys. Raises CallRefused for the first that could not get one, at the end."""
+        first: CallRefused | None = None
         for seq_index, tag, key in sequences:
-            if not seq_index < self.lease.max_seqs:
-                raise CallRefused(Status.BAD_SEQUENCE, f"sequence {seq_index} is outside the lease")
-            self._node.orphans.keep(self._kept, seq_index, tag, key)
+            try:
+                if seq_index >= self.lease.max_seqs:
+                    raise CallRefused(Status.BAD_SEQUENCE, f"sequence {seq_index} is outside the lease")
+                self._node.orphans.keep(self._kept, seq_index, tag, key)
+            except CallRefused as error:
+                first = first or error
+        if first:
+            raise first
 
     def find(self, key: str, length: int) -> None:
         self._node.orphans.find(key, length, self._kept.format)
@@ -382,7 +389,7 @@ class REngineGrant:
     def close(self) -> None:
         stats = self._link.stats()
         if self._node.orphans.outlives_link(self._kept):
-            self._link.retire(list(self._kept.keys))
+            self._link.retire([seq_index for seq_index in self._kept.keys if self._kept.length(seq_index)])
             self._link.shrink()
             self._loop.call_soon_threadsafe(self._node.orphans.add, self._kept)
         else:

@@ -479,7 +479,8 @@ class Engine:
         self.totals.migrated = self.r_nodes.migrator.migrated
         self.totals.remote_prefills = self.r_nodes.remote_prefills
         if (adopter := self.r_nodes.adopter) is not None:
-            self.totals.adopted, self.totals.not_adopted = adopter.adopted, adopter.recomputed
+            self.totals.adopted = adopter.adopted
+            self.totals.not_adopted = adopter.recomputed + self.cluster.placer.adoptions_given_up
         self.totals.prefix_queries = self.scheduler.prompt_tokens if self.cluster.prefix_cache else 0
         self.totals.prefix_hits = self.scheduler.reused_tokens
         speculation = self.scheduler.speculation

@@ -129,12 +129,12 @@ async def test_what_is_refused():
             assert not await target.link.find(wrong, length)
             with pytest.raises(CallRefused, match="no sequence with so many tokens"):
                 await target.link.adopt((0, 7), length, wrong)
-        for link in (source.link, target.link):
-            with pytest.raises(CallRefused, match="key is in use"):
-                await link.keep([(1, 1, key)])
-        with pytest.raises(CallRefused, match="outside the lease"):
-            await target.link.keep([(8, 1, secrets.token_hex(32))])
         await in_thread(target.fill, 3, 10)
+        for wrong, why in (((1, 1, key), "key is in use"), ((8, 1, secrets.token_hex(32)), "outside the lease")):
+            good = secrets.token_hex(32)
+            with pytest.raises(CallRefused, match=why):
+                await target.link.keep([wrong, (3, target.shadows[3].tag, good)])
+            assert await source.link.find(good, 10), "the others of a KEEP get their keys"
         for seq, length, why in (((3, target.shadows[3].tag), 300, "not empty"), ((8, 1), 300, "outside the lease")):
             with pytest.raises(CallRefused, match=why):
                 await target.link.adopt(seq, length, key)
@@ -150,6 +150,10 @@ async def test_what_is_refused():
                 assert not await other.link.find(key, 300)
                 with pytest.raises(CallRefused, match="of another geometry"):
                     await other.link.adopt((0, 1), 300, key)
+        await source.link.keep([(1, 1, key)])  # the stream's sequence is another one now, which is empty yet
+        assert not await target.link.find(key, 1)
+        await source.link.keep([(0, tag, key)])
+        assert await target.link.find(key, 300)
         await source.link.keep([(0, tag, None)])
         assert not await target.link.find(key, 300)
         key = await keep(source, 0)

@@ -76,6 +76,7 @@ class Placer:
         """`loads`: the loads by the running sequences. `watermark` and `max_uncached_suffix`: see Cluster."""
         self._nodes, self._loads, self._states = nodes, loads, states
         self._watermark, self._max_uncached_suffix = watermark, max_uncached_suffix
+        self.adoptions_given_up = 0  # for want of room
         self._chosen: dict[Sequence, int] = {}  # R-nodes of the sequences that were distributed together
 
     def place(self, seq: Sequence, waiting: Iterable[Sequence] = ()) -> Placement | Wait:
@@ -128,6 +129,7 @@ class Placer:
             node.need(needed)
             return Wait.ROOM
         seq.adopts = None
+        self.adoptions_given_up += 1
         return None
 
     def _drop_state(self) -> bool:
