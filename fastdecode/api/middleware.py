@@ -40,6 +40,7 @@ class Notes:
     logged: dict[str, Any] = field(default_factory=dict)  # fields of the request's line in the access log
     by_router: bool = False  # a router that knows the secret has sent the request
     resume: Resume | None = None  # the stream that the request continues
+    handed_over: bool = False  # another S-node continues the stream, because this server is about to end
 
 
 _notes: ContextVar[Notes] = ContextVar("notes")
@@ -194,6 +195,9 @@ async def log_requests(request: web.Request, handler: Handler) -> web.StreamResp
         return response
     finally:
         quiet = (request.path in _QUIET_PATHS or is_page(request.path)) and status < 400
+        if noted.handed_over:
+            status = 200
+            noted.logged["handed_over"] = True
         given = request_id(request)
         fields = {
             "method": request.method,

@@ -114,6 +114,9 @@ class Runs:
             # goes away.
             with run:
                 yield
+        except (asyncio.CancelledError, ConnectionError):
+            notes().handed_over = self.closing and run.leave is not None
+            raise
         finally:
             counts = usage(run.choices, prepared.generation.candidates)
             tokens = {name: counts[name] for name in ("prompt_tokens", "completion_tokens")}

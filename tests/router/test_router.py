@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import threading
 
@@ -329,8 +330,9 @@ async def test_a_stream_that_broke_behind_its_last_token_ends_as_it_would_have(t
         assert engine.generated == [[]]
 
 
-async def test_streams_leave_an_s_node_that_is_about_to_end(tokenizer, spell):
+async def test_streams_leave_an_s_node_that_is_about_to_end(tokenizer, spell, caplog):
     """Chats, among them one that ends by a stop string which the first S-node has begun."""
+    caplog.set_level(logging.INFO, "fastdecode.api.access")
     script, waits = spell("one two three"), asyncio.Event()
     first = ScriptedEngine(*[[*script[:6], waits]] * 2)
     second = ScriptedEngine(*[script[6:]] * 2)
@@ -353,6 +355,9 @@ async def test_streams_leave_an_s_node_that_is_about_to_end(tokenizer, spell):
             assert texts == ["one two three", "one t"]
             await closing  # nobody is left there
             assert second.generated == [script[:6]] * 2
+    lines = [line for record in caplog.records if "id" in (line := getattr(record, "fields", {}))]
+    assert {line["status"] for line in lines} == {200}
+    assert [line.get("handed_over", False) for line in lines].count(True) == 2
 
 
 async def test_choices_of_one_prompt_leave_an_s_node_each_where_it_is(tokenizer, spell):
