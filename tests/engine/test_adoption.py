@@ -10,11 +10,12 @@ import secrets
 from dataclasses import replace
 
 import pytest
+from engines.continued_stream import ContinuedStream, adopted
 from engines.toy import KEYS, ToyLink, ToySPart, continuation, until
 from engines.toy_engine import started
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.state.request import SamplingParams, TokenEvent
+from fastdecode.engine.state.request import SamplingParams
 
 pytestmark = pytest.mark.quick
 
@@ -31,45 +32,6 @@ def no_keys():
 def prompt(n, seed=0):
     rng = random.Random(seed)
     return [rng.randrange(3, 900) for _ in range(n)]
-
-
-class Stream:
-    """The choices of a prompt at one engine, as a router sees them."""
-
-    def __init__(self, engine, ids, params=GREEDY, past=((),), sources=()):
-        self.engine, self.ids, self.params = engine, ids, params
-        self.key = secrets.token_hex(32)
-        self.tokens = [None if tokens is None else list(tokens) for tokens in past]
-        self.ended = [tokens is None for tokens in past]
-        outputs = {f"{self.key} {k}": self._output(k) for k in range(len(past))}
-        self.sequences = engine.submit_choices(ids, params, outputs, self.tokens, self.key, sources)
-
-    def _output(self, k):
-        def output(event):
-            if isinstance(event, TokenEvent):  # else its engine is stopped
-                self.tokens[k].append(event.token)
-                self.ended[k] = event.finish_reason is not None
-
-        return output
-
-    async def has(self, n):
-        await until(lambda: all(ended or len(t) >= n for t, ended in zip(self.tokens, self.ended, strict=True)))
-
-    async def end(self):
-        await until(lambda: all(self.ended))
-        return self.tokens
-
-    async def goes_on(self, engine, n, params=None):
-        """The stream at another engine, from its first `n` tokens on."""
-        past = [tokens[:n] for tokens in self.tokens]
-        params = params or self.params
-        sources = await engine.find_kv(self.ids, params, past, self.key)
-        return Stream(engine, self.ids, params, past, sources)
-
-
-def adopted(engine):
-    totals = engine.stats.totals
-    return totals.adopted, totals.not_adopted
 
 
 @contextlib.asynccontextmanager
@@ -99,7 +61,7 @@ async def two_s_nodes(n_r_nodes=1, state_slots=None):
 @pytest.mark.parametrize("n_r_nodes", [1, 3])
 async def test_no_token_is_computed_again(n_r_nodes):
     async with two_s_nodes(n_r_nodes) as (first, second, _):
-        streams = [Stream(first, prompt(n, n)) for n in (1, 2, 127, 128, 129, 300)]
+        streams = [ContinuedStream(first, prompt(n, n), GREEDY) for n in (1, 2, 127, 128, 129, 300)]
         for stream in streams:
             await stream.has(10)
         await first.stop()
@@ -113,9 +75,9 @@ async def test_no_token_is_computed_again(n_r_nodes):
 async def test_sampled_tokens_and_choices_go_on_as_they_would_have():
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=60)
     async with started(ToyLink(), **OPTIONS) as alone:
-        expected = await Stream(alone, prompt(300), params, [()] * 3).end()
+        expected = await ContinuedStream(alone, prompt(300), params, [()] * 3).end()
     async with two_s_nodes() as (first, second, _):
-        stream = Stream(first, prompt(300), params, [()] * 3)
+        stream = ContinuedStream(first, prompt(300), params, [()] * 3)
         await stream.has(20)
         assert await (await stream.goes_on(second, 13)).end() == expected
         assert adopted(second) == (3, 0)
@@ -124,7 +86,7 @@ async def test_sampled_tokens_and_choices_go_on_as_they_would_have():
 async def test_a_stream_is_adopted_from_an_s_node_that_goes_on():
     """As in a drain: the first one computes the stream to its end meanwhile, for nobody."""
     async with two_s_nodes() as (first, second, _):
-        stream = Stream(first, prompt(300))
+        stream = ContinuedStream(first, prompt(300), GREEDY)
         await stream.has(5)
         there = await stream.goes_on(second, 5)
         assert await there.end() == await stream.end() == [continuation(stream.ids, 60)]
@@ -133,7 +95,7 @@ async def test_a_stream_is_adopted_from_an_s_node_that_goes_on():
 
 async def test_a_stream_is_adopted_again_and_again():
     async with two_s_nodes() as (first, second, _), started(ToyLink("tcp://r0"), **OPTIONS) as third:
-        stream = Stream(first, prompt(300))
+        stream = ContinuedStream(first, prompt(300), GREEDY)
         for n, engine in ((5, second), (20, third), (35, second)):
             await stream.has(n + 5)
             stream = await stream.goes_on(engine, n)
@@ -144,7 +106,7 @@ async def test_a_stream_is_adopted_again_and_again():
 @pytest.mark.parametrize("what", ["model", "adapter", "key", "choice"])
 async def test_k_and_v_of_something_else_are_not_found(what):
     async with two_s_nodes() as (first, second, _):
-        stream = Stream(first, prompt(300))
+        stream = ContinuedStream(first, prompt(300), GREEDY)
         await stream.has(5)
         if what == "model":
             second.r_nodes.adopter._digest = "cd" * 32
@@ -174,7 +136,7 @@ async def test_a_sequence_has_a_key_once_its_tokens_are_cached_and_until_it_ends
 
         for link in first.spart.links:
             stop_behind_next_post(link)
-        stream = Stream(first, prompt(40))
+        stream = ContinuedStream(first, prompt(40), GREEDY)
         await until(lambda: stream.sequences[0].node and stream.sequences[0].placed_on.link.cache)
         await asyncio.sleep(0.05)
         assert not KEYS
@@ -200,12 +162,12 @@ async def test_a_sequence_has_a_key_once_its_tokens_are_cached_and_until_it_ends
 
 async def test_choices_without_a_token_are_computed_and_ended_ones_are_not():
     async with two_s_nodes() as (first, second, _):
-        stream = Stream(first, prompt(40), GREEDY, [()] * 3)
+        stream = ContinuedStream(first, prompt(40), GREEDY, [()] * 3)
         await stream.has(5)
         past = [stream.tokens[0][:5], [], None]
         sources = await second.find_kv(stream.ids, GREEDY, past, stream.key)
         assert [source is None for source in sources] == [False, True, True]
-        there = Stream(second, stream.ids, GREEDY, past, sources)
+        there = ContinuedStream(second, stream.ids, GREEDY, past, sources)
         assert await there.end() == [continuation(stream.ids, 60)] * 2 + [None]
         assert adopted(second) == (1, 0)
 
@@ -213,7 +175,7 @@ async def test_choices_without_a_token_are_computed_and_ended_ones_are_not():
 @pytest.mark.parametrize("fault", ["refused", "link", "freed", "silent"])
 async def test_a_stream_whose_k_and_v_do_not_come_is_recomputed(fault):
     async with two_s_nodes(2) as (first, second, _):
-        stream = Stream(first, prompt(300))
+        stream = ContinuedStream(first, prompt(300), GREEDY)
         await stream.has(5)
         links = second.spart.links
         for link in links:
@@ -243,12 +205,12 @@ async def test_a_stream_waits_for_room_beside_its_k_and_v_only_if_there_will_be_
     source, spare = ToyLink("tcp://r0"), ToyLink("tcp://r1")
     async with mortal(source) as (first, _):
         for growing in (True, False):
-            stream = Stream(first, prompt(500, growing))
+            stream = ContinuedStream(first, prompt(500, growing), GREEDY)
             await stream.has(5)
             full = ToyLink("tcp://r0", n_pages=5, max_pages=50 if growing else 0)
             options = OPTIONS | {"watermark": 0.0, "grow_leases": True}
             async with started(full, spare, **options) as second:
-                busy = Stream(second, prompt(250, 9), replace(GREEDY, max_tokens=300))
+                busy = ContinuedStream(second, prompt(250, 9), replace(GREEDY, max_tokens=300))
                 await busy.has(1)
                 there = await stream.goes_on(second, 5)
                 assert await there.end() == [continuation(stream.ids, 60)]
@@ -259,7 +221,7 @@ async def test_a_stream_waits_for_room_beside_its_k_and_v_only_if_there_will_be_
 
 async def test_a_client_that_goes_away_while_k_and_v_come_costs_nothing():
     async with two_s_nodes() as (first, second, _):
-        stream = Stream(first, prompt(300))
+        stream = ContinuedStream(first, prompt(300), GREEDY)
         await stream.has(5)
         [link] = second.spart.links
         link.adopting.clear()
@@ -272,7 +234,7 @@ async def test_a_client_that_goes_away_while_k_and_v_come_costs_nothing():
 
 async def test_a_model_with_states_adopts_nothing():
     async with two_s_nodes(state_slots=32) as (first, second, _):
-        stream = Stream(first, prompt(300))
+        stream = ContinuedStream(first, prompt(300), GREEDY)
         await stream.has(5)
         there = await stream.goes_on(second, 5)
         assert await there.end() == [continuation(stream.ids, 60)]
