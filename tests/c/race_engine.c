@@ -4,8 +4,9 @@
  * that forks, trims, frees, lists and counts meanwhile. It forks the sequences that the calls append to, so these copy
  * pages; it frees only sequences of its own, because what a call reads of a sequence that is freed meanwhile is
  * undefined. Two of the three threads that send calls stand in for the R-engine's thread 0 while they wait; another
- * does so while the R-engine ends. Links come and go, some with calls in flight. Every call that a link waits for must
- * be answered, and the sum of the O rows of a sequence whose V is 1 everywhere must be the number of their elements.
+ * does so while the R-engine ends. Links come and go, some with calls in flight, and some are retired first. Every call
+ * that a link waits for must be answered, and the sum of the O rows of a sequence whose V is 1 everywhere must be the
+ * number of their elements.
  *
  * Usage: race_engine THREADS SECONDS. Prints the numbers of calls, control operations and links.
  */
@@ -154,6 +155,22 @@ static void *control(void *arg) {
     return NULL;
 }
 
+/* Retires a link whose controlling thread goes on, and copies what it keeps. */
+static void retire(s_node_t *s) {
+    fd_error_t error;
+    const uint32_t kept[] = {0, PER_SLOT, SLOTS * PER_SLOT};
+    fd_engine_retire_link(engine, s->link, kept, sizeof kept / sizeof *kept);
+    for (uint32_t i = 0; i < 20; i++) {
+        const fd_page_range_t source = {kept[i % 3], 1, 0, 1, 0},
+                              target = {SLOTS * PER_SLOT + below(&s->state, OWN), 1, 0, 1, 0};
+        uint64_t done;
+        uint32_t length;
+        fd_link_copy_pages(s->link, &source, s->link, &target, &done, &error);
+        fd_link_length(s->link, kept[i % 3], 1, &length, &error);
+        fd_link_shrink(s->link);
+    }
+}
+
 static void *s_node_main(void *arg) {
     uint64_t seed = (uintptr_t)arg + 1;
     if (seed > 1) s_side_stand_in = &stand_in;
@@ -176,14 +193,15 @@ static void *s_node_main(void *arg) {
         pthread_t controller;
         REQUIRE(pthread_create(&controller, NULL, control, &s) == 0);
         for (uint32_t n = 5 + below(&s.state, 40); n && time(NULL) < end; n--) steps(&s);
-        __atomic_store_n(&s.stop, 1, __ATOMIC_RELEASE);
-        pthread_join(controller, NULL);
         if (below(&s.state, 2)) { /* leave a step in flight */
             step_t step;
             begin_step(&s, 0, &step);
             arm(&s, 0, &step);
             if (below(&s.state, 2) && armed(&s, 0)) s_side_ask(s.link, s.region, slot_of(&s, 0), 1);
         }
+        if (below(&s.state, 2)) retire(&s);
+        __atomic_store_n(&s.stop, 1, __ATOMIC_RELEASE);
+        pthread_join(controller, NULL);
         fd_engine_remove_link(engine, s.link);
         free(region);
     }
