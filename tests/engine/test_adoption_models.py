@@ -30,11 +30,11 @@ def prompt(n):
 
 
 @pytest.fixture
-async def r_node(tmp_path):
-    node = RNode(threads=1, kv_bytes=1 << 26, orphan_seconds=60)
-    [url] = await node.serve([f"shm://{tmp_path}/r.sock"], None)
-    yield url
-    await node.close()
+async def r_nodes(tmp_path):
+    nodes = [RNode(threads=1, kv_bytes=1 << 26, orphan_seconds=60) for _ in range(2)]
+    yield [url for i, node in enumerate(nodes) for url in await node.serve([f"shm://{tmp_path}/{i}.sock"], None)]
+    for node in nodes:
+        await node.close()
 
 
 def judged(judge, ids, tokens):
@@ -44,9 +44,9 @@ def judged(judge, ids, tokens):
     return tokens == logits[len(ids) - 1 : -1].argmax(-1).tolist()
 
 
-async def goes_on_at_another(checkpoint, tmp_path, r_node, judge, params, **options):
+async def goes_on_at_another(checkpoint, tmp_path, r_nodes, judge, params, **options):
     """Streams of a first engine, which ends, are right and all adopted when a second engine has ended them."""
-    common = {"r_node": r_node, "kv_digest": "ab" * 32, "max_batch_tokens": 64} | options
+    common = {"r_nodes": r_nodes, "kv_digest": "ab" * 32, "max_batch_tokens": 64} | options
     async with real_engine(checkpoint, tmp_path, **common) as first:
         here = [ContinuedStream(first, prompt(n), params) for n in LENGTHS]
         for stream in here:
@@ -70,22 +70,28 @@ async def goes_on_at_another(checkpoint, tmp_path, r_node, judge, params, **opti
     ],
     ids=["prefixes", "guesses", "windows", "sections"],
 )
-async def test_no_token_is_another_one(tmp_path, r_node, family, options):
+async def test_no_token_is_another_one(tmp_path, r_nodes, family, options):
     checkpoint = make_checkpoint(family)
-    await goes_on_at_another(checkpoint, tmp_path, r_node, reference(checkpoint), greedy(), **options)
+    await goes_on_at_another(checkpoint, tmp_path, r_nodes[:1], reference(checkpoint), greedy(), **options)
 
 
-async def test_a_stream_of_an_adapter_goes_on_with_its_adapter(tmp_path, r_node):
+@pytest.mark.parametrize("partition", ["heads", "tokens"])
+async def test_a_team_adopts_what_a_team_has_left(tmp_path, r_nodes, partition):
+    checkpoint, options = make_checkpoint("llama-gqa"), {"partition": partition, "prefix_cache": True}
+    await goes_on_at_another(checkpoint, tmp_path, r_nodes, reference(checkpoint), greedy(), **options)
+
+
+async def test_a_stream_of_an_adapter_goes_on_with_its_adapter(tmp_path, r_nodes):
     checkpoint = make_checkpoint("llama-gqa")
     directory = save_adapter(checkpoint, tmp_path / "adapter", 1, r=8, target_modules=["q_proj", "k_proj", "v_proj"])
     adapter = read_adapter("a", directory)
     judge = merged(checkpoint, directory)
-    await goes_on_at_another(checkpoint, tmp_path, r_node, judge, greedy(adapter="a"), adapters=[adapter])
+    await goes_on_at_another(checkpoint, tmp_path, r_nodes[:1], judge, greedy(adapter="a"), adapters=[adapter])
 
 
-async def test_a_sequence_that_has_given_back_pages_is_recomputed(tmp_path, r_node):
+async def test_a_sequence_that_has_given_back_pages_is_recomputed(tmp_path, r_nodes):
     """The first engine's lease is too small for the pages beyond windows."""
-    checkpoint, options = make_checkpoint("mistral"), {"r_node": r_node, "kv_digest": "ab" * 32}
+    checkpoint, options = make_checkpoint("mistral"), {"r_nodes": r_nodes[:1], "kv_digest": "ab" * 32}
     async with real_engine(checkpoint, tmp_path, kv_bytes=3 << 20, **options) as first:
         [node] = first.cluster.nodes
         ids = prompt(128 * (node.n_pages + 1))

@@ -460,7 +460,7 @@ async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path, n_prompt):
         node = RNode(threads=1, kv_bytes=1 << 24)
         stack.push_async_callback(node.close)
         [url] = await node.serve([f"shm://{tmp_path}/r.sock"], None)
-        made = [real_engine(make_checkpoint("llama-gqa"), tmp_path, r_node=url, kv_digest="ab" * 32) for _ in "ab"]
+        made = [real_engine(make_checkpoint("llama-gqa"), tmp_path, r_nodes=[url], kv_digest="ab" * 32) for _ in "ab"]
         engines = [await stack.enter_async_context(engine) for engine in made]
         clients = [await stack.enter_async_context(served(engine, tokenizer)) for engine in engines]
         api, _, pool = await stack.enter_async_context(routed(*map(url_of, clients)))

@@ -13,7 +13,7 @@ from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.engine import Engine
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.lora.files import Adapter
-from fastdecode.transports.registry import connect
+from fastdecode.transports.teams import connect_team
 
 
 @contextlib.asynccontextmanager
@@ -26,13 +26,15 @@ async def real_engine(
     max_batch_size: int = 16,
     max_batch_tokens: int = 64,
     url: str | None = None,
-    r_node: str | None = None,
+    r_nodes: Sequence[str] = (),
+    partition: str = "heads",
     backend: str = "native",
     adapters: Sequence[Adapter] = (),
     state_slots: int = 0,
     **options: Any,
 ) -> AsyncIterator[Engine]:
-    """A started engine. Its R-node listens at `url`, or is the one at `r_node`; `options` go to Engine."""
+    """A started engine. Its R-node listens at `url`, or it uses the one at `r_nodes`, or the team of these. `options`
+    go to Engine."""
     torch.set_num_threads(1)
     chosen = choose_backend(backend, checkpoint)
     model = chosen.load(torch.device("cpu"), torch.float32, adapters=adapters)
@@ -40,15 +42,15 @@ async def real_engine(
         n_slots=mini_batches,
         max_rows=max_batch_tokens,
         kv_dtype="fp32",
-        kv_bytes=None if r_node is None else kv_bytes // 4,
+        kv_bytes=kv_bytes // 4 if r_nodes else None,
         max_seqs=2 * mini_batches * max_batch_size,
     )
     async with contextlib.AsyncExitStack() as stack:
-        if r_node is None:
+        if not r_nodes:
             node = RNode(threads=1, kv_bytes=kv_bytes)
             stack.push_async_callback(node.close)
-            [r_node] = await node.serve([url or f"shm://{tmp_path}/r.sock"], None)
-        link = await connect(r_node, hello, None)
+            r_nodes = await node.serve([url or f"shm://{tmp_path}/r.sock"], None)
+        link = await connect_team(r_nodes, hello, None, partition=partition)
         stack.push_async_callback(link.close)
         engine = Engine(
             chosen.make_spart(model, [link], state_slots=state_slots),
