@@ -19,6 +19,7 @@ from fastdecode.service.messages import FROM_API, Connection, Failure, FromApi
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_SECONDS = 1.0
+_ABANDONED_SECONDS = 10.0  # for which streams stay that have lost their API process
 _MOST_UNANSWERED = 8  # intervals without an answer, after which an API process counts as hung
 
 
@@ -28,12 +29,14 @@ class _Hosted:
 
     first: int  # number of its first choice
     running: set[int]  # the numbers of its choices that have not ended
+    may_leave: bool  # a router may continue its stream at another S-node
     cancel: Cancel | None = None  # None: it is not queued yet
     queueing: asyncio.Task[None] | None = None
 
 
 class EngineHost:
-    """One API process as the engine's process sees it; an Outlet. When the connection ends, so do its requests.
+    """One API process as the engine's process sees it; an Outlet. When the connection ends, so do its requests, but for
+    streams that a router may continue: these stay for a while, because other S-nodes adopt their K and V.
 
     Choices have the numbers that the API process gave them. The tokens of a step leave in one message, after the engine
     has handed over its next step.
@@ -71,8 +74,11 @@ class EngineHost:
         except Exception:
             log.exception("the connection to an API process broke")
         finally:
-            for first in list(self._requests):
-                self._withdraw(first)
+            for first, hosted in list(self._requests.items()):
+                if hosted.may_leave and hosted.cancel is not None:
+                    asyncio.get_running_loop().call_later(_ABANDONED_SECONDS, self._withdraw, first)
+                else:
+                    self._withdraw(first)
             for task in self._tasks:
                 task.cancel()
             if not self.serving.done():
@@ -105,7 +111,9 @@ class EngineHost:
         match message:
             case messages.Submit():
                 numbers = range(message.first, message.first + message.request.n_choices)
-                hosted = self._requests[message.first] = _Hosted(message.first, set(numbers))
+                hosted = self._requests[message.first] = _Hosted(
+                    message.first, set(numbers), may_leave=message.request.stream_key is not None
+                )
                 self._choices.update(dict.fromkeys(numbers, hosted))
                 hosted.queueing = self._spawn(self._submit(message.request, hosted))
             case messages.Withdraw(first):

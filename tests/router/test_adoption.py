@@ -50,7 +50,7 @@ class Nodes:
         return sum(float(value) for value in re.findall(rf"^fastdecode:{name}{{.*}} (.*)$", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("how", ["engine killed", "S-node killed", "drained"])
+@pytest.mark.parametrize("how", ["engine killed", "API killed", "S-node killed", "drained"])
 async def test_streams_go_on_with_their_k_and_v(start, tmp_path, how):
     nodes = await asyncio.to_thread(Nodes, start, tmp_path)
     lost = nodes.s_nodes[0]
@@ -61,6 +61,9 @@ async def test_streams_go_on_with_their_k_and_v(start, tmp_path, how):
         await asyncio.wait_for(streams.begun.wait(), 60)
         if how == "engine killed":
             lost.process.kill()
+        elif how == "API killed":
+            for pid in lost.api_processes():
+                os.kill(pid, signal.SIGKILL)
         elif how == "S-node killed":
             lost.kill_group()
         else:
