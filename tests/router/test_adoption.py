@@ -10,7 +10,7 @@ import signal
 import time
 
 import pytest
-from nodes.many_streams import ManyStreams
+from nodes.many_streams import N_STREAMS, ManyStreams
 from nodes.node_process import fetch
 from openai import APIError, AsyncOpenAI
 from wire.link_driver import hello
@@ -18,7 +18,6 @@ from wire.link_driver import hello
 from fastdecode.transports.registry import connect
 
 SECRET = b"a secret of S-nodes and routers"
-N_STREAMS = int(os.environ.pop("FASTDECODE_STREAMS", "8"))  # nodes refuse variables that they do not know
 N_SECONDS = 2  # for which pages wait to be adopted, where nobody does so
 
 

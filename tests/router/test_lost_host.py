@@ -16,13 +16,13 @@ import time
 from pathlib import Path
 
 import orjson
+from nodes.many_streams import N_STREAMS
 from sources.folders import ROOT
 from wire import namespaces
 
 pytestmark = namespaces.marks
 
 LOST, OTHERS = "10.0.0.1", "10.0.0.2"
-N_STREAMS = os.environ.pop("FASTDECODE_STREAMS", "8")
 PYTHON = shlex.quote(sys.executable)
 
 

@@ -7,6 +7,7 @@ every stream has its first tokens.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import orjson
 from openai import AsyncOpenAI
 
+N_STREAMS = int(os.environ.pop("FASTDECODE_STREAMS", "8"))  # nodes refuse variables that they do not know
 #: What must have come of every stream before its S-node is lost, and the whole length of it.
 N_BEFORE, N_TOKENS = 20, 200
 _PROMPTS = [f"{word} was a {k} of" for k in range(16) for word in ("It", "There", "She", "The old man")]
