@@ -361,7 +361,8 @@ class REngine:
 
     `threads` is within 1..MAX_THREADS. `kv_bytes` is the memory that all leases share, rounded down to whole hugetlb
     pages if the arenas use them. `isa` None: the ISA in FASTDECODE_ISA, else the best. `cpus`: the CPU to pin each
-    thread to, one for each thread. `spin_us`: microseconds that an idle thread spins before it sleeps.
+    thread to, one for each thread. `spin_us`: microseconds that an idle thread spins before it sleeps. `step_spin_us`:
+    the same while a step is under way, if it is longer.
 
     `huge_pages`: memory of the arenas, "madvise" (transparent huge pages), "hugetlb" or "off". `prefault`: from the
     grant of a lease on, the threads fault its arena in between calls. `trim_idle_s`: seconds without a call after which
@@ -380,6 +381,7 @@ class REngine:
         huge_pages: str = "madvise",
         prefault: bool = False,
         trim_idle_s: float = 0.0,
+        step_spin_us: int = 0,
     ) -> REngine: ...
     @property
     def isa(self) -> str: ...

@@ -20,6 +20,7 @@ _MOST = {
     "threads": MAX_THREADS,
     "s_threads": 512,
     "spin_us": 60_000_000,
+    "step_spin_us": 60_000_000,
     "trim_idle_s": 10**9,
     "orphan_seconds": 3600,
 }

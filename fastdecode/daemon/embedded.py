@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 30.0
-#: Microseconds that the threads of an R-node beside a GPU spin: longer than the GPU's part of a layer, so that none
-#: sleeps within a step.
-_GPU_SPIN_US = 2000
+#: Microseconds that the threads of an R-node beside a GPU spin for the next layer of a step: longer than the GPU's part
+#: of a layer, so that none sleeps within a step.
+_GPU_STEP_SPIN_US = 20_000
 
 
 #: A model of fewer parameters has no product that more threads compute sooner; while they wait for the next one, they
@@ -116,8 +116,8 @@ class EmbeddedRNode:
             # A spinning thread of the R-node would keep its core from the S-Part of the next layer: at sched_yield,
             # Linux does not hand the core to a thread that has yielded, too.
             config = replace(config, spin_us=0)
-        elif config.spin_us is None and split.s_on_gpu:
-            config = replace(config, spin_us=_GPU_SPIN_US)
+        if config.step_spin_us is None and split.s_on_gpu:
+            config = replace(config, step_spin_us=_GPU_STEP_SPIN_US)
         chosen = config.cpus is not None or config.numa_node is not None
         self._run: _RNodeThreads | _RNodeProcess
         if split.in_turns and split.mini_batches == 1 and not chosen:
@@ -191,7 +191,7 @@ class _RNodeProcess:
         self.argv += config.to_args([name for name in EMBEDDED_OPTIONS if name != "threads"])
         if split.r_cpus:
             self.argv += ["--cpus", ",".join(map(str, split.r_cpus))]
-        self.argv += config.to_args(["spin_us", "secret_file", "log_level", "log_format"])
+        self.argv += config.to_args(["spin_us", "step_spin_us", "secret_file", "log_level", "log_format"])
 
     async def start(self, url: str) -> str:
         """Wait until the child listens at `url`. Returns what the log says of the R-node."""

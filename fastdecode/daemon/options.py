@@ -344,7 +344,12 @@ class NodeOptions:
     )
     spin_us: int | None = _option(
         "microseconds that a waiter spins before it sleeps; default: 50 at an S-node, 100 at an R-node; at an "
-        "embedded one 0 if it takes turns with the S-Part on the same cores, and 2000 beside a GPU",
+        "embedded one 0 if it takes turns with the S-Part on the same cores",
+        parse=option_values.non_negative,
+    )
+    step_spin_us: int | None = _option(
+        "microseconds that an attention thread spins for the next layer of a step that is under way, if that is longer "
+        "than --spin-us; default: 0, and 20000 at an embedded R-node beside a GPU",
         parse=option_values.non_negative,
     )
     secret_file: Path | None = _file("file with the secret that S-nodes and R-nodes share, 16 bytes or more")

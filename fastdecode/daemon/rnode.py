@@ -67,6 +67,7 @@ class RNode:
         kv_bytes: int,
         cpus: Sequence[int] | None = None,
         spin_us: int | None = None,
+        step_spin_us: int = 0,
         name: str | None = None,
         huge_pages: str = "madvise",
         prefault: bool = False,
@@ -82,6 +83,7 @@ class RNode:
             kv_bytes: memory that all leases share, and the links' activation regions with them.
             cpus: the cpu of each thread, [threads]; None: threads are not pinned.
             spin_us: microseconds that an idle thread spins before it sleeps; None: 100.
+            step_spin_us: the same while a step is under way, if it is longer.
             name: the R-node's name for S-nodes and logs; None: host name and process id.
             huge_pages, prefault, trim_idle_s: see kernels._native.REngine.
             max_lease: bytes of KV-cache that one link may have; None: all.
@@ -94,7 +96,7 @@ class RNode:
         self.log = _quiet_log if quiet else log
         self.name = name or f"{socket.gethostname()}:{os.getpid()}"
         spin_us = _SPIN_US if spin_us is None else spin_us
-        self._engine = REngine(threads, kv_bytes, None, cpus, spin_us, huge_pages, prefault, trim_idle_s)
+        self._engine = REngine(threads, kv_bytes, None, cpus, spin_us, huge_pages, prefault, trim_idle_s, step_spin_us)
         self.stand_in = self._engine.stand_in if stand_in else None
         self.kv_bytes = kv_bytes  # of all leases and activation regions
         self._max_lease = kv_bytes if max_lease is None else max_lease

@@ -25,6 +25,7 @@ def make_r_node(config: NodeConfig, threads: int, *, stand_in: bool = False, qui
         kv_bytes=_kv_memory(config),
         cpus=config.cpus,
         spin_us=config.spin_us,
+        step_spin_us=config.step_spin_us or 0,
         huge_pages=config.huge_pages,
         prefault=config.prefault,
         trim_idle_s=config.trim_idle_s,

@@ -237,6 +237,7 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, fd_error_t *error) 
     e->n_threads = config->threads;
     e->isa = config->isa;
     e->spin_ns = (uint64_t)config->spin_us * 1000;
+    e->step_spin_ns = (uint64_t)config->step_spin_us * 1000;
     e->kv_bytes = config->kv_bytes;
     if (config->huge == FD_HUGE_HUGETLB) e->kv_bytes -= e->kv_bytes % fd_memory_granule(config->huge);
     e->huge = config->huge;

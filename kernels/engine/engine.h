@@ -34,6 +34,7 @@ typedef struct {
     bool prefault; /* the engine's threads fault in a lease's arena as soon as it is granted */
     /* A link without calls for this long gives free pages back to the OS. 0: never. Not with prefault or hugetlb. */
     uint64_t trim_idle_ns;
+    uint32_t step_spin_us; /* as spin_us while a step is under way, if it is longer */
 } fd_engine_config_t;
 
 /* The KV-cache of one link. Each lease has an arena of its own, so that no number from a peer reaches another link's

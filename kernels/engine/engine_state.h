@@ -128,7 +128,7 @@ enum { FD_BAYS = 8 }; /* as many words make up a cache line */
 struct fd_engine {
     uint32_t n_threads;
     fd_isa_t isa;
-    uint64_t spin_ns, kv_bytes, trim_idle_ns;
+    uint64_t spin_ns, step_spin_ns, kv_bytes, trim_idle_ns;
     fd_huge_t huge;
     bool prefault;
     int eventfd, epoll;
@@ -144,6 +144,7 @@ struct fd_engine {
     uint32_t adopted_changes; /* value of `link_changes` that thread 0 has adopted */
     uint32_t link_changes;    /* atomic; counts changes of `links` */
     uint32_t stop;            /* atomic */
+    bool under_way;           /* atomic, written by thread 0: a step has been accepted whose layers are not all done */
 
     fd_link_t *adopted[FD_MAX_LINKS]; /* thread 0's own copy of `links` */
     uint32_t n_adopted, n_no_wakeup;

@@ -182,8 +182,9 @@ static void sleep_until_woken(fd_engine_t *e, uint32_t thread, const uint64_t *s
 }
 
 bool fd_keep_spinning(const fd_engine_t *e, uint64_t idle_since) {
-    uint64_t idle = fd_now_ns() - idle_since;
-    if (idle >= e->spin_ns) return false;
+    const bool under_way = __atomic_load_n(&e->under_way, __ATOMIC_RELAXED);
+    const uint64_t idle = fd_now_ns() - idle_since;
+    if (idle >= e->spin_ns && !(under_way && idle < e->step_spin_ns)) return false;
     if (idle >= FD_YIELD_AFTER_NS) sched_yield();
     return true;
 }

@@ -50,5 +50,6 @@ void fd_job_run(fd_engine_t *e, fd_bay_t *bay, fd_job_t *job);
 
 void fd_wake_all(fd_engine_t *e);
 
-/* False if a thread that has been idle since `idle_since` should sleep. */
+/* False if a thread that has been idle since `idle_since` should sleep. Between the layers of a step it may spin longer
+ * than between steps. */
 bool fd_keep_spinning(const fd_engine_t *e, uint64_t idle_since);

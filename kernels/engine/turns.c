@@ -143,11 +143,12 @@ static void arm(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
 
 bool fd_turns_poll(fd_engine_t *e) {
     const uint64_t start = e->n_jobs ? charge_main(e) : 0;
-    bool any = false, waiting = false;
+    bool any = false, waiting = false, under_way = false;
     for (uint32_t k = 0, i = e->next_link; k < e->n_adopted; k++, i = next_link(e, i)) {
         fd_link_t *link = e->adopted[i];
         link->turn.waits = false;
         for (uint32_t slot = 0; slot < link->work.g.n_slots; slot++) {
+            under_way |= link->slots[slot].step.valid;
             if (link->slots[slot].job.begun) continue;
             const fd_asks_t asks = fd_slot_asks(link, slot);
             if (asks == FD_ASKS_NOTHING) continue;
@@ -159,6 +160,7 @@ bool fd_turns_poll(fd_engine_t *e) {
             else begin_layer(e, link, slot);
         }
     }
+    if (under_way != e->under_way) __atomic_store_n(&e->under_way, under_way, __ATOMIC_RELAXED);
     if (waiting && !e->n_jobs) refill(e);
     if (start) e->poll_ns = (e->charged_ns = fd_now_ns()) - start; /* the main job's link does not pay for this */
     if (start && any) sched_yield(); /* the peer of a short call may need this core, which long calls would keep */

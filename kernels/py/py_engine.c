@@ -55,17 +55,17 @@ static bool choose_huge(const char *name, fd_huge_t *huge) {
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"threads",    "kv_bytes", "isa",         "cpus", "spin_us",
-                            "huge_pages", "prefault", "trim_idle_s", NULL};
+    static char *names[] = {"threads",    "kv_bytes", "isa",         "cpus",         "spin_us",
+                            "huge_pages", "prefault", "trim_idle_s", "step_spin_us", NULL};
     fd_engine_config_t config = {0};
-    unsigned threads, spin_us = 100;
+    unsigned threads, spin_us = 100, step_spin_us = 0;
     unsigned long long kv_bytes;
     const char *isa = NULL, *huge = "madvise";
     PyObject *cpus = Py_None;
     int prefault = 0;
     double trim_idle_s = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOIspd", names, &threads, &kv_bytes, &isa, &cpus, &spin_us,
-                                     &huge, &prefault, &trim_idle_s))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOIspdI", names, &threads, &kv_bytes, &isa, &cpus, &spin_us,
+                                     &huge, &prefault, &trim_idle_s, &step_spin_us))
         return NULL;
     if (!fd_py_choose_isa(isa, &config.isa) || !choose_huge(huge, &config.huge)) return NULL;
     if (!(trim_idle_s >= 0 && trim_idle_s <= 1e9))
@@ -79,6 +79,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     config.threads = self->threads = threads;
     config.cpus = cpus == Py_None ? NULL : pins;
     config.spin_us = spin_us;
+    config.step_spin_us = step_spin_us;
     config.kv_bytes = kv_bytes;
     config.prefault = prefault;
     config.trim_idle_ns = (uint64_t)(trim_idle_s * 1e9);

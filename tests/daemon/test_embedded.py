@@ -20,6 +20,8 @@ from fastdecode.transports.registry import connect
 
 CONFIG = NodeConfig(kv_memory=64 << 20)
 IN_TURNS, SIDE_BY_SIDE = Split(2, 2, 1, in_turns=True), Split(1, 1, 2)
+BESIDE_A_GPU = replace(SIDE_BY_SIDE, s_on_gpu=True)
+Spins = tuple[int | None, int | None]  # --spin-us and --step-spin-us
 
 
 def children() -> set[int]:
@@ -95,18 +97,19 @@ async def test_a_lease_that_does_not_fit_is_refused_in_the_words_of_any_r_node(s
 
 
 @pytest.mark.parametrize(
-    ("split", "given", "spin_us"),
+    ("split", "given", "passed_on"),
     [
-        (IN_TURNS, None, 0),
-        (IN_TURNS, 70, 70),
-        (Split(3, 2, 2, in_turns=True), None, 0),
-        (SIDE_BY_SIDE, None, None),
-        (replace(SIDE_BY_SIDE, s_on_gpu=True), None, 2000),
-        (replace(SIDE_BY_SIDE, s_on_gpu=True), 70, 70),
+        (IN_TURNS, (None, None), (0, None)),
+        (IN_TURNS, (70, 80), (70, 80)),
+        (Split(3, 2, 2, in_turns=True), (None, None), (0, None)),
+        (SIDE_BY_SIDE, (None, None), (None, None)),
+        (BESIDE_A_GPU, (None, None), (None, 20_000)),
+        (BESIDE_A_GPU, (70, 0), (70, 0)),
     ],
 )
-def test_an_embedded_r_node_spins_beside_a_gpu_and_not_in_turns(split: Split, given: int | None, spin_us: int | None):
-    node = EmbeddedRNode(NodeConfig(spin_us=given), split)
+def test_an_embedded_r_node_spins_through_steps_of_a_gpu_and_not_in_turns(split: Split, given: Spins, passed_on: Spins):
+    node = EmbeddedRNode(NodeConfig(spin_us=given[0], step_spin_us=given[1]), split)
     node.remove_socket()
     run = node._run
-    assert (run.config if split is IN_TURNS else NodeConfig.from_args(run.argv)).spin_us == spin_us
+    config = run.config if split is IN_TURNS else NodeConfig.from_args(run.argv)
+    assert (config.spin_us, config.step_spin_us) == passed_on

@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -166,6 +167,46 @@ def test_a_sleeping_engine_is_woken_and_costs_nothing(engines, links):
     link.step(0, [(0, 1, True)])
     link.map[64] = 0  # a peer that scribbles here only delays itself
     link.step(0, [(0, 1, True)])
+
+
+def voluntary_switches() -> dict[str, int]:
+    """How often each thread of this process's R-engines has gone to sleep, by the thread's name."""
+    counts = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        if name.startswith("fd-r"):
+            lines = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+            counts[name] = int(lines["voluntary_ctxt_switches"])
+    return counts
+
+
+def test_no_thread_sleeps_within_a_step(engines, links):
+    """Threads that sleep at once between steps stay awake until the last layer, however late it is asked for."""
+    link = links(Geometry(n_layers=2), engine=engines(2, spin_us=0, step_spin_us=60_000_000))
+    step = link.begin(0, [(0, 8, True), (1, 8, True)])
+    step.call(0)
+    within = voluntary_switches()
+    assert within.keys() == {"fd-r0", "fd-r1"}
+    time.sleep(1.2)  # a thread that sleeps looks around once a second
+    assert voluntary_switches() == within
+    step.call(1)
+    await_sleep(within)
+
+
+def test_threads_sleep_if_a_step_is_not_gone_on_with(engines, links):
+    link = links(Geometry(n_layers=2), engine=engines(2, spin_us=0, step_spin_us=1000))
+    step = link.begin(0, [(0, 8, True), (1, 8, True)])
+    step.call(0)
+    await_sleep(voluntary_switches())
+    step.call(1)
+
+
+def await_sleep(before: dict[str, int]) -> None:
+    """Wait until each thread has gone to sleep once more."""
+    deadline = time.monotonic() + 20
+    while any(count <= before[name] for name, count in voluntary_switches().items()):
+        assert time.monotonic() < deadline, "a thread has not gone to sleep"
+        time.sleep(0.01)
 
 
 def test_a_link_removed_under_load_is_never_touched_again(engines, links):
