@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 SOURCE = Path(__file__).with_name("rows.cu")
 #: Threads of a block; the kernels are compiled with this FD_ROW_THREADS.
-ROW_THREADS = 128
+ROW_THREADS = 512
 #: Bytes that a thread moves at once. Every row of Q, KV and O is a multiple of it, and every row starts at one.
 CHUNK_BYTES = 16
 

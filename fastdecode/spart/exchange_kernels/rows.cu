@@ -13,7 +13,7 @@
  *   block   FD_ROW_THREADS threads, which copy a row in chunks of 16 bytes
  */
 #ifndef FD_ROW_THREADS
-#define FD_ROW_THREADS 128
+#define FD_ROW_THREADS 512
 #endif
 
 #ifdef __cplusplus
