@@ -19,6 +19,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -51,17 +52,18 @@ def main() -> int:
     card = card_name()
     out = (args.out or ROOT / "bench/results" / f"gpu-{re.sub('[^a-z0-9]+', '-', card.lower())}").resolve()
     out.mkdir(parents=True, exist_ok=True)
-    setting = Setting.here(out, args.steps, args.memory_gib, args.minutes)
-    proof: dict[str, Any] = {"card": card, "simulated": setting.simulated, "minutes": args.minutes}
-    proof |= {"memory_gib": args.memory_gib, "parts": []}
-    for name in args.only or PARTS:
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        share = 1.0 if args.only else PARTS[name][1]
-        proof["parts"].append(outcome(name, setting, 60 * args.minutes * share))
-        (out / "proof.json").write_text(json.dumps(proof, indent=2) + "\n")
-        (out / "proof.md").write_text(page.markdown(proof))
-        part = proof["parts"][-1]
-        print(f"{name}: {part['status']} {part['reason']}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=out) as scratch:
+        setting = Setting.here(out, Path(scratch), args.steps, args.memory_gib, args.minutes)
+        proof: dict[str, Any] = {"card": card, "simulated": setting.simulated, "minutes": args.minutes}
+        proof |= {"memory_gib": args.memory_gib, "parts": []}
+        for name in args.only or PARTS:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            share = 1.0 if args.only else PARTS[name][1]
+            proof["parts"].append(outcome(name, setting, 60 * args.minutes * share))
+            (out / "proof.json").write_text(json.dumps(proof, indent=2) + "\n")
+            (out / "proof.md").write_text(page.markdown(proof))
+            part = proof["parts"][-1]
+            print(f"{name}: {part['status']} {part['reason']}", file=sys.stderr, flush=True)
     print(out / "proof.md")
     return int(any(part["status"] == "failed" for part in proof["parts"]))
 

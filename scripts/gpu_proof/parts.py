@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from fastdecode.daemon.machine import usable_cpus
-from gpu_proof import round_trip, serving
+from gpu_proof import round_trip, serving, under_load
 from gpu_proof.setting import OutOfTime, Setting, Skipped
 
 #: `fastdecode-bench checkpoint` for the shapes of these models. Decode speed does not depend on the weights' values.
@@ -98,23 +97,36 @@ def throughput(setting: Setting) -> None:
     """Output tokens a second of the split system, by the exchange that a node takes, of its two parts, and of peers."""
     setting.results |= {"cells": [], "peers": []}
     batches, context = ((4,), 16) if setting.simulated else (BATCHES, CONTEXT)
-    with tempfile.TemporaryDirectory(dir=setting.out) as folder:
-        name, shape = _shape(setting)
-        model = Path(folder, name)
-        setting.results["model"] = name
-        checkpoint = ["-m", "fastdecode.bench.cli", "checkpoint", "--out", str(model)]
-        setting.run("checkpoint", [*checkpoint, "--dtype", "fp32" if setting.simulated else "fp16", *shape.split()])
-        ends = setting.part_ends
-        setting.part_ends -= setting.left() / 2
-        try:
-            _decode(setting, model, batches, context)
-        except OutOfTime as bound:
-            setting.results["decode"] = str(bound)
-        setting.part_ends = ends
-        dtype = "float32" if setting.simulated else "float16"
-        command = ["-m", "gpu_proof.peers", str(model), setting.device, dtype]
-        for line in setting.lines("peers", [*command, *(f"{batch}:{context}" for batch in batches)]):
-            setting.results["peers"].append(_rounded(setting, json.loads(line)))
+    model, dtype = _checkpoint(setting)
+    ends = setting.part_ends
+    setting.part_ends -= setting.left() / 2
+    try:
+        _decode(setting, model, batches, context)
+    except OutOfTime as bound:
+        setting.results["decode"] = str(bound)
+    setting.part_ends = ends
+    command = ["-m", "gpu_proof.peers", str(model), setting.device, dtype]
+    for line in setting.lines("peers", [*command, *(f"{batch}:{context}" for batch in batches)]):
+        setting.results["peers"].append(_rounded(setting, json.loads(line)))
+
+
+def prompts(setting: Setting) -> None:
+    """See under_load.measure."""
+    under_load.measure(setting, *_checkpoint(setting))
+
+
+def _checkpoint(setting: Setting) -> tuple[Path, str]:
+    """The directory of the model with random weights, which the first part that needs it writes, and its dtype."""
+    name, shape = _shape(setting)
+    setting.results["model"] = name
+    model = setting.scratch / name
+    if not model.exists():
+        written = setting.scratch / "unfinished"
+        command = ["-m", "fastdecode.bench.cli", "checkpoint", "--out", str(written)]
+        command += ["--max-positions", "8192", "--dtype", "fp32" if setting.simulated else "fp16"]
+        setting.run("checkpoint", [*command, *shape.split()])
+        written.rename(model)
+    return model, "float32" if setting.simulated else "float16"
 
 
 def _shape(setting: Setting) -> tuple[str, str]:
@@ -161,7 +173,8 @@ PARTS: dict[str, tuple[Callable[[Setting], None], float]] = {
     "machine": (machine, 0.05),
     "tokens": (serving.against_transformers, 0.15),
     "exchanges": (serving.bypass_against_staged, 0.2),
-    "throughput": (throughput, 0.45),
+    "throughput": (throughput, 0.4),
+    "prompts": (prompts, 0.25),
     "weights": (weights, 0.15),
     "round-trip": (round_trip.measure, 0.1),
     "watchdog": (watchdog, 0.15),

@@ -35,6 +35,7 @@ _GRACE_S = 10.0
 class Setting:
     simulated: bool
     out: Path
+    scratch: Path  # a folder that the proof removes
     steps: int
     memory_gib: float
     ends: float  # the proof, by time.monotonic()
@@ -42,8 +43,8 @@ class Setting:
     results: dict[str, Any] = field(default_factory=dict)  # of that part, as far as it has come
 
     @classmethod
-    def here(cls, out: Path, steps: int, memory_gib: float, minutes: float) -> Setting:
-        return cls(not cuda_driver.has_driver(), out, steps, memory_gib, time.monotonic() + 60 * minutes)
+    def here(cls, out: Path, scratch: Path, steps: int, memory_gib: float, minutes: float) -> Setting:
+        return cls(not cuda_driver.has_driver(), out, scratch, steps, memory_gib, time.monotonic() + 60 * minutes)
 
     def begin(self, seconds: float) -> None:
         """A part begins, which may take so long. Raises Skipped if no time is left."""

@@ -51,7 +51,7 @@ def prove(out: Path, *arguments: str) -> dict[str, Any]:
 
 def test_the_proof_runs_here(tmp_path):
     names = [name for name in parts.PARTS if name not in TESTS]
-    assert names == ["machine", "tokens", "exchanges", "throughput", "weights", "round-trip"]
+    assert names == ["machine", "tokens", "exchanges", "throughput", "prompts", "weights", "round-trip"]
     assert set(parts.PARTS) > TESTS
     proof = prove(tmp_path, *(argument for name in names for argument in ("--only", name)))
     assert proof["simulated"] is True and proof["card"] == "simulated"
@@ -65,6 +65,18 @@ def test_the_proof_runs_here(tmp_path):
     assert {cell[name] for name in ("tokens_per_s", "s_tokens_per_s", "r_tokens_per_s")} == {"simulated"}
     peers = [(cell["peer"], cell["tokens_per_s"]) for cell in found["throughput"]["peers"]]
     assert peers == [(name, "simulated") for name in ("kv on the GPU", "kv copied", "transformers")]
+    prompts = [
+        (cell["system"], cell["prompts"], cell["tokens"], cell.get("beside")) for cell in found["prompts"]["prompts"]
+    ]
+    assert prompts == [
+        ("fastdecode", 1, 64, None),
+        ("fastdecode", 4, 16, None),
+        ("fastdecode", 4, 16, "2 streams"),
+        ("transformers", 1, 64, None),
+        ("transformers", 4, 16, None),
+    ]
+    assert found["prompts"]["prompts"][2]["tbt_p99_ms"] == "simulated"
+    assert found["prompts"]["first steps"] == [{"sequences": 2, "longest_gap_ms": "simulated", "later_ms": "simulated"}]
     assert [cell["rows"] for cell in found["weights"]["cells"]] == [1, 4, 16, 64, 512]
     trips = found["round-trip"]["cells"]
     assert {cell["transport"] for cell in trips} == {"shm", "tcp"} and all(cell["equal"] for cell in trips)
