@@ -5,6 +5,7 @@ The rules are those of the CUDA driver API's documentation (groups CUDA_MEM, CUD
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -13,7 +14,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from gpu.cuda_driver import CudaError, SimulatedCuda
+
+from fastdecode.spart.exchange.graph import GraphStream
+from fastdecode.spart.exchange.stream_rows import MappedMemory
 
 pytestmark = pytest.mark.tools
 
@@ -158,6 +163,7 @@ def test_a_wait_for_an_event_that_is_recorded_later_does_not_hang(cuda, memory):
 #: Calls that no stream may be captured during, each with its arguments.
 UNSAFE = {
     "cuMemHostRegister": lambda cuda, memory: (words(memory).ctypes.data, len(memory), 3),
+    "cuMemHostUnregister": lambda cuda, memory: cuda.register(memory) and (words(memory).ctypes.data,),
     "cuMemAlloc": lambda cuda, memory: (64,),
     "cuMemHostAlloc": lambda cuda, memory: (64, 0),
     "cuStreamCreate": lambda cuda, memory: (1,),
@@ -176,6 +182,42 @@ def test_calls_that_synchronise_end_a_capture(cuda, memory, call):
     cuda.call("cuStreamBeginCapture", stream, modes.CU_STREAM_CAPTURE_MODE_RELAXED)
     cuda.call(call, *arguments)
     cuda.call("cuStreamEndCapture", stream)
+
+
+def test_memory_is_given_back_within_a_capture(cuda, memory):
+    """The garbage collector may find the owner of registered memory on a thread that captures."""
+    stream, pointer = cuda.call("cuStreamCreate", 1), cuda.alloc(np.zeros(1, np.uint32))
+    owner = MappedMemory(cuda.product, np.frombuffer(memory, np.uint8))
+
+    def work() -> None:
+        cuda.call("cuStreamWriteValue32", stream, pointer, 1, 0)
+        owner.close()
+        cuda.call("cuStreamWriteValue32", stream, pointer, 2, 0)
+
+    graph = cuda.capture(stream, work)
+    cuda.register(memory)  # which is refused for registered memory
+    cuda.call("cuGraphLaunch", graph, stream)
+    cuda.call("cuStreamSynchronize", stream)
+    assert cuda.download(pointer, np.empty(1, np.uint32)) == 2
+
+
+def test_a_capture_that_fails_names_the_first_error(monkeypatch):
+    """Of a call that no capture allows, and not of the capture's end, which fails for the same reason."""
+
+    class Graph:
+        def capture_begin(self, pool, capture_error_mode): ...
+        def capture_end(self):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def work() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    stream = GraphStream.__new__(GraphStream)  # torch has no stream without a GPU
+    stream._stream = stream._pool = None
+    with pytest.raises(RuntimeError, match="not permitted"):
+        stream.capture(work)
 
 
 def test_a_capture_forbids_its_own_thread_alone_unless_it_is_global(cuda):

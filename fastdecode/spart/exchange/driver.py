@@ -57,9 +57,16 @@ class Driver:
         return int(self._call("cuMemHostGetDevicePointer", address, 0))
 
     def unregister(self, address: int) -> None:
-        """Undo `register`. No operation on the memory may be under way. May be called on any thread."""
+        """Undo `register`. No operation on the memory may be under way. May be called on any thread, even while that
+        thread captures a stream, when the garbage collector finds the memory's owner."""
         self.use_here()
-        self._call("cuMemHostUnregister", address)
+        mode = self._call(
+            "cuThreadExchangeStreamCaptureMode", self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        )
+        try:
+            self._call("cuMemHostUnregister", address)
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", mode)
 
     # -- operations of a stream -----------------------------------------------------------------------------------
 

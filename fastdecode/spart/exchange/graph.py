@@ -3,6 +3,7 @@ exchange calls torch.cuda."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -35,8 +36,11 @@ class GraphStream:
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the capture may have failed for the same reason
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay, result
 
     def free_bytes(self) -> int:

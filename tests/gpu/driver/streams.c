@@ -53,13 +53,27 @@ void sim_count_streams(sim_counts_t *counts) {
     counts->graphs = atomic_load(&n_graphs);
 }
 
+/* What the calls of this thread may do to captures. */
+static _Thread_local int exchanged = MODE_GLOBAL;
+
+API int cuThreadExchangeStreamCaptureMode(int *mode) {
+    ENTER(false);
+    if (*mode < MODE_GLOBAL || *mode > MODE_RELAXED) return sim_fail(INVALID_VALUE, "mode %d", *mode);
+    const int before = exchanged;
+    exchanged = *mode;
+    *mode = before;
+    return DONE;
+}
+
 bool sim_invalidate_captures(void) {
     bool any = false;
+    if (exchanged == MODE_RELAXED) return false;
     pthread_mutex_lock(&lock);
     for (unsigned i = 0; i < n_streams; i++) {
         stream_t *s = streams[i];
         const bool mine = s->capturing && pthread_equal(s->capturer, pthread_self());
-        if (s->capturing && (s->mode == MODE_GLOBAL || (s->mode == MODE_THREAD_LOCAL && mine))) any = s->invalid = true;
+        const bool anywhere = s->mode == MODE_GLOBAL && exchanged == MODE_GLOBAL;
+        if (s->capturing && (anywhere || (s->mode != MODE_RELAXED && mine))) any = s->invalid = true;
     }
     pthread_mutex_unlock(&lock);
     return any;
