@@ -57,7 +57,7 @@ async def _by_node(
 ) -> None:
     name = {"float32": "fp32", "float16": "fp16"}[dtype]
     options = ["--model", str(model), "--device", setting.device, "--dtype", name, "--kv-dtype", "int8", "--port", "0"]
-    options += ["--no-prefix-cache", "--max-batch-size", str(max(*batches, streams))]
+    options += ["--no-prefix-cache", "--max-batch-size", str(max(max(batches) // 2, streams))]
     node = Node(setting.out / "under-load.log", *options)
     try:
         async with asyncio.timeout(setting.left()):
