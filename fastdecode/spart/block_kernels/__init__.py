@@ -1,4 +1,4 @@
-"""CUDA kernels of the native decoder: what it computes between two products, in three launches a layer.
+"""CUDA kernels of the native decoder: what it computes between two products, in four launches a layer of three kernels.
 
 block.cu has the kernels. They have been compiled for every architecture and run on a CPU, but on no GPU.
 """
