@@ -174,7 +174,7 @@ PARTS: dict[str, tuple[Callable[[Setting], None], float]] = {
     "tokens": (serving.against_transformers, 0.15),
     "exchanges": (serving.bypass_against_staged, 0.2),
     "throughput": (throughput, 0.4),
-    "prompts": (prompts, 0.25),
+    "prompts": (prompts, 0.3),
     "weights": (weights, 0.15),
     "round-trip": (round_trip.measure, 0.1),
     "watchdog": (watchdog, 0.15),
