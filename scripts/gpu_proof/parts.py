@@ -16,7 +16,7 @@ import torch
 
 from fastdecode.daemon.machine import usable_cpus
 from gpu_proof import round_trip, serving, under_load
-from gpu_proof.setting import OutOfTime, Setting, Skipped
+from gpu_proof.setting import Setting, Skipped
 
 #: `fastdecode-bench checkpoint` for the shapes of these models. Decode speed does not depend on the weights' values.
 _LARGE = "--layers 32 --hidden 4096 --heads 32 --head-size 128 --kv-heads 8 --intermediate 14336 --vocab 128256"
@@ -98,13 +98,8 @@ def throughput(setting: Setting) -> None:
     setting.results |= {"cells": [], "peers": []}
     batches, context = ((4,), 16) if setting.simulated else (BATCHES, CONTEXT)
     model, dtype = _checkpoint(setting)
-    ends = setting.part_ends
-    setting.part_ends -= setting.left() / 2
-    try:
+    with setting.share(0.5, "decode"):
         _decode(setting, model, batches, context)
-    except OutOfTime as bound:
-        setting.results["decode"] = str(bound)
-    setting.part_ends = ends
     command = ["-m", "gpu_proof.peers", str(model), setting.device, dtype]
     for line in setting.lines("peers", [*command, *(f"{batch}:{context}" for batch in batches)]):
         setting.results["peers"].append(_rounded(setting, json.loads(line)))

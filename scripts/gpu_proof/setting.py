@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,19 @@ class Setting:
         if left <= 0:
             raise OutOfTime("the part has reached its bound")
         return left
+
+    @contextmanager
+    def share(self, of_time: float, name: str) -> Iterator[None]:
+        """Work that may take a share of the part's time. If it reaches that bound, the results say so under `name`, and
+        the part goes on."""
+        ends = self.part_ends
+        self.part_ends -= (1 - of_time) * self.left()
+        try:
+            yield
+        except OutOfTime as bound:
+            self.results[name] = str(bound)
+        finally:
+            self.part_ends = ends
 
     @property
     def device(self) -> str:

@@ -40,7 +40,8 @@ def measure(setting: Setting, model: Path, dtype: str) -> None:
         (64, (4, 16), 2, (2,)) if setting.simulated else (4096, (64, 512), 8, (2, 8, 16, 32, 64))
     )
     setting.results |= {"prompts": [], "first steps": []}
-    asyncio.run(_by_node(setting, model, dtype, one, many, streams, batches))
+    with setting.share(0.7, "node"):
+        asyncio.run(_by_node(setting, model, dtype, one, many, streams, batches))
     cells = [f"1x{one}", f"{many[0]}x{many[1]}"]
     for line in setting.lines("prompts", ["-m", "gpu_proof.under_load", str(model), setting.device, dtype, *cells]):
         setting.results["prompts"].append(_timed(setting, json.loads(line)))

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.tools, pytest.mark.timeout(300)]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from gpu_proof import parts, peers, serving  # noqa: E402
+from gpu_proof.setting import Setting  # noqa: E402
 
 #: The parts that are runs of tests, which the whole suite runs anyway.
 TESTS = {"tests", "watchdog", "steps"}
@@ -91,6 +92,15 @@ def test_a_part_at_its_bound_keeps_what_it_has(tmp_path):
     assert [part["status"] for part in proof["parts"]] == ["passed", "cut", "skipped"]
     assert proof["parts"][1]["results"]["steps of each test"] == 20_000
     assert "raise --minutes" in proof["parts"][2]["reason"]
+
+
+def test_work_at_the_bound_of_its_share_leaves_time_for_the_rest(tmp_path):
+    setting = Setting.here(tmp_path, tmp_path, steps=1, memory_gib=1.0, minutes=1.0)
+    setting.begin(60.0)
+    with setting.share(0.0, "work"):
+        setting.left()
+    assert setting.results == {"work": "the part has reached its bound"}
+    assert setting.left() > 30
 
 
 @pytest.mark.parametrize("kind", [peers.GPUCache, peers.CopiedCache])
