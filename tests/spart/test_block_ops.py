@@ -17,6 +17,7 @@ from sources.compiled import compiled
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model, read_config
+from fastdecode.spart.block_kernels import BLOCK_THREADS
 from fastdecode.spart.decoder import layer_pass
 from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
 from fastdecode.spart.decoder.cuda_ops import CudaBlockOps, Launch
@@ -49,9 +50,9 @@ def config():
 
 @pytest.fixture(scope="module")
 def host_launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Launches the CUDA kernels, compiled for the host, where one thread does the work of a block."""
+    """Launches the CUDA kernels, compiled for the host."""
     kernels = HostKernels(compiled("block_kernels.so", tmp_path_factory.mktemp("kernels")))
-    return lambda name, grid, pointers, numbers: kernels.launch_at(name, grid, 1, pointers, numbers)
+    return lambda name, grid, pointers, numbers: kernels.launch_at(name, grid, BLOCK_THREADS, pointers, numbers)
 
 
 @pytest.fixture(params=["torch", "cuda", *VECTOR_ISAS])

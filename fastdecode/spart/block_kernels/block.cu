@@ -11,79 +11,7 @@
 #endif
 #define FD_MOST_HEAD 1024 /* elements of a head */
 
-#ifdef __cplusplus
-#define FD_KERNEL extern "C" __global__ void
 #define FD_EACH_THREAD(t) for (unsigned t = threadIdx.x, fd_more = 1; fd_more; fd_more = 0, __syncthreads())
-#else /* on the host one thread does the work of its block */
-#include <math.h>
-#define FD_KERNEL __global__ void
-#define FD_EACH_THREAD(t) for (unsigned t = threadIdx.x ? FD_BLOCK_THREADS : 0; t < FD_BLOCK_THREADS; t++)
-#define __shared__ static _Thread_local
-#endif
-
-typedef unsigned long long fd_index_t;
-enum { FD_FP32, FD_FP16, FD_BF16 };
-
-__device__ __forceinline__ float fd_float(unsigned bits) {
-#ifdef __cplusplus
-    return __uint_as_float(bits);
-#else
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-#endif
-}
-
-__device__ __forceinline__ unsigned fd_bits(float x) {
-#ifdef __cplusplus
-    return __float_as_uint(x);
-#else
-    unsigned bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-#endif
-}
-
-__device__ __forceinline__ float fd_from_half(unsigned short half) {
-    float x;
-#ifdef __cplusplus
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
-#else
-    _Float16 number;
-    memcpy(&number, &half, sizeof number);
-    x = (float)number;
-#endif
-    return x;
-}
-
-__device__ __forceinline__ unsigned short fd_to_half(float x) {
-    unsigned short half;
-#ifdef __cplusplus
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
-#else
-    const _Float16 number = (_Float16)x;
-    memcpy(&half, &number, sizeof half);
-#endif
-    return half;
-}
-
-/* Rounds to the nearest, ties to even. */
-__device__ __forceinline__ unsigned short fd_to_bf16(float x) {
-    const unsigned bits = fd_bits(x);
-    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (unsigned short)(bits >> 16 | 0x40u); /* a NaN stays one */
-    return (unsigned short)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
-}
-
-__device__ __forceinline__ float fd_load(const void *rows, fd_index_t i, unsigned dtype) {
-    if (dtype == FD_FP32) return ((const float *)rows)[i];
-    const unsigned short bits = ((const unsigned short *)rows)[i];
-    return dtype == FD_FP16 ? fd_from_half(bits) : fd_float((unsigned)bits << 16);
-}
-
-__device__ __forceinline__ void fd_store(void *rows, fd_index_t i, unsigned dtype, float x) {
-    if (dtype == FD_FP32) ((float *)rows)[i] = x;
-    else ((unsigned short *)rows)[i] = dtype == FD_FP16 ? fd_to_half(x) : fd_to_bf16(x);
-}
 
 /* Adds up sums [FD_BLOCK_THREADS] into sums[0]. */
 __device__ __forceinline__ void fd_add_up(float *sums) {
@@ -101,14 +29,15 @@ FD_KERNEL fd_add_norm(void *x, const void *y, const void *weight, void *out, uns
         float sum = 0.0f;
         for (unsigned i = t; i < width; i += FD_BLOCK_THREADS) {
             if (y)
-                fd_store(x, row + i, dtype, fd_load(x, row + i, dtype) + fd_float(scale) * fd_load(y, row + i, dtype));
+                fd_store(x, row + i, dtype,
+                         fd_load(x, row + i, dtype) + __uint_as_float(scale) * fd_load(y, row + i, dtype));
             const float value = fd_load(x, row + i, dtype);
             sum += value * value;
         }
         sums[t] = sum;
     }
     fd_add_up(sums);
-    const float factor = 1.0f / sqrtf(sums[0] / (float)width + fd_float(eps));
+    const float factor = 1.0f / sqrtf(sums[0] / (float)width + __uint_as_float(eps));
     FD_EACH_THREAD(t) {
         for (unsigned i = t; i < width; i += FD_BLOCK_THREADS)
             fd_store(out, row + i, dtype, fd_load(x, row + i, dtype) * factor * fd_load(weight, i, dtype));
@@ -139,7 +68,7 @@ FD_KERNEL fd_write_heads(const void *qkv, const void *q_norm, const void *k_norm
     }
     if (norm) {
         fd_add_up(sums);
-        const float factor = 1.0f / sqrtf(sums[0] / (float)size + fd_float(eps));
+        const float factor = 1.0f / sqrtf(sums[0] / (float)size + __uint_as_float(eps));
         FD_EACH_THREAD(t) {
             for (unsigned i = t; i < size; i += FD_BLOCK_THREADS) head[i] *= factor * fd_load(norm, i, dtype);
         }

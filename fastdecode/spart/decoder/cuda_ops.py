@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from fastdecode.kernels.gpu.cupy_kernels import KernelError, load_kernels
 from fastdecode.spart.block_kernels import BLOCK_THREADS, MOST_HEAD, SOURCE
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.block_ops import BlockOps, RowHeads, gates_by_silu
 from fastdecode.spart.decoder.weights import Layer, Norm
-from fastdecode.spart.exchange_kernels.cupy_kernels import KernelError, load_kernels
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # FD_FP32, FD
 def open_launch(device: torch.device) -> Launch | None:
     """Load the kernels, which a process keeps. None: CuPy is missing, or has refused; the log says why."""
     try:
-        loaded = load_kernels(SOURCE, {"FD_BLOCK_THREADS": BLOCK_THREADS}, _KERNELS, device.index or 0)
+        loaded = load_kernels([SOURCE], {"FD_BLOCK_THREADS": BLOCK_THREADS}, _KERNELS, device.index or 0)
     except KernelError as error:
         log.info("norms, RoPE and gates by torch: %s", error)
         return None

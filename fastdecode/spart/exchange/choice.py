@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fastdecode.kernels.gpu.cupy_kernels import KernelError
 from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.driver import Driver, DriverError
 from fastdecode.spart.exchange.graph import GraphStream
 from fastdecode.spart.exchange.stream_rows import Kernels
-from fastdecode.spart.exchange_kernels.cupy_kernels import KernelError
 from fastdecode.transports._native import Proxy
 
 #: Device attributes that the bypass needs, each with the fault of a GPU or driver that lacks it.

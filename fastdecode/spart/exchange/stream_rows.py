@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fastdecode.kernels.gpu.cupy_kernels import Launch, load_kernels
 from fastdecode.region.contract import REPLY_OFFSET, REQUEST_OFFSET
 from fastdecode.spart.exchange.base import LinkRows
 from fastdecode.spart.exchange.driver import Driver
@@ -26,7 +27,6 @@ from fastdecode.spart.exchange_kernels import (
     SlotRows,
     row_addresses,
 )
-from fastdecode.spart.exchange_kernels.cupy_kernels import Launch, load_kernels
 from fastdecode.transports.base import DataPath
 
 
@@ -90,7 +90,7 @@ class Kernels:
     def load(cls, driver: Driver, device: int) -> Kernels:
         """Raises KernelError."""
         names = ("fd_pack_rows", "fd_unpack_rows")
-        return cls(driver, *load_kernels(SOURCE, {"FD_ROW_THREADS": ROW_THREADS}, names, device))
+        return cls(driver, *load_kernels([SOURCE], {"FD_ROW_THREADS": ROW_THREADS}, names, device))
 
 
 class StreamRows:

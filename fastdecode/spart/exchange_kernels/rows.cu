@@ -16,12 +16,6 @@
 #define FD_ROW_THREADS 512
 #endif
 
-#ifdef __cplusplus
-#define FD_KERNEL extern "C" __global__ void
-#else
-#define FD_KERNEL __global__ void
-#endif
-
 /* q [counts[0]][q_chunks] and kv [counts[1]][kv_chunks]: row i of each is written to the address that q_slots[i] or
  * kv_slots[i] holds. The rows are visible to the host once the stream's next memory operation is. */
 FD_KERNEL fd_pack_rows(const uint4 *q, const uint4 *kv, const unsigned long long *q_slots,

@@ -1,5 +1,5 @@
 /* Modules and kernels. An image is what NVRTC makes for a GPU (cubin or PTX): the same source, compiled for the host
- * (kernels_on_host.h), then stands in for it. Or it is that host library itself. */
+ * (cuda_on_host.h), then stands in for it. Or it is that host library itself. */
 #define _GNU_SOURCE
 #include "sim.h"
 
@@ -12,7 +12,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { MAX_LIBRARIES = 16, MAX_MODULES = 64, MAX_FUNCTIONS = 64, EM_CUDA_ = 190 };
+enum { MAX_LIBRARIES = 16, MAX_MODULES = 64, MAX_FUNCTIONS = 64, EM_CUDA_ = 190, MOST_SHARED = 227 << 10 };
 
 typedef void access_fn(const void *, size_t, bool, size_t);
 
@@ -62,7 +62,7 @@ void sim_run_kernel(const op_t *op) {
     void *arguments[MAX_ARGUMENTS];
     for (unsigned i = 0; i < op->kernel->n_arguments; i++) arguments[i] = (void *)&op->arguments[i];
     running = op->kernel->name;
-    if (!setjmp(out_of_kernel)) op->kernel->run(op->grid, op->block, arguments);
+    if (!setjmp(out_of_kernel)) op->kernel->run(op->grid, op->block, op->shared_bytes, arguments);
 }
 
 /* ---- modules ---- */
@@ -167,12 +167,15 @@ API int cuLaunchKernel(function_t *function, unsigned grid_x, unsigned grid_y, u
     ENTER(false);
     const kernel_t *k = function->kernel;
     op_t op = {.kind = OP_KERNEL, .kernel = k, .grid = {grid_x, grid_y, grid_z}, .block = {block_x, block_y, block_z}};
+    op.shared_bytes = shared_bytes;
     const uint64_t threads = (uint64_t)block_x * block_y * block_z;
     if (!grid_x || !grid_y || !grid_z || grid_y > 65535 || grid_z > 65535 || !threads || threads > 1024)
         return sim_fail(INVALID_VALUE, "%s: a grid of %u x %u x %u, %llu threads", k->name, grid_x, grid_y, grid_z,
                         (unsigned long long)threads);
-    if (shared_bytes || extra || !arguments)
-        return sim_fail(NOT_SUPPORTED, "%s: the simulation has no shared memory and no packed arguments", k->name);
+    if (shared_bytes > MOST_SHARED)
+        return sim_fail(INVALID_VALUE, "%s: %u bytes of shared memory, more than %u", k->name, shared_bytes,
+                        MOST_SHARED);
+    if (extra || !arguments) return sim_fail(NOT_SUPPORTED, "%s: the simulation has no packed arguments", k->name);
     for (unsigned i = 0; i < k->n_arguments; i++) {
         memcpy(&op.arguments[i], arguments[i], k->sizes[i]);
         const void *pointer = (void *)(uintptr_t)op.arguments[i];

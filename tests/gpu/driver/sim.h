@@ -2,7 +2,7 @@
  *
  * It is strict where a GPU is lenient, so that a mistake shows every time:
  *   - a device pointer is never the host pointer of the same memory, and only device pointers are taken where the
- *     driver wants them; every access of a kernel is checked (kernels_on_host.h);
+ *     driver wants them; every access of a kernel is checked (cuda_on_host.h);
  *   - streams share `queues` hardware queues, each in order: a wait that is open holds up everything behind it;
  *   - calls that synchronise (unregistering, freeing, the first launch of a lazily loaded kernel) wait for all queues,
  *     so they deadlock behind an open wait as on a GPU;
@@ -10,8 +10,8 @@
  *   - an illegal access ends the context: every later call returns its error.
  * Its refusals have a sentence (sim_why). It has no clock: nothing here says how long anything takes on a GPU.
  *
- * It does not have: several devices, the default stream, forks within a capture, kernels with shared memory or
- * barriers, a GPU's memory model (every access here is seen in the order of the host's).
+ * It does not have: several devices, the default stream, forks within a capture, a GPU's memory model (every access
+ * here is seen in the order of the host's).
  */
 #pragma once
 
@@ -49,14 +49,14 @@ enum {
     CAPTURE_WRONG_THREAD = 908,
 };
 
-enum { MAX_QUEUES = 32, MAX_ARGUMENTS = 16, POISON_BYTE = 0xFF };
+enum { MAX_QUEUES = 32, MAX_ARGUMENTS = 20, POISON_BYTE = 0xFF };
 
-/* A kernel that was compiled for the host; kernels_on_host.h has the same. */
+/* A kernel that was compiled for the host; tests/c/cuda_on_host.h has the same. */
 typedef struct {
     const char *name;
     unsigned n_arguments;
     const unsigned *sizes, *pointers; /* of each argument: its bytes, and whether it is a pointer */
-    void (*run)(const unsigned grid[3], const unsigned block[3], void **arguments);
+    void (*run)(const unsigned grid[3], const unsigned block[3], unsigned shared_bytes, void **arguments);
 } kernel_t;
 
 typedef struct event {
@@ -80,7 +80,7 @@ typedef struct op {
     void (*call)(void *);
     void *data; /* HOST */
     const kernel_t *kernel;
-    unsigned grid[3], block[3];
+    unsigned grid[3], block[3], shared_bytes;
     uint64_t arguments[MAX_ARGUMENTS];
 } op_t;
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fastdecode.kernels.gpu.cupy_kernels import joined
 from fastdecode.spart import block_kernels, exchange_kernels
 
 _THREADS = (
@@ -23,7 +24,7 @@ def compiled_by_cupy(architecture: str, source: Path = exchange_kernels.SOURCE) 
     compiler = pytest.importorskip("cupy.cuda.compiler", reason="needs CuPy: pip install cupy-cuda12x")
     options = (f"-arch={architecture}", *_THREADS, *_OPTIONS)
     try:
-        program = compiler._NVRTCProgram(source.read_text(), source.name, (), (), method="cubin")
+        program = compiler._NVRTCProgram(joined([source]), source.name, (), (), method="cubin")
     except Exception as error:
         pytest.skip(f"needs NVRTC: pip install nvidia-cuda-nvrtc-cu12 ({error})")
     cubin: bytes = program.compile(options)[0]

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from sources.compiled import compiled
 
+from fastdecode.kernels.gpu.cupy_kernels import Launch
 from fastdecode.spart.exchange.driver import Driver
 from fastdecode.spart.exchange.stream_rows import Kernels
 from fastdecode.spart.exchange_kernels import ROW_THREADS
-from fastdecode.spart.exchange_kernels.cupy_kernels import Launch
 from gpu.compiled_by_cupy import compiled_by_cupy
 
 DEVICE_MAP = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP

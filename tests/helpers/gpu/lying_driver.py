@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from fastdecode.kernels.gpu.cupy_kernels import Launch
 from fastdecode.region.contract import REPLY_OFFSET, REQUEST_OFFSET
 from fastdecode.spart.exchange.driver import DriverError
 from fastdecode.spart.exchange.stream_rows import Kernels
-from fastdecode.spart.exchange_kernels.cupy_kernels import Launch
 from gpu.lying_device import LyingDevice
 
 _DEVICE = 1 << 60  # the device adds this to the address of registered memory
@@ -94,7 +94,7 @@ class LyingDriver:
 
     def _launch(self, kernel: Any) -> Launch:
         def launch(
-            grid: tuple[int, int], threads: int, stream: int, pointers: Sequence[int], numbers: Sequence[int]
+            grid: tuple[int, ...], threads: int, stream: int, pointers: Sequence[int], numbers: Sequence[int]
         ) -> None:
             self._device.streams[stream].put(lambda: kernel(grid[0], pointers, numbers))
 

@@ -9,17 +9,18 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from fastdecode.kernels.gpu.cupy_kernels import joined
 from fastdecode.spart import block_kernels, exchange_kernels
 from sources.folders import ROOT
 
 _SHARED = ["gcc", "-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread"]
-_KERNEL = re.compile(r"^FD_KERNEL (\w+)\(([^)]*)\)", re.MULTILINE)
+_KERNEL = re.compile(r"^FD_KERNEL(?:_OF\([^)]*\))?\s(\w+)\(([^)]*)\)", re.MULTILINE)
 
 
 def kernel_names(source: Path = exchange_kernels.SOURCE) -> list[str]:
@@ -38,24 +39,30 @@ def _driver(library: Path) -> None:
 
 
 def _kernels(source: Path, definition: str, library: Path) -> None:
-    """The CUDA kernels of a source, compiled for the host (tests/c/kernels_on_host.h)."""
-    lines, table = [f'#include "{ROOT}/tests/c/kernels_on_host.h"', f'#include "{source}"'], []
-    for name, declared in _KERNEL.findall(source.read_text()):
+    compile_kernels(joined([source]), [definition], library)
+
+
+def compile_kernels(source: str, definitions: Sequence[str], library: Path) -> None:
+    """The CUDA kernels in the text of a source, compiled for the host (tests/c/cuda_on_host.h)."""
+    lines, table = [f'#include "{ROOT}/tests/c/cuda_on_host.h"', source], []
+    for name, declared in _KERNEL.findall(source):
         # "const uint4 *q" is an argument of type "const uint4 *"
         types = [re.sub(r"\w+$", "", part.strip()) for part in " ".join(declared.split()).split(",")]
         values = ", ".join(f"*({kind}*)a[{i}]" for i, kind in enumerate(types))
-        run = f"static void run_{name}(const unsigned grid[3], const unsigned block[3], void **a)"
-        lines.append(f"NOT_CHECKED {run} {{ RUN({name}({values})); }}")
+        lines.append(f"NOT_CHECKED static void call_{name}(void **a) {{ {name}({values}); }}")
+        run = f"static void run_{name}(const unsigned grid[3], const unsigned block[3], unsigned shared, void **a)"
+        lines.append(f"{run} {{ run_grid(call_{name}, grid, block, shared, a); }}")
         lines.append(f"static const unsigned {name}_sizes[] = {{{', '.join(f'sizeof({kind})' for kind in types)}}};")
         lines.append(f"static const unsigned {name}_pointers[] = {{{', '.join(str(int('*' in t)) for t in types)}}};")
         table.append(f'{{"{name}", {len(types)}, {name}_sizes, {name}_pointers, run_{name}}},')
-    lines.append(f"const kernel_t kernels[] = {{{' '.join(table)} {{0}}}};\n")
-    text, objects = library.with_suffix(".c"), library.with_suffix(".o")
+    lines.append(f'extern "C" kernel_t kernels[] = {{{" ".join(table)} {{}}}};\n')
+    text, objects, machine = (library.with_suffix(ending) for ending in (".cpp", ".o", ".machine.o"))
     text.write_text("\n".join(lines))
+    options = ["g++", "-std=c++17", "-fPIC", "-pthread", "-w", "-U_FORTIFY_SOURCE"]  # longjmp goes to other stacks
+    _run(*options, "-O2", "-c", ROOT / "tests/c/cuda_on_host.cpp", "-o", machine)
+    _run(*options, "-O1", "-fsanitize=thread", *definitions, "-c", text, "-o", objects)
     # Linked by itself: GCC would link ThreadSanitizer's own library.
-    options = ["-std=gnu11", "-O1", "-fPIC", "-fsanitize=thread", "-Wno-tsan", definition]
-    _run("gcc", *options, "-c", text, "-o", objects)
-    _run("gcc", "-shared", objects, "-lm", "-o", library)
+    _run("g++", "-shared", "-Wl,-Bsymbolic", objects, machine, "-lm", "-o", library)
 
 
 def _run(*command: str | Path) -> None:
@@ -74,8 +81,8 @@ def compiled(name: str, folder: Path) -> Path:
     """The library, compiled in `folder` if it has to be. Skips the test if there is no compiler."""
     if before := os.environ.get("FASTDECODE_COMPILED"):
         return Path(before, name)
-    if not shutil.which("gcc"):
-        pytest.skip("needs gcc")
+    if not shutil.which("g++"):
+        pytest.skip("needs gcc and g++")
     _BUILDERS[name](folder / name)
     return folder / name
 

@@ -1,0 +1,1 @@
+"""CUDA: how kernels are compiled and launched. torch is not imported here, so an R-node can do without it."""
