@@ -179,6 +179,9 @@ int find_tls(dl_phdr_info *info, size_t, void *) {
 void run_grid(void (*body)(void **), const unsigned grid[3], const unsigned block[3], unsigned shared_bytes,
               void **arguments) {
     const unsigned threads = block[0] * block[1] * block[2];
+    if (threads > MOST_THREADS || shared_bytes > MOST_SHARED)
+        snprintf(model.fault, sizeof model.fault, "a block of %u threads has %u bytes of shared memory", threads,
+                 shared_bytes);
     if (!machine.tls_start) dl_iterate_phdr(find_tls, NULL);
     prepare(threads);
     machine.grid = dim3{grid[0], grid[1], grid[2]}, machine.block = dim3{block[0], block[1], block[2]};

@@ -118,8 +118,15 @@ def test_every_geometry_is_aligned(dtype):
 
 
 @pytest.mark.tools
-@pytest.mark.parametrize("source", [exchange_kernels.SOURCE, block_kernels.SOURCE], ids=lambda source: source.stem)
+@pytest.mark.parametrize(
+    ("source", "defines"),
+    [
+        (exchange_kernels.SOURCE, {"FD_ROW_THREADS": ROW_THREADS}),
+        (block_kernels.SOURCE, {"FD_BLOCK_THREADS": block_kernels.BLOCK_THREADS}),
+    ],
+    ids=["rows", "block"],
+)
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
-def test_the_kernels_compile_for_every_architecture(architecture, source):
-    image = compiled_by_cupy(architecture, source)
+def test_the_kernels_compile_for_every_architecture(architecture, source, defines):
+    image = compiled_by_cupy(architecture, [source], defines)
     assert image.startswith(b"\x7fELF") and all(name.encode() in image for name in kernel_names(source))

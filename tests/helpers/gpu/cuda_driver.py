@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from sources.compiled import compiled
 from fastdecode.kernels.gpu.cupy_kernels import Launch
 from fastdecode.spart.exchange.driver import Driver
 from fastdecode.spart.exchange.stream_rows import Kernels
-from fastdecode.spart.exchange_kernels import ROW_THREADS
+from fastdecode.spart.exchange_kernels import ROW_THREADS, SOURCE
 from gpu.compiled_by_cupy import compiled_by_cupy
 
 DEVICE_MAP = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
@@ -63,7 +63,7 @@ class Cuda:
 
     def _compiled(self) -> bytes:
         major, minor = (self.product.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
-        return compiled_by_cupy(f"sm_{major}{minor}")
+        return compiled_by_cupy(f"sm_{major}{minor}", [SOURCE], {"FD_ROW_THREADS": ROW_THREADS})
 
     def reset(self, queues: int = 8, delay_us: int = 0, seed: int = 1) -> None:
         """The simulation: give up everything that exists, and start `queues` hardware queues, each of which delays
@@ -113,14 +113,25 @@ class Cuda:
         self.call("cuMemcpyDtoH", result.ctypes.data, pointer, result.nbytes)
         return result
 
-    def kernel(self, name: str) -> Any:
-        return self.call("cuModuleGetFunction", self.call("cuModuleLoadData", self.image), name.encode())
+    def kernel(self, name: str, image: bytes | None = None) -> Any:
+        """A kernel of an image, by default of the exchange's."""
+        return self.call("cuModuleGetFunction", self.call("cuModuleLoadData", image or self.image), name.encode())
 
-    def launch(self, kernel: Any, grid: tuple[int, int], stream: Any, pointers: list[int], numbers: list[int]) -> None:
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        stream: Any,
+        pointers: Sequence[int],
+        numbers: Sequence[int],
+        threads: int = ROW_THREADS,
+        shared_bytes: int = 0,
+    ) -> None:
         """Launch a kernel whose arguments are pointers, and then unsigned numbers."""
         kinds = (ctypes.c_void_p,) * len(pointers) + (ctypes.c_uint,) * len(numbers)
-        packed = (tuple(pointers + numbers), kinds)
-        self.call("cuLaunchKernel", kernel, *grid, 1, ROW_THREADS, 1, 1, 0, stream, packed, 0)
+        packed = ((*pointers, *numbers), kinds)
+        blocks = (*grid, 1, 1)[:3]
+        self.call("cuLaunchKernel", kernel, *blocks, threads, 1, 1, shared_bytes, stream, packed, 0)
 
     def kernels(self) -> Kernels:
         """The exchange's kernels, launched through cuda-bindings: CuPy runs on no simulated driver."""

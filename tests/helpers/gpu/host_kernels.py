@@ -42,6 +42,7 @@ class HostKernels:
     """The kernels of a library that compiled.py has made, launched without a driver. `model` says how they run."""
 
     def __init__(self, library: Path):
+        self.path = library
         self._library = ctypes.CDLL(str(library))
         self._kernels = {}
         self.model = Model.in_dll(self._library, "model")
