@@ -28,6 +28,8 @@ BATCHES = (32, 64, 256)
 CONTEXT = 512  # cached tokens of each sequence
 #: The matrices of Llama-3-8B: Q, K and V; O; gate and up; down.
 MATRICES = ("6144x4096", "4096x4096", "28672x4096", "4096x14336")
+#: Sequences and their tokens.
+ATTENTION = ("32:512", "256:512", "64:4096", "8:32768")
 
 
 def machine(setting: Setting) -> None:
@@ -75,7 +77,7 @@ def _pytest(setting: Setting, name: str, *arguments: str, steps: int = 300) -> N
 
 def tests(setting: Setting) -> None:
     """The tests of tests/gpu but that of this proof, and those of the kernels."""
-    names = ("driver", "exchange", "replays", "bypass")
+    names = ("driver", "exchange", "replays", "page_replays", "bypass")
     files = [*(f"tests/gpu/test_{name}.py" for name in names), "tests/spart/test_exchange_kernels.py"]
     _pytest(setting, "tests", *files)
 
@@ -163,6 +165,14 @@ def weights(setting: Setting) -> None:
         setting.results["cells"].append(_rounded(setting, json.loads(line)))
 
 
+def attention(setting: Setting) -> None:
+    """Attention over pages in the GPU's memory, and torch's over a dense cache."""
+    setting.results["cells"] = []
+    cells = ("1:130",) if setting.simulated else ATTENTION
+    for line in setting.lines("attention", ["-m", "gpu_proof.attention", setting.device, *cells]):
+        setting.results["cells"].append(_rounded(setting, json.loads(line)))
+
+
 #: Each part with the share of the proof's time that it may take, the important ones first.
 PARTS: dict[str, tuple[Callable[[Setting], None], float]] = {
     "machine": (machine, 0.05),
@@ -171,6 +181,7 @@ PARTS: dict[str, tuple[Callable[[Setting], None], float]] = {
     "throughput": (throughput, 0.4),
     "prompts": (prompts, 0.3),
     "weights": (weights, 0.15),
+    "attention": (attention, 0.1),
     "round-trip": (round_trip.measure, 0.1),
     "watchdog": (watchdog, 0.15),
     "tests": (tests, 0.2),

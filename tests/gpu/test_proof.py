@@ -52,7 +52,7 @@ def prove(out: Path, *arguments: str) -> dict[str, Any]:
 
 def test_the_proof_runs_here(tmp_path):
     names = [name for name in parts.PARTS if name not in TESTS]
-    assert names == ["machine", "tokens", "exchanges", "throughput", "prompts", "weights", "round-trip"]
+    assert names == ["machine", "tokens", "exchanges", "throughput", "prompts", "weights", "attention", "round-trip"]
     assert set(parts.PARTS) > TESTS
     proof = prove(tmp_path, *(argument for name in names for argument in ("--only", name)))
     assert proof["simulated"] is True and proof["card"] == "simulated"
@@ -79,6 +79,9 @@ def test_the_proof_runs_here(tmp_path):
     assert found["prompts"]["prompts"][2]["tbt_p99_ms"] == "simulated"
     assert found["prompts"]["first steps"] == [{"sequences": 2, "longest_gap_ms": "simulated", "later_ms": "simulated"}]
     assert [cell["rows"] for cell in found["weights"]["cells"]] == [1, 4, 16, 64, 512]
+    attended = found["attention"]["cells"]
+    assert [cell["kv_dtype"] for cell in attended] == ["fp16", "bf16", "int8"]
+    assert all(float(cell["difference"]) < 0.03 for cell in attended)
     trips = found["round-trip"]["cells"]
     assert {cell["transport"] for cell in trips} == {"shm", "tcp"} and all(cell["equal"] for cell in trips)
     page = (tmp_path / "proof.md").read_text()
