@@ -60,7 +60,7 @@ __device__ __forceinline__ int fd_dim_of(int tile, int h, int g) {
 
 /* ---- from memory to the ring ---- */
 
-/* Starts copying LINES lines, each of which has `line_bytes` in memory. fd_piece(line, piece) is the place of 16 bytes
+/* Starts copying LINES lines, each of which has `line_bytes` in memory. piece_of(line, piece) is the place of 16 bytes
  * of a line in memory, relative to the line, or -1 if nothing there is needed. */
 template <int LINES, int SHIFT, class Piece>
 __device__ __forceinline__ void fd_copy_lines(u8 *to, const u8 *from, int line_bytes, int lane, Piece piece_of) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void fd_copy_lines(u8 *to, const u8 *from, int line_b
     }
 }
 
-/* Starts copying part `part` of K of half a chunk, of which the sequence has the first `left` tokens. */
+/* Starts copying part PART of K of half a chunk, of which the sequence has the first `left` tokens. */
 template <int PART>
 __device__ __forceinline__ void fd_fill_k(u8 *stage, const u8 *chunk, int half, int left, int lane) {
     constexpr bool LAST = PART == K_PARTS - 1;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void fd_fill_k(u8 *stage, const u8 *chunk, int half, 
         fd_copy16(stage + 2 * K_LINES * LINE + lane * 16, chunk + V_SCALES + half * SLAB * 4 + lane * 16, true);
 }
 
-/* Starts copying part `part` of V. The last column may be 16 dims wide; the rest of its lines is not used. */
+/* Starts copying part PART of V. The last column may be 16 dims wide; the rest of its lines is not used. */
 template <int PART>
 __device__ __forceinline__ void fd_fill_v(u8 *stage, const u8 *chunk, int half, int left, int lane) {
 #pragma unroll
