@@ -1,7 +1,7 @@
 """CUDA kernels that move a step's rows straight between the S-Part's tensors and slots in mapped host memory.
 
-rows.cu has the kernels, `row_addresses` the tables that they read, kernels/gpu/cupy_kernels.py loads them. Tests compile
-them for every architecture and run them on a CPU; an earlier revision has run on a GPU.
+rows.cu has the kernels, `row_addresses` the tables that they read, kernels/gpu/cupy_kernels.py loads them. Tests
+compile them for every architecture and run them on a CPU; an earlier revision has run on a GPU.
 """
 
 from __future__ import annotations
