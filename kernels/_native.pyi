@@ -506,3 +506,56 @@ class REngineLink:
         after this. Does nothing to hugetlb pages. Raises RuntimeError if the link is not retired."""
     def close(self) -> None:
         """Remove the link from the engine and free the lease; waits for a call in progress. Idempotent."""
+
+@final
+class PageLists:
+    """The page lists of a KV-cache whose arena is memory of a device (cache/kvcache.h). Touches no page.
+
+    Plane p of the arena has `n_pages` pages of `plane_bytes` bytes each and begins at byte p * n_pages * plane_bytes. A
+    page is numbered alike in all planes.
+    """
+
+    n_pages: int
+    n_free: int  # pages that no sequence and no copy holds
+    n_sequences: int  # that are not empty
+    n_planes: int
+    n_sections: int
+    plane_bytes: int
+
+    def __new__(
+        cls,
+        geometry: _Geometry,
+        kv_dtype: int,
+        n_pages: int,
+        max_seqs: int,
+        *,
+        windows: Sequence[int] | None = None,
+        segments: Sequence[int] | None = None,
+        kv_layers: Sequence[int] | None = None,
+        heads: Sequence[Sequence[int]] | None = None,
+    ) -> PageLists:
+        """`kv_dtype` is an index of region.contract.KV_DTYPES; the options are those of REngine.add_link. Raises
+        ValueError for layers that no link can have, MemoryError."""
+    @property
+    def stores(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Of each layer that stores K and V: its section, its plane, the offset of its first KV head's chunk in a page
+        of that plane, and the bytes of a chunk (chunk.h)."""
+    def free(self, seq_index: int, tag: int, /) -> None:
+        """See REngineLink.free."""
+    def trim(self, seq_index: int, tag: int, length: int, /) -> None:
+        """See REngineLink.trim."""
+    def fork(self, src: int, src_tag: int, dst: int, dst_tag: int, length: int, /) -> None:
+        """See REngineLink.fork."""
+    def append(self, entries: Buffer, /) -> bytes:
+        """Take pages for the rows of a step; `entries` is its row table (ROW_DTYPE). Returns the copies of shared pages
+        that come before the rows, uint32 [copies, (source, target)], which `end_copies` ends.
+
+        Raises ValueError for entries that do not follow their sequences, MemoryError if too few pages are free; then
+        nothing has changed.
+        """
+    def end_copies(self, copies: Buffer, /) -> None:
+        """The copies that `append` has returned are complete: pages that nobody holds any more become free."""
+    def tables(self, entries: Buffer, pages: Buffer, width: int, /) -> None:
+        """Write the pages of each entry's sequence, which `append` has taken, to `pages`, int32 [n_sections, entries,
+        width]: the page of block b to column b. -1 stands for a page that was given back; columns beyond the blocks are
+        left as they are. Raises ValueError for a buffer of another size."""

@@ -58,9 +58,8 @@ static fd_status_t map_arena(fd_kvcache_t *kv, fd_error_t *error) {
     return kv->arena ? FD_OK : FD_INTERNAL;
 }
 
-fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
-                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge,
-                            fd_error_t *error) {
+fd_status_t fd_kvcache_init_lists(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
+                                  uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_error_t *error) {
     memset(kv, 0, sizeof *kv);
     kv->stores = malloc(n_layers * sizeof *kv->stores);
     if (!kv->stores) return FD_FAIL(FD_INTERNAL, "no memory to keep track of %u layers", n_layers);
@@ -70,17 +69,26 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_
     kv->n_pages = n_pages;
     kv->max_pages = max_pages;
     kv->max_seqs = max_seqs;
-    kv->huge = huge;
-    kv->granule = fd_memory_granule(huge);
-    kv->unit = fd_memory_unit(huge);
-    fd_status_t status = map_arena(kv, error);
+    kv->plane_stride = n_pages * kv->planes.plane_bytes;
     kv->swept = (uint64_t)n_pages * kv->planes.n_planes;
     kv->sequences = calloc(max_seqs, sizeof *kv->sequences);
     kv->refs = calloc(max_pages, sizeof *kv->refs);
     kv->pins = calloc(max_pages, sizeof *kv->pins);
-    if (status == FD_OK &&
-        (!fd_pages_init(&kv->free, n_pages, max_pages, stretch_order(kv)) || !kv->sequences || !kv->refs || !kv->pins))
-        status = FD_FAIL(FD_INTERNAL, "no memory to keep track of %u pages and %u sequences", max_pages, max_seqs);
+    if (fd_pages_init(&kv->free, n_pages, max_pages, stretch_order(kv)) && kv->sequences && kv->refs && kv->pins)
+        return FD_OK;
+    fd_kvcache_destroy(kv);
+    return FD_FAIL(FD_INTERNAL, "no memory to keep track of %u pages and %u sequences", max_pages, max_seqs);
+}
+
+fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
+                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge,
+                            fd_error_t *error) {
+    fd_status_t status = fd_kvcache_init_lists(kv, layers, n_layers, dtype, n_pages, max_pages, max_seqs, error);
+    if (status != FD_OK) return status;
+    kv->huge = huge;
+    kv->granule = fd_memory_granule(huge);
+    kv->unit = fd_memory_unit(huge);
+    status = map_arena(kv, error);
     if (status != FD_OK) fd_kvcache_destroy(kv);
     return status;
 }

@@ -78,6 +78,10 @@ uint64_t fd_kvcache_pages_within(fd_planes_t planes, uint64_t bytes, bool grows,
  * has checked the sizes, and n_pages <= max_pages. */
 fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
                             uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, fd_error_t *error);
+/* The same without an arena, for pages that lie in the memory of a device: planes are n_pages * plane_bytes apart. Only
+ * the functions for page lists may be called. */
+fd_status_t fd_kvcache_init_lists(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
+                                  uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_error_t *error);
 void fd_kvcache_destroy(fd_kvcache_t *kv);
 
 /* Growing from kv->n_pages to `n_pages`, at most kv->max_pages, takes two calls. The first takes memory from the OS and

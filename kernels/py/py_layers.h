@@ -1,5 +1,5 @@
-/* Converts the layers of a link (layers.h) from Python. For py_engine.c only; include Python.h first. Functions return
- * true, or false with an exception set. */
+/* Converts the layers of a link (layers.h) from Python. For py_engine.c and py_page_lists.c; include Python.h first.
+ * Functions return true, or false with an exception set. */
 #pragma once
 
 #include "engine/layers.h"
