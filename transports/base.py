@@ -189,6 +189,7 @@ class DataPath:
     """
 
     port: Port  # the data path in C; the members of a team have one each, the team has none
+    resident = False  # True: the S-Part's own device has the KV-cache; no row crosses, and there is no region
 
     def __init__(self, url: str, region: Region, port: Port | None = None):
         """`url` is for errors; `port` is None for a team. The caller closes `region` and `port`."""

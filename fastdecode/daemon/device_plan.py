@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -37,6 +37,9 @@ _GPU_ROWS, _STEPS_PART = 8192, 4
 _STAGING_PART = 8
 #: Without --state-memory, states may take this part of the device's free memory.
 _STATE_PART = 4
+#: Without --staging-memory, beside KV pages on the GPU, unfinished prompts may take this part of what is left of its
+#: memory, and no more than one prompt of the longest context.
+_STAGING_BESIDE_KV = 2
 #: Memory of a GPU that is left to torch's kernels (workspaces of products and of sorting) and to its allocator.
 KERNEL_BYTES = 512 << 20
 #: Microseconds that the proxy of a bypass spins, without --spin-us. A GPU takes hundreds of them for its part of a
@@ -106,6 +109,14 @@ def state_slots(config: NodeConfig, model: AttentionShape, itemsize: int, free: 
     return slots
 
 
+class DevicePlan(NamedTuple):
+    """The memory of the S-Part's device, beside the weights and states."""
+
+    config: NodeConfig  # with the rows of a step
+    staged: int  # tokens of unfinished prompts whose K and V may be staged
+    kv: int  # bytes of KV pages; 0: there are none
+
+
 def plan_steps(
     config: NodeConfig,
     model: ServedModel,
@@ -113,10 +124,10 @@ def plan_steps(
     captures: bool,
     prompt_seconds: Callable[[int], float],
     states: int = 0,
-) -> tuple[NodeConfig, int]:
-    """`config` with the rows of a step, and the tokens of unfinished prompts whose K and V may be staged on the device.
-    The weights must have been loaded. `captures`: decode steps are captured in graphs, which keep memory of their own.
-    `prompt_seconds` tells how long a prompt of some tokens takes. `states`: bytes of the states.
+) -> DevicePlan:
+    """Divide the device's memory. The weights must have been loaded. `captures`: decode steps are captured in graphs,
+    which keep memory of their own. `prompt_seconds` tells how long a prompt of some tokens takes. `states`: bytes of
+    the states.
 
     Raises ConfigError if there are too many mini-batches, or if the steps of all of them and of prompts do not fit
     beside the weights.
@@ -127,7 +138,8 @@ def plan_steps(
     token_bytes = staged_token_bytes(model.config, device, model.dtype)
     if device.type != "cuda":
         memory = config.staging_memory
-        return config, (available_memory() // _STAGING_PART if memory is None else memory) // token_bytes
+        staged = (available_memory() // _STAGING_PART if memory is None else memory) // token_bytes
+        return DevicePlan(config, staged, config.gpu_kv or 0)
     free, total = torch.cuda.mem_get_info(device)
     drawn = config.max_batch_size * (1 + guesses(config.speculate))
     graphs = graph_bytes(model, size_class(config.max_batch_size)) if captures else 0
@@ -147,17 +159,22 @@ def plan_steps(
             torch.cuda.empty_cache()  # what the prompts have taken
         config = dataclasses.replace(config, max_batch_tokens=rows)
     steps = bytes_of(config.step_rows) + states
-    memory = gpu_staging(total, free, config.gpu_memory_utilization, steps, config.staging_memory)
+    length = config.max_model_len or model.config.max_positions
+    memory, kv = gpu_staging(
+        total, free, config.gpu_memory_utilization, steps, config.staging_memory, config.gpu_kv, length * token_bytes
+    )
     log.info(
-        "GPU memory: %s of %s in use, %s for states and steps of %d rows, %s for kernels, %s for unfinished prompts",
+        "GPU memory: %s of %s in use, %s for states and steps of %d rows, %s for kernels, %s for unfinished prompts, "
+        "%s for KV pages",
         format_bytes(total - free),
         format_bytes(total),
         format_bytes(steps),
         config.step_rows,
         format_bytes(KERNEL_BYTES),
         format_bytes(memory),
+        format_bytes(kv),
     )
-    return config, memory // token_bytes
+    return DevicePlan(config, memory // token_bytes, kv)
 
 
 def gpu_rows(least: int, free: int, bytes_of: Callable[[int], int]) -> int:
@@ -169,11 +186,14 @@ def gpu_rows(least: int, free: int, bytes_of: Callable[[int], int]) -> int:
     return rows
 
 
-def gpu_staging(total: int, free: int, utilization: float, steps: int, wanted: int | None) -> int:
-    """The bytes of a GPU's memory that remain for staged prompts.
+def gpu_staging(
+    total: int, free: int, utilization: float, steps: int, wanted: int | None, kv: int | None = 0, prompt: int = 0
+) -> tuple[int, int]:
+    """The bytes of a GPU's memory that remain for staged prompts and for KV pages.
 
     `total` and `free` are the GPU's, with the weights loaded; `steps` are the bytes for the steps of all
-    mini-batches; `wanted` is --staging-memory. Raises ConfigError if less remains than is wanted.
+    mini-batches; `wanted` is --staging-memory and `kv` --gpu-kv; `prompt` are the bytes of the longest prompt. Raises
+    ConfigError if less remains than is wanted.
     """
     limit = int(utilization * total)
     left = limit - (total - free) - steps - KERNEL_BYTES
@@ -185,17 +205,25 @@ def gpu_staging(total: int, free: int, utilization: float, steps: int, wanted: i
         raise ConfigError(f"{what}: lower --max-batch-size or --max-batch-tokens, or quantise the weights (--weights)")
     if wanted is not None and wanted > left:
         raise ConfigError(f"{what}: --staging-memory can be {format_bytes(left)} at most")
-    return left if wanted is None else wanted
+    if kv is not None and kv > left - (wanted or 0):
+        raise ConfigError(f"{what}: --gpu-kv can be {format_bytes(left - (wanted or 0))} at most")
+    if kv is None:
+        staging = min(left // _STAGING_BESIDE_KV, prompt) if wanted is None else wanted
+        return staging, left - staging
+    return left - kv if wanted is None else wanted, kv
 
 
 def capacity(model_bytes: int, device: torch.device, links: Iterable[Link], length: int) -> str:
     """A line for the log: the weights, the KV-cache, and how many sequences of `length` tokens the cache holds."""
-    kv = sequences = 0
+    kv, sequences = [0, 0], [0, 0]  # on R-nodes, on the GPU
     for link in links:
         lease = link.lease
         groups = PageGroups(lease.full_sections, lease.limited_sections, lease.reach, link.geometry.max_rows)
-        kv += lease.max_pages * lease.page_bytes
-        sequences += lease.max_pages // groups.pages_for(length)
+        kv[link.resident] += lease.max_pages * lease.page_bytes
+        sequences[link.resident] += lease.max_pages // groups.pages_for(length)
     where = "in RAM" if device.type == "cpu" else "on the GPU"
-    held = f"{sequences} sequences of {length} tokens"
-    return f"weights {format_bytes(model_bytes)} {where}, KV {format_bytes(kv)} in RAM = {held}"
+    on_gpu, some = (
+        (f"{format_bytes(kv[1])} on the GPU + ", f", {sequences[1]} of them on the GPU") if kv[1] else ("", "")
+    )
+    held = f"{sum(sequences)} sequences of {length} tokens{some}"
+    return f"weights {format_bytes(model_bytes)} {where}, KV {on_gpu}{format_bytes(kv[0])} in RAM = {held}"

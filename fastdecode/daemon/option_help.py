@@ -68,6 +68,7 @@ TOPICS = (
             "kv_lease",
             "max_lease",
             "orphan_seconds",
+            "gpu_kv",
             "gpu_memory_utilization",
             "staging_memory",
             "state_memory",

@@ -175,6 +175,11 @@ def memory(text: str) -> int:
     return size
 
 
+def gpu_memory(text: str) -> int | None:
+    """A size of memory, or 0 for none; None for "auto"."""
+    return None if text == "auto" else 0 if text.strip() == "0" else memory(text)
+
+
 def format_bytes(n: float) -> str:
     """A number of bytes as text: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -255,8 +255,15 @@ class NodeOptions:
         parse=option_values.milliseconds,
         metavar="MS",
     )
+    gpu_kv: int | None = _s_option(
+        "memory of the S-Part's GPU for KV pages, where sequences are placed before R-nodes get any. auto, the "
+        "default: what --gpu-memory-utilization leaves; 0: none",
+        parse=option_values.gpu_memory,
+        metavar="auto|SIZE|0",
+    )
     gpu_memory_utilization: float = _s_option(
-        "part of a GPU's memory that may be in use: weights, steps, and K and V of prompts that take several steps",
+        "part of a GPU's memory that may be in use: weights, steps, KV pages, and K and V of prompts that take several "
+        "steps",
         0.9,
         parse=option_values.part,
         metavar="PART",

@@ -64,13 +64,16 @@ class RNodeLinks:
         secret: bytes | None,
         config: NodeConfig,
         embedded: EmbeddedRNode | None = None,
+        first_position: int = 0,
     ):
-        """`embedded` is the R-node behind the only URL, which is started again when it is lost."""
+        """`embedded` is the R-node behind the only URL, which is started again when it is lost. The engine's positions
+        before `first_position` are of other links."""
         self._r_nodes = r_nodes
         self._hello = hello
         self._secret = secret
         self._config = config
         self._embedded = embedded
+        self._first_position = first_position
         self._members: list[_Member] = []
         self._leaving: dict[str, _Member] = {}
         self._following: asyncio.Task[None] | None = None
@@ -91,7 +94,7 @@ class RNodeLinks:
         )
         self._members = [_Member(url, link) for url, link in answers.items()]
         linked = [member for member in self._members if member.link is not None]
-        for position, member in enumerate(linked):
+        for position, member in enumerate(linked, self._first_position):
             member.position = position
         return [member.link for member in linked if member.link is not None]
 

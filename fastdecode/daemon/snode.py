@@ -30,6 +30,7 @@ from fastdecode.daemon.device_plan import (
 )
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
+from fastdecode.daemon.gpu_kv import open_gpu_kv, with_gpu_kv
 from fastdecode.daemon.option_values import format_bytes, guesses
 from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes, model_digest
 from fastdecode.daemon.process import announce, freeze, wait_for_shutdown
@@ -53,7 +54,7 @@ from fastdecode.spart.threads import set_threads
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.text.turn_end import end_of_turn
-from fastdecode.transports.base import Hello
+from fastdecode.transports.base import Hello, Link
 from fastdecode.transports.teams import member_of
 
 if TYPE_CHECKING:
@@ -164,11 +165,12 @@ async def _serve(
                 slots,
             )
         captures, seconds_of = exchange.bypass is not None, partial(prompt_seconds, backend, model)
-        config, staged = await asyncio.to_thread(
-            plan_steps, config, model, split.mini_batches, captures, seconds_of, state_bytes
+        config, staged, kv_bytes = await asyncio.to_thread(
+            plan_steps, with_gpu_kv(config, model), model, split.mini_batches, captures, seconds_of, state_bytes
         )
         length = config.max_model_len or backend.config.max_positions
         hello = _make_hello(config, model, split, length)
+        resident = await asyncio.to_thread(open_gpu_kv, config, model, hello, kv_bytes)
         embedded: EmbeddedRNode | None = None
         r_nodes: NodeSet
         if config.uses_r_nodes:
@@ -178,14 +180,15 @@ async def _serve(
             stack.push_async_callback(embedded.stop)
             await embedded.start()
             r_nodes = FixedSet((embedded.url,))
-        r_node_links = RNodeLinks(r_nodes, hello, secret, config, embedded)
+        first: list[Link] = [] if resident is None else [resident]
+        r_node_links = RNodeLinks(r_nodes, hello, secret, config, embedded, first_position=len(first))
         stack.push_async_callback(r_node_links.close)
         opening = asyncio.create_task(r_node_links.open())
         stack.callback(opening.cancel)
         await asyncio.wait([opening, shutdown], return_when=asyncio.FIRST_COMPLETED)
         if not opening.done():
             return
-        links = opening.result()
+        links = first + opening.result()
         digest = model_digest(backend.source.path, hello, balance_digest(model))
         log.info("%s", capacity(model.weight_bytes, model.device, links, length))
         prefill_nodes: RemotePrefillNodes | None = None

@@ -206,7 +206,7 @@ class RNodeControl:
 
     def _requeue(self, node: RNodeLedger) -> None:
         self._scheduler.running.node_lost(node)
-        if self._patience and not self._cluster.alive:
+        if self._patience and self._cluster.lost:
             self._losses += 1
             self._spawn(self._lose_patience(node.url, self._losses))
         self._on_change()
@@ -216,7 +216,7 @@ class RNodeControl:
         its ledger would keep the dead link's region mapped. `loss` is the number of the loss: if the R-node that came
         is lost too, the later loss has a time of its own."""
         await asyncio.sleep(self._patience)
-        if not self._cluster.alive and loss == self._losses:
+        if self._cluster.lost and loss == self._losses:
             self._scheduler.running.fail_unplaced(url)
             self._on_change()
 

@@ -28,6 +28,8 @@ _CONTROL_SECONDS = 1e-3  # of a FREE, FORK or RESIZE
 class VirtualLink:
     """The link to an R-node that has `memory` bytes for KV-cache."""
 
+    resident = False
+
     def __init__(
         self,
         name: str,

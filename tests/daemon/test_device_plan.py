@@ -27,9 +27,20 @@ META = torch.device("meta")
 
 def test_prompts_get_what_weights_and_steps_leave():
     """24 GiB, of which 15 are in use; 0.9 of it may be."""
-    assert gpu_staging(24 * GIB, 9 * GIB, 0.9, 2 * GIB, None) == int(0.9 * 24 * GIB) - 17 * GIB - KERNEL_BYTES
-    assert gpu_staging(24 * GIB, 9 * GIB, 1.0, 2 * GIB, None) == 7 * GIB - KERNEL_BYTES
-    assert gpu_staging(24 * GIB, 9 * GIB, 0.9, 2 * GIB, GIB) == GIB
+    assert gpu_staging(24 * GIB, 9 * GIB, 0.9, 2 * GIB, None) == (int(0.9 * 24 * GIB) - 17 * GIB - KERNEL_BYTES, 0)
+    assert gpu_staging(24 * GIB, 9 * GIB, 1.0, 2 * GIB, None) == (7 * GIB - KERNEL_BYTES, 0)
+    assert gpu_staging(24 * GIB, 9 * GIB, 0.9, 2 * GIB, GIB) == (GIB, 0)
+
+
+def test_kv_pages_get_what_prompts_leave():
+    """6.5 GiB are left; the longest prompt takes one, or ten."""
+    left = 7 * GIB - KERNEL_BYTES
+    assert gpu_staging(24 * GIB, 9 * GIB, 1.0, 2 * GIB, None, None, GIB) == (GIB, left - GIB)
+    assert gpu_staging(24 * GIB, 9 * GIB, 1.0, 2 * GIB, None, None, 10 * GIB) == (left // 2, left - left // 2)
+    assert gpu_staging(24 * GIB, 9 * GIB, 1.0, 2 * GIB, 2 * GIB, None, GIB) == (2 * GIB, left - 2 * GIB)
+    assert gpu_staging(24 * GIB, 9 * GIB, 1.0, 2 * GIB, None, 4 * GIB, GIB) == (left - 4 * GIB, 4 * GIB)
+    with pytest.raises(ConfigError, match=r"--gpu-kv can be 4\.5 GiB at most"):
+        gpu_staging(24 * GIB, 9 * GIB, 1.0, 2 * GIB, 2 * GIB, 5 * GIB, GIB)
 
 
 def test_what_does_not_fit_is_refused_with_its_numbers():
@@ -78,18 +89,25 @@ def test_without_the_option_a_step_on_a_cpu_has_512_rows_or_one_for_each_sequenc
 
 def test_the_start_line_says_what_fits():
     links = [
-        SimpleNamespace(lease=Lease(n, n, 8, GIB, "avx2", 1, "r"), geometry=SimpleNamespace(max_rows=512))
+        SimpleNamespace(
+            lease=Lease(n, n, 8, GIB, "avx2", 1, "r"), geometry=SimpleNamespace(max_rows=512), resident=False
+        )
         for n in (64, 33)
     ]
     line = capacity(15 * GIB, torch.device("cuda"), links, 4096)
     assert line == "weights 15.0 GiB on the GPU, KV 97.0 GiB in RAM = 3 sequences of 4096 tokens"
     assert "weights 1.5 KiB in RAM, KV 97.0 GiB" in capacity(1536, torch.device("cpu"), links, 4096)
+    resident = SimpleNamespace(
+        lease=Lease(33, 33, 8, GIB // 4, "cuda", 0, "cuda:0"), geometry=SimpleNamespace(max_rows=512), resident=True
+    )
+    line = capacity(15 * GIB, torch.device("cuda"), [resident, *links], 4096)
+    assert line.endswith("KV 8.2 GiB on the GPU + 97.0 GiB in RAM = 4 sequences of 4096 tokens, 1 of them on the GPU")
 
 
 def test_the_start_line_counts_pages_that_are_given_back():
     """A block of 128 tokens takes a page for the full layers and five for those with a window of 1024 tokens."""
     lease = Lease(1000, 1000, 8, 1 << 20, "avx2", 1, "r", full_sections=1, limited_sections=5, reach=1024)
-    links = [SimpleNamespace(lease=lease, geometry=SimpleNamespace(max_rows=512))]
+    links = [SimpleNamespace(lease=lease, geometry=SimpleNamespace(max_rows=512), resident=False)]
     assert "= 2 sequences of 40000 tokens" in capacity(0, torch.device("cpu"), links, 40000)  # 313 + 5 * 13 pages each
 
 
@@ -180,7 +198,7 @@ def test_a_model_of_32b_in_4_bits_fits_a_card_of_24_gb(tmp_path, monkeypatch):
     total = int(23.5 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - GIB // 2 - taken, total))
     asked = NodeConfig(max_batch_size=32, gpu_memory_utilization=0.95)
-    config, staged = plan_steps(
+    config, staged, kv = plan_steps(
         asked, model, mini_batches=2, captures=True, prompt_seconds=lambda tokens: 1e-3 * tokens
     )
-    assert config.max_batch_tokens >= 512 and staged >= 1024
+    assert config.max_batch_tokens >= 512 and staged >= 1024 and kv > 0

@@ -52,6 +52,7 @@ class CountedLink:
 
     url: str
     lease: SimpleNamespace
+    resident: bool = False
 
 
 def cluster_of(speeds, windows=(0, 0), n_pages=100_000, page_bytes=PAGE_TOKENS * 1000):

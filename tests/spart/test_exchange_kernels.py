@@ -100,6 +100,18 @@ def test_rows_go_to_their_places_in_the_slots_and_nowhere_else(kernels, dtype, q
         assert np.array_equal(o[:-1], answer) and (o[-1] == UNTOUCHED).all()
 
 
+def test_rows_without_a_slot_are_left_out(kernels):
+    """Of three rows the second one goes to a slot, and gets an answer from there."""
+    q, kv, answer = (np.full((3, 16), i, np.uint8) for i in (1, 2, 3))
+    slots = [np.full(16, UNTOUCHED, np.uint8) for _ in range(2)]
+    tables = [np.array([0, slot.ctypes.data, 0], np.uint64) for slot in slots]
+    counts = np.array([3, 3], np.uint32)
+    kernels.launch("fd_pack_rows", (3, 2), ROW_THREADS, q, kv, *tables, counts, 1, 1)
+    assert (slots[0] == 1).all() and (slots[1] == 2).all()
+    kernels.launch("fd_unpack_rows", (3, 1), ROW_THREADS, answer, tables[0], counts, 1)
+    assert answer.tolist() == [[3] * 16, [1] * 16, [3] * 16]
+
+
 def test_rows_that_are_not_aligned_are_refused():
     aligned = SlotRows(64, 128, 192, slice(0, 1), slice(1, 1))
     row_addresses([aligned], 32, 64, 32)

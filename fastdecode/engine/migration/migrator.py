@@ -8,7 +8,8 @@ of steps while the rest is copied, because its state has seen all cached tokens.
 (transports/migration.py). The sequence stays on the old R-node until the last page has arrived: if anything breaks
 before, it continues there.
 
-A sequence that has given back pages beyond windows is not migrated. It ends on its R-node.
+A sequence that has given back pages beyond windows is not migrated. It ends on its R-node. No sequence migrates to or
+from the S-Part's own device.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class Migrator:
                     await self.change(_FAILED_SECONDS)
 
     def _can_migrate(self, seq: Sequence) -> bool:
-        return not (seq in self._migrating or seq.prefilling or seq.cancelled or seq.held or seq.pages.floor)
+        held_up = seq in self._migrating or seq.prefilling or seq.cancelled or seq.held
+        return not (held_up or seq.pages.floor or seq.placed_on.resident)
 
     def _target(self, seq: Sequence, among: Iterable[RNodeLedger] | None = None) -> RNodeLedger | None:
         """The R-node with room for a sequence that keeps the R-Part shortest, `among` all or some R-nodes; None: none
@@ -159,7 +161,9 @@ class Migrator:
         source, now = seq.placed_on, time.monotonic()
         self._failed = {pair: at for pair, at in self._failed.items() if now - at < _FAILED_SECONDS}
         nodes = self._cluster.nodes if among is None else among
-        allowed = [n for n in nodes if n.open and n is not source and (source, n) not in self._failed]
+        allowed = [
+            n for n in nodes if n.open and n is not source and not n.resident and (source, n) not in self._failed
+        ]
         return self._cluster.placer.migration_target(seq, _blocks_wanted(seq) * source.groups.block, allowed)
 
     def _begin(self, seq: Sequence, target: RNodeLedger) -> None:

@@ -75,7 +75,7 @@ class Rebalancer:
         single = [node for node in nodes if node.open and len(node.link.members) == 1]
         if s_part is None or len(single) < 2 or any(not n.bandwidth.bytes_per_second for n in single if n.n_sequences):
             return []
-        running, allowed = list(scheduler.running), set(candidates)
+        running, allowed = [seq for seq in scheduler.running if not seq.placed_on.resident], set(candidates)
         migrations = choose_migrations(
             [(seq.placed_on.position, seq.cached) for seq in running],
             self._cluster.loads.groups,

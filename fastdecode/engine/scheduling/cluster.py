@@ -64,6 +64,11 @@ class Cluster:
         return [node for node in self.nodes if node.alive]
 
     @property
+    def lost(self) -> bool:
+        """True if no R-node is alive; the S-Part's own device is none."""
+        return not any(node.alive and not node.resident for node in self.nodes)
+
+    @property
     def open(self) -> list[RNodeLedger]:
         """The R-nodes that new sequences may be placed on. While all live R-nodes are draining: all of them, so that
         sequences wait for another R-node instead of failing."""

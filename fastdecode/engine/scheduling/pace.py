@@ -85,10 +85,10 @@ class Pace:
 
     @property
     def known(self) -> bool:
-        """True if there is a target, and steps were measured."""
+        """True if there is a target, and steps and R-nodes were measured."""
         if self._target is None or not self._s_part.n:
             return False
-        return any(node.bandwidth.bytes_per_second for node in self._cluster.nodes)
+        return any(node.bandwidth.bytes_per_second for node in self._cluster.nodes if not node.resident)
 
     def allows(self, seq: Sequence) -> bool:
         """True if steps stay within the limit when `seq` joins the mini-batch that is being planned. If no other

@@ -2,7 +2,8 @@
 
 A prompt that starts with the tokens of another sequence is placed on that sequence's R-node and shares its cached
 pages by a FORK. Any other prompt goes where the slowest R-node stays fastest. The sequences that wait together are
-distributed together, longest first: if they were placed one by one, a long last one would fit nowhere well.
+distributed together, longest first: if they were placed one by one, a long last one would fit nowhere well. As long as
+pages of the S-Part's own device are free, or held by prefix entries alone, sequences are placed there.
 """
 
 from __future__ import annotations
@@ -58,8 +59,11 @@ def mean_length(seq: Sequence) -> float:
 def costs(nodes: list[RNodeLedger], n_layers: int) -> list[float]:
     """Seconds for a token and layer on each R-node; relative numbers until the first has been measured. R-nodes count
     as equally fast as long as their measurements do not tell them apart; see bandwidth.alike."""
-    speeds = alike([node.bandwidth for node in nodes])
-    return [node.token_bytes / n_layers / (speed or 1.0) for node, speed in zip(nodes, speeds, strict=True)]
+    speeds = iter(alike([node.bandwidth for node in nodes if not node.resident]))
+    return [
+        node.token_bytes / n_layers / ((node.bandwidth.bytes_per_second if node.resident else next(speeds)) or 1.0)
+        for node in nodes
+    ]
 
 
 class Placer:
@@ -110,6 +114,8 @@ class Placer:
                 return cached
         # A node where a running sequence waits for a page is never chosen: it has no free page.
         with_room = [node for node in self._nodes if self._has_room(node, n_tokens)]
+        if self._evicts_for(n_tokens, with_room, cached):
+            return Wait.FREE
         if with_room:
             return Placement(self._fastest(seq, with_room, waiting))
         if cached is not None and self._make_room_beside(cached, n_tokens):
@@ -132,6 +138,17 @@ class Placer:
         self.adoptions_given_up += 1
         return None
 
+    def _evicts_for(self, tokens: int, with_room: list[RNodeLedger], cached: Placement | None) -> bool:
+        """Evict prefix entries other than `cached` from the S-Part's device for a sequence of `tokens` tokens, although
+        R-nodes may have room. True if pages and an index that suffice are being freed now."""
+        device = self._nodes[0]
+        if not (device.resident and device.open) or device in with_room or device.paused:
+            return False
+        if cached is not None and cached.node is device:
+            return self._make_room_beside(cached, tokens)
+        needed = self._pages_needed(device, tokens)
+        return needed <= device.unused_pages and self._evict(device, needed)
+
     def _drop_state(self) -> bool:
         """Drop a paused sequence with its state; False if there is none."""
         for node in self._nodes:
@@ -142,8 +159,9 @@ class Placer:
         return False
 
     def _fastest(self, seq: Sequence, with_room: list[RNodeLedger], waiting: Iterable[Sequence]) -> RNodeLedger:
-        """The R-node that keeps the R-Part shortest, for this sequence and the sequences that wait with it."""
-        if len(with_room) == 1:
+        """The R-node that keeps the R-Part shortest, for this sequence and the sequences that wait with it. The
+        S-Part's device comes first."""
+        if len(with_room) == 1 or with_room[0].resident:
             return with_room[0]
         earlier = self._chosen.pop(seq, None)
         if earlier is not None and self._nodes[earlier] in with_room:

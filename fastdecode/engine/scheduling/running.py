@@ -140,9 +140,9 @@ class Running:
 
     @property
     def _waits_for_r_nodes(self) -> bool:
-        return self.patient and not self._cluster.alive
+        return self.patient and self._cluster.lost
 
     def _loss_message(self, url: str) -> str:
-        if not self._cluster.alive:
+        if self._cluster.lost:
             return f"R-node {url} was lost and no other is connected"
         return f"no remaining R-node can cache the sequence's tokens (at most {self._cluster.capacity})"

@@ -34,6 +34,10 @@ _TAG_MASK = 0xFFFFFFFF  # a tag has 32 bits on the wire
 _LOW = 0.25
 _GROWTH = 0.5
 
+#: Assumed of an S-Part's device, whose time for attention is a part of the S-Part's time. Any GPU reads so much faster
+#: than an R-node that the exact number changes no decision.
+_DEVICE_BYTES_PER_SECOND = 1e12
+
 #: Share of a lease's pages and sequence indexes that cached prefixes leave free, so that new sequences need not wait
 #: for an eviction.
 _HEADROOM = 0.1
@@ -75,7 +79,8 @@ class RNodeLedger:
         self.n_sequences = 0  # running sequences
         self.load = 0  # tokens that the running sequences will have cached once all have their final length
         self.token_bytes = lease.page_bytes * self.groups.block / PAGE_TOKENS  # of one token's K and V, all layers
-        self.bandwidth = Bandwidth()
+        self.resident = link.resident  # the pages lie on the S-Part's own device
+        self.bandwidth = Bandwidth(_DEVICE_BYTES_PER_SECOND if self.resident else None)
         self.answer_seconds = 0.0  # how long the R-node took to answer its last STATS
         self.prefixes = PrefixIndex()
         self.paused: dict[Paused, None] = {}  # the one paused longest ago first

@@ -24,7 +24,7 @@ from fastdecode.spart.decoder.layer_pass import DecoderLayers, LayerPass, StepSt
 from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.decoder.weights import Model
-from fastdecode.spart.exchange import Appender, Exchange, RowExchange, SlotViews, make_exchange
+from fastdecode.spart.exchange import Appender, RowExchange, SlotViews, StepExchange, make_exchange
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.prefill.prompt import PromptCache
 from fastdecode.spart.states.pool import StatePool
@@ -119,7 +119,7 @@ class SPart:
             logits=logits.float() if keep_logits else None,
         )
 
-    def _begin(self, rows: StepRows, exchange: Exchange) -> LayerPass:
+    def _begin(self, rows: StepRows, exchange: StepExchange) -> LayerPass:
         """The way of a step's rows through the layers of the model's own backend."""
         return StepState(self._layers, rows.uploaded, exchange, rows.prompts, rows.adapters, rows.states)
 
@@ -134,7 +134,7 @@ class SPart:
             exchange.wait(0.0)
         return state.logits().float()
 
-    def _end_chunks(self, rows: StepRows, exchange: Exchange) -> None:
+    def _end_chunks(self, rows: StepRows, exchange: StepExchange) -> None:
         """Keep the states of all chunks, and the staged K and V of prompts that go on. Sequences whose link has failed
         begin again."""
         failed = [i for i, link in enumerate(self.links) if link in exchange.failures]

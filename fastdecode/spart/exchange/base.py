@@ -27,7 +27,8 @@ from fastdecode.transports.token_team import TokenTeam
 
 
 class SlotViews:
-    """torch views of one slot of a link's region: `q`, `kv` and `o`, each [max_rows, elements of a row]."""
+    """torch views of one slot of a link's region: `q`, `kv` and `o`, each [max_rows, elements of a row]. A resident
+    link has none."""
 
     def __init__(self, link: DataPath, slot: int):
         """Raises ValueError if the link has no such slot."""
@@ -36,6 +37,8 @@ class SlotViews:
             raise ValueError(f"slot {slot} is not one of the link's {g.n_slots}")
         self.link = link
         self._dtype = TORCH_DTYPES[g.act_dtype]
+        if link.resident:
+            return
         self._region, self._max_rows = link.region, g.max_rows
         self.q = self._rows(y.slot(slot) + y.q, y.q_row_bytes)
         self.kv = self._rows(y.slot(slot) + y.kv, y.kv_row_bytes)
@@ -137,6 +140,7 @@ class StepLinks:
     """
 
     _judged = False
+    goes_on = False  # True: the step has other rows too, and goes on if all of these links fail
 
     def __init__(self, slot: int, link_rows: list[LinkRows], host: RowTensors | None = None):
         """`host` is the step's `q`, `kv` and `o` on the CPU, `q` and `o` without the rows of prompts. One C call
@@ -163,7 +167,7 @@ class StepLinks:
             self._group = StepGroup(slot, members)
             return
         q, kv, o = (x.view(torch.uint8).numpy() for x in host)
-        if isinstance(link_rows[0].views.link, TokenTeam):
+        if link_rows and isinstance(link_rows[0].views.link, TokenTeam):
             # R-nodes that share tokens each answer with O rows of their own, which `wait` merges.
             self._merged, o = o, np.empty((len(o), self._team.o_row_bytes), np.uint8)
             self._partial_o = o
@@ -202,7 +206,7 @@ class StepLinks:
 
     def _check(self, failures: list[tuple[int, int, str]] | None) -> None:
         self._note(failures or ())
-        if len(self.failures) == len(self._link_rows):
+        if len(self.failures) == len(self._link_rows) and not self.goes_on:
             # A raised exception holds this frame. If the frame or `failures` held the exception too, this cycle would
             # keep the regions mapped until the garbage collector runs.
             errors, self.failures = list(self.failures.values()), {}
@@ -228,6 +232,22 @@ class RowExchange(Protocol):
     def wait(self, timeout: float) -> None: ...
 
 
+class StepExchange(RowExchange, Protocol):
+    """The exchange of a step that the host drives; see Exchange."""
+
+    @property
+    def failures(self) -> dict[DataPath, TransportError]: ...
+    @property
+    def pending(self) -> Pending: ...
+    @property
+    def ready(self) -> bool: ...
+    def arm(self) -> None: ...
+    def finish(self) -> None: ...
+    def finished(self) -> None: ...
+    def settle(self, timeout: float) -> None: ...
+    def disarm(self) -> dict[DataPath, StepCost]: ...
+
+
 class Exchange(StepLinks):
     """A step whose layers the host rings, and the tensors `q`, `kv` and `o` of its rows. The O rows of a link that has
     failed are zeros."""
@@ -239,8 +259,8 @@ class Exchange(StepLinks):
 
     @property
     def pending(self) -> Pending:
-        """The answers that `wait` waits for."""
-        return self._group
+        """The answers that `wait` waits for; None: there are none."""
+        return self._group if self._link_rows else None
 
     def post(self, layer: int, timeout: float) -> None:
         """Ask every link for a layer. `q` and `kv` must not be written before `wait`.
@@ -298,14 +318,19 @@ class Exchange(StepLinks):
         """Bring the O rows from the host to `o`, after all links have answered."""
 
 
-def buffers(link_rows: list[LinkRows], n_q_rows: int, device: torch.device, pin_memory: bool = False) -> RowTensors:
-    """New tensors for a step, of which `q` and `o` have `n_q_rows` rows."""
+def buffers(link_rows: list[LinkRows], device: torch.device) -> RowTensors:
+    """New tensors for the rows of a step."""
     _, n_rows = row_counts(link_rows)
-    views = link_rows[0].views
-    shapes = (n_q_rows, views.q.shape[1]), (n_rows, views.kv.shape[1]), (n_q_rows, views.o.shape[1])
-    return RowTensors._make(
-        torch.empty(shape, device=device, dtype=views.q.dtype, pin_memory=pin_memory) for shape in shapes
-    )
+    link = link_rows[0].views.link
+    y, dtype = link.layout, TORCH_DTYPES[link.geometry.act_dtype]
+    sizes = y.q_row_bytes, y.kv_row_bytes, y.o_row_bytes
+    return RowTensors._make(torch.empty(n_rows, n // dtype.itemsize, device=device, dtype=dtype) for n in sizes)
+
+
+def pinned(rows: RowTensors, n_q_rows: int) -> RowTensors:
+    """New tensors in pinned memory for copies of `rows`, of `q` and `o` for the first `n_q_rows` rows."""
+    some = rows.q[:n_q_rows], rows.kv, rows.o[:n_q_rows]
+    return RowTensors._make(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in some)
 
 
 def row_counts(link_rows: list[LinkRows]) -> tuple[int, int]:

@@ -24,7 +24,7 @@ import contextlib
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,6 +37,7 @@ from fastdecode.spart.exchange.base import LinkRows, StepLinks
 from fastdecode.spart.exchange.driver import DriverError
 from fastdecode.spart.exchange.graph import GraphStream
 from fastdecode.spart.exchange.graph_table import GraphTable, size_class
+from fastdecode.spart.exchange.resident import ResidentStream
 from fastdecode.spart.exchange.stream_rows import (
     Gate,
     Kernels,
@@ -46,6 +47,9 @@ from fastdecode.spart.exchange.stream_rows import (
     step_addresses,
 )
 from fastdecode.spart.memory import graph_bytes
+from fastdecode.spart.resident.kernels import ResidentTables
+from fastdecode.spart.resident.link import ResidentLink
+from fastdecode.spart.resident.rows import ResidentRows, blocks_for
 from fastdecode.spart.sampler.sampling import Sampler
 from fastdecode.spart.sampler.sampling_kinds import KINDS, Kind, kind_of
 from fastdecode.spart.step.batch import StepBatch, StepOutput
@@ -94,11 +98,25 @@ class _Tensors:
 
     def __init__(self, spart: Captured, most_rows: int):
         model, vocab_size = spart.model, spart.model.config.vocab_size
+        self.page_tables, self._tokens, self._scratch = (0, 0), 0, None
+        if (link := _resident(spart)) is not None:
+            lists, self._tokens = link.arena.lists, model.config.max_positions
+            self.page_tables = lists.n_sections, min(blocks_for(self._tokens), lists.n_pages)
+            sizes = {size_class(n) for n in range(1, most_rows + 1)}  # a smaller step may have more pieces to merge
+            n_bytes = max(link.kernels.scratch_bytes(size, self._tokens) for size in sizes)
+            self._scratch = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
         self.rows = [torch.zeros(most_rows, n, dtype=model.dtype, device=model.device) for n in model.config.row_sizes]
-        n_bytes = GraphTable.most_bytes(most_rows, vocab_size)
+        n_bytes = GraphTable.most_bytes(most_rows, vocab_size, self.page_tables)
         self.inputs = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
         self.logits = torch.zeros(most_rows, vocab_size, dtype=torch.float32, device=model.device)
         self.results = torch.zeros(2 * most_rows, dtype=torch.int32, device=model.device)
+
+    def resident(self, inputs: dict[str, torch.Tensor]) -> ResidentTables:
+        """The tables of a captured step for the device's own KV pages."""
+        sections, width = self.page_tables
+        pages = inputs["resident pages"].view(sections, -1, width)
+        rows, counts = inputs["resident rows"], inputs["resident counts"]
+        return ResidentTables(rows, counts, pages, self._tokens, attending=True, scratch=self._scratch)
 
 
 class _Lane(_Tensors):
@@ -110,6 +128,17 @@ class _Lane(_Tensors):
         self.graphs: OrderedDict[_Key, _Graph] = OrderedDict()
         with self.stream.current():
             super().__init__(spart, most_rows)
+
+
+def _resident(spart: Captured) -> ResidentLink | None:
+    """The KV pages of the S-Part's own device; None: there are none."""
+    first = next(iter(spart.links), None)
+    return first if isinstance(first, ResidentLink) else None
+
+
+def _crossing(links: Iterable[DataPath]) -> tuple[DataPath, ...]:
+    """The links to R-nodes among some links."""
+    return tuple(link for link in links if not link.resident)
 
 
 class _DrivenLinks(StepLinks):
@@ -180,8 +209,8 @@ class Bypass:
         if self.fault or staged or n > self._most_rows:
             return False
         self._driver.use_here()
-        self._forget_links(spart.links)
-        links = tuple(link_rows.views.link for link_rows in rows.link_rows)
+        self._forget_links(_crossing(spart.links))
+        links = _crossing(link_rows.views.link for link_rows in rows.link_rows)
         key = links, size_class(n), self._kind(rows)
         with self._captures():
             self.settle(wait=False)
@@ -198,14 +227,22 @@ class Bypass:
         """Run a step that `takes` has accepted; see SPart.step."""
         lane = self._lanes[batch.slot]
         size = size_class(len(rows.table["tokens"]))
-        links = _DrivenLinks(batch.slot, rows.link_rows, self._proxy)
+        crossing = [link_rows for link_rows in rows.link_rows if not link_rows.views.link.resident]
+        links = _DrivenLinks(batch.slot, crossing, self._proxy)
+        own: ResidentRows | None = None
+        if len(crossing) < len(rows.link_rows):
+            link, links.goes_on = _resident(spart), True
+            assert link is not None
+            own = ResidentRows(link, rows.link_rows[0].entries, attending=True)
         try:
             links.arm()
+            if own is not None:
+                own.arm()
             links.judge(batch.layer_timeout)
             kind = self._kind(rows)
             graph = self._graph(spart, batch.slot, (links.begin(batch.layer_timeout), size, kind))
             with lane.stream.current():
-                sampler, results = self._start(spart, rows, batch.slot, lane, graph, size, kind)
+                sampler, results = self._start(spart, rows, crossing, own, batch.slot, lane, graph, size, kind)
             while not self._proxy.done(batch.slot):
                 yield self._proxy.done_fd(batch.slot)
                 lane.stream.check()
@@ -217,6 +254,9 @@ class Bypass:
                 links.end()
             links.settle(batch.layer_timeout)
             raise
+        finally:
+            if own is not None:
+                own.end()
         logits = lane.logits[: rows.n_drawn]
         with lane.stream.current():
             drawn = sampler.read(results.numpy(), lane.logits)[: rows.n_drawn] if rows.n_drawn else []
@@ -247,13 +287,26 @@ class Bypass:
         return None
 
     def _start(
-        self, spart: Captured, rows: Any, slot: int, lane: _Lane, graph: _Graph, size: int, kind: Kind | None
+        self,
+        spart: Captured,
+        rows: Any,
+        crossing: list[LinkRows],
+        own: ResidentRows | None,
+        slot: int,
+        lane: _Lane,
+        graph: _Graph,
+        size: int,
+        kind: Kind | None,
     ) -> tuple[Sampler, torch.Tensor]:
-        """Put the whole step into the lane's stream. Returns the sampler and the tensor that will have its results."""
-        regions = [self._region(link_rows.views.link) for link_rows in rows.link_rows]
-        addresses = step_addresses(regions, slot, rows.link_rows)
-        table = GraphTable(size, kind, rows.vocab_size, rows.table, addresses, rows.specs)
+        """Put the whole step into the lane's stream. `crossing` are its rows that go to R-nodes, `own` those of the
+        device's KV pages. Returns the sampler and the tensor that will have its results."""
+        regions = [self._region(link_rows.views.link) for link_rows in crossing]
+        addresses = step_addresses(regions, slot, crossing) if crossing else None
+        resident = own.numbers(lane.page_tables[1]) if own is not None else None
+        table = GraphTable(size, kind, rows.vocab_size, rows.table, addresses, rows.specs, lane.page_tables, resident)
         table.upload(lane.inputs)
+        if own is not None:
+            own.copy_shared()
         if table.sampler is None:
             rows.upload(spart.model.device, on_host=False)
         self._proxy.expect(slot)
@@ -291,7 +344,10 @@ class Bypass:
         Steps for which the counted memory (memory.graph_bytes) is not enough are left out.
         """
         sizes = sorted({size_class(n) for n in range(least, self._most_rows + 1)}, reverse=True)
-        keys: list[_Key] = [((), sizes[0], KINDS[0]), *itertools.product([tuple(spart.links)], sizes, _KINDS)]
+        sets = [_crossing(spart.links)]
+        if len(sets[0]) < len(spart.links):  # steps of the device's own KV pages need no R-node
+            sets.append(())
+        keys: list[_Key] = [((), sizes[0], KINDS[0]), *itertools.product(sets, sizes, _KINDS)]
         bound = mini_batches * graph_bytes(spart.model, sizes[0]) + _NODE_BYTES
         with self._captures():
             free = self._lane(spart, 0).stream.free_bytes()
@@ -355,12 +411,14 @@ class Bypass:
         """Let the other thread capture a graph."""
         links, size, kind = key
         lane, regions = self._lane(spart, slot), tuple(self._region(link) for link in links)
-        table = GraphTable(size, kind, spart.model.config.vocab_size)
+        table = GraphTable(size, kind, spart.model.config.vocab_size, page_tables=lane.page_tables)
 
         def work(stream: GraphStream, tensors: _Tensors, gates: Sequence[Gate]) -> None:
             inputs = table.views(tensors.inputs)
             q, kv, o = (x[:size] for x in tensors.rows)
-            rows = StreamRows(self._kernels, stream.handle, gates, (q, kv, o), inputs)
+            rows: RowExchange = StreamRows(self._kernels, stream.handle, gates, (q, kv, o), inputs)
+            if (link := _resident(spart)) is not None:
+                rows = ResidentStream(rows, link.kernels, tensors.resident(inputs))
             logits = tensors.logits[:size]
             logits.copy_(spart.whole_step(inputs, rows))
             if table.sampler is not None:

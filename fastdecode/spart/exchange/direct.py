@@ -18,5 +18,5 @@ class Direct(Exchange):
             self.q, self.kv, self.o = views.q[:n_rows], views.kv[:n_rows], views.o[:n_rows]
             super().__init__(slot, link_rows)
         else:
-            self.q, self.kv, self.o = buffers(link_rows, n_rows, torch.device("cpu"))
+            self.q, self.kv, self.o = buffers(link_rows, torch.device("cpu"))
             super().__init__(slot, link_rows, RowTensors(self.q[:n_attend], self.kv, self.o[:n_attend]))

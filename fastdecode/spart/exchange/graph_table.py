@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from fastdecode.spart.exchange_kernels import RowAddresses
+from fastdecode.spart.resident.rows import ResidentNumbers
 from fastdecode.spart.sampler.sampling import Sampler
 from fastdecode.spart.sampler.sampling_kinds import KINDS, Kind
 from fastdecode.spart.step.batch import SampleSpec
@@ -33,9 +34,12 @@ class GraphTable:
         step: StepTable | None = None,
         addresses: RowAddresses | None = None,
         specs: Sequence[SampleSpec] = (),
+        page_tables: tuple[int, int] = (0, 0),
+        resident: ResidentNumbers | None = None,
     ):
-        """`kind` None: the graph draws no tokens. Without `step`, `addresses` and `specs` the table moves no row and
-        asks for the likeliest tokens."""
+        """`kind` None: the graph draws no tokens. Without `step`, `addresses`, `specs` and `resident` the table moves
+        no row and asks for the likeliest tokens. `page_tables`: sections, and blocks of a sequence, in the tables of
+        the device's own KV pages."""
         table = self._table = StepTable()
         for name in ("tokens", "positions", "last rows"):
             table.add(name, _padded(None if step is None else step[name], np.int64, size))
@@ -43,6 +47,14 @@ class GraphTable:
             values = None if addresses is None else getattr(addresses, name).view(np.int64)
             table.add(name, _padded(values, np.int64, size))
         table.add("counts", _padded(None if addresses is None else addresses.counts.view(np.int32), np.int32, 2))
+        sections, width = page_tables
+        if sections:
+            paged = np.full((sections, size, width), -1, np.int32)
+            if resident is not None:
+                paged[:, : resident.pages.shape[1]] = resident.pages
+            table.add("resident rows", _padded(resident and resident.rows.ravel(), np.int32, 4 * size))
+            table.add("resident counts", _padded(resident and resident.counts, np.int32, 2))
+            table.add("resident pages", paged.ravel())
         self.sampler = None if kind is None else Sampler.of_kind(kind, size, specs, vocab_size, table)
 
     def upload(self, buffer: torch.Tensor) -> None:
@@ -54,9 +66,9 @@ class GraphTable:
         return self._table.views(buffer[: self._table.nbytes])
 
     @staticmethod
-    def most_bytes(size: int, vocab_size: int) -> int:
+    def most_bytes(size: int, vocab_size: int, page_tables: tuple[int, int] = (0, 0)) -> int:
         """Bytes of a buffer that holds every table of up to `size` rows."""
-        return GraphTable(size, KINDS[0], vocab_size)._table.nbytes
+        return GraphTable(size, KINDS[0], vocab_size, page_tables=page_tables)._table.nbytes
 
 
 def _padded(values: npt.NDArray[np.generic] | None, dtype: type[np.generic], size: int) -> npt.NDArray[np.generic]:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from fastdecode.spart.exchange.base import Exchange, LinkRows, RowTensors, buffers, row_counts
+from fastdecode.spart.exchange.base import Exchange, LinkRows, RowTensors, pinned
 from fastdecode.transports.base import Pending
 
 #: Pinned buffers of a step, each of which holds the rows of a layer. One is filled, one is appended; the others let
@@ -34,11 +34,13 @@ class Appender:
 class Streamed(Exchange):
     """A step of prompts, whose rows the R-nodes only append. `q`, `kv` and `o` are on the device."""
 
-    def __init__(self, slot: int, link_rows: list[LinkRows], device: torch.device, appender: Appender):
-        _, n_rows = row_counts(link_rows)
-        self.q, self.kv, self.o = buffers(link_rows, n_rows, device)
+    def __init__(
+        self, slot: int, link_rows: list[LinkRows], device: torch.device, rows: RowTensors, appender: Appender
+    ):
+        """`rows` are the step's rows on the device."""
+        self.q, self.kv, self.o = rows
         self._appender = appender
-        on_host = [buffers(link_rows, 0, torch.device("cpu"), pin_memory=True) for _ in range(BUFFERS)]
+        on_host = [pinned(rows, 0) for _ in range(BUFFERS)]
         self._buffers = [rows.kv for rows in on_host]
         self._rows = [buffer.view(torch.uint8).numpy() for buffer in self._buffers]
         self._written = torch.Event(device)
@@ -52,7 +54,7 @@ class Streamed(Exchange):
         self._last: Future[None] | None = None
         self._over = False  # nothing more is appended
         self._fault: BaseException | None = None
-        super().__init__(slot, link_rows, RowTensors(on_host[0].q, on_host[0].kv, on_host[0].o))
+        super().__init__(slot, link_rows, on_host[0])
 
     @property
     def pending(self) -> Pending:
@@ -68,6 +70,8 @@ class Streamed(Exchange):
     def post(self, layer: int, timeout: float) -> None:
         """Let the device copy the layer's K and V rows to a free buffer, and the thread append them. Waits for the
         buffer, up to `timeout` seconds for each layer before this one."""
+        if not self._link_rows:
+            return
         os.eventfd_read(self._free)
         self._raise_fault()
         self._layer = layer
@@ -81,7 +85,8 @@ class Streamed(Exchange):
 
     def wait(self, timeout: float) -> None:
         """Let the device write no rows to `kv` before the last ones are copied. The host does not wait."""
-        self._copied[self._layer % BUFFERS].wait()
+        if self._link_rows:
+            self._copied[self._layer % BUFFERS].wait()
 
     def finish(self) -> None:
         self._written.record()

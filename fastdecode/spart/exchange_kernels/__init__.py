@@ -37,7 +37,7 @@ class SlotRows:
 
 @dataclass(frozen=True, slots=True)
 class RowAddresses:
-    """Where each row of a step is in its slot, as the kernels' tables."""
+    """Where each row of a step is in its slot, as the kernels' tables. 0: the row has no slot."""
 
     q: npt.NDArray[np.uint64]  # [attending rows]
     kv: npt.NDArray[np.uint64]  # [rows]

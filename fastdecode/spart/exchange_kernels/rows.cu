@@ -6,6 +6,7 @@
  * upload.
  *
  * A launch may have more blocks than the step has rows, so that one captured graph serves every step of its size class.
+ * A row whose address is 0 is left out: its K and V lie on the device itself.
  * A row is a multiple of 16 bytes in every activation dtype, and rows and slots are aligned to 16 bytes.
  *
  *   grid    (rows of the size class, 2) to pack, where the second dimension is 0 for Q and 1 for KV
@@ -26,6 +27,7 @@ FD_KERNEL fd_pack_rows(const uint4 *q, const uint4 *kv, const unsigned long long
     const unsigned chunks = kind ? kv_chunks : q_chunks;
     const uint4 *from = (kind ? kv : q) + (unsigned long long)row * chunks;
     uint4 *to = (uint4 *)(kind ? kv_slots[row] : q_slots[row]);
+    if (!to) return;
     for (unsigned i = threadIdx.x; i < chunks; i += FD_ROW_THREADS) to[i] = from[i];
 }
 
@@ -35,6 +37,7 @@ FD_KERNEL fd_unpack_rows(uint4 *o, const unsigned long long *o_slots, const unsi
     const unsigned row = blockIdx.x;
     if (row >= counts[0]) return;
     const uint4 *from = (const uint4 *)o_slots[row];
+    if (!from) return;
     uint4 *to = o + (unsigned long long)row * o_chunks;
     for (unsigned i = threadIdx.x; i < o_chunks; i += FD_ROW_THREADS) to[i] = __ldcv(from + i);
 }

@@ -22,7 +22,7 @@ from fastdecode.spart.decoder.decoder import SPart
 from fastdecode.spart.decoder.layer_pass import LayerPass
 from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock
-from fastdecode.spart.exchange import Exchange, RowExchange
+from fastdecode.spart.exchange import RowExchange, StepExchange
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.exchange.heads import heads_in, index_in, kv_heads_in
 from fastdecode.spart.hf.attention import running
@@ -57,7 +57,7 @@ class HFSPart(SPart):
             self.states = StatePool(tensors, state_slots, self.model.device, self.model.dtype)
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(self.model.module.forward).parameters
 
-    def _begin(self, rows: StepRows, exchange: Exchange) -> LayerPass:
+    def _begin(self, rows: StepRows, exchange: StepExchange) -> LayerPass:
         return _Forward(self, rows.uploaded, exchange, rows.prompts, rows.adapters, rows.states)
 
     def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor:

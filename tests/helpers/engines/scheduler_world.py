@@ -32,13 +32,19 @@ class World:
         block=1,
         state_slots=None,
         prompts_apart=False,
+        resident=0,
+        prefix_cache=False,
     ):
-        """`block`: pages of a block."""
+        """`block`: pages of a block. `resident`: the number of first leases that are of the S-Part's own device."""
         links = [
-            SimpleNamespace(url=f"tcp://r{i}", lease=Lease(pages, pages, seqs, 4096, "avx2", 1, f"r{i}", block))
+            SimpleNamespace(
+                url=f"tcp://r{i}",
+                lease=Lease(pages, pages, seqs, 4096, "avx2", 1, f"r{i}", block),
+                resident=i < resident,
+            )
             for i, (pages, seqs) in enumerate(leases)
         ]
-        self.cluster = Cluster(links, watermark=watermark, state_slots=state_slots)
+        self.cluster = Cluster(links, watermark=watermark, state_slots=state_slots, prefix_cache=prefix_cache)
         self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_seqs, max_staged, strict, prompts_apart)
         self.scheduler = Scheduler(self.cluster, self.limits)
         self.flights: dict[int, Plan] = {}

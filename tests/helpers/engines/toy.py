@@ -48,6 +48,8 @@ async def tokens_of(stream):
 
 
 class ToyLink:
+    resident = False
+
     def __init__(self, url="tcp://toy", n_pages=1000, max_seqs=64, n_slots=4, max_rows=512, max_pages=0):
         """`pool` pages of the R-node are free for a lease that grows to at most `max_pages`."""
         self.url = url

@@ -107,11 +107,15 @@ class LyingDriver:
         n_attend, n_rows = _table(counts, 2, np.uint32)
         for source, slots, n, chunks in ((q, q_slots, n_attend, numbers[0]), (kv, kv_slots, n_rows, numbers[1])):
             for i, slot in enumerate(_table(slots, min(n, blocks), np.uint64)):
+                if not slot:
+                    continue
                 ctypes.memmove(self._host(slot), source + i * chunks * 16, chunks * 16)
 
     def _unpack(self, blocks: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
         o, o_slots, counts = map(self._host, pointers)
         for i, slot in enumerate(_table(o_slots, min(_table(counts, 1, np.uint32)[0], blocks), np.uint64)):
+            if not slot:
+                continue
             ctypes.memmove(o + i * numbers[0] * 16, self._host(slot), numbers[0] * 16)
 
 

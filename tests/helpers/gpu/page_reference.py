@@ -41,7 +41,7 @@ def hadamard_matrix(size: int) -> np.ndarray:
 def stored(chunk: np.ndarray, kv_dtype: str, head_size: int) -> tuple[np.ndarray, np.ndarray]:
     """K and V, float64 [PAGE_TOKENS, head_size], of a chunk; K of int8 is transformed."""
     int8 = kv_dtype == "int8"
-    in_word = {"fp16": 1, "bf16": 2, "int8": 4}[kv_dtype]
+    in_word = {"fp32": 1, "fp16": 1, "bf16": 2, "int8": 4}[kv_dtype]
     order = _INT8_ORDER if int8 else slice(None)
     numbers = chunk if int8 else torch.from_numpy(chunk.copy()).view(_ACT[kv_dtype]).double().numpy()
     depth = head_size // in_word + int8  # rows of a column of K
