@@ -70,6 +70,9 @@
 #define FD_HEAD_SIZE_UNIT 8  /* every head size is a multiple of it */
 #define FD_MAX_INDEX_TOPK 4096
 #define FD_MAX_SELECTED 67108864 /* tokens that the rows of a call select, all together */
+/* Query heads x head size x index_topk. A thread attends to all selected tokens of a row before another link's call can
+ * have it; DeepSeek-V3.2 has 151 million, a few milliseconds. */
+#define FD_MAX_SELECTED_WORK (1ull << 29)
 
 /* Limits of a lease. */
 #define FD_MAX_PAGES (1u << 25) /* a token's position always fits 32 bits */
@@ -212,6 +215,8 @@ static inline const char *fd_index_error(const fd_geometry_t *g) {
         return "number of tokens that an indexer selects is not within 1.." FD_TEXT(FD_MAX_INDEX_TOPK);
     if ((uint64_t)g->max_rows * g->index_topk > FD_MAX_SELECTED)
         return "the rows of a call select more than " FD_TEXT(FD_MAX_SELECTED) " tokens";
+    if ((uint64_t)g->n_q_heads * g->head_size * g->index_topk > FD_MAX_SELECTED_WORK)
+        return "query heads x head size x selected tokens exceed 2^29";
     if (!g->v_in_k || g->n_kv_heads != 1) return "only latent attention, with one KV head, can have an indexer";
     return NULL;
 }

@@ -112,6 +112,7 @@ typedef struct {
     uint32_t window;         /* most tokens that a token sees; 0: all */
     uint32_t topk;           /* tokens that a row attends to at most, where the layer selects them; 0: it does not */
     uint32_t index_elements; /* of an index query, all heads together; 0: the layer has no indexer of its own */
+    uint32_t index_unit;     /* pages that are scored before a thread looks whether it should stop */
     bool is_part;            /* the link keeps a part of the tokens (parts.h) */
     uint32_t max_items;
     size_t chunk_bytes; /* of one KV head of a page */

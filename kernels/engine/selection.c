@@ -69,7 +69,7 @@ bool fd_select_tokens(ctx_t *c, const fd_entry_t *e, uint32_t row) {
     fd_cursor_t *at = &c->step->cursors[c->item];
     const uint32_t end = fd_pages_for(n_seen(c, e, row));
     while (at->page < end) {
-        const uint32_t first = at->page, last = end - first < FD_INDEX_PAGES ? end : first + FD_INDEX_PAGES;
+        const uint32_t first = at->page, last = first + smaller(end - first, c->shape->index_unit);
         select_among(c, e, row, first, last);
         at->page = last;
         if (should_stop(c, (uint64_t)(last - first) * FD_PAGE_TOKENS * c->shape->index_elements)) return false;

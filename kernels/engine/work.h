@@ -20,7 +20,7 @@ typedef struct {
     float *weights;   /* [index_heads] */
 } fd_scratch_t;
 
-/* Pages that are scored before the thread looks whether it should stop. */
+/* The most pages that are scored before the thread looks whether it should stop. */
 #ifndef FD_INDEX_PAGES /* a test makes it smaller */
 #define FD_INDEX_PAGES 64u
 #endif

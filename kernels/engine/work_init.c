@@ -6,7 +6,8 @@
 
 enum {
     MAX_Q_BLOCK = 16,
-    ITEMS_PER_THREAD = 8, /* several, so that a thread that is late or descheduled delays only a small item */
+    INDEX_UNIT_WORK = 1 << 26, /* multiply-adds of index scores before a thread looks whether it should stop */
+    ITEMS_PER_THREAD = 8,      /* several, so that a thread that is late or descheduled delays only a small item */
 };
 
 static float *alloc_floats(size_t n) { return aligned_alloc(64, fd_round_up(n * sizeof(float), 64)); }
@@ -61,10 +62,17 @@ static const float *copy_per_head(const fd_layer_t *layer, float *to, const floa
     return values ? memcpy(to, values, layer->heads.n_q_heads * sizeof *to) : NULL;
 }
 
+/* The pages that are scored at once, where index queries have this many elements. */
+static uint32_t index_unit(uint32_t elements) {
+    const uint32_t pages = elements ? INDEX_UNIT_WORK / FD_PAGE_TOKENS / elements : 1;
+    return pages < 1 ? 1 : pages < FD_INDEX_PAGES ? pages : FD_INDEX_PAGES;
+}
+
 /* The shape of a layer of `w`, whose numbers beside the layers are known. */
 static fd_plan_shape_t shape_of(const fd_work_t *w, const fd_layer_t *layer) {
     const fd_heads_t *h = &layer->heads;
-    const uint32_t group = h->n_q_heads / h->n_kv_heads, block = FD_PANEL_ROWS / group;
+    const uint32_t group = h->n_q_heads / h->n_kv_heads, block = FD_PANEL_ROWS / group,
+                   index_elements = layer->selection == FD_SELECT_OWN ? w->g.index_heads * w->g.index_size : 0;
     return (fd_plan_shape_t){
         .n_kv_heads = h->n_kv_heads,
         .group = group,
@@ -76,7 +84,8 @@ static fd_plan_shape_t shape_of(const fd_work_t *w, const fd_layer_t *layer) {
                                                                         : block,
         .window = fd_layer_reach(layer),
         .topk = layer->selection ? w->g.index_topk : 0,
-        .index_elements = layer->selection == FD_SELECT_OWN ? w->g.index_heads * w->g.index_size : 0,
+        .index_elements = index_elements,
+        .index_unit = index_unit(index_elements),
         .is_part = fd_is_part(w->part),
         .max_items = w->n_threads > 1 ? w->n_threads * ITEMS_PER_THREAD : 1, /* a single thread needs no cuts */
         .chunk_bytes = fd_kv_chunk_bytes(w->kv_dtype, h->head_size, h->v_size, h->v_in_k),

@@ -190,6 +190,7 @@ def test_index_keys_take_a_chunk_of_each_page() -> None:
         ({"index_size": 12}, {}, "head size is not a multiple of 8"),
         ({"index_topk": 4097}, {}, "number of tokens that an indexer selects is not within 1"),
         ({"max_rows": 65536, "index_topk": 2048}, {}, "the rows of a call select more than"),
+        ({"n_q_heads": 1024, "head_size": 576, "index_topk": 4000}, {}, "selected tokens exceed 2\\^29"),
         ({"v_in_k": 0}, {}, "only latent attention, with one KV head, can have an indexer"),
     ],
 )
