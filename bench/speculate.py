@@ -26,7 +26,7 @@ from tqdm import tqdm
 from fastdecode.bench.options import print_result
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
-from fastdecode.daemon.option_values import guesses
+from fastdecode.daemon.option_values import guesses, mtp_drafts
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.state import sequence
@@ -47,13 +47,21 @@ _KV_BYTES = 1 << 28
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
-    parser.add_argument("--speculate", type=guesses, default=8, metavar="suffix:K", help="as for fastdecode-node")
+    parser.add_argument(
+        "--speculate", type=_suffix_guesses, default=8, metavar="suffix:K", help="as for fastdecode-node"
+    )
     parser.add_argument("--prose", type=Path, metavar="FILE", help="text to quote; default: fastdecode's README")
     parser.add_argument("--code", type=Path, metavar="FILE", help="code to edit; default: a file of fastdecode")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to generate")
     parser.add_argument("--threads", type=int, help="threads of the S-Part; default: all cores")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _suffix_guesses(text: str) -> int:
+    if mtp_drafts(text):
+        raise argparse.ArgumentTypeError("drafts of an MTP head are not measured here")
+    return guesses(text)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fastdecode import __version__
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, usable_cpus
-from fastdecode.daemon.option_values import format_bytes
+from fastdecode.daemon.option_values import format_bytes, mtp_drafts
 from fastdecode.kernels import _native
 from fastdecode.transports import rdma_report
 
@@ -46,7 +46,7 @@ def report(config: NodeConfig) -> str:
         from fastdecode.daemon.serving import ApiSettings
         from fastdecode.spart.backend import choose_backend
 
-        backend = choose_backend(config.backend, path)
+        backend = choose_backend(config.backend, path).with_mtp(mtp_drafts(config.speculate))
         ApiSettings.make(config, backend.source)  # raises what a node would raise
         rows += check_model.rows(config, backend)
         if config.role == "s" and not config.uses_r_nodes and (split := _split(config, backend, device)):

@@ -37,6 +37,7 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     if isinstance(model, ModelConfig):
         check_tensors(backend.source, model)
     device = choose_device(config.device)
+    _check_mtp(config, model, device)
     torch_dtype = choose_dtype(config.dtype, model.dtype, device)
     dtype = str(torch_dtype).removeprefix("torch.")
     weights, stored = weights_of(config, backend, device, dtype)
@@ -44,8 +45,7 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     free, state, slots = free_memory(device), model.state_bytes(torch_dtype.itemsize), 0
     if free > weights:
         slots = state_slots(config, model, torch_dtype.itemsize, free - weights, config.mini_batches or 2)
-    layers = f"{model.n_layers} layers with K and V, and layers with states" if state else f"{model.n_layers} layers"
-    shape = f"{layers}, {_heads(model)}"
+    shape = f"{_layers(model)}, {_heads(model)}"
     lines = [
         ("model", f"{model.architecture} ({shape}), by the {backend.name} backend"),
         ("weights", f"{format_bytes(weights)} on {device.type}, {stored}; activations in {dtype}"),
@@ -74,6 +74,7 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
 def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype: str) -> None:
     """Raise ConfigError if the weights, or the states that layers may keep, do not fit into the device's free
     memory, CheckpointError if the files lack a tensor. `dtype` is torch's name of the activation dtype."""
+    _check_mtp(config, backend.config, device)
     weights, _ = weights_of(config, backend, device, dtype)
     free = free_memory(device)
     if weights > free:
@@ -87,6 +88,20 @@ def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype
     state_slots(config, backend.config, itemsize, free - weights, config.mini_batches or 1)
     if isinstance(backend.config, ModelConfig):
         check_tensors(backend.source, backend.config)
+
+
+def _check_mtp(config: NodeConfig, model: ModelConfig | HFConfig, device: torch.device) -> None:
+    """Raise ConfigError for an MTP head on a device that does not run it yet."""
+    if model.mtp and device.type != "cpu":
+        raise ConfigError(f"--speculate {config.speculate} runs on a CPU only: use suffix:K, or --device cpu")
+
+
+def _layers(model: ModelConfig | HFConfig) -> str:
+    """The layers of each kind, for people."""
+    n = model.n_layers - model.mtp
+    if model.mtp:
+        return f"{n} layers with K and V, layers with states and an MTP head"
+    return f"{n} layers with K and V, and layers with states" if model.state_bytes(1) else f"{n} layers"
 
 
 def _heads(model: ModelConfig | HFConfig) -> str:

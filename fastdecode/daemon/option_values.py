@@ -47,13 +47,18 @@ def speculation(text: str) -> str:
 
 
 def guesses(text: str) -> int:
-    """The most tokens that "off" or "suffix:K" guesses in a step; 0: none."""
+    """The most tokens that "off", "suffix:K" or "mtp:K" guesses in a step; 0: none."""
     if text == "off":
         return 0
     kind, _, most = text.partition(":")
-    if kind != "suffix" or not 1 <= (value := number(most, int)) <= _MAX_GUESSES:
-        raise ValueError(f"{text!r} is neither off nor suffix:K with K within 1 to {_MAX_GUESSES}")
+    if kind not in ("suffix", "mtp") or not 1 <= (value := number(most, int)) <= _MAX_GUESSES:
+        raise ValueError(f"{text!r} is neither off nor suffix:K nor mtp:K with K within 1 to {_MAX_GUESSES}")
     return value
+
+
+def mtp_drafts(text: str) -> int:
+    """The most tokens that a model's MTP head drafts in a step, by a text that `guesses` can read."""
+    return guesses(text) if text.startswith("mtp:") else 0
 
 
 def port(text: str) -> int:

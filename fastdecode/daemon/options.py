@@ -241,11 +241,11 @@ class NodeOptions:
         choices=("greedy", "stable"),
     )
     speculate: str = _s_option(
-        "suffix:K: guess up to K tokens of a sequence from its own text and verify them in one step, which leaves the "
-        "output as it is; off: guess none",
+        "guess up to K tokens of a sequence and verify them in one step, which leaves the output as it is. suffix:K: "
+        "from the sequence's own text; mtp:K: by the MTP head that ships with the model, on a CPU; off: guess none",
         "off",
         parse=option_values.speculation,
-        metavar="off|suffix:K",
+        metavar="off|suffix:K|mtp:K",
     )
     target_tbt_ms: float = _s_option(
         "milliseconds between two tokens of a stream that should not be exceeded: while a stream runs, prompts are "

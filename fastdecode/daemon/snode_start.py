@@ -13,7 +13,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.discovery import DiscoveryError, FileSet, r_node_set
 from fastdecode.daemon.first_answers import first_answers
 from fastdecode.daemon.model_checks import check_for_model
-from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.option_values import ConfigError, mtp_drafts
 from fastdecode.daemon.process import wait_for_shutdown
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.demo import model_dir
@@ -35,7 +35,7 @@ def run_s_node(config: NodeConfig) -> None:
         sockets = bind(config.host, config.port)
         for sock in sockets:
             stack.callback(sock.close)
-        backend = choose_backend(config.backend, source)
+        backend = choose_backend(config.backend, source).with_mtp(mtp_drafts(config.speculate))
         check_for_model(config, backend.config)
         if not asyncio.run(_check_until_shutdown(config, secret)):
             return

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.sequence import PlannedChunk, Sequence
 
 
-def step_batch(plan: Plan, n_layers: int) -> StepBatch:
-    """The step batch that the S-Part, which has `n_layers` layers, computes for `plan`."""
+def step_batch(plan: Plan, n_layers: int, drafts: int = 0) -> StepBatch:
+    """The step batch that the S-Part, which has `n_layers` layers, computes for `plan`. `drafts`: see StepBatch."""
     chunks = [_chunk(planned) for planned in plan.chunks]
-    return StepBatch(plan.slot, chunks, layer_deadline(plan, n_layers))
+    return StepBatch(plan.slot, chunks, layer_deadline(plan, n_layers), drafts)
 
 
 def _chunk(planned: PlannedChunk) -> Chunk:
@@ -47,6 +47,7 @@ def _chunk(planned: PlannedChunk) -> Chunk:
         cut=seq.overrun,
         long=seq.long,
         slide=seq.slides,
+        following=None if sample else seq.tokens[seq.cached + n_tokens],
         state=_state(seq),
         states_after=() if seq.state is None else seq.state.after(seq.cached, n_tokens),
     )

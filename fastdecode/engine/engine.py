@@ -125,7 +125,7 @@ class Engine:
             limits,
             target_tbt=target_tbt,
             admission=SCHEDULES[schedule](),
-            speculation=Speculation(guesses) if guesses else None,
+            speculation=Speculation(guesses, by_head=spart.config.mtp > 0) if guesses else None,
         )
         self.observer = observer or EngineObserver()
         self.totals = Totals()
@@ -362,8 +362,9 @@ class Engine:
         assert self._runner is not None, "drivers run between start and stop"
         begun = self._clock()
         self._record_started(plan, begun)
+        drafts = self.scheduler.drafts(plan)
         try:
-            output = await self._runner.submit(self.spart.step(step_batch(plan, self.cluster.loads.n_layers)))
+            output = await self._runner.submit(self.spart.step(step_batch(plan, self.cluster.loads.n_layers, drafts)))
         except TransportError as error:
             self._handle_failure(plan, error)
         except Exception:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,10 +48,23 @@ class Backend:
         if self.name == "native":
             from fastdecode.spart.loader import load_model
 
-            return load_model(self.source, device, dtype, progress, weights, adapters, calibration)
+            assert isinstance(self.config, ModelConfig)
+            mtp = self.config.mtp
+            return load_model(self.source, device, dtype, progress, weights, adapters, calibration, mtp)
         from fastdecode.spart.hf.model import load_hf_model
 
         return load_hf_model(self.source.path, device, dtype, progress, weights, adapters)
+
+    def with_mtp(self, drafts: int) -> Backend:
+        """The checkpoint with its MTP head, which drafts `drafts` tokens in a step; 0: without. Raises
+        CheckpointError."""
+        if not drafts:
+            return self
+        if not isinstance(self.config, ModelConfig):
+            raise CheckpointError(
+                f"the transformers backend runs no MTP heads, so {self.config.architecture} cannot draft tokens"
+            )
+        return replace(self, config=self.config.with_mtp(drafts))
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of each linear that adapters may change, by its name. Raises CheckpointError."""

@@ -52,6 +52,7 @@ def load_model(
     weights: str = "auto",
     adapters: Sequence[Adapter] = (),
     calibration: Sequence[int] | None = None,
+    mtp: int = 0,
 ) -> Model:
     """Load a checkpoint for inference.
 
@@ -59,11 +60,14 @@ def load_model(
     "auto" (see choose_dtype). `weights` is the format of the linears in memory: "auto" (as stored), "dense" (in
     `dtype`), "int8" or "int4" (rounded at load). `progress` shows a progress bar on stderr. `adapters` are LoRA
     adapters that chunks may use. `calibration` are the tokens of a text by which "int4" rounds the blocks
-    (calibration.py); without them each weight is rounded to the nearest number. Raises CheckpointError; if a
-    tensor is missing or has another shape, the message names it.
+    (calibration.py); without them each weight is rounded to the nearest number. `mtp`: the tokens that the model's MTP
+    head drafts in a step; 0: the head is left aside. Raises CheckpointError; if a tensor is missing or has another
+    shape, the message names it.
     """
     source, device = open_source(model), torch.device(device)
     config = read_config(source)
+    if mtp:
+        config = config.with_mtp(mtp)
     if isinstance(dtype, str):
         dtype = choose_dtype(dtype, config.dtype, device)
     checkpoint = open_checkpoint(source, config)
@@ -173,6 +177,8 @@ def _match(shapes: dict[str, tuple[int, ...]], checkpoint: Checkpoint, config: M
     """Raise CheckpointError for a tensor that is missing or has another shape; warn of tensors that are not used."""
     have = checkpoint.names()
     if missing := [name for name in shapes if name not in have]:
+        if (mtp := config.names.mtp) is not None and missing[0] == f"{mtp.embedding_norm}.weight":
+            raise CheckpointError(f"the checkpoint has no MTP head to draft tokens: it lacks the tensor {missing[0]!r}")
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
     for name, shape in shapes.items():
@@ -399,6 +405,10 @@ def _return_free_memory() -> None:
 
 def _weight_bytes(weights: Weights) -> int:
     linears = [weights.head, weights.project_in, weights.project_out]
-    linears += [linear for block in weights.blocks for linear in block.mixing]
-    mlps = sum(block.mlp.nbytes for block in weights.blocks)
+    blocks = weights.blocks
+    if weights.mtp is not None:
+        linears.append(weights.mtp.fc)
+        blocks = [*blocks, weights.mtp.layer]
+    linears += [linear for block in blocks for linear in block.mixing]
+    mlps = sum(block.mlp.nbytes for block in blocks)
     return weights.embedding.nbytes + mlps + sum(linear.nbytes for linear in linears if linear is not None)

@@ -47,6 +47,7 @@ class AttentionShape:
     index_heads: int = 0
     index_size: int = 0
     index_topk: int = 0
+    mtp: int = 0  # tokens that an MTP head drafts in a step; the last layers, as many, are its passes
 
     @property
     def kv_layers(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import pytest
 from models.checkpoints import make_checkpoint, make_model
 from models.gguf_made import write_gguf
 from models.hf_models import save_model
+from models.mtp_made import make_head
 
 from fastdecode.daemon.check import report
 from fastdecode.daemon.check_model import rows
@@ -22,6 +23,7 @@ from fastdecode.daemon.snode_start import run_s_node
 from fastdecode.demo import model_dir
 from fastdecode.spart import load_model
 from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.loader import parameter_count
 
 pytestmark = pytest.mark.quick
@@ -148,3 +150,33 @@ def test_v_that_is_a_part_of_k_has_the_format_of_k(tmp_path):
     assert "KV int8" in lines and "KV int8-int4" not in lines
     with pytest.raises(ConfigError, match="whose V is a part of K and is stored with it: use one of fp32, "):
         rows(NodeConfig(model=path, kv_dtype="int8-int4"), backend)
+
+
+def test_an_mtp_head_counts_with_its_weights_and_its_kv(tmp_path):
+    directory = make_checkpoint("qwen3.5")
+    path = make_head(directory).save(directory, tmp_path / "m")
+    plain, heads = (
+        report(NodeConfig(role="s", model=path, dtype="fp32", device="cpu", speculate=text))
+        for text in ("off", "mtp:2")
+    )
+    # Two layers attend, and the head is a third; 2 KV heads of K and V, 32 elements of 4 bytes.
+    for said, layers in ((plain, 2), (heads, 3)):
+        assert f"{layers * 2 * 2 * 32 * 4 / 1024:.1f} KiB per token" in said
+    number = float(re.search(r"weights +([\d.]+) MiB", heads).group(1))
+    held = 4 * load_model(path, dtype="fp32", mtp=2).parameters
+    assert number * 2**20 == pytest.approx(held, rel=0.05) and held > 1.15 * 4 * load_model(path).parameters
+    assert "2 layers with K and V, layers with states and an MTP head" in heads
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "says"),
+    [
+        ("qwen3.5", "auto", "the checkpoint has no MTP head to draft tokens"),
+        ("llama-gqa", "auto", "an MTP head of LlamaForCausalLM is not supported"),
+        ("qwen3.5", "transformers", "the transformers backend runs no MTP heads"),
+    ],
+)
+def test_a_model_without_an_mtp_head_is_refused(name, backend, says):
+    config = NodeConfig(role="s", model=make_checkpoint(name), backend=backend, device="cpu", speculate="mtp:2")
+    with pytest.raises(CheckpointError, match=says):
+        report(config)

@@ -321,6 +321,12 @@ class Scheduler:
         chunk.seq.overrun = len(drawn) <= len(chunk.guesses)
         return drawn
 
+    def drafts(self, plan: Plan) -> int:
+        """The tokens that the model's MTP head shall draft at the end of a step; see Speculation.drafts."""
+        if self.speculation is None:
+            return 0
+        return self.speculation.drafts([chunk.seq for chunk in plan.chunks if chunk.sample])
+
     def recompute(self, plan: Plan) -> None:
         """Requeue the sequences of a step whose R-node was lost."""
         self._end_step(plan)

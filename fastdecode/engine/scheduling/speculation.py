@@ -1,7 +1,10 @@
 """Speculative decoding: guesses of a sequence's next tokens, which one step verifies together.
 
-The guesses are the tokens that followed the last occurrence of the sequence's last tokens in the sequence itself
-(prompt lookup, Saxena 2023; suffix decoding, arXiv 2411.04975). They suit summaries that quote and edited code.
+With --speculate suffix:K the guesses are the tokens that followed the last occurrence of the sequence's last tokens in
+the sequence itself (prompt lookup, Saxena 2023; suffix decoding, arXiv 2411.04975). They suit summaries that quote and
+edited code. With --speculate mtp:K the model's own MTP head (multi-token prediction, DeepSeek-V3, arXiv 2412.19437)
+drafts the guesses at the end of the step before.
+
 The guessed tokens are rows of the step behind the last token's own row. Every row draws the token that follows it, by
 the random numbers of its index, so a guess is right if the row before it has drawn it, and the output is the same as
 without guesses. The R-node drops the rows of wrong guesses when the sequence goes on (FD_ROW_CUT).
@@ -32,9 +35,9 @@ _UNKNOWN_COST = 0.25
 class Speculation:
     """How many tokens to guess for each sequence of a step."""
 
-    def __init__(self, most: int):
-        """`most`: guesses of a sequence in one step."""
-        self.most = most
+    def __init__(self, most: int, by_head: bool = False):
+        """`most`: guesses of a sequence in one step. `by_head`: the model's MTP head makes them."""
+        self.most, self.by_head = most, by_head
         self.guessed = self.right = 0  # counts of tokens
         self._steps = Line()  # seconds of a step that only decodes, by its rows
 
@@ -43,17 +46,28 @@ class Speculation:
 
         A sequence whose logits depend on the tokens before, by penalties or a grammar, gets none.
         """
-        if seq.constraints is not None or (seq.rules is not None and seq.rules.penalises):
+        if _depends_on_tokens(seq):
             return []
         guesser = seq.guesser
         guesser.idle += 1
         # The last token that a sequence generates is not cached, so no row follows it.
         most = min(self.most, rows, seq.max_new - seq.n_generated - 1)
         n = min(most, self._worth(guesser.rate, n_decoding) or guesser.idle // _RETRY_AFTER)
-        guesses = guesser.guess(seq.tokens, n) if n > 0 else []
+        if n <= 0:
+            return []
+        guesses = guesser.drafted(len(seq.tokens), n) if self.by_head else guesser.guess(seq.tokens, n)
         if guesses:
             guesser.idle = 0
         return guesses
+
+    def drafts(self, seqs: list[Sequence]) -> int:
+        """The most tokens that the MTP head shall draft for any of the sequences that draw a token in a step, for their
+        guesses in the next one. 0: guesses would not pay, so the head only stores its K and V."""
+        if not self.by_head:
+            return 0
+        guessers = [seq.guesser for seq in seqs if not _depends_on_tokens(seq)]
+        worth = (self._worth(one.rate, len(seqs)) or (one.idle + 1) // _RETRY_AFTER for one in guessers)
+        return min(self.most, max(worth, default=0))
 
     def _worth(self, rate: float, n_decoding: int) -> int:
         """The largest j for which rate^j exceeds the cost of a row as a share of a token's time."""
@@ -75,6 +89,12 @@ class Speculation:
                 break
             drawn.append(following)
         seq.guesser.judged(len(drawn) - 1, len(first.after_drafts))
+        seq.guesser.drafts = len(seq.tokens) + len(drawn), drawn[-1].drafts
         self.guessed += len(first.after_drafts)
         self.right += len(drawn) - 1
         return drawn
+
+
+def _depends_on_tokens(seq: Sequence) -> bool:
+    """True if the logits depend on the tokens before, by penalties or a grammar."""
+    return seq.constraints is not None or (seq.rules is not None and seq.rules.penalises)

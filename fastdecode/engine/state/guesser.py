@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 #: Tokens that must occur twice before a guess is made.
@@ -20,6 +21,8 @@ class Guesser:
 
     rate: float = _FIRST_RATE  # the share of right guesses; the last guesses weigh most
     idle: int = 0  # tokens since the last guess
+    #: What the model's MTP head expects after the first so many of the sequence's tokens.
+    drafts: tuple[int, Sequence[int]] = (0, ())
     _followers: dict[tuple[int, ...], int] = field(default_factory=dict)  # tokens -> index of the token after them
     _indexed: int = _MATCH
 
@@ -34,6 +37,11 @@ class Guesser:
             return []
         period = len(tokens) - start  # a guess beyond the last token repeats the tokens from `start` on
         return [tokens[start + i % period] for i in range(n)]
+
+    def drafted(self, n_tokens: int, n: int) -> list[int]:
+        """At most `n` tokens that the MTP head expects after the sequence's `n_tokens` tokens."""
+        after, drafts = self.drafts
+        return list(drafts[:n]) if after == n_tokens else []
 
     def judged(self, n_right: int, n: int) -> None:
         """Record that the first `n_right` of `n` guesses were right."""

@@ -6,7 +6,7 @@ config.json.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
 from fastdecode.spart.shape import AttentionShape
@@ -118,6 +118,17 @@ class DeltaNames:
 
 
 @dataclass(frozen=True, slots=True)
+class MTPNames:
+    """The names of the parameters of an MTP head (multi-token prediction), whose block has the names of TensorNames."""
+
+    block: str
+    fc: str  # weight [hidden_size, 2 * hidden_size]: of the next token's embedding, then of the hidden state
+    embedding_norm: str
+    hidden_norm: str
+    final_norm: str
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """The names that a family's checkpoints give to the model's parameters.
 
@@ -151,6 +162,7 @@ class TensorNames:
     shared_down: str | None = None
     shared_gate: str | None = None  # weight [1, hidden_size]
     delta: DeltaNames | None = None
+    mtp: MTPNames | None = None  # read if ModelConfig.mtp
     #: The beginnings of the names of tensors that are left aside: those of drafts; "": of other parts than text.
     aside: tuple[str, ...] = ()
 
@@ -214,7 +226,24 @@ class ModelConfig(AttentionShape):
     @property
     def n_blocks(self) -> int:
         """The number of transformer blocks; `n_layers` of them attend."""
-        return self.n_layers + (len(self.delta.blocks) if self.delta else 0)
+        return self.n_layers - self.mtp + (len(self.delta.blocks) if self.delta else 0)
+
+    def with_mtp(self, drafts: int) -> ModelConfig:
+        """The model with its MTP head, which drafts `drafts` tokens in a step.
+
+        On the links each pass of the head is one more layer. The first one stores K and V, the others attend to these.
+        """
+        if self.names.mtp is None:
+            raise CheckpointError(f"an MTP head of {self.architecture} is not supported")
+        first = self.n_layers
+        kv_layers = (*self.kv_layers, *[first] * drafts) if drafts > 1 else self.options.kv_layers
+        return replace(
+            self,
+            mtp=drafts,
+            n_layers=first + drafts,
+            windows=(*self.windows, *[0] * drafts),
+            options=replace(self.options, kv_layers=kv_layers),
+        )
 
     def state_bytes(self, itemsize: int) -> int:
         return self.delta.state_bytes(itemsize) if self.delta else 0

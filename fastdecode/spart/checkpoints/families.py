@@ -17,6 +17,7 @@ from fastdecode.spart.checkpoints.config import (
     DeltaRule,
     Experts,
     ModelConfig,
+    MTPNames,
     TensorNames,
     check_layers,
 )
@@ -335,6 +336,13 @@ QWEN3_5_NAMES = replace(
     shared_down="mlp.shared_expert.down_proj",
     shared_gate="mlp.shared_expert_gate",
     delta=_QWEN3_5_DELTA,
+    mtp=MTPNames(
+        block="mtp.layers.0.",
+        fc="mtp.fc",
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        final_norm="mtp.norm",
+    ),
     aside=("mtp.",),
 )
 QWEN3_NEXT_NAMES = replace(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from functools import partial
+from typing import TypeVar, cast
 
 import torch
 
@@ -30,6 +31,8 @@ from fastdecode.spart.prefill.prompt import PromptCache
 from fastdecode.spart.states.pool import StatePool
 from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
 from fastdecode.transports.base import DataPath, Pending
+
+_Result = TypeVar("_Result")
 
 
 class SPart:
@@ -85,15 +88,18 @@ class SPart:
         try:
             exchange.arm()
             state = self._begin(rows, exchange)
-            with closing(state.layers(clock, batch.layer_timeout)) as layers:
-                for _ in layers:
-                    clock.interval_ended()
-                    clock.waits((yield exchange.pending))
-                    while not exchange.ready:
-                        yield exchange.pending
-                    exchange.wait(batch.layer_timeout)
-                    clock.replied()
+            timeout = batch.layer_timeout
+            yield from _exchanged(state.layers(clock, timeout), exchange, clock, timeout)
             logits = state.logits()
+            drawn: list[Sampled] | None = None
+            if self._config.mtp:
+                assert isinstance(state, StepState), "ModelConfig.with_mtp is of the native decoder"
+                scores = rows.scorer(state.scored_logits, rows.uploaded)
+                drawn = _draw(logits, rows)
+                passes = state.draft(rows.following(drawn), batch.drafts if drawn else 0, timeout)
+                drafts = yield from _exchanged(passes, exchange, clock, timeout)
+                for one, tokens in zip(drawn, drafts.tolist(), strict=True):
+                    one.drafts = tokens
             exchange.finish()
             while not exchange.ready:
                 yield exchange.pending
@@ -105,12 +111,13 @@ class SPart:
             raise
         link_costs = exchange.disarm()
         self._end_chunks(rows, exchange)
-        sampled = self._sample(logits, rows)
-        scores = rows.scorer(state.scored_logits, rows.uploaded)
+        if drawn is None:
+            drawn = _draw(logits, rows)
+            scores = rows.scorer(state.scored_logits, rows.uploaded)
         clock.interval_ended()
         return StepOutput(
             scores=scores,
-            sampled=sampled,
+            sampled=rows.per_chunk(drawn),
             s_seconds=clock.s_seconds,
             r_wait_seconds=clock.r_wait_seconds,
             kv_bytes=sum(times.kv_bytes for times in link_costs.values()),
@@ -206,10 +213,27 @@ class SPart:
             views = self._views[index, slot] = SlotViews(link, slot)
         return views
 
-    def _sample(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled | None]:
-        """Draw a token after each chunk that asks for one, and after its drafts, from logits [rows.n_drawn, vocab_size]
-        in fp32 or the activation dtype.
 
-        Returns one Sampled or None for each chunk.
-        """
-        return rows.per_chunk(rows.sampler(logits, rows.uploaded) if rows.n_drawn else [])
+def _draw(logits: torch.Tensor, rows: StepRows) -> list[Sampled]:
+    """Draw a token after each chunk that asks for one, and after its drafts, from logits [rows.n_drawn, vocab_size] in
+    fp32 or the activation dtype."""
+    return rows.sampler(logits, rows.uploaded) if rows.n_drawn else []
+
+
+def _exchanged(
+    layers: Generator[None, None, _Result], exchange: Exchange, clock: StepClock, timeout: float
+) -> Generator[Pending, float | None, _Result]:
+    """Wait for the R-nodes wherever `layers` stops, with `timeout` seconds for each layer. Yields as SPart.step does.
+    Returns the result of `layers`."""
+    with closing(layers):
+        while True:
+            try:
+                next(layers)
+            except StopIteration as stop:
+                return cast(_Result, stop.value)
+            clock.interval_ended()
+            clock.waits((yield exchange.pending))
+            while not exchange.ready:
+                yield exchange.pending
+            exchange.wait(timeout)
+            clock.replied()

@@ -107,6 +107,7 @@ class StepState:
     ):
         c = layers.model.config
         self._decoder, self._ops, self._config = layers, layers.ops, c
+        self._positions, self._long = uploaded["positions"], uploaded.get("long")
         self._prompts, self._exchange, self._adapters, self._states = prompts, exchange, adapters, states
         self._gate: torch.Tensor | None = None  # of the layer's heads, [n, n_q_heads * head_size]
         positions = uploaded["positions"]
@@ -115,7 +116,7 @@ class StepState:
         self.x = layers.embed(uploaded["tokens"], positions)
         self._o = exchange.o
         self.heads = RowHeads(exchange.q, exchange.kv, c)
-        self._angles = layers.rope.angles(positions, uploaded.get("long")) if layers.rope else None
+        self._angles = layers.rope.angles(positions, self._long) if layers.rope else None
         self._layers, self._between = layers.layers, layers.between
         self._joints, self._joint_rows = layers.joints, None
         if layers.joints is not None and adapters is None and self._angles is not None:
@@ -157,6 +158,58 @@ class StepState:
 
     def scored_logits(self, rows: slice) -> torch.Tensor:
         return self._decoder.head(self.x, self._scored_rows[rows]).float()
+
+    def draft(self, following: torch.Tensor, n: int, timeout: float) -> Generator[None, None, torch.Tensor]:
+        """The passes of the MTP head, after all layers. `following` int64 [rows] has the token after each row.
+
+        Returns the `n` tokens that the head expects after each drawn token, int64 [drawn rows, n]. The first pass
+        stores K and V of all rows. Later passes go on from the drawn rows alone: their queries attend to the K and V of
+        the first pass. Passes beyond the n-th only complete the step. Each pass has `timeout` seconds, and stops as
+        `layers` does.
+        """
+        w, exchange, drawn = self._decoder.weights, self._exchange, self._drawn_rows
+        assert w.mtp is not None and w.final_norm is not None, "ModelConfig.mtp says that there is a head"
+        self._adapters = None  # the head is not adapted
+        self.x = self._mtp_inputs(following, self._ops.norm(self.x, w.final_norm))
+        self.project(w.mtp.layer)
+        drafts = []
+        for i in range(self._config.mtp):
+            exchange.post(len(self._layers) + i, timeout)
+            if i == 0 or i < n:  # the first pass also stages the K and V of prompts
+                self.attend_prompts(len(self._layers) + i)
+            yield
+            if i >= n:
+                continue
+            if i == 0:
+                self._narrow(drawn)
+            self._o = exchange.o.index_select(0, drawn)
+            self.finish(w.mtp.layer)
+            hidden = self._ops.norm(self.x, w.mtp.final_norm)
+            drafts.append(w.head(hidden).argmax(dim=1))
+            if i + 1 < n:
+                self.x = self._mtp_inputs(drafts[-1], hidden)
+                if self._decoder.rope is not None:
+                    long = None if self._long is None else self._long.index_select(0, drawn)
+                    self._angles = self._decoder.rope.angles(self._positions.index_select(0, drawn) + i + 1, long)
+                self.project(w.mtp.layer)
+                exchange.q.index_copy_(0, drawn, self.heads.q)
+        return torch.stack(drafts, dim=1) if drafts else drawn.new_empty(len(drawn), 0)
+
+    def _mtp_inputs(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """tokens [n] and the normalised hidden states before them [n, hidden_size] -> the input of the head's layer."""
+        mtp = self._decoder.weights.mtp
+        assert mtp is not None
+        embedded = self._decoder.embed(tokens, tokens)
+        pairs = self._ops.norm(embedded, mtp.embedding_norm), self._ops.norm(hidden, mtp.hidden_norm)
+        return mtp.fc(torch.cat(pairs, dim=1))
+
+    def _narrow(self, rows: torch.Tensor) -> None:
+        """Go on with some rows alone, int64 [n], whose heads get memory of their own."""
+        self.x = self.x.index_select(0, rows)
+        if self._gate is not None:
+            self._gate = self._gate.index_select(0, rows)
+        q, kv = (heads.new_empty(len(rows), heads.shape[1]) for heads in (self.heads.q, self.heads.kv))
+        self.heads = RowHeads(q, kv, self._config)
 
     def keep(self, rows: torch.Tensor) -> bool:
         """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a

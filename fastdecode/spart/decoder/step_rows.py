@@ -77,6 +77,7 @@ class StepRows:
         self.specs = specs  # of each token to draw
         self.n_drawn = len(specs)
         table.add("last rows", np.array(last_rows, np.int64))
+        self._last_rows, self._stops = last_rows, stops
         if any(chunk.long for chunk in chunks):
             table.add("long", np.array([chunk.long for chunk in chunks], dtype=np.int64).repeat(lengths))
         self.states = StateRows(states, chunks, starts, table) if states is not None else None
@@ -95,6 +96,15 @@ class StepRows:
         self.adapters = self._adapter_rows.on_device(self.uploaded)
         if self.states is not None:
             self.states.on_device(self.uploaded)
+
+    def following(self, drawn: list[Sampled]) -> torch.Tensor:
+        """The token after each row, int64 [rows] on the host: a drawn one, or one that the step's batch has; 0 where
+        there is none."""
+        tokens = self.table["tokens"]
+        following = np.append(tokens[1:], 0)
+        following[np.array(self._stops) - 1] = [chunk.following or 0 for chunk in self.chunks]
+        following[self._last_rows] = [max(one.token, 0) for one in drawn]  # -1 where no token could be drawn
+        return torch.from_numpy(following)
 
     def elapsed(self) -> float:
         """Seconds since the step began."""

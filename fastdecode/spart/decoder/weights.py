@@ -82,6 +82,17 @@ class Layer(Block):
         return self.qkv, self.o
 
 
+@dataclass(slots=True, kw_only=True)
+class MTPHead:
+    """The head that drafts a token from a row's hidden state and the token after the row."""
+
+    embedding_norm: Norm
+    hidden_norm: Norm
+    fc: Linear  # of the normalised embedding, then of the normalised hidden state
+    layer: Layer
+    final_norm: Norm
+
+
 @dataclass(slots=True)
 class Weights:
     """All parameters of a model."""
@@ -93,6 +104,7 @@ class Weights:
     final_norm: Norm | None
     project_out: Linear | None
     head: Linear
+    mtp: MTPHead | None = None
 
     @property
     def layers(self) -> list[Layer]:
@@ -204,24 +216,47 @@ class Blueprint:
         for i in range(c.n_blocks):
             weights.blocks.append(self._block(reader, i))
             reader.block_read(weights, i)
+        if c.mtp:
+            weights.mtp = self._mtp(reader)
         return weights
 
+    def _mtp(self, reader: ParameterReader) -> MTPHead:
+        c, names = self._config, self._config.names.mtp
+        assert names is not None, "ModelConfig.with_mtp has refused a model without such names"
+        return MTPHead(
+            embedding_norm=self._norm(reader, names.embedding_norm),
+            hidden_norm=self._norm(reader, names.hidden_norm),
+            fc=reader.linear([names.fc], [c.hidden_size], 2 * c.hidden_size, bias=False, layer=True),
+            layer=self._attending(reader, names.block, c.experts is not None),
+            final_norm=self._norm(reader, names.final_norm),
+        )
+
     def _block(self, reader: ParameterReader, index: int) -> Block:
-        c, names = self._config, self._config.names
-        block = names.block.replace("{i}", str(index))
+        c = self._config
+        block = c.names.block.replace("{i}", str(index))
         has_experts = c.experts is not None and index not in c.experts.dense_layers
-        common: dict[str, Any] = {
+        at_end = min(index, c.n_layers - 1 - index) < c.n_layers // _BLOCKS_OF_AN_END
+        if c.delta is not None and index in c.delta.blocks:
+            common = self._common(reader, block, has_experts, at_end)
+            return StateBlock(**common, delta=self._delta(reader, c.delta, block))
+        return self._attending(reader, block, has_experts, at_end)
+
+    def _common(self, reader: ParameterReader, block: str, has_experts: bool, at_end: bool) -> dict[str, Any]:
+        """The parameters that blocks of every kind have. `at_end`: the block is one of the first or last of a model."""
+        names = self._config.names
+        return {
             "attention_norm": self._norm(reader, f"{block}{names.attention_norm}"),
             "mlp_norm": self._norm(reader, f"{block}{names.mlp_norm}"),
-            "mlp": self._mixture(reader, block) if has_experts else self._mlp(reader, index, block),
+            "mlp": self._mixture(reader, block) if has_experts else self._mlp(reader, block, at_end),
         }
-        if c.delta is not None and index in c.delta.blocks:
-            return StateBlock(**common, delta=self._delta(reader, c.delta, block))
+
+    def _attending(self, reader: ParameterReader, block: str, has_experts: bool, at_end: bool = False) -> Layer:
+        c, names = self._config, self._config.names
         q_size, kv_size = c.n_q_heads * c.head_size, c.n_kv_heads * c.head_size
         sizes = [2 * q_size if c.output_gate else q_size, kv_size, kv_size]
         qkv = [f"{block}{name}" for name in names.qkv]
         return Layer(
-            **common,
+            **self._common(reader, block, has_experts, at_end),
             qkv=_block_linear(reader, qkv, sizes, c.hidden_size, c.qkv_bias, precise=_V),
             q_norm=self._head_norm(reader, f"{block}{names.q_norm}") if c.qk_norm else None,
             k_norm=self._head_norm(reader, f"{block}{names.k_norm}") if c.qk_norm else None,
@@ -245,10 +280,9 @@ class Blueprint:
             out=reader.linear([f"{block}{names.out}"], [hidden], rule.v_width, bias=False, layer=True),
         )
 
-    def _mlp(self, reader: ParameterReader, index: int, block: str) -> MLP:
+    def _mlp(self, reader: ParameterReader, block: str, at_end: bool) -> MLP:
         c, names = self._config, self._config.names
         up, sizes = [f"{block}{name}" for name in names.up], [c.intermediate_size] * (2 if c.gated else 1)
-        at_end = min(index, c.n_layers - 1 - index) < c.n_layers // _BLOCKS_OF_AN_END
         down, precise = [f"{block}{names.down}"], 0 if at_end else None
         return MLP(
             _block_linear(reader, up, sizes, c.hidden_size, c.mlp_bias),

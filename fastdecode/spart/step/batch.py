@@ -37,6 +37,7 @@ class Chunk:
     #: (n, slot) in ascending order: the state after the chunk's first n tokens goes to that slot. The last one is for
     #: all tokens. Empty: the state after all of them goes to `state`.
     states_after: tuple[tuple[int, int], ...] = ()
+    following: int | None = None  # without `sample`: the token after the chunk, if it is known, for an MTP head
     slide: bool = False  # no row before `pos` will come: the R-node gives back the pages that no later row sees
 
 
@@ -87,6 +88,7 @@ class StepBatch:
     slot: int  # the mini-batch's slot on every link
     chunks: list[Chunk]
     layer_timeout: float = 60.0  # seconds that an R-node may take for a layer, and to accept the step
+    drafts: int = 0  # the most tokens to draft after each drawn token, at most ModelConfig.mtp
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ class Sampled:
     error: str | None = None  # the logits of this row are not finite; other rows of the step may be sound
     #: The tokens drawn after each of the chunk's guesses; such a token counts if the guesses up to it are right.
     after_drafts: Sequence[Sampled] = ()
+    drafts: Sequence[int] = ()  # the tokens that the model's MTP head expects after this one; see StepBatch.drafts
 
 
 @dataclass(slots=True)

@@ -31,12 +31,13 @@ async def real_engine(
     backend: str = "native",
     adapters: Sequence[Adapter] = (),
     state_slots: int = 0,
+    mtp: int = 0,
     **options: Any,
 ) -> AsyncIterator[Engine]:
-    """A started engine. Its R-node listens at `url`, or it uses the one at `r_nodes`, or the team of these. `options`
-    go to Engine."""
+    """A started engine. Its R-node listens at `url`, or it uses the one at `r_nodes`, or the team of these. `mtp`:
+    guesses of the model's MTP head. `options` go to Engine."""
     torch.set_num_threads(1)
-    chosen = choose_backend(backend, checkpoint)
+    chosen = choose_backend(backend, checkpoint).with_mtp(mtp)
     model = chosen.load(torch.device("cpu"), torch.float32, adapters=adapters)
     hello = model.hello(
         n_slots=mini_batches,
@@ -58,6 +59,7 @@ async def real_engine(
             mini_batches=mini_batches,
             max_batch_size=max_batch_size,
             max_batch_tokens=max_batch_tokens,
+            **({"guesses": mtp} if mtp else {}),
             **options,
         )
         await engine.start()

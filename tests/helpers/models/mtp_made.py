@@ -1,0 +1,103 @@
+"""MTP heads (multi-token prediction) for checkpoints of Qwen3.5 and Qwen3-Next, of transformers' own modules.
+
+transformers leaves these heads aside, so `MTPHead` is the reference for them: the next token's embedding and the hidden
+state, each normalised, side by side, pass a linear, a block that attends and a norm before the model's LM head.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.checkpoints import reference
+
+
+class MTPHead(torch.nn.Module):
+    """A random head of `model`, in fp32."""
+
+    def __init__(self, model: Any, seed: int = 0):
+        super().__init__()
+        object.__setattr__(self, "model", model)  # not a part of the head
+        config = model.config
+        modules = importlib.import_module(type(model).__module__)
+        prefix = type(model).__name__.removesuffix("ForCausalLM")
+        norm = getattr(modules, f"{prefix}RMSNorm")
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            attends = config.layer_types.index("full_attention")
+            self.layers = torch.nn.ModuleList([getattr(modules, f"{prefix}DecoderLayer")(config, attends)])
+            self.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+                setattr(self, name, norm(config.hidden_size, eps=config.rms_norm_eps))
+            for parameter in self.parameters():
+                if parameter.ndim == 1:
+                    torch.nn.init.normal_(parameter, 0.0, 0.2)
+                else:
+                    torch.nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
+
+    def inputs(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What the block gets for tokens [n] and the hidden states before them [n, hidden_size]."""
+        embedded = self.pre_fc_norm_embedding(self.model.model.embed_tokens(tokens))
+        return self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], dim=-1))
+
+    def block(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The head's hidden states for the block's inputs x [n, hidden_size]; row i sees row j where mask[i, j]."""
+        angles = self.model.model.rotary_emb(x[None], torch.arange(len(x))[None])
+        bias = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))[None, None]
+        out = self.layers[0](x[None], position_embeddings=angles, attention_mask=bias)
+        return self.norm(out[0] if out.ndim == 3 else out)
+
+    def hidden_states(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The model's own hidden states before the last of its tokens, [len(tokens) - 1, hidden_size]."""
+        with torch.no_grad():
+            return self.model.model(torch.tensor([list(tokens[:-1])])).last_hidden_state[0]
+
+    @torch.inference_mode()
+    def drafts(self, tokens: Sequence[int], n: int) -> list[int]:
+        """The `n` tokens that the head expects after `tokens`. Later passes see the rows of the first one."""
+        x = self.inputs(torch.tensor(list(tokens[1:])), self.hidden_states(tokens))
+        first = len(x)
+        found: list[int] = []
+        for _ in range(n):
+            mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+            mask[:, first:] = False
+            mask[range(first, len(x)), range(first, len(x))] = False
+            hidden = self.block(x, mask)[-1:]
+            found.append(int(self.model.lm_head(hidden).argmax()))
+            x = torch.cat([x, self.inputs(torch.tensor(found[-1:]), hidden)])
+        return found
+
+    def learn(self, texts: Sequence[Sequence[int]], steps: int) -> None:
+        """Fit the head to what follows in `texts`."""
+        known = [(torch.tensor(list(text)), self.hidden_states(text)) for text in texts]
+        optimiser = torch.optim.Adam(self.parameters(), lr=3e-3)
+        for _ in range(steps):
+            loss = torch.zeros(())
+            for tokens, hidden in known:
+                mask = torch.ones(len(hidden) - 1, len(hidden) - 1, dtype=torch.bool).tril()
+                states = self.block(self.inputs(tokens[1:-1], hidden[:-1]), mask)
+                loss = loss + torch.nn.functional.cross_entropy(self.model.lm_head(states), tokens[2:])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+
+    def save(self, directory: Path, target: Path) -> Path:
+        """Copy the checkpoint in `directory` to `target`, with this head. Returns `target`."""
+        shutil.copytree(directory, target)
+        tensors = load_file(target / "model.safetensors")
+        tensors |= {f"mtp.{name}": tensor.contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, target / "model.safetensors", {"format": "pt"})
+        return target
+
+
+def make_head(directory: Path, seed: int = 0) -> MTPHead:
+    """A random head of the checkpoint in `directory`."""
+    model = reference(directory)
+    model.requires_grad_(False)
+    return MTPHead(model, seed)
