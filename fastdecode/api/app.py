@@ -14,7 +14,14 @@ from fastdecode import __version__
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.endpoints import ApiModel, Endpoints
 from fastdecode.api.errors import MESSAGES_PATH, ApiError, json_response
-from fastdecode.api.middleware import allow_origins, errors_as_json, log_requests, require_key, with_expectations
+from fastdecode.api.middleware import (
+    allow_origins,
+    errors_as_json,
+    log_requests,
+    require_key,
+    require_router,
+    with_expectations,
+)
 from fastdecode.api.page import page_routes
 from fastdecode.api.preparation import Preparation
 from fastdecode.api.reports import ClusterReport, health
@@ -67,6 +74,7 @@ def make_app(
     keep_alive_seconds: float = 15.0,
     stalled_after_seconds: float = 60.0,
     router_secret: bytes | None = None,
+    router_only: bool = False,
     drop_hosted_tools: bool = False,
     one_of: int = 1,
 ) -> web.Application:
@@ -86,6 +94,7 @@ def make_app(
         keep_alive_seconds: a stream without text for this long sends a comment.
         stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
         router_secret: a router that knows it can continue streams of other S-nodes here; None: no router can.
+        router_only: without api_keys, every path but /health requires a router's proof of router_secret.
         drop_hosted_tools: drop tools that only their vendor runs from requests, which are refused otherwise.
         one_of: how many processes serve this API. Several cannot know each other's responses in the background.
     """
@@ -148,7 +157,11 @@ def make_app(
     middlewares += [allow_origins(cors_origins)] if cors_origins else []
     middlewares += [tracing.middleware] if tracing else []
     middlewares += [errors_as_json]
-    middlewares += [require_key(api_keys)] if api_keys else []
+    if api_keys:
+        middlewares += [require_key(api_keys)]
+    elif router_only:
+        assert router_secret is not None, "a router proves a secret"
+        middlewares += [require_router(router_secret)]
     app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
     app[CLOSE] = close
     app.add_routes(

@@ -231,4 +231,5 @@ async def read_body(request: web.Request) -> bytes:
         # A page of another site can make a browser post other content types without permission. For this type the
         # browser asks the server first, which does not permit it (Fetch standard, CORS-safelisted request header).
         raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
-    return await read_bytes(request)
+    body = notes().body
+    return await read_bytes(request) if body is None else body

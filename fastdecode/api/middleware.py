@@ -16,7 +16,8 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Middleware
 
-from fastdecode.api.continuation import Resume
+from fastdecode.api.body import read_bytes
+from fastdecode.api.continuation import HEADER, Resume, is_from_router
 from fastdecode.api.errors import ApiError, from_exception
 from fastdecode.api.page import is_page
 
@@ -38,6 +39,7 @@ class Notes:
     headers: dict[str, str] = field(default_factory=dict)  # headers that the answer gets
     client: str = ""  # a digest of the API key, for fair shares; "": no key was asked for
     logged: dict[str, Any] = field(default_factory=dict)  # fields of the request's line in the access log
+    body: bytes | None = None  # as read_bytes gave it; None: it is yet to be read
     by_router: bool = False  # a router that knows the secret has sent the request
     resume: Resume | None = None  # the stream that the request continues
     handed_over: bool = False  # another S-node continues the stream, because this server is about to end
@@ -150,6 +152,21 @@ def require_key(api_keys: Iterable[str]) -> Middleware:
         return await handler(request)
 
     return check_key
+
+
+def require_router(secret: bytes) -> Middleware:
+    """A middleware that refuses every request, except for /health, without a router's proof that it knows `secret`."""
+
+    @web.middleware
+    async def check_proof(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path != "/health":
+            if HEADER in request.headers:
+                notes().body = await read_bytes(request)
+            if not is_from_router(secret, request.headers, notes().body or b""):
+                raise ApiError(403, "this S-node answers only routers that prove its secret", code="not_from_router")
+        return await handler(request)
+
+    return check_proof
 
 
 def allow_origins(origins: Iterable[str]) -> Middleware:

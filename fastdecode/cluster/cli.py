@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     try:
         config = ClusterConfig.from_file(args.file)
-        rays = _rays()
+        rays = _rays(config)
         with rays.connect(config) as cluster:
             _run(args, config, cluster)
     except ClusterError as error:
@@ -59,7 +60,9 @@ def _count(text: str) -> tuple[str, int]:
     return _ROLES[match[1]], int(match[2])
 
 
-def _rays() -> type[RayCluster]:
+def _rays(config: ClusterConfig) -> type[RayCluster]:
+    """The class, of a Ray that has read its environment as it was imported."""
+    os.environ["RAY_AUTH_MODE"] = config.ray_auth
     try:
         from fastdecode.cluster.rays import RayCluster
     except ModuleNotFoundError as error:

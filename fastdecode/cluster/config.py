@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -20,11 +22,13 @@ from fastdecode.daemon.option_values import parse_bytes
 _OWN_OPTIONS = frozenset(
     ["role", "config", "check", "listen", "r-node", "r-nodes-file", "r-nodes-dns", "partition", "host", "port",
      "secret-file", "insecure", "kv-memory", "threads", "numa-node", "s-threads", "drain-seconds", "ssl-certfile",
-     "ssl-keyfile", "prefill-listen", "prefill-at", "prefill-file"]
+     "ssl-keyfile", "router-only", "prefill-listen", "prefill-at", "prefill-file"]
 )  # fmt: skip
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
 _PLACEMENTS = ("near", "spread")
 _TRANSPORTS = ("auto", "tcp")
+_RAY_AUTHS = ("token", "disabled")
+_LOOPBACK = "127.0.0.0/8"
 _T = TypeVar("_T")
 
 
@@ -84,6 +88,8 @@ class RouterConfig:
 class ClusterConfig:
     """A cluster. `ray_address` is that of Ray's head, "auto": of the cluster that this machine belongs to.
 
+    `ray_auth` is the value of RAY_AUTH_MODE that commands use and demand of every machine. `network` is the one in
+    which each node listens, at its machine's address; None: at the address by which Ray knows the machine.
     `secret_file` is read on every machine; without one the nodes share `made_secret`, which reaches them through Ray.
     `placement`: near keeps nodes on few machines, where shared memory joins them; spread puts them on many.
     `transport`: auto takes shared memory on one machine, RDMA where both ends have it, else TCP.
@@ -91,6 +97,8 @@ class ClusterConfig:
 
     name: str = "fastdecode"
     ray_address: str = "auto"
+    ray_auth: str = "token"
+    network: str | None = None
     secret_file: str | None = None
     placement: str = "near"
     transport: str = "auto"
@@ -107,6 +115,7 @@ class ClusterConfig:
         for key, value, known in (
             ("placement", self.placement, _PLACEMENTS),
             ("transport", self.transport, _TRANSPORTS),
+            ("ray-auth", self.ray_auth, _RAY_AUTHS),
         ):
             if value not in known:
                 raise ClusterError(f"{key}: {value!r} is not one of {', '.join(known)}")
@@ -126,9 +135,20 @@ class ClusterConfig:
                 raise ClusterError(f"{key}: {error}") from None
         if not 0 <= self.router.port <= 65535:
             raise ClusterError(f"router: {self.router.port} is not a TCP port")
+        try:
+            ipaddress.ip_network(self.network or _LOOPBACK)
+        except ValueError:
+            raise ClusterError(f"network: {self.network!r} is not a network such as 10.0.0.0/24") from None
         self.r_options()
         self.s_options()
         self.prefill_options()
+
+    @property
+    def node_network(self) -> str | None:
+        """`network`; without one that of this machine alone, if that is where Ray's head is."""
+        host = urlsplit(f"//{self.ray_address.rpartition('//')[2]}").hostname or ""
+        is_here = host == "localhost" or host.startswith("127.")
+        return _LOOPBACK if self.network is None and is_here else self.network
 
     def r_options(self) -> list[str]:
         """The further options of an R-node, as a command line."""

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import socket
+import subprocess
 import tempfile
 import threading
 import urllib.error
@@ -20,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fastdecode.cluster.config import ClusterConfig, SNodesConfig
 from fastdecode.cluster.directory import Entry, View
@@ -51,6 +52,7 @@ class Host(ABC):
         self._report, self._ray_node = report, ray_node
         self._folder = tempfile.TemporaryDirectory(prefix=f"fastdecode-{config.name}-{name}-")
         self.folder = Path(self._folder.name)
+        self._lifeline = _remove_at_death(self.folder)
         self.port = free_port(machine)
         self._secret_file = config.secret_file or self._keep(config.made_secret)
         self._process = Supervised(f"{config.name}/{name}", self._next_command)
@@ -141,6 +143,7 @@ class Host(ABC):
         status = self._process.stop(seconds + _END_SECONDS)
         self._ended.set()
         self._folder.cleanup()
+        self._lifeline.close()
         return status
 
 
@@ -210,7 +213,7 @@ class SNodeHost(Host):
         threads = [] if s.gpus else ["--s-threads", str(s.cpus)]
         return ["fastdecode.daemon.node", "--role", "s", "--host", self.machine, "--port", str(self.port),
                 "--r-nodes-file", str(self._r_nodes.path), "--connect-seconds", str(self.config.start_seconds),
-                *threads, "--secret-file", self._secret_file, "--drain-seconds", str(s.drain_seconds),
+                *threads, "--secret-file", self._secret_file, "--router-only", "--drain-seconds", str(s.drain_seconds),
                 *self._own_options()]  # fmt: skip
 
     def _own_options(self) -> list[str]:
@@ -331,6 +334,16 @@ class NodeFile:
             os.replace(temporary, self.path)
             self._urls = wanted
         return bool(self._urls)
+
+
+def _remove_at_death(folder: Path) -> IO[bytes]:
+    """Start a shell that removes a folder once this process has ended, however it ends, or has closed the returned end
+    of a pipe. The shell is a grandchild, because Ray kills the children of an actor that it kills."""
+    script = 'exec 3<&0 >/dev/null 2>&1; { cat <&3; rm -rf -- "$0"; } &'
+    with subprocess.Popen(["sh", "-c", script, folder], stdin=subprocess.PIPE, start_new_session=True) as shell:
+        assert shell.stdin is not None, "it is a pipe"
+        lifeline, shell.stdin = shell.stdin, None
+    return lifeline
 
 
 def free_port(address: str) -> int:

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from fastdecode.cluster.config import ClusterConfig, ClusterError
 from fastdecode.cluster.directory import Directory, Entry, View
 from fastdecode.cluster.hosts import HOSTS, Host
+from fastdecode.cluster.reach import address_in
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,10 @@ _POLL_SECONDS = 0.25
 _STRATEGIES = {"near": "PACK", "spread": "SPREAD"}
 #: Memory of an R-node beside its KV-cache.
 _R_NODE_BYTES = 1 << 30
+_GIVE_TOKEN = (
+    "give every machine the same file ~/.ray/auth_token, or set RAY_AUTH_TOKEN_PATH (ray get-auth-token --generate "
+    "makes one)"
+)
 #: Ray places an actor that needs no resource on any machine, whatever machine it is asked for.
 _ROUTER_BYTES = 1 << 20
 
@@ -42,6 +47,7 @@ class DirectoryActor(Directory):
 
     def __init__(self, config: ClusterConfig):
         super().__init__()
+        _check_auth(config)
         self._config = config
 
     def config(self) -> ClusterConfig:
@@ -57,8 +63,10 @@ class HostActor:
     def __init__(self, role: str, name: str, config: ClusterConfig):
         logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
         self._directory: Any = None
+        _check_auth(config)
         context = ray.get_runtime_context()
-        machine = ray.util.get_node_ip_address()
+        network = config.node_network
+        machine = address_in(network) if network is not None else ray.util.get_node_ip_address()
         self._host: Host = HOSTS[role](name, config, self._report, machine, context.get_node_id())
         self._host.start()
 
@@ -117,14 +125,20 @@ class RayCluster:
         began = not ray.is_initialized()
         if began:
             try:
-                ray.init(
-                    address=config.ray_address,
-                    namespace=f"fastdecode-{config.name}",
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ClusterError(f"no Ray cluster at ray-address {config.ray_address!r}: {error}") from None
+                with _without_stderr():
+                    ray.init(
+                        address=config.ray_address,
+                        namespace=f"fastdecode-{config.name}",
+                        log_to_driver=False,
+                        logging_level=logging.ERROR,
+                    )
+            except ray.exceptions.AuthenticationError:
+                raise ClusterError(f"ray-auth is token, but this machine has no Ray token: {_GIVE_TOKEN}") from None
+            except (ConnectionError, RuntimeError, ValueError):
+                raise ClusterError(
+                    f"no Ray cluster answers at ray-address {config.ray_address!r}; if one runs there, its token "
+                    f"differs from this machine's: {_GIVE_TOKEN}"
+                ) from None
         try:
             yield cls(config.name)
         finally:
@@ -180,7 +194,8 @@ class RayCluster:
             counts = {"s": config.s_nodes.count, "p": config.prefill_nodes.count, "r": config.r_nodes.count}
             self._add(config, [role for role, count in counts.items() for _ in range(count)])
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-            self._start(_ROUTER, _ROUTER, config, num_cpus=0, memory=_ROUTER_BYTES, scheduling_strategy=here)
+            router = self._start(_ROUTER, _ROUTER, config, num_cpus=0, memory=_ROUTER_BYTES, scheduling_strategy=here)
+            _answer(router, config.start_seconds)
             self.wait(config)
         except BaseException:
             self.down(drain=False)
@@ -305,20 +320,25 @@ class RayCluster:
             group = max(self._groups(), default=-1) + 1
             self._reserve(group, config, missing)
             actors += [NodeActor(role, _next_number(taken[role]), group, i) for i, role in enumerate(missing)]
+        started = []
         for actor in actors:
             resources = _bundle(config, actor.role)
             strategy = PlacementGroupSchedulingStrategy(
                 get_placement_group(self._group_name(actor.group)), placement_group_bundle_index=actor.bundle
             )
-            self._start(
-                actor.role,
-                actor.name,
-                config,
-                num_cpus=resources["CPU"],
-                num_gpus=resources.get("GPU", 0),
-                memory=resources["memory"],
-                scheduling_strategy=strategy,
+            started.append(
+                self._start(
+                    actor.role,
+                    actor.name,
+                    config,
+                    num_cpus=resources["CPU"],
+                    num_gpus=resources.get("GPU", 0),
+                    memory=resources["memory"],
+                    scheduling_strategy=strategy,
+                )
             )
+        for call in started:
+            _answer(call, config.start_seconds)
 
     def _reserve(self, number: int, config: ClusterConfig, roles: Sequence[str]) -> PlacementGroup:
         """Reserve a bundle for each node. Raises ClusterError if Ray has no room for them."""
@@ -340,15 +360,17 @@ class RayCluster:
         return group
 
     @staticmethod
-    def _start(role: str, name: str, config: ClusterConfig, **resources: Any) -> None:
-        ray.remote(HostActor).options(
+    def _start(role: str, name: str, config: ClusterConfig, **resources: Any) -> Any:
+        """Start a host's actor. Returns the call that ends once the actor is there."""
+        actor = ray.remote(HostActor).options(
             name=name,
             lifetime="detached",
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=4,
             **resources,
-        ).remote(role, name.partition("@")[0], config)
+        )
+        return actor.remote(role, name.partition("@")[0], config).process_ids.remote()
 
     def _groups(self) -> list[int]:
         """The numbers of the cluster's placement groups."""
@@ -379,6 +401,29 @@ def _next_number(taken: set[int]) -> int:
     return number
 
 
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Drop what is written to stderr: no option keeps Ray's C++ from logging each failed try to connect there."""
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def _check_auth(config: ClusterConfig) -> None:
+    """Raises ClusterError if Ray on this machine would answer those who have no token, and cluster.yaml forbids it."""
+    if config.ray_auth == "token" and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        machine = ray.util.get_node_ip_address()
+        raise ClusterError(
+            f"Ray on the machine {machine} asks for no token: start Ray with RAY_AUTH_MODE=token on every machine, or "
+            "write ray-auth: disabled into cluster.yaml"
+        )
+
+
 def _amount(key: str, value: float) -> str:
     return f"{value / 2**30:.1f} GiB" if key == "memory" else f"{value:g}"
 
@@ -390,4 +435,6 @@ def _answer(call: Any, seconds: float = _CALL_SECONDS) -> Any:
     except ray.exceptions.GetTimeoutError:
         raise ClusterError(f"an actor of the cluster did not answer within {seconds:.0f} s") from None
     except ray.exceptions.RayActorError as error:
-        raise ClusterError(f"an actor of the cluster is lost: {str(error).splitlines()[0]}") from None
+        # Ray gives an error of an actor's constructor as text, whose last line has the error's message.
+        _, found, reason = str(error).strip().splitlines()[-1].partition(f"{ClusterError.__name__}: ")
+        raise ClusterError(reason if found else "an actor of the cluster is lost") from None

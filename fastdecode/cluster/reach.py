@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastdecode.cluster.config import ClusterError
 from fastdecode.transports.rdma_devices import list_ports
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -28,6 +31,22 @@ def has_rdma() -> bool:
     except ImportError:
         return False
     return True
+
+
+def address_in(network: str) -> str:
+    """This machine's address in a network: that from which the kernel would send to the network's first address.
+    Raises ClusterError."""
+    wanted = ipaddress.ip_network(network)
+    family = socket.AF_INET6 if wanted.version == 6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
+        try:
+            probe.connect((str(next(iter(wanted.hosts()))), 9))
+            address = str(probe.getsockname()[0])
+        except OSError:
+            address = ""
+    if not address or ipaddress.ip_address(address) not in wanted:
+        raise ClusterError(f"network: the machine {socket.gethostname()} has no address in {network}")
+    return address
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,10 @@ _CHECKS = (
         lambda c: "--ssl-keyfile needs --ssl-certfile",
     ),
     _Check(
+        lambda c: c.router_only and c.secret_file is None,
+        lambda c: "--router-only needs --secret-file, the secret that routers prove",
+    ),
+    _Check(
         lambda c: len(_r_node_options(c)) > 1,
         lambda c: f"{' and '.join(_r_node_options(c)[:2])} each say which R-nodes to use: give one of them",
     ),

@@ -49,7 +49,15 @@ TOPICS = (
     Topic(
         "API",
         ("host", "port", "api_key_file"),
-        ("ssl_certfile", "ssl_keyfile", "cors_origin", "api_processes", "otlp_traces_endpoint", "no_access_log"),
+        (
+            "router_only",
+            "ssl_certfile",
+            "ssl_keyfile",
+            "cors_origin",
+            "api_processes",
+            "otlp_traces_endpoint",
+            "no_access_log",
+        ),
     ),
     Topic(
         "links between nodes",

@@ -103,6 +103,10 @@ class NodeOptions:
     api_key_file: Path | None = _s_file(
         "file with the keys, one a line, of which clients must present one; default: no key is needed"
     )
+    router_only: bool = _s_option(
+        "answer only routers that prove --secret-file, or with --api-key-file only clients with a key; /health is open",
+        False,
+    )
     ssl_certfile: Path | None = _s_file("certificate chain (PEM) with which the API is served over TLS")
     ssl_keyfile: Path | None = _s_file("private key (PEM) of --ssl-certfile; default: it is in that file")
     cors_origin: tuple[str, ...] = _s_option(

@@ -73,6 +73,7 @@ class ApiSettings:
             reasoning_parser=self.config.reasoning_parser,
             defaults=self.defaults,
             router_secret=self.config.read_secret(),
+            router_only=self.config.router_only,
             drop_hosted_tools=self.config.drop_hosted_tools,
             one_of=self.config.api_processes,
         )

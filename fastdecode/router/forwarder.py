@@ -126,7 +126,7 @@ class Forwarder:
         request = relay.request
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
         body = relay.body
-        if self._secret is not None and body:
+        if self._secret is not None:
             headers[HEADER] = router_proof(self._secret, body)
         self._metrics.requests.labels(s_node.url).inc()
         asking = self._session.request(

@@ -19,7 +19,7 @@ from fastdecode.cluster.cli import main
 from fastdecode.cluster.config import ClusterConfig, ClusterError, PrefillNodesConfig
 from fastdecode.cluster.directory import Directory, Entry, View
 from fastdecode.cluster.hosts import NodeFile
-from fastdecode.cluster.reach import Reach, boot_id
+from fastdecode.cluster.reach import Reach, address_in, boot_id
 from fastdecode.cluster.supervised import Supervised
 from fastdecode.cluster.table import table
 from fastdecode.daemon.config import NodeConfig
@@ -69,6 +69,9 @@ def test_a_file_is_a_configuration(tmp_path):
         ("r-nodes: 4", "r-nodes must be a mapping"),
         ("name: Ünsinn", "is not a word of lower-case letters"),
         ("placement: far", "'far' is not one of near, spread"),
+        ("ray-auth: none", "'none' is not one of token, disabled"),
+        ("network: 10.0.0.1/24", "'10.0.0.1/24' is not a network such as"),
+        ("s-nodes: {options: {router-only: true}}", "options: router-only is set by the cluster"),
         ("router: {port: 123456}", "123456 is not a TCP port"),
         ("a: [", "is not YAML"),
     ],
@@ -101,6 +104,29 @@ main(["status", {str(path)!r}])
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and "pip install 'fastdecode[ray]'" in ended.stderr
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("address", "network", "wanted"),
+    [
+        ("auto", None, None),
+        ("10.0.0.1:6379", None, None),
+        ("127.0.0.1:6379", None, "127.0.0.0/8"),
+        ("localhost:6379", None, "127.0.0.0/8"),
+        ("ray://127.0.0.1:10001", None, "127.0.0.0/8"),
+        ("127.0.0.1:6379", "10.0.0.0/24", "10.0.0.0/24"),
+    ],
+)
+def test_nodes_listen_in_the_network_of_the_file(address, network, wanted):
+    assert ClusterConfig(ray_address=address, network=network).node_network == wanted
+
+
+@pytest.mark.quick
+def test_a_machine_has_an_address_in_its_networks_only():
+    assert address_in("127.0.0.0/8") == "127.0.0.1"
+    with pytest.raises(ClusterError, match=r"has no address in 198\.51\.100\.0/24"):  # a network of examples, RFC 5737
+        address_in("198.51.100.0/24")
 
 
 # ---- the directory, and what is made of it ----
@@ -223,6 +249,28 @@ def test_the_table_adds_up_what_s_nodes_say_of_an_r_node():
 
 
 # ---- supervision ----
+
+
+def test_a_host_that_is_killed_leaves_no_folder(tmp_path):
+    script = """
+from fastdecode.cluster import hosts
+from fastdecode.cluster.config import ClusterConfig
+host = hosts.HOSTS["s"]("s0", ClusterConfig(), lambda entry: None, "127.0.0.1")
+print(host.folder, flush=True)
+input()
+"""
+    host = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    folder = Path(host.stdout.readline().strip())
+    assert folder.parent == tmp_path and (folder / "secret").exists()
+    host.kill()
+    host.communicate()
+    until(lambda: not folder.exists())
 
 
 def test_a_process_is_started_again_and_ends_with_its_parent(tmp_path):

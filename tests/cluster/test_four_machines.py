@@ -38,17 +38,19 @@ def page() -> tuple[list[str], str, list[str]]:
 
 def test_the_page_as_a_new_user_would_follow_it():
     lines, config, commands = page()
-    assert "--head" in lines[1] and "--address" in lines[2]
+    assert "--head" in lines[2] and "--address" in lines[3]
     assert [command.split()[1] for command in commands] == ["up", "scale", "drain", "drain", "status", "down"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(namespaces.network(NAMES))
         folder = Path(tempfile.mkdtemp(dir="/var/tmp"))  # every machine has a /tmp of its own
         stack.callback(shutil.rmtree, folder)
         shutil.copytree(model_dir(), folder / "chat")
-        secret = folder / "secret"
-        secret.write_bytes(os.urandom(32))
-        secret.chmod(0o600)
+        secret, token = folder / "secret", folder / "ray-token"
+        for file in (secret, token):
+            file.write_text(os.urandom(32).hex())
+            file.chmod(0o600)
         places = {"/opt/fastdecode/bin": str(Path(sys.executable).parent), "/etc/fastdecode/secret": str(secret),
+                  "/etc/fastdecode/ray-token": str(token),
                   "/models/chat": str(folder / "chat")}  # fmt: skip
         sizes = {
             "cpus: 16": "cpus: 1",
@@ -66,8 +68,8 @@ def test_the_page_as_a_new_user_would_follow_it():
         for name in NAMES:
             machines[name] = namespaces.Machine(name)
             stack.callback(machines[name].close)
-            machines[name].run(lines[0])
-            machines[name].run(lines[1 if name == "head" else 2])
+            for line in (*lines[:2], lines[2 if name == "head" else 3]):
+                machines[name].run(line)
         head, far = machines["head"], machines["r3"]
         head.run(f"cd {folder}")
         ask = ("curl -s http://10.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d "

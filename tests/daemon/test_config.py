@@ -194,6 +194,7 @@ def test_every_format_of_the_kv_cache_is_a_choice():
         ("--port x", "'x' is not a whole number"),
         ("--gpu-memory-utilization x", "'x' is not a number"),
         ("--ssl-keyfile k.pem", "--ssl-keyfile needs --ssl-certfile"),
+        ("--router-only", "--router-only needs --secret-file"),
         ("--kv-memory 4parsecs", "not a size"),
         ("--kv-memory 0", "not a size"),
         ("--kv-memory 1e400", "not a size"),

@@ -565,6 +565,32 @@ async def test_only_a_router_that_proves_the_secret_has_marks_and_continues_stre
                 assert answer.status == 200 and MARK not in await answer.read()
 
 
+async def test_an_s_node_that_answers_routers_only(tokenizer, spell):
+    """A request with the router's proof is answered, one with any other proof or none gets 403 in OpenAI's form."""
+    closed = functools.partial(served, ScriptedEngine(spell("x"), spell("x")), tokenizer, router_only=True)
+    async with closed() as client, routed(url_of(client)) as (api, _, _):
+        assert (await api.completions.create(**ASK, max_tokens=1)).choices[0].text == "x"
+        assert [model.id async for model in api.models.list()] == [MODEL]
+        with pytest.raises(openai.PermissionDeniedError) as caught:
+            await client.openai.completions.create(**ASK)
+        assert caught.value.code == "not_from_router"
+        for path, body in (("/metrics", b""), ("/cluster", b""), ("/", b""), ("/nothing", b"")):
+            for headers in ({}, {HEADER: router_proof(b"y" * 16, body)}, {HEADER: router_proof(SECRET, b"other")}):
+                async with client.http.get(path, headers=headers) as answer:
+                    assert answer.status == 403
+        async with client.http.get("/health") as answer:
+            assert answer.status == 200
+        async with client.http.get("/metrics", headers={HEADER: router_proof(SECRET, b"")}) as answer:
+            assert answer.status == 200
+    async with closed() as client, routed(url_of(client), secret=b"z" * 16) as (api, _, _):
+        with pytest.raises(openai.PermissionDeniedError):
+            await api.completions.create(**ASK)
+    async with closed(api_keys=["k"], key="k") as client, routed(url_of(client)) as (api, _, _):
+        assert await client.openai.completions.create(**ASK, max_tokens=1)
+        with pytest.raises(openai.AuthenticationError):  # the router's proof stands for no client's key
+            await api.completions.create(**ASK)
+
+
 async def test_a_client_s_own_header_does_not_reach_the_s_node(tokenizer, spell):
     async with (
         served(ScriptedEngine(spell("x")), tokenizer) as client,

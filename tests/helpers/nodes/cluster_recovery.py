@@ -29,6 +29,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from fastdecode.api.continuation import HEADER, router_proof
 from fastdecode.bench.options import print_result
 from fastdecode.cluster.config import (
     ClusterConfig,
@@ -39,6 +40,7 @@ from fastdecode.cluster.config import (
     SNodesConfig,
 )
 from fastdecode.cluster.table import links_to
+from fastdecode.daemon.config_files import read_secret
 
 _EVENTS = ("scale", "kill-r", "kill-r-actor", "kill-s", "drain-r", "drain-s", "kill-directory", "kill-raylet")
 _PREFILL_EVENTS = ("kill-p", "drain-p")
@@ -89,6 +91,7 @@ def _events(text: str) -> list[str]:
 def run(args: argparse.Namespace) -> None:
     if not args.prefill_nodes and (events := [event for event in args.events if event in _PREFILL_EVENTS]):
         raise ValueError(f"--events {events[0]} needs --prefill-nodes")
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # before Ray reads them
     try:
         import ray
         from ray.cluster_utils import Cluster
@@ -196,6 +199,8 @@ async def _measure(
 ) -> tuple[list[dict[str, Any]], int]:
     """A row for each event, and how many prompts the S-nodes have got from prefill S-nodes."""
     url = next(entry.url for entry in cluster.view().entries if entry.role == "router")
+    secret = read_secret(Path(config.secret_file or ""))
+    assert secret is not None
     rows = []
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)))
@@ -234,12 +239,13 @@ async def _measure(
                 }
             )
         s_nodes = [entry.url for entry in cluster.view().entries if entry.role == "s"]
-        return rows, sum([await _taken(session, s_node) for s_node in s_nodes])
+        proof = {HEADER: router_proof(secret, b"")}
+        return rows, sum([await _taken(session, s_node, proof) for s_node in s_nodes])
 
 
-async def _taken(session: aiohttp.ClientSession, url: str) -> int:
+async def _taken(session: aiohttp.ClientSession, url: str, proof: dict[str, str]) -> int:
     """How many prompts an S-node has got from prefill S-nodes since its start."""
-    async with session.get(f"{url}/metrics") as answer:
+    async with session.get(f"{url}/metrics", headers=proof) as answer:
         lines = (await answer.text()).splitlines()
     return int(float(next(line.split()[-1] for line in lines if line.startswith("fastdecode:prompts_taken_total"))))
 

@@ -1,0 +1,64 @@
+"""Who can reach a cluster on Ray, by the commands that an operator types: addresses, Ray's token, the secret."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+from nodes.ray_head import listening, ray_head
+
+from fastdecode.api.continuation import HEADER, router_proof
+
+pytest.importorskip("ray", reason="no Ray: pip install 'fastdecode[ray]'")
+pytestmark = [pytest.mark.tools, pytest.mark.timeout(400)]
+
+TOKEN, WRONG = ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": digit * 64} for digit in "ab")
+CONFIG = """
+name: door
+r-nodes: {count: 1, kv-memory: 64MiB}
+s-nodes: {count: 1, memory: 1GiB, drain-seconds: 1, options: {dtype: fp32}}
+router: {port: 0}
+"""
+
+
+def test_a_cluster_at_a_loopback_address_listens_there_only_and_opens_to_its_token_and_secret():
+    with ray_head(TOKEN) as head:
+        for auth, why in ((WRONG, "its token differs from this machine's"), ({}, "this machine has no Ray token")):
+            refused = head.run("up", CONFIG, auth)
+            assert refused.returncode == 1 and why in refused.stderr, refused.stderr
+            assert "RPC" not in refused.stderr and len(refused.stderr.splitlines()) == 1, refused.stderr
+        before = listening("fastdecode.daemon.node").keys() | listening("fastdecode.router.main").keys()
+        up = head.run("up", CONFIG, TOKEN)
+        assert up.returncode == 0, up.stderr
+        found = listening("fastdecode.daemon.node") | listening("fastdecode.router.main")
+        ours = [found[pid] for pid in found.keys() - before]
+        assert len([addresses for addresses in ours if addresses]) >= 3, found
+        assert set().union(*ours) == {"127.0.0.1"}
+        rows = {row.split()[0]: row.split()[-1] for row in up.stdout.splitlines()[1:]}
+        ask = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 3}
+        assert _ask(f"{rows['router']}/completions", ask) == 200
+        body, url = json.dumps(ask).encode(), f"{rows['s0']}/v1/completions"
+        assert _ask(url, ask) == 403
+        assert _ask(url, ask, {HEADER: router_proof(b"the secret of another cluster", body)}) == 403
+        down = head.run("down", CONFIG, TOKEN)
+        assert down.returncode == 0, down.stderr
+
+
+def test_a_cluster_with_ray_auth_refuses_a_ray_that_asks_for_no_token():
+    with ray_head({"RAY_AUTH_MODE": "disabled"}) as head:
+        refused = head.run("up", CONFIG, TOKEN)
+        assert refused.returncode == 1 and "asks for no token: start Ray with RAY_AUTH_MODE=token" in refused.stderr
+        assert head.run("status", CONFIG + "ray-auth: disabled\n", {}).stderr.endswith("no cluster 'door' is up\n")
+
+
+def _ask(url: str, body: dict[str, object], headers: dict[str, str] | None = None) -> int:
+    """The status of the answer to a request."""
+    headers = {"Content-Type": "application/json"} | (headers or {})
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code

@@ -1,0 +1,102 @@
+"""A Ray head on this machine, with the commands of fastdecode-cluster against it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fastdecode.cluster.hosts import free_port
+
+_START_SECONDS = 120
+
+
+class RayHead:
+    """Runs until it is closed. `folder` holds its files and the home directory of its commands."""
+
+    def __init__(self, folder: Path, auth: Mapping[str, str]):
+        """`auth`: Ray's environment variables for authentication."""
+        self.port = free_port("127.0.0.1")
+        self._folder = folder
+        (folder / "home").mkdir()
+        words = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={self.port}",
+                 "--include-dashboard=false", "--num-cpus=8", "--object-store-memory=80000000",
+                 f"--temp-dir={folder / 'ray'}"]  # fmt: skip
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ray.scripts.scripts", *words],
+            env=self._environment(auth),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        said = []
+        for line in self._process.stdout:
+            said.append(line)
+            if "--block" in line:
+                return
+        raise AssertionError("".join(said))
+
+    def _environment(self, auth: Mapping[str, str]) -> dict[str, str]:
+        others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+        fixed = {"HOME": str(self._folder / "home"), "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+        return others | fixed | dict(auth)
+
+    def run(self, command: str, config: str, auth: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        """Run a command of fastdecode-cluster with this cluster.yaml, to which ray-address is added."""
+        path = self._folder / "cluster.yaml"
+        path.write_text(f"ray-address: 127.0.0.1:{self.port}\n{config}")
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "fastdecode.cluster.cli", *command.split(), str(path)],
+            env=self._environment(auth),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def close(self) -> None:
+        """End all processes of the head."""
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def ray_head(auth: Mapping[str, str]) -> Iterator[RayHead]:
+    """A head whose folder has a path short enough for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        head = RayHead(Path(folder), auth)
+        try:
+            yield head
+        finally:
+            head.close()
+
+
+def listening(module: str) -> dict[int, set[str]]:
+    """The addresses at which processes of a Python module of fastdecode listen for TCP, by process id."""
+    inodes = {}
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A":  # LISTEN
+                words = bytes.fromhex(local.partition(":")[0])
+                host = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                inodes[f"socket:[{rest[5]}]"] = socket.inet_ntop(family, host)
+    found: dict[int, set[str]] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if module in (process / "cmdline").read_text().split("\0"):
+                sockets = {os.readlink(file) for file in (process / "fd").iterdir()}
+                found[int(process.name)] = {inodes[name] for name in sockets & inodes.keys()}
+    return found
