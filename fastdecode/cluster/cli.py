@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdecode import __version__
-from fastdecode.cluster.config import ClusterConfig, ClusterError
-from fastdecode.cluster.directory import View
+from fastdecode.cluster.config import ClusterConfig, ClusterError, RayLost
 from fastdecode.cluster.table import table
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         with rays.connect(config) as cluster:
             _run(args, config, cluster)
     except ClusterError as error:
+        if args.command == "status" and isinstance(error, RayLost) and (last := _last_table(config.name)):
+            print(last)
         sys.exit(f"fastdecode-cluster {args.command}: error: {error}")
 
 
@@ -73,23 +76,45 @@ def _rays(config: ClusterConfig) -> type[RayCluster]:
 
 
 def _run(args: argparse.Namespace, config: ClusterConfig, cluster: RayCluster) -> None:
+    view, why = None, ""
     match args.command:
         case "up":
             cluster.up(config)
-            _print(cluster.view())
         case "status":
-            _print(cluster.view())
+            view, why = cluster.status()
         case "scale":
             cluster.scale(*args.to)
-            _print(cluster.view())
         case "drain":
             print(f"drained: {', '.join(cluster.drain(args.target))}")
+            return
         case "down":
             cluster.down()
+            _table_file(config.name).unlink(missing_ok=True)
+            return
+    shown = table(view if view is not None else cluster.view())
+    print("\n".join(filter(None, (why, shown))), flush=True)
+    with contextlib.suppress(OSError):  # without the file, a status without Ray has no table
+        path = _table_file(config.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(shown)
 
 
-def _print(view: View) -> None:
-    print(table(view), flush=True)
+def _table_file(cluster: str) -> Path:
+    """The file with the last table that a command of this user has printed."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    if not cache.is_absolute():  # the XDG specification says to ignore such a value
+        cache = Path("~/.cache").expanduser()
+    return cache / "fastdecode" / f"cluster-{cluster}.txt"
+
+
+def _last_table(cluster: str) -> str | None:
+    """The last table with its age; None: there is none."""
+    try:
+        path = _table_file(cluster)
+        age, shown = time.time() - path.stat().st_mtime, path.read_text()
+    except OSError:
+        return None
+    return f"The nodes were as follows {max(age, 0):.0f} s ago; their processes may still serve.\n{shown}"
 
 
 if __name__ == "__main__":

@@ -36,6 +36,10 @@ class ClusterError(Exception):
     """An error that the user can mend; the message is a sentence."""
 
 
+class RayLost(ClusterError):
+    """Ray does not answer, so nothing is known of the cluster."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RNodesConfig:
     """All R-nodes: how many, and the share of its machine that each has."""
@@ -144,9 +148,15 @@ class ClusterConfig:
         self.prefill_options()
 
     @property
+    def ray_head(self) -> tuple[str, int] | None:
+        """Host and port of `ray_address`; None if it names none."""
+        parts = urlsplit(f"//{self.ray_address.rpartition('//')[2]}")
+        return (parts.hostname, parts.port) if parts.hostname and parts.port else None
+
+    @property
     def node_network(self) -> str | None:
         """`network`; without one that of this machine alone, if that is where Ray's head is."""
-        host = urlsplit(f"//{self.ray_address.rpartition('//')[2]}").hostname or ""
+        host = self.ray_head[0] if self.ray_head is not None else ""
         is_here = host == "localhost" or host.startswith("127.")
         return _LOOPBACK if self.network is None and is_here else self.network
 

@@ -7,7 +7,7 @@ start it says that it has not settled: nodes then add to what they know, and dro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ class Entry:
 
     name: str  # r0, s1, p0, router
     role: str  # "r", "s", "p" (a prefill S-node) or "router"
-    state: str  # starting, running, restarting or leaving
+    state: str  # starting, running, restarting or leaving; silent: it has not answered a command
     machine: str  # address of its machine
     ray_node: str  # Ray's id of the machine
     url: str = ""  # of an S-node or the router
@@ -64,5 +64,10 @@ class Directory:
     def view(self) -> View:
         now = self._clock()
         self._entries = {name: (at, e) for name, (at, e) in self._entries.items() if now - at < _GONE_SECONDS}
-        ordered = sorted((entry for _, entry in self._entries.values()), key=lambda e: (e.role, len(e.name), e.name))
-        return View(tuple(ordered), now - self._began >= _SETTLED_SECONDS)
+        entries = in_order(entry for _, entry in self._entries.values())
+        return View(entries, now - self._began >= _SETTLED_SECONDS)
+
+
+def in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Entries by role and number."""
+    return tuple(sorted(entries, key=lambda e: (e.role, len(e.name), e.name)))

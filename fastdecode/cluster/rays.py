@@ -19,10 +19,11 @@ import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from fastdecode.cluster.config import ClusterConfig, ClusterError
-from fastdecode.cluster.directory import Directory, Entry, View
-from fastdecode.cluster.hosts import HOSTS, Host
+from fastdecode.cluster.config import ClusterConfig, ClusterError, RayLost
+from fastdecode.cluster.directory import Directory, Entry, View, in_order
+from fastdecode.cluster.hosts import HOSTS, Host, listens
 from fastdecode.cluster.reach import address_in
+from fastdecode.cluster.table import links_to
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,9 @@ class HostActor:
         """The process ids of the actor and of its node."""
         return os.getpid(), self._host.entry.pid
 
+    def entry(self) -> Entry:
+        return self._host.entry
+
     def drain(self, seconds: float | None = None) -> int | None:
         return self._host.drain(seconds)
 
@@ -124,6 +128,8 @@ class RayCluster:
         """Connect to Ray. Raises ClusterError."""
         began = not ray.is_initialized()
         if began:
+            if config.ray_head is not None and not listens(*config.ray_head):  # Ray itself would try for minutes
+                raise RayLost(f"nothing listens at ray-address {config.ray_address!r}")
             try:
                 with _without_stderr():
                     ray.init(
@@ -135,12 +141,14 @@ class RayCluster:
             except ray.exceptions.AuthenticationError:
                 raise ClusterError(f"ray-auth is token, but this machine has no Ray token: {_GIVE_TOKEN}") from None
             except (ConnectionError, RuntimeError, ValueError):
-                raise ClusterError(
+                raise RayLost(
                     f"no Ray cluster answers at ray-address {config.ray_address!r}; if one runs there, its token "
                     f"differs from this machine's: {_GIVE_TOKEN}"
                 ) from None
         try:
             yield cls(config.name)
+        except (ray.exceptions.RpcError, ray.exceptions.RaySystemError):
+            raise RayLost("Ray's head does not answer") from None
         finally:
             if began:
                 ray.shutdown()
@@ -162,6 +170,32 @@ class RayCluster:
         """What the nodes report. Raises ClusterError."""
         view: View = _answer(self._directory().view.remote())
         return view
+
+    def status(self) -> tuple[View, str]:
+        """What the nodes report, and a sentence if the directory cannot say it. Raises ClusterError."""
+        directory = self._directory()
+        try:
+            view: View = _answer(directory.view.remote())
+        except ClusterError:
+            why = "The directory is lost, and Ray starts it again"
+        else:
+            if view.settled:
+                return view, ""
+            why = "The directory was started a few seconds ago"
+        return View(self._ask_hosts(), settled=False), f"{why}; the table shows what each node has just answered."
+
+    def _ask_hosts(self) -> tuple[Entry, ...]:
+        """An entry of each node that Ray lists, by its host. That of a host without an answer has the state silent."""
+        names = [_ROUTER, *(actor.name for actor in self.actors())]
+        nodes = {ray.get_actor(name).entry.remote(): name.partition("@")[0] for name in names}
+        answered, _ = ray.wait([*nodes], num_returns=len(nodes), timeout=_CALL_SECONDS)
+        found = {}
+        for call in answered:
+            with contextlib.suppress(ray.exceptions.RayError):
+                found[nodes[call]] = ray.get(call)
+        for node in nodes.values():
+            found.setdefault(node, Entry(node, node.rstrip("0123456789"), "silent", "", ""))
+        return in_order(found.values())
 
     def process_ids(self, node: str) -> tuple[int, int | None]:
         """The process ids of a node's actor and of its process, on their machine."""
@@ -215,7 +249,8 @@ class RayCluster:
             remove_placement_group(get_placement_group(self._group_name(number)))
 
     def wait(self, config: ClusterConfig) -> View:
-        """Wait until all nodes that Ray lists serve. Raises ClusterError after `start_seconds`."""
+        """Wait until all nodes that Ray lists serve, and each S-node has a link to each R-node. Raises ClusterError
+        after `start_seconds`."""
         deadline = time.monotonic() + config.start_seconds
         while True:
             try:
@@ -227,9 +262,17 @@ class RayCluster:
             running = {entry.name for entry in view.entries if entry.state == "running"}
             missing = {actor.node for actor in self.actors()} | {_ROUTER}
             missing -= running
-            if not missing:
+            n_s_nodes = sum(entry.role in "sp" for entry in view.entries)
+            r_nodes = [entry for entry in view.entries if entry.role == "r"]
+            unlinked = [entry.name for entry in r_nodes if len(links_to(entry, view)) < n_s_nodes]
+            if not missing and not unlinked:
                 return view
             if time.monotonic() > deadline:
+                if not missing:
+                    raise ClusterError(
+                        f"{', '.join(unlinked)} got no link from every S-node within {config.start_seconds:.0f} s; "
+                        "the logs of S-nodes say why"
+                    )
                 raise ClusterError(
                     f"{', '.join(sorted(missing))} did not come up within {config.start_seconds:.0f} s; their output "
                     "is in Ray's logs (ray logs, or /tmp/ray/session_latest/logs/worker-*.err)"

@@ -46,6 +46,21 @@ def test_a_cluster_at_a_loopback_address_listens_there_only_and_opens_to_its_tok
         assert down.returncode == 0, down.stderr
 
 
+def test_without_its_head_a_cluster_serves_for_a_while_and_status_has_the_last_table():
+    """Ray ends its processes, and with them the nodes, about 60 s after its head is lost."""
+    with ray_head(TOKEN) as head:
+        up = head.run("up", CONFIG, TOKEN)
+        assert up.returncode == 0, up.stderr
+        url = next(row.split()[-1] for row in up.stdout.splitlines() if row.startswith("router"))
+        head.kill_gcs()
+        assert _ask(f"{url}/completions", {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 3}) == 200
+        lost = head.run("status", CONFIG, TOKEN)
+        assert lost.returncode == 1 and "nothing listens at ray-address" in lost.stderr, lost.stderr
+        assert len(lost.stderr.splitlines()) == 1
+        first, *table = lost.stdout.splitlines()
+        assert first.startswith("The nodes were as follows") and table == up.stdout.splitlines()
+
+
 def test_a_cluster_with_ray_auth_refuses_a_ray_that_asks_for_no_token():
     with ray_head({"RAY_AUTH_MODE": "disabled"}) as head:
         refused = head.run("up", CONFIG, TOKEN)

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from fastdecode.cluster.hosts import free_port
 
-_START_SECONDS = 120
-
 
 class RayHead:
     """Runs until it is closed. `folder` holds its files and the home directory of its commands."""
@@ -25,25 +23,14 @@ class RayHead:
         self.port = free_port("127.0.0.1")
         self._folder = folder
         (folder / "home").mkdir()
-        words = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={self.port}",
-                 "--include-dashboard=false", "--num-cpus=8", "--object-store-memory=80000000",
-                 f"--temp-dir={folder / 'ray'}"]  # fmt: skip
-        self._process = subprocess.Popen(
+        words = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={self.port}", "--include-dashboard=false",
+                 "--num-cpus=8", "--object-store-memory=80000000", f"--temp-dir={folder / 'ray'}"]  # fmt: skip
+        subprocess.run(
             [sys.executable, "-P", "-m", "ray.scripts.scripts", *words],
             env=self._environment(auth),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+            check=True,
+            stdout=subprocess.DEVNULL,
         )
-        assert self._process.stdout is not None
-        said = []
-        for line in self._process.stdout:
-            said.append(line)
-            if "--block" in line:
-                return
-        raise AssertionError("".join(said))
 
     def _environment(self, auth: Mapping[str, str]) -> dict[str, str]:
         others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
@@ -62,14 +49,24 @@ class RayHead:
             check=False,
         )
 
+    def kill_gcs(self) -> None:
+        """Kill the process that makes this the head, its global control service."""
+        assert self._kill("gcs_server"), "it runs"
+
     def close(self) -> None:
-        """End all processes of the head."""
-        self._process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        """Kill all of Ray's processes that have the head's folder in their command lines; workers end with them."""
+        self._kill("")
+
+    def _kill(self, word: str) -> int:
+        """Kill the head's processes with this word in their command lines. Returns their number."""
+        killed = 0
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                line = (process / "cmdline").read_text()
+                if f"{self._folder}/ray" in line and word in line:
+                    os.kill(int(process.name), signal.SIGKILL)
+                    killed += 1
+        return killed
 
 
 @contextlib.contextmanager
