@@ -41,6 +41,8 @@ def gpu_kv_fault(config: NodeConfig, model: ServedModel) -> str | None:
         return f"--partition {config.partition} divides every sequence among R-nodes"
     if config.prefill_listen is not None:
         return "the prompts that --prefill-listen computes for other S-nodes go from R-node to R-node"
+    if model.config.mtp:
+        return "--speculate mtp drafts in layers that only R-nodes have"
     hello = model.hello(1, 1, config.kv_dtype, None, 1)
     return next(filter(None, map(unsupported, dict.fromkeys(attention_layers(hello)))), None)
 

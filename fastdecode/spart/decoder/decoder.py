@@ -221,7 +221,7 @@ def _draw(logits: torch.Tensor, rows: StepRows) -> list[Sampled]:
 
 
 def _exchanged(
-    layers: Generator[None, None, _Result], exchange: Exchange, clock: StepClock, timeout: float
+    layers: Generator[None, None, _Result], exchange: StepExchange, clock: StepClock, timeout: float
 ) -> Generator[Pending, float | None, _Result]:
     """Wait for the R-nodes wherever `layers` stops, with `timeout` seconds for each layer. Yields as SPart.step does.
     Returns the result of `layers`."""

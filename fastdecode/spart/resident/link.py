@@ -64,6 +64,15 @@ class ResidentLink(Link):
         with refusals(self):
             self.arena.lists.fork(*src, *dst, length)
 
+    async def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
+        """The pages end with the S-node, so nobody could adopt them."""
+
+    async def find(self, key: str, length: int) -> bool:
+        return False
+
+    async def adopt(self, seq: tuple[int, int], length: int, key: str) -> None:
+        raise CallRefused(Status.BAD_CALL, "no sequence is adopted by the S-Part's device", self)
+
     async def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None:
         raise CallRefused(Status.BAD_CALL, "no sequence migrates to the S-Part's device", self)
 
