@@ -39,7 +39,7 @@ class SlotViews:
         self._dtype = TORCH_DTYPES[g.act_dtype]
         if link.resident:
             return
-        self._region, self._max_rows = link.region, g.max_rows
+        self._region, self._max_rows = _region_of(link), g.max_rows
         self.q = self._rows(y.slot(slot) + y.q, y.q_row_bytes)
         self.kv = self._rows(y.slot(slot) + y.kv, y.kv_row_bytes)
         self.o = self._rows(y.slot(slot) + y.o, y.o_row_bytes)
@@ -49,6 +49,15 @@ class SlotViews:
         # not: a link that goes down during a step would unmap the region while the step still writes to it.
         rows = np.frombuffer(self._region, np.uint8, self._max_rows * row_bytes, offset)
         return torch.from_numpy(rows).view(self._dtype).view(self._max_rows, -1)
+
+
+def _region_of(link: DataPath) -> memoryview:
+    """The region of a link. Of a link that went down before the first step on it, memory that nobody reads: the step
+    fails there when it is armed, and goes on for the other links."""
+    try:
+        return link.region[:]
+    except ValueError:  # the view is released
+        return memoryview(bytearray(link.layout.region_bytes))
 
 
 @dataclass(frozen=True, slots=True)
