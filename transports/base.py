@@ -92,8 +92,8 @@ class LayerOptions:
 
     segments: wire.PerLayer = ()  # each layer's segment in tokens, chunked attention; 0: none
     kv_layers: wire.PerLayer = ()  # the layer whose K and V each layer attends to: itself, or an earlier one
-    #: fd_selection_t of each layer: 0: it attends to all tokens, 1: to those that its own indexer selects, 2: to those
-    #: that the last layer with an indexer has selected
+    #: fd_selection_t of each layer: 0: it attends to all tokens, 1: to what its own indexer selects, 2: to what
+    #: the last layer with an indexer has selected
     selections: wire.PerLayer = ()
     softcaps: wire.Softcaps = ()  # a score s of a layer becomes cap * tanh(s / cap); 0: the scores stay as they are
     sinks: wire.Base64 = b""  # fp32, little-endian, [n_layers, n_q_heads]: one more score of each head, without a V

@@ -106,7 +106,7 @@ class Orphans:
         Raises CallRefused."""
         lease, seq_index = self._sequences.get(key, (None, 0))
         if lease is None or key in self._claimed or lease.length(seq_index) < length:
-            raise CallRefused(Status.BAD_SEQUENCE, "no sequence with so many tokens has this key")
+            raise CallRefused(Status.BAD_SEQUENCE, "no sequence of this length has this key")
         if lease.format != wanted:
             raise CallRefused(Status.BAD_CALL, "the sequence that has this key is of another geometry or KV format")
         return lease.link, (seq_index, lease.keys[seq_index][0])

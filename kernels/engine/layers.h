@@ -7,7 +7,7 @@
 
 #define FD_MAX_LAYER_KINDS 16u /* of one link; each step is planned once for every kind */
 
-/* The tokens that a layer attends to, of those that it sees. The number goes over the wire. */
+/* Which of the tokens that a layer sees it attends to. The number goes over the wire. */
 typedef enum {
     FD_SELECT_ALL = 0,
     /* The geometry's index_topk tokens that the layer's own indexer gives the largest scores (trained sparse attention:

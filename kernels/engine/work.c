@@ -134,7 +134,7 @@ typedef struct {
 typedef struct {
     uint32_t from, q_len; /* query rows [from, from + q_len) of the entry */
     uint32_t first, last; /* pages */
-    bool selected;        /* the pages are those that K of the row's selected tokens fills; `q_len` is 1 */
+    bool selected;        /* the pages are the ones that K of the row's selected tokens fills; `q_len` is 1 */
     bool append;          /* the entry's new row is appended meanwhile */
     bool to_o;            /* these pages are all that the rows see: O rows are written, and `out` is scratch memory */
     fd_partial_t out;     /* the result */

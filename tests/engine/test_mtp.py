@@ -1,5 +1,5 @@
 """Drafts of an MTP head that has learned some of the model's texts, so that some drafts are right and some are wrong:
-the tokens stay those of `generate`, and those that are drawn without drafts."""
+the tokens stay the ones of `generate`, and the ones that are drawn without drafts."""
 
 from __future__ import annotations
 

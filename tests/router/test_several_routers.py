@@ -37,7 +37,7 @@ async def two_s_nodes(tmp_path, tokenizer, checkpoint):
 
 
 async def read(stream, events, most=None):
-    """Append events of a stream, at most so many. Ends quietly where the stream breaks."""
+    """Append events of a stream until there are `most`. Ends quietly where the stream breaks."""
     with contextlib.suppress(openai.APIError, OSError):
         async for event in stream:
             if event.type == "error":

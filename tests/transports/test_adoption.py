@@ -127,7 +127,7 @@ async def test_what_is_refused():
         key, tag = await keep(source, 0), source.shadows[0].tag
         for wrong, length in ((key, 301), (secrets.token_hex(32), 1), (key[:-1] + ("0" if key[-1] != "0" else "1"), 1)):
             assert not await target.link.find(wrong, length)
-            with pytest.raises(CallRefused, match="no sequence with so many tokens"):
+            with pytest.raises(CallRefused, match="no sequence of this length"):
                 await target.link.adopt((0, 7), length, wrong)
         await in_thread(target.fill, 3, 10)
         for wrong, why in (((1, 1, key), "key is in use"), ((8, 1, secrets.token_hex(32)), "outside the lease")):
@@ -267,7 +267,7 @@ async def test_an_orphan_holds_no_more_memory_than_its_sequences_need(monkeypatc
 
 
 async def test_orphans_give_way_to_living_links():
-    """To one that grows, and to a new one; those that still have room stay."""
+    """To one that grows, and to a new one; leases that still have room stay."""
     wanted = hello(Geometry(1, 32, 2, 8, 8, 128, "fp32"), kv_bytes=8 << 20)
     async with r_node() as (node, url), linked(url, wanted) as living:
         async with linked(url, replace(wanted, kv_bytes=40 << 20)) as source:

@@ -21,7 +21,7 @@ class Guesser:
 
     rate: float = _FIRST_RATE  # the share of right guesses; the last guesses weigh most
     idle: int = 0  # tokens since the last guess
-    #: What the model's MTP head expects after the first so many of the sequence's tokens.
+    #: What the model's MTP head expects after the sequence's first tokens, whose number comes first.
     drafts: tuple[int, Sequence[int]] = (0, ())
     _followers: dict[tuple[int, ...], int] = field(default_factory=dict)  # tokens -> index of the token after them
     _indexed: int = _MATCH

@@ -51,7 +51,7 @@ _MAMBA = {
     "mamba_n_groups": 2,
     "mamba_chunk_size": 16,
 }
-#: So many index heads that no score is 0, as is that of a token all of whose products are negative: which of several
+#: Index heads enough that no score is 0, as is that of a token all of whose products are negative: which of several
 #: tokens with a score of 0 torch selects is not documented.
 _INDEXED = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 32}
 
