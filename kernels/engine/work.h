@@ -11,8 +11,8 @@ typedef struct {
     float *acc, *m, *l;     /* softmax state of one unit: one query block, all heads of a span */
     float *k, *v;           /* [head_size], [v_size] the row to append, in fp32 */
     float *memory;          /* allocation of the five arrays of floats */
-    /* Where layers select tokens: K of the selected tokens, and the index scores and numbers of the tokens that the row in
-     * progress has selected so far, before the ones of the next FD_INDEX_PAGES pages. */
+    /* Where layers select tokens: K of the selected tokens, and the index scores and numbers of the tokens that the row
+     * in progress has selected so far, before the ones of the next FD_INDEX_PAGES pages. */
     uint8_t *gathered;
     float *scores;    /* [index_topk + FD_INDEX_PAGES * FD_PAGE_TOKENS] */
     uint32_t *tokens; /* likewise */
