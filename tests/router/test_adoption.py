@@ -10,6 +10,8 @@ import signal
 import time
 
 import pytest
+from models.checkpoints import make_checkpoint
+from models.mtp_made import make_head
 from nodes.many_streams import N_STREAMS, ManyStreams
 from nodes.node_process import fetch
 from openai import APIError, AsyncOpenAI
@@ -24,7 +26,7 @@ N_SECONDS = 2  # for which pages wait to be adopted, where nobody does so
 class Nodes:
     """Two R-nodes, two S-nodes and a router."""
 
-    def __init__(self, start, tmp_path, orphan_seconds=20):
+    def __init__(self, start, tmp_path, orphan_seconds=20, more=()):
         secret = tmp_path / "secret"
         secret.write_bytes(SECRET)
         shared = ("--secret-file", str(secret))
@@ -32,7 +34,7 @@ class Nodes:
         self.r_nodes = [start(*listen, "--kv-memory", "256MiB", "--threads", "1", *shared) for _ in range(2)]
         self.r_node_urls = [node.wait_for(r"(tcp://127\.0\.0\.1:\d+)")[1] for node in self.r_nodes]
         at = [word for url in self.r_node_urls for word in ("--r-node", url)]
-        options = (*at, "--s-threads", "1", "--dtype", "bf16", "--kv-dtype", "int8", *shared)
+        options = (*at, "--s-threads", "1", "--dtype", "bf16", "--kv-dtype", "int8", *shared, *more)
         self.s_nodes = [start("--port", "0", *options, own_group=True) for _ in range(2)]
         self.urls = [s_node.wait_for(r"(http://127\.0\.0\.1:\d+)/v1")[1] for s_node in self.s_nodes]
         named = [word for url in self.urls for word in ("--s-node", url)]
@@ -72,6 +74,27 @@ async def test_streams_go_on_with_their_k_and_v(start, tmp_path, how):
     assert texts == calm
     assert await asyncio.to_thread(nodes.metric, "adopted_total") > 0
     assert await asyncio.to_thread(nodes.metric, "adoptions_failed_total") == 0
+
+
+@pytest.mark.parametrize("how", ["S-node killed", "drained"])
+async def test_streams_of_a_model_with_states_go_on(start, tmp_path, how):
+    """Nobody adopts states, so they are computed again, and in fp32 no token changes; the tokens that the model's MTP
+    head drafts change none either."""
+    base = make_checkpoint("qwen3.5")
+    model = make_head(base).save(base, tmp_path / "model")
+    more = ("--model", str(model), "--served-model-name", "fastdecode-demo", "--dtype", "fp32", "--kv-dtype", "fp32")
+    nodes = await asyncio.to_thread(Nodes, start, tmp_path, 20, (*more, "--speculate", "mtp:2"))
+    async with nodes.api() as api:
+        calm = await ManyStreams(api, N_STREAMS).run()
+        streams = ManyStreams(api, N_STREAMS)
+        running = asyncio.create_task(streams.run())
+        await asyncio.wait_for(streams.begun.wait(), 60)
+        if how == "drained":
+            nodes.s_nodes[0].process.send_signal(signal.SIGTERM)
+        else:
+            nodes.s_nodes[0].kill_group()
+        assert await asyncio.wait_for(running, 120) == calm
+    assert await asyncio.to_thread(nodes.metric, "adopted_total") == 0
 
 
 async def test_pages_that_nobody_adopts_are_free_for_the_living(start, tmp_path):
