@@ -14,6 +14,7 @@ from fastdecode.region.contract import KV_DTYPES
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart.resident.kernels import attention_layers
 from fastdecode.spart.resident.link import ResidentLink
+from fastdecode.spart.resident.trial import try_kernels
 from fastdecode.spart.served import ServedModel
 from fastdecode.transports.base import Hello
 
@@ -55,7 +56,9 @@ def open_gpu_kv(config: NodeConfig, model: ServedModel, hello: Hello, n_bytes: i
     if not n_pages:
         return None
     try:
-        return ResidentLink(hello, n_pages, model.device)
+        link = ResidentLink(hello, n_pages, model.device)
+        try_kernels(link)
+        return link
     except (KernelError, ValueError) as error:
         if config.gpu_kv:
             raise ConfigError(f"--gpu-kv {format_bytes(config.gpu_kv)}: {error}") from None

@@ -22,7 +22,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 def model_on(device: torch.device, name: str = "llama-gqa") -> SimpleNamespace:
     model = load_model(make_checkpoint(name), dtype="fp32")
-    return SimpleNamespace(device=device, hello=model.hello)
+    return SimpleNamespace(device=device, hello=model.hello, config=model.config)
 
 
 def test_auto_and_sizes_are_kept_where_the_kernels_serve_the_model():

@@ -48,7 +48,8 @@ class ResidentKernels:
         self._scratch: dict[int, torch.Tensor] = {}  # by stream
         options, n = arena.hello.layers, len(layers)
         self._sinks = self._uploaded(options.sinks, n)
-        self._slopes = self._uploaded(options.slopes, 1)
+        slopes = self._uploaded(options.slopes, 1)
+        self.slopes = None if slopes is None else slopes[0]  # fp32 [query heads], of ALiBi; None: there are none
 
     @classmethod
     def on_gpu(cls, arena: PageArena) -> ResidentKernels:
@@ -102,8 +103,12 @@ class ResidentKernels:
                 scratch.data_ptr(),
                 splits,
                 sinks=0 if self._sinks is None else self._sinks[layer].data_ptr(),
-                slopes=0 if self._slopes is None else self._slopes.data_ptr(),
+                slopes=0 if self.slopes is None else self.slopes.data_ptr(),
             )
+
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        """The sinks of a layer, fp32 [query heads]; None: it has none."""
+        return None if self._sinks is None else self._sinks[layer]
 
     def _uploaded(self, values: bytes, rows: int) -> torch.Tensor | None:
         """fp32 numbers [rows, ...] on the device; None for none."""

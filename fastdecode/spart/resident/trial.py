@@ -1,0 +1,86 @@
+"""A trial of the kernels of KV pages on this device: a kernel that computes anything else here must serve nobody."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fastdecode.kernels.gpu.cupy_kernels import KernelError
+from fastdecode.kernels.gpu.page_kernels import PagedLayer
+from fastdecode.region.contract import PAGE_TOKENS, ROW_DTYPE
+from fastdecode.spart.resident.kernels import attention_layers
+from fastdecode.spart.resident.link import ResidentLink
+from fastdecode.spart.resident.rows import ResidentRows
+from fastdecode.spart.served import TORCH_DTYPES
+
+_ROWS = PAGE_TOKENS + PAGE_TOKENS // 4  # more than a page
+#: Of the largest element of O. int8 rounds K, V, Q and P to 8 bits, by under a hundredth of a row's largest element.
+_TOLERANCE = 0.1
+
+
+def try_kernels(link: ResidentLink) -> None:
+    """Append random rows of one sequence to the pages of a new link, let them attend, and compare with torch, for each
+    kind of layer. Raises KernelError where they differ."""
+    layers = attention_layers(link.arena.hello)
+    entries = np.zeros(1, ROW_DTYPE)
+    blocks = min(2, link.lease.n_pages // max(1, link.arena.lists.n_sections))
+    entries["tag"], entries["n_rows"] = 1, min(_ROWS, blocks * PAGE_TOKENS)
+    rows = ResidentRows(link, entries, attending=True)
+    rows.arm()
+    try:
+        rows.upload()
+        kv_layers = link.arena.kv_layers
+        own = (i for i, kv_layer in enumerate(kv_layers) if kv_layer == i)
+        for i in {layers[i]: i for i in own}.values():
+            _try_layer(link, rows, int(entries["n_rows"][0]), i, layers[i])
+    finally:
+        rows.end()
+        link.arena.lists.free(0, 1)
+
+
+def _try_layer(link: ResidentLink, rows: ResidentRows, n: int, i: int, layer: PagedLayer) -> None:
+    device, dtype, size = link.arena.memory.device, TORCH_DTYPES[layer.act_dtype], layer.head_size
+    generator = torch.Generator().manual_seed(i)
+    q, k, v = (
+        torch.randn(heads, n, size, generator=generator).to(device, dtype)
+        for heads in (layer.n_q_heads, layer.n_kv_heads, layer.n_kv_heads)
+    )
+    o = torch.full((n, layer.n_q_heads * size), torch.nan, dtype=dtype, device=device)
+    q_rows, kv_rows = _as_rows(q), _as_rows(torch.cat([k, v]))  # which the device may read after the call
+    rows.pass_layer(i, q_rows, kv_rows, o)
+    wanted = _as_rows(_attention(link, i, layer, q.float(), k.float(), v.float()))
+    furthest = float((o.float() - wanted).abs().max() / wanted.abs().max())
+    if not furthest < _TOLERANCE:  # also if it is no number
+        raise KernelError(
+            f"the kernels of KV pages in {layer.kv_dtype} with heads of {size} differ from torch by {furthest:.2g} on "
+            "this device"
+        )
+
+
+def _as_rows(heads: torch.Tensor) -> torch.Tensor:
+    """[heads, rows, size] -> [rows, heads * size]."""
+    return heads.transpose(0, 1).flatten(1).contiguous()
+
+
+def _attention(
+    link: ResidentLink, i: int, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """O [heads, rows, size] of a sequence's rows q, k and v, fp32 [heads, rows, size]."""
+    scores = q @ k.repeat_interleave(layer.group, 0).mT * layer.softmax_scale
+    if layer.softcap:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    at = torch.arange(q.shape[1], device=q.device)
+    distance = at[:, None] - at
+    sinks, slopes = link.kernels.sinks(i), link.kernels.slopes
+    if slopes is not None:
+        scores -= slopes[:, None, None] * distance
+    hidden = distance < 0
+    if layer.window:
+        hidden |= distance >= layer.window
+    if layer.segment:
+        hidden |= at[:, None] // layer.segment != at // layer.segment
+    scores.masked_fill_(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, q.shape[1], 1)], 2)
+    weights = scores.softmax(2)[..., : q.shape[1]]
+    return weights @ v.repeat_interleave(layer.group, 0)
