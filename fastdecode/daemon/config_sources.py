@@ -29,6 +29,7 @@ _OTHER_VARIABLES = frozenset(
             "RDMA_WIRE",
             "SLOW",
             "STEPS",
+            "STREAMS",
             "VLLM_PYTHON",
             "WRITE_DOCS",
         ),

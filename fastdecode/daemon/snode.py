@@ -188,7 +188,8 @@ async def _serve(
         await asyncio.wait([opening, shutdown], return_when=asyncio.FIRST_COMPLETED)
         if not opening.done():
             return
-        links = first + opening.result()
+        links = opening.result()  # which the S-Part changes; a copy would keep the regions of lost links mapped
+        links[:0] = first
         digest = model_digest(backend.source.path, hello, balance_digest(model))
         log.info("%s", capacity(model.weight_bytes, model.device, links, length))
         prefill_nodes: RemotePrefillNodes | None = None

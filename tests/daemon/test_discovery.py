@@ -144,6 +144,6 @@ def test_an_s_node_follows_its_file_under_load(start, tmp_path):
         assert {node["url"] for node in found["nodes"]} == set(urls[1:]) and found["status"] == "ok"
         assert urls[0] not in fetch(f"{str(api.base_url).removesuffix('/v1/')}/metrics")
     assert not wrong
-    r_nodes[0].wait_for("lease of .* freed")
+    r_nodes[0].wait_for("lease of .* ended after")
     assert "was lost" not in s_node.log.read_text()
     assert s_node.end() == 0

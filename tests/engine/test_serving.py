@@ -432,7 +432,7 @@ def test_region_stays_mapped_while_the_s_part_looks_at_it(model):
     layout = region_layout(geometry)
     memory = mmap.mmap(-1, layout.region_bytes)
     region = memoryview(memory)
-    views = SlotViews(SimpleNamespace(geometry=geometry, layout=layout, region=region), 0)
+    views = SlotViews(SimpleNamespace(geometry=geometry, layout=layout, region=region, resident=False), 0)
     region.release()
     with pytest.raises(BufferError):
         memory.close()

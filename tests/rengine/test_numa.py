@@ -65,7 +65,7 @@ async def test_an_r_node_stays_on_its_numa_node(node: NumaNode, tmp_path):
                 assert set(parse_cpu_list(allowed)) <= set(node.cpus)
                 assert f" bind:{node.number} " in Path(f"/proc/{task.name}/numa_maps").read_text()
             await link.close()
-            await until_logged(log, "lease of 63 pages freed", process)
+            await until_logged(log, "lease of 63 pages ended after", process)
             assert not bytes_by_node(process.pid, 60 * MIB)
         finally:
             process.terminate()

@@ -57,7 +57,8 @@ async def adopt(target: Driver, source: Driver, seq: int, to: int, length: int, 
     target.next_tag += 1
     assert await target.link.find(key, length)
     await target.link.adopt((to, tag), length, key)
-    target.shadows[to] = type(shadow)(tag, [k[:length].copy() for k in shadow.k], [v[:length].copy() for v in shadow.v])
+    copies = [[rows.copy() for rows in layers] for layers in shadow.cut(length)]
+    target.shadows[to] = type(shadow)(tag, *copies)
 
 
 @pytest.mark.parametrize("kv_dtype", quick(KV_DTYPES, "int8"))

@@ -54,10 +54,12 @@ class SlotViews:
 def _region_of(link: DataPath) -> memoryview:
     """The region of a link. Of a link that went down before the first step on it, memory that nobody reads: the step
     fails there when it is armed, and goes on for the other links."""
+    region = link.region
     try:
-        return link.region[:]
-    except ValueError:  # the view is released
+        region.nbytes  # noqa: B018, of a view that is released this is an error
+    except ValueError:
         return memoryview(bytearray(link.layout.region_bytes))
+    return region
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,9 @@ class ToySPart:
 
     def __init__(self, links, *, max_positions=4096, eos=frozenset(), state_slots=None):
         self.links, self.adapters, self.expert_load, self.exchange = list(links), (), {}, "direct"
-        self.config = SimpleNamespace(max_positions=max_positions, eos_token_ids=eos, vocab_size=VOCAB, windows=(0, 0))
+        self.config = SimpleNamespace(
+            max_positions=max_positions, eos_token_ids=eos, vocab_size=VOCAB, windows=(0, 0), mtp=0
+        )
         self.state_slots = state_slots
         self.states: dict[int, list[int]] = {}  # slot -> the tokens that its state has seen
         self.staged: dict[tuple[int, int, int], int] = {}  # handle -> tokens of an unfinished prompt
