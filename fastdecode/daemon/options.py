@@ -260,8 +260,9 @@ class NodeOptions:
         metavar="MS",
     )
     gpu_kv: int | None = _s_option(
-        "memory of the S-Part's GPU for KV pages, where sequences are placed before R-nodes get any. auto, the "
-        "default: what --gpu-memory-utilization leaves; 0: none",
+        "memory of the S-Part's GPU for KV pages, where sequences are placed before R-nodes get any; auto: what "
+        "--gpu-memory-utilization leaves; 0, the default: none",
+        0,
         parse=option_values.gpu_memory,
         metavar="auto|SIZE|0",
     )

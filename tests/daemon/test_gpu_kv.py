@@ -41,7 +41,7 @@ def test_auto_and_sizes_are_kept_where_the_kernels_serve_the_model():
 )
 def test_there_are_no_pages_on_the_gpu_where_there_can_be_none(options, device, reason):
     """A size that was asked for is an error that names the reason."""
-    config = NodeConfig(**options)
+    config = NodeConfig(**options, gpu_kv=None)
     assert with_gpu_kv(config, model_on(device)).gpu_kv == 0
     with pytest.raises(ConfigError, match=f"--gpu-kv 1.0 GiB: .*{reason}"):
         with_gpu_kv(replace(config, gpu_kv=1 << 30), model_on(device))
