@@ -202,7 +202,7 @@ def test_memory_is_given_back_within_a_capture(cuda, memory):
 
 
 def test_a_capture_that_fails_names_the_first_error(monkeypatch):
-    """Of a call that no capture allows, and not of the capture's end, which fails for the same reason."""
+    """The error names the call that no capture allows, and not the capture's end, which fails for the same reason."""
 
     class Graph:
         def capture_begin(self, pool, capture_error_mode): ...
