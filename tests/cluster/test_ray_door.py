@@ -1,4 +1,4 @@
-"""A cluster on Ray, and who can reach it, by the commands that an operator types: addresses, Ray's token, the secret."""
+"""A cluster on Ray and who can reach it, by the commands of an operator: addresses, Ray's token, the secret."""
 
 from __future__ import annotations
 

@@ -234,8 +234,8 @@ async def test_a_link_without_keys_takes_its_pages_along():
 
 
 async def test_an_orphan_holds_no_more_memory_than_its_sequences_need(monkeypatch):
-    """Its sequences are the ones with keys that nobody has adopted yet. Without huge pages, memory is counted in pages of
-    the OS."""
+    """Its sequences have keys, and nobody has adopted them yet. Without huge pages, memory is counted in pages of the
+    OS."""
     wanted = hello(Geometry(1, 32, 2, 8, 8, 128, "fp32"), kv_bytes=32 << 20)
     block = 2 * 2 * 8 * 128 * 4 * PAGE_TOKENS
     node = RNode(threads=1, kv_bytes=KV_BYTES, spin_us=20, orphan_seconds=60, huge_pages="off")

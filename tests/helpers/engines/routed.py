@@ -1,4 +1,4 @@
-"""S-nodes in this process that know a router's secret, and routers in front of them."""
+"""S-nodes in this process that know a router's secret, stand-ins for S-nodes, and routers in front of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import functools
 
 import aiohttp
+from aiohttp import web
 from openai import AsyncOpenAI
 
 from engines import api_client
@@ -49,3 +50,38 @@ async def routed(*urls, nodes=None, secret=SECRET, continue_seconds=30.0):
 
 def url_of(client):
     return f"http://127.0.0.1:{client.server.port}"
+
+
+@contextlib.asynccontextmanager
+async def dying(*parts):
+    """An S-node that is healthy, answers every request with these bytes of a stream, and drops the connection."""
+
+    async def health(_):
+        return web.json_response({"status": "ok", "running": 0, "waiting": 0})
+
+    async def answer(request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+            await asyncio.sleep(0.05)
+        request.transport.abort()
+        return response
+
+    async with scripted(web.get("/health", health), web.post("/v1/{path:.*}", answer)) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def scripted(*routes):
+    """The URL of a server with these routes."""
+    app = web.Application()
+    app.add_routes(routes)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    [sock] = bind("127.0.0.1", 0)
+    await web.SockSite(runner, sock).start()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        await runner.cleanup()
