@@ -40,6 +40,8 @@ struct alignas(16) uint4 {
 };
 
 extern "C" {
+#include "host_kernel.h"
+
 /* For tests. */
 typedef struct {
     int lazy, backwards;
@@ -50,13 +52,6 @@ typedef struct {
 extern model_t model;
 /* Set by who runs the kernels; NULL: nothing is checked. */
 extern void (*kernel_access)(const void *pointer, size_t bytes, bool write, size_t alignment);
-
-typedef struct {
-    const char *name;
-    unsigned n_arguments;
-    const unsigned *sizes, *pointers; /* of each argument: its bytes, and whether it is a pointer */
-    void (*run)(const unsigned grid[3], const unsigned block[3], unsigned shared_bytes, void **arguments);
-} kernel_t;
 }
 
 void run_grid(void (*body)(void **), const unsigned grid[3], const unsigned block[3], unsigned shared_bytes,

@@ -51,26 +51,36 @@ class Nodes:
         return sum(float(value) for value in re.findall(rf"^fastdecode:{name}{{.*}} (.*)$", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("how", ["engine killed", "API killed", "S-node killed", "drained"])
-async def test_streams_go_on_with_their_k_and_v(start, tmp_path, how):
-    nodes = await asyncio.to_thread(Nodes, start, tmp_path)
-    lost = nodes.s_nodes[0]
+def lose(s_node, how):
+    """End an S-node in a way that has a name."""
+    match how:
+        case "engine killed":
+            s_node.process.kill()
+        case "API killed":
+            for pid in s_node.api_processes():
+                os.kill(pid, signal.SIGKILL)
+        case "S-node killed":
+            s_node.kill_group()
+        case "drained":
+            s_node.process.send_signal(signal.SIGTERM)
+
+
+async def calm_and_disturbed(nodes, how):
+    """The texts of a run in which nothing happens, and of one in which the first S-node ends; and the longest pause."""
     async with nodes.api() as api:
         calm = await ManyStreams(api, N_STREAMS).run()
         streams = ManyStreams(api, N_STREAMS)
         running = asyncio.create_task(streams.run())
         await asyncio.wait_for(streams.begun.wait(), 60)
-        if how == "engine killed":
-            lost.process.kill()
-        elif how == "API killed":
-            for pid in lost.api_processes():
-                os.kill(pid, signal.SIGKILL)
-        elif how == "S-node killed":
-            lost.kill_group()
-        else:
-            lost.process.send_signal(signal.SIGTERM)
-        texts = await asyncio.wait_for(running, 120)
-    print(f"{N_STREAMS} streams, {how}: the longest pause was {streams.pause:.2f} s")
+        lose(nodes.s_nodes[0], how)
+        return calm, await asyncio.wait_for(running, 120), streams.pause
+
+
+@pytest.mark.parametrize("how", ["engine killed", "API killed", "S-node killed", "drained"])
+async def test_streams_go_on_with_their_k_and_v(start, tmp_path, how):
+    nodes = await asyncio.to_thread(Nodes, start, tmp_path)
+    calm, texts, pause = await calm_and_disturbed(nodes, how)
+    print(f"{N_STREAMS} streams, {how}: the longest pause was {pause:.2f} s")
     assert texts == calm
     assert await asyncio.to_thread(nodes.metric, "adopted_total") > 0
     assert await asyncio.to_thread(nodes.metric, "adoptions_failed_total") == 0
@@ -84,16 +94,8 @@ async def test_streams_of_a_model_with_states_go_on(start, tmp_path, how):
     model = make_head(base).save(base, tmp_path / "model")
     more = ("--model", str(model), "--served-model-name", "fastdecode-demo", "--dtype", "fp32", "--kv-dtype", "fp32")
     nodes = await asyncio.to_thread(Nodes, start, tmp_path, 20, (*more, "--speculate", "mtp:2"))
-    async with nodes.api() as api:
-        calm = await ManyStreams(api, N_STREAMS).run()
-        streams = ManyStreams(api, N_STREAMS)
-        running = asyncio.create_task(streams.run())
-        await asyncio.wait_for(streams.begun.wait(), 60)
-        if how == "drained":
-            nodes.s_nodes[0].process.send_signal(signal.SIGTERM)
-        else:
-            nodes.s_nodes[0].kill_group()
-        assert await asyncio.wait_for(running, 120) == calm
+    calm, texts, _ = await calm_and_disturbed(nodes, how)
+    assert texts == calm
     assert await asyncio.to_thread(nodes.metric, "adopted_total") == 0
 
 

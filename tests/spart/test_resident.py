@@ -52,6 +52,6 @@ def test_tokens_are_those_of_transformers_when_all_pages_are_taken(exchange):
 
 @pytest.mark.timeout(180)
 def test_streams_go_on_when_an_r_node_is_killed_beside_the_device():
-    """In staged steps. In captured ones the streams stall in about one of two runs (docs/cuda.md)."""
+    """In staged steps. In captured steps the streams may stall (docs/cuda.md)."""
     report = run("killed", "staged")
     assert report["resident"] and report["crossed"] and report["alive"] == [True, True, False]

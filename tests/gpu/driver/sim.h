@@ -21,6 +21,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../../c/host_kernel.h"
+
 #define API __attribute__((visibility("default")))
 
 typedef unsigned long long device_ptr_t;
@@ -50,14 +52,6 @@ enum {
 };
 
 enum { MAX_QUEUES = 32, MAX_ARGUMENTS = 20, POISON_BYTE = 0xFF };
-
-/* A kernel that was compiled for the host; tests/c/cuda_on_host.h has the same. */
-typedef struct {
-    const char *name;
-    unsigned n_arguments;
-    const unsigned *sizes, *pointers; /* of each argument: its bytes, and whether it is a pointer */
-    void (*run)(const unsigned grid[3], const unsigned block[3], unsigned shared_bytes, void **arguments);
-} kernel_t;
 
 typedef struct event {
     atomic_ullong recorded, done; /* number of the last record that was queued, and of the last one that has run */

@@ -93,7 +93,8 @@ class OnDevice(Runner):
 
 
 @contextlib.asynccontextmanager
-async def started(spart: SPart, start_runner: Callable[[], Runner]) -> AsyncIterator[Engine]:
+async def started(spart: SPart, start_runner: Callable[[], Runner], **options: Any) -> AsyncIterator[Engine]:
+    """A started engine; `options` go to Engine."""
     engine = Engine(
         spart,
         spart.links,
@@ -102,6 +103,7 @@ async def started(spart: SPart, start_runner: Callable[[], Runner]) -> AsyncIter
         max_batch_size=8,
         prompts_apart=spart.model.device.type != "cpu",
         start_runner=start_runner,
+        **options,
     )
     await engine.start()
     try:

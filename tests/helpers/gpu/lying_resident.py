@@ -33,7 +33,7 @@ from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
 from gpu.late_pages import late_kernels
 from gpu.lying_device import NAME, LyingDevice, take_torchs_place
-from gpu.lying_engine import OnDevice, ThreadedDriver, ThreadedStream
+from gpu.lying_engine import OnDevice, ThreadedDriver, ThreadedStream, started
 
 ROWS = 256
 PAGE_BYTES = 3 * 2 * 2 * 128 * 16 * 4  # layers, K and V, KV heads, tokens, head size, fp32
@@ -145,19 +145,7 @@ async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dic
             if bypassed:
                 bypass.prepare(spart, 2, least=8)
         count(report, resident)
-        engine = Engine(
-            spart,
-            spart.links,
-            mini_batches=2,
-            max_batch_tokens=ROWS,
-            max_batch_size=8,
-            prompts_apart=True,
-            prefix_cache=True,
-            max_uncached_suffix=256,
-            start_runner=OnDevice,
-        )
-        await engine.start()
-        try:
+        async with started(spart, OnDevice, prefix_cache=True, max_uncached_suffix=256) as engine:
             tokens = await generate(engine, lambda: nodes[-1].end(signal.SIGKILL) if case.kill else None)
             report["preemptions"] = engine.stats.totals.preemptions
             report["alive"] = [node.alive for node in engine.stats.nodes]
@@ -167,8 +155,6 @@ async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dic
             while ledger.pages_freeing:
                 await asyncio.sleep(0.01)
             report["left"] = case.pages - resident.arena.lists.n_free
-        finally:
-            await engine.stop()
         for link in crossing:
             await link.close()
     want = by_transformers(directory)
