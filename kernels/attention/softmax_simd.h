@@ -206,7 +206,7 @@ typedef struct {
     const fd_attend_t *a;
     uint32_t head, row; /* the KV head, and the block's first row in it */
     uint64_t base;      /* position of the chunk's first token */
-    /* NULL, or where the block adds index scores in place of attention, and the weights of its rows (index_simd.h) */
+    /* NULL, or where the block adds index scores in place of attention, and the weights of its rows */
     float *index_scores;
     const float *index_weights;
 } block_t;
