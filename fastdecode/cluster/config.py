@@ -89,6 +89,17 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """Files (PEM) on every machine: the certificate of the machine and its key, with which S-nodes and the router
+    serve, and the certificates that may have signed those of S-nodes. None: no TLS; the key is in `certfile`; those
+    that the machine trusts."""
+
+    certfile: str | None = None
+    keyfile: str | None = None
+    ca: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """A cluster. `ray_address` is that of Ray's head, "auto": of the cluster that this machine belongs to.
 
@@ -111,6 +122,7 @@ class ClusterConfig:
     s_nodes: SNodesConfig = SNodesConfig()
     prefill_nodes: PrefillNodesConfig = PrefillNodesConfig()
     router: RouterConfig = RouterConfig()
+    tls: TlsConfig = TlsConfig()
     made_secret: str = field(default_factory=secrets.token_urlsafe, repr=False, metadata={"in_file": False})
 
     def __post_init__(self) -> None:
@@ -137,6 +149,8 @@ class ClusterConfig:
                 parse_bytes(text)
             except ValueError as error:
                 raise ClusterError(f"{key}: {error}") from None
+        if self.tls.certfile is None and self.tls != TlsConfig():
+            raise ClusterError("tls: keyfile and ca are nothing without certfile")
         if not 0 <= self.router.port <= 65535:
             raise ClusterError(f"router: {self.router.port} is not a TCP port")
         try:
@@ -146,6 +160,16 @@ class ClusterConfig:
         self.r_options()
         self.s_options()
         self.prefill_options()
+
+    @property
+    def http(self) -> str:
+        """The scheme of the URLs of S-nodes and the router."""
+        return "http" if self.tls.certfile is None else "https"
+
+    def tls_options(self) -> list[str]:
+        """The options of an S-node or a router that serves over TLS, as a command line."""
+        files = {"--ssl-certfile": self.tls.certfile, "--ssl-keyfile": self.tls.keyfile}
+        return [word for option, file in files.items() if file is not None for word in (option, file)]
 
     @property
     def ray_head(self) -> tuple[str, int] | None:
@@ -195,6 +219,7 @@ _SECTIONS = {
     "s_nodes": SNodesConfig,
     "prefill_nodes": PrefillNodesConfig,
     "router": RouterConfig,
+    "tls": TlsConfig,
 }
 
 

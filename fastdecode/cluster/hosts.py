@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import socket
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -23,12 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from fastdecode.cluster.config import ClusterConfig, SNodesConfig
+from fastdecode.cluster.config import ClusterConfig, ClusterError, SNodesConfig
 from fastdecode.cluster.directory import Entry, View
 from fastdecode.cluster.reach import Reach, boot_id, has_rdma
 from fastdecode.cluster.supervised import Supervised
 from fastdecode.daemon.discovery import bracketed
 from fastdecode.daemon.machine import numa_nodes
+from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.tls import client_tls, server_tls
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +202,7 @@ class SNodeHost(Host):
         self._r_nodes = NodeFile(self.folder / "r-nodes")
         self._prefill_nodes = NodeFile(self.folder / "prefill-nodes", may_be_empty=True)
         self._load: dict[str, Any] = {}
+        self._tls = _asking_tls(self.config, self.machine)
 
     @property
     def _share(self) -> SNodesConfig:
@@ -206,7 +210,7 @@ class SNodeHost(Host):
 
     @property
     def _url(self) -> str:
-        return f"http://{bracketed(self.machine)}:{self.port}"
+        return f"{self.config.http}://{bracketed(self.machine)}:{self.port}"
 
     def _command(self) -> Sequence[str]:
         s = self._share
@@ -214,7 +218,7 @@ class SNodeHost(Host):
         return ["fastdecode.daemon.node", "--role", "s", "--host", self.machine, "--port", str(self.port),
                 "--r-nodes-file", str(self._r_nodes.path), "--connect-seconds", str(self.config.start_seconds),
                 *threads, "--secret-file", self._secret_file, "--router-only", "--drain-seconds", str(s.drain_seconds),
-                *self._own_options()]  # fmt: skip
+                *self.config.tls_options(), *self._own_options()]  # fmt: skip
 
     def _own_options(self) -> list[str]:
         return ["--prefill-file", str(self._prefill_nodes.path), *self.config.s_options()]
@@ -233,11 +237,16 @@ class SNodeHost(Host):
 
     def _ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=_HEALTH_TIMEOUT) as answer:
+            asking = urllib.request.urlopen(f"{self._url}/health", timeout=_HEALTH_TIMEOUT, context=self._tls)
+            with asking as answer:
                 health, status = json.load(answer), 200
         except urllib.error.HTTPError as error:
             with contextlib.suppress(ValueError):
                 self._load = {"status": json.load(error).get("status", "")}
+            return False
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                self._load = {"status": f"its certificate is refused: {error.reason.verify_message}"}
             return False
         except (OSError, ValueError):
             return False
@@ -293,9 +302,10 @@ class RouterHost(Host):
 
     def _command(self) -> Sequence[str]:
         door = self.config.router
+        ca = ["--s-node-ca", self.config.tls.ca] if self.config.tls.ca else []
         return ["fastdecode.router.main", "--host", door.host, "--port", str(self.port),
                 "--secret-file", self._secret_file, "--s-nodes-file", str(self._s_nodes.path),
-                "--drain-seconds", str(self.drain_seconds)]  # fmt: skip
+                "--drain-seconds", str(self.drain_seconds), *ca, *self.config.tls_options()]  # fmt: skip
 
     def _learn(self, view: View) -> bool:
         urls = [entry.url for entry in view.entries if entry.role == "s" and entry.listed]
@@ -309,7 +319,7 @@ class RouterHost(Host):
         return self.machine if self.config.router.host in ("0.0.0.0", "::") else self.config.router.host
 
     def _entry(self, entry: Entry) -> Entry:
-        return replace(entry, url=f"http://{bracketed(self._address)}:{self.port}/v1")
+        return replace(entry, url=f"{self.config.http}://{bracketed(self._address)}:{self.port}/v1")
 
 
 HOSTS: dict[str, Callable[..., Host]] = {"r": RNodeHost, "s": SNodeHost, "p": PrefillHost, "router": RouterHost}
@@ -334,6 +344,16 @@ class NodeFile:
             os.replace(temporary, self.path)
             self._urls = wanted
         return bool(self._urls)
+
+
+def _asking_tls(config: ClusterConfig, machine: str) -> ssl.SSLContext:
+    """The context with which a host asks its S-node. Raises ClusterError if one of the files of `tls` will not do."""
+    certfile, keyfile, ca = (Path(f) if f else None for f in (config.tls.certfile, config.tls.keyfile, config.tls.ca))
+    try:
+        server_tls(certfile, keyfile)
+        return client_tls(ca)
+    except ConfigError as error:
+        raise ClusterError(f"tls: on the machine {machine}, {error}") from None
 
 
 def _remove_at_death(folder: Path) -> IO[bytes]:

@@ -273,9 +273,11 @@ class RayCluster:
                         f"{', '.join(unlinked)} got no link from every S-node within {config.start_seconds:.0f} s; "
                         "the logs of S-nodes say why"
                     )
+                known = {e.name: e.load["status"] for e in view.entries if "status" in e.load}
+                nodes = [f"{name} ({known[name]})" if name in known else name for name in sorted(missing)]
                 raise ClusterError(
-                    f"{', '.join(sorted(missing))} did not come up within {config.start_seconds:.0f} s; their output "
-                    "is in Ray's logs (ray logs, or /tmp/ray/session_latest/logs/worker-*.err)"
+                    f"{', '.join(nodes)} did not come up within {config.start_seconds:.0f} s; their output is in Ray's "
+                    "logs (ray logs, or /tmp/ray/session_latest/logs/worker-*.err)"
                 )
             time.sleep(_POLL_SECONDS)
 

@@ -114,12 +114,12 @@ def parse_list(text: str, schemes: Collection[str] = SCHEMES, *, may_be_empty: b
 
 
 class DnsSet:
-    """One R-node at each address of a host name, such as that of a headless service of Kubernetes."""
+    """One node at each address of a host name, such as that of a headless service of Kubernetes."""
 
     interval: float | None = _DNS_SECONDS
 
     def __init__(self, url: str):
-        """`url`: tcp://host:port or rdma://host:port."""
+        """`url`: scheme://host:port."""
         parts = urlsplit(url)
         self._scheme, self._host, self._port = parts.scheme, parts.hostname, parts.port
         self._missed: Counter[str] = Counter()  # answers in a row that lacked the address

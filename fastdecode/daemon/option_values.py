@@ -114,6 +114,11 @@ def named_host(text: str) -> str:
     return _host_and_port(text, "tcp", "rdma")
 
 
+def named_http_host(text: str) -> str:
+    """A URL of a host and a port that speaks HTTP."""
+    return _host_and_port(text, "http", "https")
+
+
 def tcp_url(text: str) -> str:
     """A URL tcp://host:port. Port 0 takes any free one."""
     return _host_and_port(text, "tcp", any_port=True)

@@ -14,6 +14,7 @@ from fastdecode.api.tracing import Tracing, check_available
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_files import CHAT_MODEL, is_chat_model
 from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.tls import server_tls
 from fastdecode.gguf.file import ModelSource
 from fastdecode.service.client import EngineClient
 from fastdecode.text.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ class ApiSettings:
             names,
             Tokenizer.from_dir(source, chat_template=_chat_template(config.chat_template)),
             config.read_api_keys(),
-            _tls(config),
+            server_tls(config.ssl_certfile, config.ssl_keyfile),
             _sampling_defaults(config, source.path),
         )
 
@@ -103,19 +104,3 @@ def _chat_template(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {path}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _tls(config: NodeConfig) -> ssl.SSLContext | None:
-    if config.ssl_certfile is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except OSError as error:
-        reason = error.strerror
-        if isinstance(error, ssl.SSLError):
-            detail = f" ({error.reason})" if error.reason else ""
-            reason = f"not a certificate chain and its private key, both in PEM{detail}"
-        files = f"--ssl-certfile {config.ssl_certfile}, --ssl-keyfile {config.ssl_keyfile or config.ssl_certfile}"
-        raise ConfigError(f"{files}: {reason}") from None
-    return context

@@ -23,7 +23,7 @@ from fastdecode.api.errors import ApiError, is_anthropic
 from fastdecode.api.sse import event as plain_event
 from fastdecode.api.sse import named_event
 from fastdecode.router.metrics import RouterMetrics
-from fastdecode.router.pool import Pool, SNode, prefix_keys
+from fastdecode.router.pool import Pool, SNode, prefix_keys, why_lost
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +135,7 @@ class Forwarder:
             data=body or None,
             headers=headers | {"Accept-Encoding": "identity"},
             allow_redirects=False,
+            server_hostname=self._pool.tls_name,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
         )
         try:
@@ -151,10 +152,10 @@ class Forwarder:
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             if relay.client_gone:
                 raise
-            self._pool.suspect(s_node, f"a request failed: {error or type(error).__name__}")
+            self._pool.suspect(s_node, f"a request failed: {why_lost(error)}")
             if relay.has_token and relay.progress.head is None:
                 return await relay.fail(self._metrics)
-            raise _Retry(str(error) or type(error).__name__) from None
+            raise _Retry(why_lost(error)) from None
 
     def _may_leave(self, s_node: SNode, keys: list[bytes]) -> bool:
         """True if the streams of an S-node that is about to end can go on at another one."""

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import logging
 import socket
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,9 +29,10 @@ from fastdecode.api.server import bind, serve
 from fastdecode.daemon import option_values
 from fastdecode.daemon.config_files import read_secret
 from fastdecode.daemon.config_sources import Parser
-from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed
+from fastdecode.daemon.discovery import DnsSet, FileSet, FixedSet, NodeSet, bracketed
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.process import announce, set_up_logging, wait_for_shutdown
+from fastdecode.daemon.tls import client_tls, server_tls
 from fastdecode.router.forwarder import Forwarder, has_dot_segments
 from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import Pool
@@ -51,6 +53,18 @@ def _parser() -> Parser:
         type=Path,
         metavar="FILE",
         help="file with the S-nodes, one URL a line; the router follows its changes",
+    )
+    parser.add_argument(
+        "--s-nodes-dns",
+        metavar="URL",
+        help="an S-node at each address of a host name, http://host:port, as the name resolves from time to time",
+    )
+    parser.add_argument(
+        "--s-node-ca",
+        type=Path,
+        metavar="FILE",
+        help="certificates (PEM), one of which has signed those of S-nodes at https URLs; default: those that this "
+        "machine trusts",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
@@ -74,6 +88,18 @@ def _parser() -> Parser:
         metavar="FILE",
         help="file with the secret of the S-nodes, which streams need to go on at another S-node",
     )
+    parser.add_argument(
+        "--ssl-certfile",
+        type=Path,
+        metavar="FILE",
+        help="certificate chain (PEM) with which clients are served over TLS",
+    )
+    parser.add_argument(
+        "--ssl-keyfile",
+        type=Path,
+        metavar="FILE",
+        help="private key (PEM) of --ssl-certfile; default: it is in that file",
+    )
     parser.add_argument("--no-access-log", action="store_true", help="do not log a line for every request")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
@@ -84,26 +110,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a router until SIGTERM. Exit status: 0 after a clean end, 2 for a bad option, 1 for any other error."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if bool(args.s_node) == bool(args.s_nodes_file):
-        parser.error("give either --s-node or --s-nodes-file")
+    if sum(map(bool, (args.s_node, args.s_nodes_file, args.s_nodes_dns))) != 1:
+        parser.error("give one of --s-node, --s-nodes-file and --s-nodes-dns")
     for url in args.s_node or ():
         if urlsplit(url).scheme not in _SCHEMES or not urlsplit(url).netloc:
             parser.error(f"--s-node: {url!r} is not of the form http://host:port")
+    if args.ssl_keyfile and not args.ssl_certfile:
+        parser.error("--ssl-keyfile needs --ssl-certfile")
+    if args.s_nodes_dns:
+        try:
+            option_values.named_http_host(args.s_nodes_dns)
+        except ValueError as error:
+            parser.error(f"--s-nodes-dns: {error}")
     try:
         secret = read_secret(args.secret_file)
+        tls, s_node_tls = server_tls(args.ssl_certfile, args.ssl_keyfile), client_tls(args.s_node_ca)
     except ConfigError as error:
         parser.error(str(error))
-    nodes: NodeSet = (
-        FileSet(args.s_nodes_file, _SCHEMES) if args.s_nodes_file else FixedSet(_without_slash(args.s_node))
-    )
     set_up_logging(args.log_level, args.log_format)
     if secret is None:
         log.warning("without --secret-file a stream whose S-node is lost ends with an error")
     try:
         sockets = bind(args.host, args.port)
-        uvloop.run(_run(nodes, sockets, secret, args))
+        uvloop.run(_run(args, sockets, secret, tls, s_node_tls))
     except OSError as error:
         sys.exit(f"fastdecode-router: error: {error}")
+
+
+def _node_set(args: argparse.Namespace) -> NodeSet:
+    if args.s_nodes_file:
+        return FileSet(args.s_nodes_file, _SCHEMES)
+    if args.s_nodes_dns:
+        return DnsSet(args.s_nodes_dns)
+    return FixedSet(tuple(dict.fromkeys(url.rstrip("/") for url in args.s_node)))
 
 
 def _socket(address: AddrInfoType) -> socket.socket:
@@ -118,21 +157,25 @@ def _socket(address: AddrInfoType) -> socket.socket:
     return sock
 
 
-def _without_slash(urls: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
-
-
-async def _run(nodes: NodeSet, sockets: list[Any], secret: bytes | None, args: argparse.Namespace) -> None:
+async def _run(
+    args: argparse.Namespace,
+    sockets: list[Any],
+    secret: bytes | None,
+    tls: ssl.SSLContext | None,
+    s_node_tls: ssl.SSLContext,
+) -> None:
     shutdown = asyncio.create_task(wait_for_shutdown())
-    connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket, ssl=s_node_tls)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         metrics = RouterMetrics()
-        pool = Pool(nodes, session)
+        # The certificate of S-nodes that are found by a name is that of the name, because addresses change.
+        pool = Pool(_node_set(args), session, urlsplit(args.s_nodes_dns or "").hostname)
         metrics.watch(pool)
         await pool.start()
         forwarder = Forwarder(pool, session, metrics, secret, args.continue_seconds)
-        server = await serve(make_app(pool, forwarder, metrics, access_log=not args.no_access_log), sockets)
-        url = f"http://{bracketed(args.host)}:{server.port}/v1"
+        app = make_app(pool, forwarder, metrics, access_log=not args.no_access_log)
+        server = await serve(app, sockets, tls=tls)
+        url = f"{'https' if tls else 'http'}://{bracketed(args.host)}:{server.port}/v1"
         announce(log, args.log_format, f"Router on {url}")
         await shutdown
         log.info("draining: running requests may go on for %.0f s", args.drain_seconds)

@@ -40,6 +40,16 @@ def prefix_keys(text: bytes) -> list[bytes]:
     return keys
 
 
+def why_lost(error: Exception) -> str:
+    """Why a request to an S-node has failed, as a clause."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        reason = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
+        return f"its certificate is refused ({reason.rstrip('.')}); --s-node-ca names the certificates that may sign it"
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        return "it does not speak TLS as its https URL says"
+    return str(error) or type(error).__name__
+
+
 @dataclass(eq=False, slots=True)
 class SNode:
     """One S-node as the router sees it."""
@@ -75,8 +85,10 @@ class SNode:
 class Pool:
     """All S-nodes of a router, as their set (daemon/discovery.py) changes. Belongs to one event loop."""
 
-    def __init__(self, nodes: NodeSet, session: aiohttp.ClientSession):
+    def __init__(self, nodes: NodeSet, session: aiohttp.ClientSession, tls_name: str | None = None):
+        """`tls_name`: the name in the certificates of S-nodes at https URLs; None: the host of the URL."""
         self.s_nodes: list[SNode] = []
+        self.tls_name = tls_name
         self._nodes, self._session = nodes, session
         self._turn = 0
         self._following: asyncio.Task[None] | None = None
@@ -143,7 +155,8 @@ class Pool:
         timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT)
         while True:
             try:
-                async with self._session.get(f"{s_node.url}/health", timeout=timeout) as answer:
+                asking = self._session.get(f"{s_node.url}/health", timeout=timeout, server_hostname=self.tls_name)
+                async with asking as answer:
                     body = orjson.loads(await answer.read())
                     status = str(body["status"])
                     if answer.status == 200:
@@ -154,7 +167,7 @@ class Pool:
                     else:
                         self.suspect(s_node, status)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                self.suspect(s_node, f"does not answer: {error or type(error).__name__}")
+                self.suspect(s_node, f"does not answer: {why_lost(error)}")
             except (ValueError, KeyError, TypeError):
                 self.suspect(s_node, "its /health is not that of an S-node")
             await asyncio.sleep(_HEALTH_SECONDS)

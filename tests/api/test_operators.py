@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import ssl
-import subprocess
 
 import aiohttp
 import orjson
@@ -12,6 +11,7 @@ import pytest
 from engines.api_client import MODEL, served
 from engines.scripted_engine import ScriptedEngine
 from models.checkpoints import make_checkpoint
+from wire.certificates import Authority
 
 from fastdecode.api.app import make_app
 from fastdecode.api.server import bind, serve
@@ -128,19 +128,14 @@ async def test_the_address_for_all_of_ipv6_is_one_for_all_of_ipv4_too(tokenizer)
 
 
 async def test_tls(tokenizer, tmp_path):
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("openssl is not installed")
+    authority = Authority(tmp_path, "authority")
+    cert, key = authority.sign("s-node", "IP:127.0.0.1")
     settings = ApiSettings.make(
         NodeConfig(ssl_certfile=cert, ssl_keyfile=key), ModelSource.open(make_checkpoint("llama-gqa"))
     )
     server = await serve(make_app(ScriptedEngine([5]), tokenizer, MODEL), bind("127.0.0.1", 0), tls=settings.tls)
     try:
-        trusting = ssl.create_default_context(cafile=str(cert))
+        trusting = ssl.create_default_context(cafile=authority.file)
         async with aiohttp.ClientSession() as http:
             url = f"https://127.0.0.1:{server.port}/v1/completions"
             async with http.post(url, json=ASK, ssl=trusting) as response:

@@ -72,6 +72,7 @@ def test_a_file_is_a_configuration(tmp_path):
         ("ray-auth: none", "'none' is not one of token, disabled"),
         ("network: 10.0.0.1/24", "'10.0.0.1/24' is not a network such as"),
         ("s-nodes: {options: {router-only: true}}", "options: router-only is set by the cluster"),
+        ("tls: {ca: /ca.pem}", "tls: keyfile and ca are nothing without certfile"),
         ("router: {port: 123456}", "123456 is not a TCP port"),
         ("a: [", "is not YAML"),
     ],

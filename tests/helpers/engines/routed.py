@@ -73,15 +73,15 @@ async def dying(*parts):
 
 
 @contextlib.asynccontextmanager
-async def scripted(*routes):
-    """The URL of a server with these routes."""
+async def scripted(*routes, tls=None):
+    """The URL of a server with these routes, over TLS if it gets an SSLContext."""
     app = web.Application()
     app.add_routes(routes)
     runner = web.AppRunner(app)
     await runner.setup()
     [sock] = bind("127.0.0.1", 0)
-    await web.SockSite(runner, sock).start()
+    await web.SockSite(runner, sock, ssl_context=tls).start()
     try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         await runner.cleanup()
