@@ -50,7 +50,10 @@ class Host(ABC):
     drain_seconds: float
 
     def __init__(self, name: str, config: ClusterConfig, report: Report, machine: str, ray_node: str = ""):
-        """Starts nothing yet. `report` sends an entry to the directory, and may raise any Exception if it cannot."""
+        """Starts nothing yet. `report` sends an entry to the directory, and may raise any Exception if it cannot.
+
+        Raises ClusterError if the machine lacks a file of the configuration's `tls` that the role needs."""
+        self._tls = None if self.role == "r" else _asking_tls(config, machine)
         self.name, self.config, self.machine = name, config, machine
         self._report, self._ray_node = report, ray_node
         self._folder = tempfile.TemporaryDirectory(prefix=f"fastdecode-{config.name}-{name}-")
@@ -202,7 +205,6 @@ class SNodeHost(Host):
         self._r_nodes = NodeFile(self.folder / "r-nodes")
         self._prefill_nodes = NodeFile(self.folder / "prefill-nodes", may_be_empty=True)
         self._load: dict[str, Any] = {}
-        self._tls = _asking_tls(self.config, self.machine)
 
     @property
     def _share(self) -> SNodesConfig:
