@@ -37,11 +37,17 @@ END_OF_TURN = frozenset(
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+#: Words of Qwen3.5, whose letters may have marks.
+_QWEN35_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 #: Names in `tokenizer.ggml.pre`, grouped by the way in which a tokenizer cuts text into words.
 _DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _GPT2 = ("gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion")
 _LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "dbrx", "smaug-bpe", "falcon3", "pixtral")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan-dense")
+_QWEN35 = "qwen35"
 
 
 class GGUFTokenizerError(ValueError):
@@ -95,12 +101,12 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
     elif pre in _GPT2:
         tokenizer.pre_tokenizer = plain
-    elif pre in _LLAMA3 or pre in _QWEN2:
-        words = Regex(_LLAMA3_WORDS % ("{1,3}" if pre in _LLAMA3 else ""))
-        split = pre_tokenizers.Split(words, "isolated")
+    elif pre in _LLAMA3 or pre in _QWEN2 or pre == _QWEN35:
+        words = _QWEN35_WORDS if pre == _QWEN35 else _LLAMA3_WORDS % ("{1,3}" if pre in _LLAMA3 else "")
+        split = pre_tokenizers.Split(Regex(words), "isolated")
         rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, rest])
-        if pre == "qwen2":
+        if pre in ("qwen2", _QWEN35):
             tokenizer.normalizer = normalizers.NFC()
     else:
         raise GGUFTokenizerError(f"the file's way of cutting text into words, {pre!r}, is not known")

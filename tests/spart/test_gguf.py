@@ -20,7 +20,7 @@ from quick import quick
 from fastdecode.gguf.file import TYPES, GGUFError, GGUFFile, GGUFTensor, find_gguf
 from fastdecode.spart import CheckpointError, SPart, load_model, read_config
 from fastdecode.spart.backend import choose_backend
-from fastdecode.spart.checkpoints.gguf import _UNPACKERS, _unpack
+from fastdecode.spart.checkpoints.gguf_blocks import UNPACKERS, unpack_blocks
 from fastdecode.spart.decoder.rope import inverse_frequencies
 from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.text.tokenizer import Tokenizer, TokenizerError
@@ -41,14 +41,14 @@ def test_sizes_of_blocks_are_those_of_ggml():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", [*_UNPACKERS, "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize("name", [*UNPACKERS, "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
 def test_blocks_mean_what_the_gguf_package_says(name):
     blocks = random_blocks(name, 6, 2)
     form = next(form for form in TYPES.values() if form.name == name)
-    matrix = _unpack(GGUFTensor("x", (6, 2 * form.block), form, blocks.reshape(-1)), blocks)
+    matrix = unpack_blocks(GGUFTensor("x", (6, 2 * form.block), form, blocks.reshape(-1)), blocks)
     want = gguf.quants.dequantize(blocks.reshape(6, -1), gguf.GGMLQuantizationType[name])
     error = np.abs(matrix.dequantise().numpy() - want)
-    if name in _UNPACKERS and name != "Q6_K":
+    if name in UNPACKERS and name != "Q6_K":
         assert error.max() <= 1e-6
     else:  # rounded to 8 bits in groups of 32
         groups = np.abs(want).reshape(6, -1, 32).max(2).repeat(32, 1)
@@ -223,7 +223,7 @@ def test_a_rare_type_without_the_package_says_what_to_install(good, monkeypatch)
     tensor = GGUFTensor("x", (1, 256), form, np.zeros(84, np.uint8))
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"'x' is stored as Q2_K.*fastdecode\[gguf\]"):
-        _unpack(tensor, tensor.blocks)
+        unpack_blocks(tensor, tensor.blocks)
 
 
 # ---- the model that --model chat means ----

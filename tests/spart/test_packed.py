@@ -19,7 +19,7 @@ from models.quantised_made import make, make_mxfp4
 
 from fastdecode.gguf.file import TYPES, GGUFTensor, ModelSource
 from fastdecode.spart import read_config
-from fastdecode.spart.checkpoints.gguf import _unpack
+from fastdecode.spart.checkpoints.gguf_blocks import unpack_blocks
 from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears import gpu
 from fastdecode.spart.linears.gpu import GPULinear
@@ -65,7 +65,7 @@ def test_gguf_blocks_in_16_bits_are_those_of_the_gguf_package(kind, dtype, steps
 
     blocks = random_blocks(kind, 8, 2)
     form = next(form for form in TYPES.values() if form.name == kind)
-    matrix = _unpack(GGUFTensor("x", (8, 2 * form.block), form, blocks.reshape(-1)), blocks)
+    matrix = unpack_blocks(GGUFTensor("x", (8, 2 * form.block), form, blocks.reshape(-1)), blocks)
     want = torch.from_numpy(theirs.quants.dequantize(blocks.reshape(8, -1), theirs.GGMLQuantizationType[kind])).float()
     error = (pack(matrix, CPU, dtype).rows(slice(None)).float() - want).abs().unflatten(1, (-1, 32)).amax(2)
     largest = want.abs().unflatten(1, (-1, 32)).amax(2)

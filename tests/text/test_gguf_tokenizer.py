@@ -13,13 +13,24 @@ from models.gguf_made import tokenizer_fields
 from models.tokenizers_made import CHATML, CORPUS, byte_level, metaspace
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
 from fastdecode.text.chat_template import ChatTemplateError
 from fastdecode.text.tokenizer import Tokenizer, TokenizerError
 
 pytestmark = pytest.mark.quick
 
-TEXTS = [*CORPUS, "", " ", "12 345 6789", "\n 123\n\n x", "don't WE'LL", "a<|im_start|>b<think>c", "Größe\u0301"]
+TEXTS = [
+    *CORPUS,
+    "",
+    " ",
+    "12 345 6789",
+    "\n 123\n\n x",
+    "don't WE'LL",
+    "a<|im_start|>b<think>c",
+    "Größe\u0301",
+    "a\u0331\u0331\u0331 नमस्ते",
+]
 _PLAIN = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _REST = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _LLAMA3 = (
@@ -34,6 +45,7 @@ PRE = {
     "qwen2": pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")), "isolated"), _REST]
     ),
+    "qwen35": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"), _REST]),
 }
 
 
@@ -53,7 +65,7 @@ def test_byte_level_tokenizers(pre, tmp_path):
     directory = byte_level(tmp_path / "hf", chat_template=CHATML)
     backend = Backend.from_file(str(directory / "tokenizer.json"))
     backend.pre_tokenizer = PRE[pre]
-    if pre == "qwen2":
+    if pre.startswith("qwen"):
         backend.normalizer = normalizers.NFC()
     backend.save(str(directory / "tokenizer.json"))
     fields = tokenizer_fields(directory, pre) | {

@@ -14,6 +14,8 @@ from fastdecode.spart.shape import AttentionShape
 #: Activation functions by the name that config.json gives them; layers.py has the functions.
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 
+_MOST_EXPERTS = 1 << 14
+
 
 class CheckpointError(ValueError):
     """The checkpoint cannot be served; the message is a sentence for the user."""
@@ -71,6 +73,13 @@ class Experts:
     shared_size: int = 0  # of an MLP that all tokens pass beside their experts, times a gate of its own; 0: none
     #: (alpha, limit) of gpt-oss, whose experts compute (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)).
     clamped_swiglu: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises CheckpointError for numbers of experts that no model has. A damaged file may name any number."""
+        if self.n > _MOST_EXPERTS:
+            raise CheckpointError(f"{self.n} experts in a layer are more than the {_MOST_EXPERTS} that are supported")
+        if self.used > self.n:
+            raise CheckpointError(f"config.json: {self.used} experts for each token of {self.n}")
 
 
 @dataclass(frozen=True, slots=True)

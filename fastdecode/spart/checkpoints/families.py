@@ -246,10 +246,7 @@ _GPT_OSS_ROPE = {
 def _experts(config: ConfigJson, n: int, used: int, intermediate_size: int, **options: Any) -> Experts:
     """`n` and `used` are the defaults of absent keys."""
     key = "num_experts" if "num_experts" in config.raw else "num_local_experts"  # transformers writes both
-    experts = Experts(config.size(key, n), config.size("num_experts_per_tok", used), intermediate_size, **options)
-    if experts.used > experts.n:
-        raise CheckpointError(f"config.json: {experts.used} experts for each token of {experts.n}")
-    return experts
+    return Experts(config.size(key, n), config.size("num_experts_per_tok", used), intermediate_size, **options)
 
 
 def _mixtral(config: ConfigJson) -> dict[str, Any]:

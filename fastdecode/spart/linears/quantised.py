@@ -92,6 +92,20 @@ class Quantised:
         mins = None if self.mins is None else self.mins[index]
         return replace(self, q=self.q[index], scales=self.scales[index], mins=mins)
 
+    def select_inputs(self, index: torch.Tensor) -> Quantised:
+        """The matrix whose input i is the input index[i] of this one. `index` has each input once; the matrix has no
+        `order` and is not transformed."""
+        assert self.order is None and not self.hadamard, "the inputs of each group would not stay together"
+        first = index[:: self.group]
+        steps = torch.arange(len(index)) % self.group
+        if (first % self.group).any() or not torch.equal(
+            index - steps, first.repeat_interleave(self.group)[: len(index)]
+        ):
+            return replace(self, order=index.argsort())  # groups are torn apart, so activations are put in their order
+        groups = first // self.group
+        mins = None if self.mins is None else self.mins[:, groups]
+        return replace(self, q=self.q[:, index], scales=self.scales[:, groups], mins=mins)
+
 
 def activation_bits(device: torch.device) -> int:
     """Bits of the activations for which `--weights` rounds: those of a GPU have 16, so its weights are not

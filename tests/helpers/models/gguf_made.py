@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +28,127 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+}
+_ENDS = ("weight", "bias")
+_WHOLE_NAMES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
+#: The modules of an MTP head.
+_HEAD_MODULES = {
+    "fc": "nextn.eh_proj",
+    "pre_fc_norm_embedding": "nextn.enorm",
+    "pre_fc_norm_hidden": "nextn.hnorm",
+    "norm": "nextn.shared_head_norm",
+}
+#: `general.architecture` of a model type, where llama.cpp has another name.
+_ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 
 
 def gguf_name(name: str) -> str:
     """ "model.layers.1.mlp.up_proj.weight" -> "blk.1.ffn_up.weight"."""
     stem, _, end = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        number, _, module = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{number}.{_NAMES[module]}.{end}"
-    return {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[stem] + f".{end}"
+    if stem in _HEAD_MODULES:
+        return f"{_HEAD_MODULES[stem]}.{end}"
+    if not stem.startswith("model.layers."):
+        return {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[stem] + f".{end}"
+    number, _, module = stem.removeprefix("model.layers.").partition(".")
+    if end in _WHOLE_NAMES:
+        return f"blk.{number}.{_WHOLE_NAMES[end]}"
+    if end not in _ENDS:  # a stack of experts has no ending
+        module, end = f"{module}.{end}", "weight"
+    return f"blk.{number}.{_NAMES[module]}.{end}"
 
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows of Q or K in the order of llama.cpp: a rotated pair's two elements side by side."""
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _tile(values: torch.Tensor, config: Any, size: int, dim: int = 0) -> torch.Tensor:
+    """V heads of `size` elements along `dim`, in the order of llama.cpp: the first of each K head, then the second."""
+    k_heads = config.linear_num_key_heads
+    heads = values.unflatten(dim, (k_heads, config.linear_num_value_heads // k_heads, size))
+    return heads.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def _delta_layout(module: str, values: torch.Tensor, config: Any) -> torch.Tensor:
+    """A parameter of Qwen3.5's gated delta rule in the order of llama.cpp."""
+    size = config.linear_value_head_dim
+    before = 2 * config.linear_num_key_heads * config.linear_key_head_dim  # Q and K
+    match module:
+        case "in_proj_qkv" | "conv1d":
+            return torch.cat([values[:before], _tile(values[before:], config, size)])
+        case "in_proj_z":
+            return _tile(values, config, size)
+        case "out_proj":
+            return _tile(values, config, size, dim=1)
+        case "in_proj_a" | "in_proj_b" | "A_log" | "dt_bias":
+            return _tile(values, config, 1)
+    return values
+
+
+def stored_tensors(
+    name: str, values: torch.Tensor, config: Any, legacy: bool, fused: bool
+) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a GGUF file that hold a parameter of transformers' model, in the order of llama.cpp. `legacy`:
+    files of Qwen3-Next before llama.cpp took Q, K, V and Z apart. `fused`: gate and up of experts in one tensor."""
+    stored, parts = gguf_name(name), name.split(".")
+    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
+    part = stored.split(".")[-2]
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    if architecture in ("llama", "granite") and part in heads:
+        return [(stored, interleave(values, heads[part]))]
+    if part == "ffn_gate_up_exps" and not fused:
+        gate, up = values.chunk(2, dim=1)
+        return [(stored.replace("gate_up", "gate"), gate), (stored.replace("gate_up", "up"), up)]
+    if part == "ffn_gate_inp_shexp":
+        return [(stored, values[0])]
+    if part == "ffn_norm" and hasattr(config, "linear_num_key_heads"):
+        return [(stored.replace("ffn_norm", "post_attention_norm"), values)]
+    if "linear_attn" not in parts:
+        return [(stored, values)]
+    module = parts[-2] if parts[-1] in _ENDS else parts[-1]
+    if module == "in_proj_qkvz" and not legacy:
+        k_size, heads = config.linear_key_head_dim, config.linear_num_key_heads
+        v_size = config.linear_value_head_dim * config.linear_num_value_heads // heads
+        *qkv, z = values.unflatten(0, (heads, -1)).split([k_size, k_size, v_size, v_size], dim=1)
+        qkv = torch.cat([x.flatten(0, 1) for x in qkv])
+        return [(stored.replace("ssm_in", "attn_qkv"), qkv), (stored.replace("ssm_in", "attn_gate"), z.flatten(0, 1))]
+    if architecture.startswith("qwen35"):
+        values = _delta_layout(module, values, config)
+    return [(stored, values[:, 0] if module == "conv1d" else values)]
+
+
+def _changes(name: str, config: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """What llama.cpp does to the values of a parameter, and how it is undone."""
+    if name.endswith("A_log"):
+        return lambda x: -x.exp(), lambda x: (-x).log()
+    if hasattr(config, "linear_num_key_heads") and "norm" in name and "linear_attn" not in name:
+        return lambda x: x + 1, lambda x: x - 1
+    return lambda x: x, lambda x: x
 
 
 def write_gguf(
@@ -53,23 +157,27 @@ def write_gguf(
     kinds: str | dict[str, str],
     fields: dict[str, Any] | None = None,
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    head: Any = None,
+    legacy: bool = False,
+    fused: bool = False,
 ) -> None:
     """Write transformers' `model`, and give it the weights that the file has.
 
     `kinds`: the type of all matrices, or of those whose GGUF names contain a key ("": of the others). `more` adds what
-    else the file shall have.
+    else the file shall have. `head` is an MTPHead. `legacy` and `fused`: see stored_tensors.
     """
     config = model.config
-    architecture = config.model_type if config.model_type != "mistral" else "llama"
+    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers + (head is not None))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if intermediate_size := getattr(config, "intermediate_size", None):
+        writer.add_feed_forward_length(intermediate_size)
     if head_dim := getattr(config, "head_dim", None):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -78,34 +186,65 @@ def write_gguf(
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if experts := getattr(config, "num_experts", getattr(config, "num_local_experts", None)):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if size := getattr(config, "moe_intermediate_size", None):
+            writer.add_expert_feed_forward_length(size)
+        if size := getattr(config, "shared_expert_intermediate_size", None):
+            writer.add_expert_shared_feed_forward_length(size)
+    if hasattr(config, "linear_num_key_heads"):
+        _add_delta(writer, config)
+    if head is not None:
+        writer.add_nextn_predict_layers(1)
     for key, value in (fields or {}).items():
         add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
         add[type(value)](key, value)
     more(writer)
     kinds = {"": kinds} if isinstance(kinds, str) else kinds
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    tied = config.tie_word_embeddings
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if tied and name.startswith("lm_head"):
-                continue
-            stored = gguf_name(name)
-            kind = "F32"
-            if parameter.ndim == 2:
-                kind = next((kinds[key] for key in kinds if key and key in stored), kinds[""])
-            part = stored.split(".")[-2]
-            turn = architecture in ("llama", "granite") and part in heads
-            values = interleave(parameter.data, heads[part]) if turn else parameter.data
-            data = gguf.quants.quantize(values.numpy().astype(np.float32), Kind[kind])
-            back = torch.from_numpy(gguf.quants.dequantize(data, Kind[kind]).astype(np.float32).reshape(values.shape))
-            if turn:
-                back = back.view(heads[part], -1, 2, *back.shape[1:]).transpose(1, 2).reshape(back.shape)
-            parameter.data.copy_(back)
-            writer.add_tensor(stored, data, raw_dtype=Kind[kind])
+        for name, parameter in _parameters(model, head):
+            positions = torch.arange(parameter.numel()).view(parameter.shape)
+            change, undo = _changes(name, config)
+            for stored, places in stored_tensors(name, positions, config, legacy, fused):
+                wanted = next((kinds[key] for key in kinds if key and key in stored), kinds[""])
+                small = places.ndim == 1 or any(each in stored for each in ("ssm_conv1d", "ffn_gate_inp"))
+                kind = Kind["F32" if small else wanted]
+                values = change(parameter.data.flatten()[places])
+                data = gguf.quants.quantize(values.numpy().astype(np.float32), kind)
+                back = gguf.quants.dequantize(data, kind).astype(np.float32).reshape(places.shape)
+                parameter.data.view(-1)[places] = undo(torch.from_numpy(back))
+                block = f"blk.{config.num_hidden_layers}." if stored.startswith("nextn.") else ""
+                writer.add_tensor(block + stored, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_delta(writer: gguf.GGUFWriter, config: Any) -> None:
+    kinds = config.layer_types
+    interval = kinds.index("full_attention") + 1
+    writer.add_full_attention_interval(interval)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    if "qwen3_5" in config.model_type:
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if any((i % interval == interval - 1) != (kind == "full_attention") for i, kind in enumerate(kinds)):
+        recurrent = [kind == "linear_attention" for kind in kinds]
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
+
+
+def _parameters(model: Any, head: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a model and of its MTP head, whose block stands behind those of the model."""
+    tied = model.config.tie_word_embeddings
+    yield from ((name, p) for name, p in model.named_parameters() if not (tied and name.startswith("lm_head")))
+    for name, parameter in () if head is None else head.named_parameters():
+        yield name.replace("layers.0.", f"model.layers.{model.config.num_hidden_layers}."), parameter
 
 
 def tokenizer_fields(directory: Path, pre: str = "gpt-2") -> dict[str, Any]:

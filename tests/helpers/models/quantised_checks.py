@@ -26,9 +26,9 @@ async def error_of_logits(directory: Path, theirs: Any, tmp_path: Path) -> float
     tokens = text(40)
     model = load_model(directory, dtype="fp32")
     async with linked(model, tmp_path) as links:
-        spart = SPart(model, links)
-        prompt = Chunk(0, 0, 1, 0, tokens[:-1], True, GREEDY)
-        last = Chunk(0, 0, 1, len(tokens) - 1, tokens[-1:], False, GREEDY)
+        spart = SPart(model, links, state_slots=1)
+        prompt = Chunk(0, 0, 1, 0, tokens[:-1], True, GREEDY, state=0)
+        last = Chunk(0, 0, 1, len(tokens) - 1, tokens[-1:], False, GREEDY, state=0)
         got = torch.cat([run(spart.step(StepBatch(0, [c]), keep_logits=True)).logits for c in (prompt, last)])
     with torch.no_grad():
         want = theirs(torch.tensor([tokens])).logits[0, -2:]

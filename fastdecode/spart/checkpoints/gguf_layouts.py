@@ -1,0 +1,194 @@
+"""How llama.cpp stores a model's tensors in a GGUF file: their names by architecture, and how their numbers lie there.
+
+A layout differs from that of Hugging Face's checkpoints in these ways, each of which a Part undoes:
+
+    Q and K of Llama and Granite   RoPE's pairs stand side by side, where Hugging Face has halves of a head
+    experts                        one tensor [experts, out, in] for each matrix of a layer
+    norms of Qwen3-Next, Qwen3.5   1 is added to the weights (ModelConfig.norm_offset is 0 for such a file)
+    decay of the delta rule        -exp(A) in place of A
+    convolution                    [channels, kernel] in place of [channels, 1, kernel]
+    V heads of Qwen3.5             the first V head of each K head, then the second of each, and so on
+    beta and decay of Qwen3-Next   one matrix, K head by K head
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fastdecode.gguf.file import GGUFTensor
+from fastdecode.spart.checkpoints.config import DeltaNames, DeltaRule, ModelConfig, MTPNames, TensorNames
+
+#: Architectures whose files hold Q and K with RoPE's pairs side by side.
+_INTERLEAVED = ("llama", "granite")
+#: Architectures whose files have the V heads of the delta rule in another order.
+_TILED = ("qwen35", "qwen35moe")
+
+NAMES = TensorNames(
+    embedding="token_embd",
+    block="blk.{i}.",
+    attention_norm="attn_norm",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
+    o="attn_output",
+    mlp_norm="ffn_norm",
+    up=("ffn_gate", "ffn_up"),
+    down="ffn_down",
+    final_norm="output_norm",
+    head="output",
+    router="ffn_gate_inp",
+    expert_up=("ffn_gate_exps.{e}", "ffn_up_exps.{e}"),
+    expert_down="ffn_down_exps.{e}",
+)
+_PHI3_NAMES = replace(NAMES, qkv=("attn_qkv",), up=("ffn_up",))
+_DELTA_NAMES = DeltaNames(
+    inputs=("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
+    conv="ssm_conv1d",
+    decay="ssm_a",
+    decay_bias="ssm_dt.bias",
+    norm="ssm_norm",
+    out="ssm_out",
+)
+_QWEN3_5_NAMES = replace(
+    NAMES,
+    mlp_norm="post_attention_norm",
+    shared_up=("ffn_gate_shexp", "ffn_up_shexp"),
+    shared_down="ffn_down_shexp",
+    shared_gate="ffn_gate_inp_shexp",
+    delta=_DELTA_NAMES,
+)
+
+
+def tensor_names(config: ModelConfig, architecture: str, drafts: int) -> TensorNames:
+    """The names of an architecture's tensors. `drafts`: the blocks of the file behind those of the model, which hold an
+    MTP head."""
+    if architecture == "phi3":
+        return _PHI3_NAMES
+    if config.delta is None:
+        return NAMES
+    names = _QWEN3_5_NAMES
+    if config.delta.by_head:
+        names = replace(names, delta=replace(_DELTA_NAMES, inputs=("ssm_in", "ssm_ba")))
+    if not drafts:
+        return names
+    block = f"blk.{config.n_blocks}."
+    mtp = MTPNames(
+        block=block,
+        fc=f"{block}nextn.eh_proj",
+        embedding_norm=f"{block}nextn.enorm",
+        hidden_norm=f"{block}nextn.hnorm",
+        final_norm=f"{block}nextn.shared_head_norm",
+    )
+    return replace(names, mtp=mtp, aside=tuple(f"blk.{config.n_blocks + i}." for i in range(drafts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of a model in a GGUF file: a tensor of the file, or some rows of one, and how its numbers lie there."""
+
+    tensor: GGUFTensor
+    rows: torch.Tensor | None = None  # the file's row for each of the model's; None: the same
+    inputs: torch.Tensor | None = None  # the file's column for each of the model's; None: the same
+    #: The model's tensor has this shape; None: that of the file's.
+    reshaped: tuple[int, ...] | None = None
+    negative_exp: bool = False  # the file has -exp(x) in place of x
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the model's tensor."""
+        if self.reshaped is not None:
+            return self.reshaped
+        return self.tensor.shape if self.rows is None else (len(self.rows), *self.tensor.shape[1:])
+
+
+def find_parts(tensors: dict[str, GGUFTensor], architecture: str, config: ModelConfig) -> dict[str, Part]:
+    """The tensors of a model, by their names, in a file's `tensors`. A tensor whose shape is not that of the model is
+    taken as it is, and compared with the model later."""
+    parts = {name: Part(tensor) for name, tensor in tensors.items()}
+    if config.experts is not None:
+        _split_experts(parts, config.experts.n)
+    if architecture in _INTERLEAVED:
+        for name, part in parts.items():
+            heads = {"attn_q": config.n_q_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2])
+            if heads and name.startswith("blk.") and part.shape[0] % (2 * heads) == 0:
+                parts[name] = replace(part, rows=_halves_of_heads(part.shape[0], heads))
+    if config.delta is not None and _fits(parts, config.delta):
+        _undo_delta(parts, config.delta, tiled=architecture in _TILED)
+    return parts
+
+
+def _halves_of_heads(rows: int, heads: int) -> torch.Tensor:
+    """The file's row for each of ours: RoPE's pairs lie side by side in the file, half a head apart in ours."""
+    return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
+
+
+def _split_experts(parts: dict[str, Part], n: int) -> None:
+    """Replace each tensor [n, out, in] by the matrices of `n` experts, and one with gate over up by both."""
+    members = {
+        "ffn_gate_exps": ("ffn_gate_exps",),
+        "ffn_up_exps": ("ffn_up_exps",),
+        "ffn_down_exps": ("ffn_down_exps",),
+        "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
+    }
+    for name in list(parts):
+        block, _, kind = name.removesuffix(".weight").rpartition(".")
+        tensor = parts[name].tensor
+        if kind not in members or len(tensor.shape) != 3 or tensor.shape[0] != n:
+            continue
+        del parts[name]
+        stems = members[kind]
+        shape = (tensor.shape[1] // len(stems), tensor.shape[2])
+        size = len(tensor.data) // (n * len(stems))
+        for i in range(n * len(stems)):
+            one = f"{block}.{stems[i % len(stems)]}.{i // len(stems)}.weight"
+            parts[one] = Part(replace(tensor, name=one, shape=shape, data=tensor.data[i * size : (i + 1) * size]))
+
+
+def _fits(parts: dict[str, Part], rule: DeltaRule) -> bool:
+    """Whether the tensors of the first block with a delta rule have the sizes of the rule."""
+    block = f"blk.{min(rule.blocks)}." if rule.blocks else ""
+    conv, decay = (parts.get(block + name) for name in ("ssm_conv1d.weight", "ssm_a"))
+    if conv is None or decay is None:
+        return False
+    return conv.shape == (rule.channels, rule.kernel) and math.prod(decay.shape) == rule.v_heads
+
+
+def _undo_delta(parts: dict[str, Part], rule: DeltaRule, tiled: bool) -> None:
+    """Give the parameters of a gated delta rule their own layout. `tiled`: the V heads have llama.cpp's order."""
+    heads = _tiled_heads(rule) if tiled and rule.v_heads != rule.k_heads else None
+    values = None if heads is None else (heads[:, None] * rule.v_size + torch.arange(rule.v_size)).flatten()
+    before = rule.channels - rule.v_width  # Q and K
+    channels = None if values is None else torch.cat([torch.arange(before), before + values])
+    for i in rule.blocks:
+        block = f"blk.{i}."
+        if (both := parts.pop(f"{block}ssm_ba.weight", None)) and not rule.by_head:
+            beta, decay = torch.arange(2 * rule.v_heads).view(rule.k_heads, 2, -1).unbind(1)
+            parts[f"{block}ssm_beta.weight"] = replace(both, rows=beta.flatten())
+            parts[f"{block}ssm_alpha.weight"] = replace(both, rows=decay.flatten())
+        elif both:
+            parts[f"{block}ssm_ba.weight"] = both
+        changes: dict[str, dict[str, Any]] = {
+            "attn_qkv.weight": {"rows": channels},
+            "attn_gate.weight": {"rows": values},
+            "ssm_conv1d.weight": {"rows": channels, "reshaped": (rule.channels, 1, rule.kernel)},
+            "ssm_a": {"rows": heads, "reshaped": (rule.v_heads,), "negative_exp": True},
+            "ssm_dt.bias": {"rows": heads},
+            "ssm_out.weight": {"inputs": values},
+        }
+        if heads is not None:
+            changes |= {"ssm_beta.weight": {"rows": heads}, "ssm_alpha.weight": {"rows": heads}}
+        for name, change in changes.items():
+            if part := parts.get(block + name):
+                parts[block + name] = replace(part, **change)
+    for name, part in parts.items():
+        if name.endswith("ffn_gate_inp_shexp.weight"):  # a vector, or a matrix of one row
+            parts[name] = replace(part, reshaped=(1, part.tensor.shape[-1]))
+
+
+def _tiled_heads(rule: DeltaRule) -> torch.Tensor:
+    """The file's V head for each of ours, which stand K head by K head."""
+    return torch.arange(rule.v_heads).view(-1, rule.k_heads).T.flatten()
