@@ -98,10 +98,10 @@ def _check_mtp(config: NodeConfig, model: ModelConfig | HFConfig, device: torch.
 
 def _layers(model: ModelConfig | HFConfig) -> str:
     """The layers of each kind, for people."""
-    n = model.n_layers - model.mtp
-    if model.mtp:
-        return f"{n} layers with K and V, layers with states and an MTP head"
-    return f"{n} layers with K and V, and layers with states" if model.state_bytes(1) else f"{n} layers"
+    n, head = model.n_layers - model.mtp, "an MTP head" if model.mtp else ""
+    kinds = [f"{n} layers with K and V", "layers with states", head] if model.state_bytes(1) else [f"{n} layers", head]
+    *first, last = filter(None, kinds)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _heads(model: ModelConfig | HFConfig) -> str:

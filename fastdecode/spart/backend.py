@@ -53,18 +53,16 @@ class Backend:
             return load_model(self.source, device, dtype, progress, weights, adapters, calibration, mtp)
         from fastdecode.spart.hf.model import load_hf_model
 
-        return load_hf_model(self.source.path, device, dtype, progress, weights, adapters)
+        return load_hf_model(self.source.path, device, dtype, progress, weights, adapters, self.config.mtp)
 
     def with_mtp(self, drafts: int) -> Backend:
         """The checkpoint with its MTP head, which drafts `drafts` tokens in a step; 0: without. Raises
         CheckpointError."""
         if not drafts:
             return self
-        if not isinstance(self.config, ModelConfig):
-            raise CheckpointError(
-                f"the transformers backend runs no MTP heads, so {self.config.architecture} cannot draft tokens"
-            )
-        return replace(self, config=self.config.with_mtp(drafts))
+        if isinstance(self.config, ModelConfig):
+            return replace(self, config=self.config.with_mtp(drafts))
+        return replace(self, config=self.config.from_dir(self.source.path, drafts))
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of each linear that adapters may change, by its name. Raises CheckpointError."""

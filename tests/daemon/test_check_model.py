@@ -126,7 +126,7 @@ def test_a_state_that_does_not_fit_is_refused_by_the_report_and_at_start():
 def test_the_report_says_what_a_state_takes():
     path = make_checkpoint("qwen3.5")
     lines = dict(rows(NodeConfig(model=path, max_batch_size=8), choose_backend("auto", path)))
-    assert "2 layers with K and V, and layers with states" in lines["model"]
+    assert "2 layers with K and V and layers with states" in lines["model"]
     state = load_model(path, dtype="fp32").config.state_bytes(4)
     assert lines["states"].startswith(f"{state / 1024:.1f} KiB per sequence; ")
 
@@ -168,15 +168,33 @@ def test_an_mtp_head_counts_with_its_weights_and_its_kv(tmp_path):
     assert "2 layers with K and V, layers with states and an MTP head" in heads
 
 
+def test_an_mtp_head_of_a_model_of_transformers_counts_with_its_kv(tmp_path):
+    directory = save_model("deepseek_v32", tmp_path)
+    path = make_head(directory).save(directory, tmp_path / "m")
+    config = NodeConfig(model=path, kv_dtype="fp32", device="cpu", speculate="mtp:2")
+    backend = choose_backend("auto", path)
+    plain, head = (dict(rows(config, backend.with_mtp(drafts))) for drafts in (0, 2))
+    # The head is one more layer like the three of the model, with an indexer of its own.
+    per_token = [int(re.match(r"(\d+) B per token", said["KV fp32"]).group(1)) for said in (plain, head)]
+    assert per_token[1] == per_token[0] * 4 / 3
+    assert "(3 layers and an MTP head, " in head["model"]
+
+
 @pytest.mark.parametrize(
     ("name", "backend", "says"),
     [
         ("qwen3.5", "auto", "the checkpoint has no MTP head to draft tokens"),
         ("llama-gqa", "auto", "an MTP head of LlamaForCausalLM is not supported"),
-        ("qwen3.5", "transformers", "the transformers backend runs no MTP heads"),
+        ("qwen3.5", "transformers", "an MTP head of a model of type 'qwen3_5_text' is not supported"),
     ],
 )
 def test_a_model_without_an_mtp_head_is_refused(name, backend, says):
     config = NodeConfig(role="s", model=make_checkpoint(name), backend=backend, device="cpu", speculate="mtp:2")
     with pytest.raises(CheckpointError, match=says):
         report(config)
+
+
+def test_a_model_of_transformers_without_an_mtp_head_is_refused(tmp_path):
+    backend = choose_backend("auto", save_model("deepseek_v3", tmp_path))
+    with pytest.raises(CheckpointError, match=r"no MTP head .*: it lacks the tensor 'model\.layers\.3\.eh_proj"):
+        backend.with_mtp(2)

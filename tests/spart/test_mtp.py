@@ -5,25 +5,36 @@ from __future__ import annotations
 import pytest
 import torch
 from models.checkpoints import make_checkpoint
+from models.hf_models import VOCAB_SIZE, save_model
 from models.mtp_made import make_head
 from models.spart_steps import GREEDY, linked, run, text
 
-from fastdecode.spart import SPart, load_model
+from fastdecode.spart import load_model
+from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
 PASSES = 3
+NATIVE = ("qwen3.5", "qwen3-next", "qwen3.5-moe")
+OF_TRANSFORMERS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "qwen3.5-moe"])
+def known(n, seed):
+    """Tokens of every vocabulary."""
+    return [3 + token % (VOCAB_SIZE - 3) for token in text(n, seed)]
+
+
+@pytest.mark.parametrize("name", [*NATIVE, *OF_TRANSFORMERS])
 async def test_the_drafts_are_those_of_the_head(name, tmp_path):
-    """A prompt by the S-node in two chunks, then decoding rows and a chunk that the R-node attends to."""
-    directory = make_checkpoint(name)
+    """A prompt by the S-node in two chunks, then decoding rows and a chunk that the R-node attends to. Where layers
+    select tokens, the rows see more tokens than they select."""
+    directory = make_checkpoint(name) if name in NATIVE else save_model(name, tmp_path)
     head = make_head(directory)
-    model = load_model(head.save(directory, tmp_path / "m"), device="cpu", dtype=torch.float32, mtp=PASSES)
-    tokens = text(150, 3)
+    backend = choose_backend("auto", head.save(directory, tmp_path / "m")).with_mtp(PASSES)
+    model = backend.load(torch.device("cpu"), torch.float32)
+    tokens = known(150, 3)
     async with linked(model, tmp_path) as links:
-        spart = SPart(model, links, state_slots=4)
+        spart = backend.make_spart(model, links, state_slots=4)
         asked = []
 
         def step(n, prefill, sample=True):
@@ -43,19 +54,21 @@ async def test_the_drafts_are_those_of_the_head(name, tmp_path):
         step(80, True)
         for _ in range(4):
             step(1, False)
-        tokens += text(20, 4)
+        tokens += known(20, 4)
         step(21, False)
         step(1, False)
     assert [drafts for _, drafts in asked] == [head.drafts(before, PASSES) for before, _ in asked]
 
 
-async def test_only_the_drafts_that_are_wanted_are_made(tmp_path):
-    directory = make_checkpoint("qwen3.5")
+@pytest.mark.parametrize("name", ["qwen3.5", "glm_moe_dsa"])
+async def test_only_the_drafts_that_are_wanted_are_made(name, tmp_path):
+    directory = make_checkpoint(name) if name in NATIVE else save_model(name, tmp_path)
     head = make_head(directory)
-    model = load_model(head.save(directory, tmp_path / "m"), device="cpu", dtype=torch.float32, mtp=PASSES)
-    tokens = text(40, 5)
+    backend = choose_backend("auto", head.save(directory, tmp_path / "m")).with_mtp(PASSES)
+    model = backend.load(torch.device("cpu"), torch.float32)
+    tokens = known(40, 5)
     async with linked(model, tmp_path) as links:
-        spart = SPart(model, links, state_slots=4)
+        spart = backend.make_spart(model, links, state_slots=4)
         for wanted in (0, 2, 0, 0, 1, 3):
             pos = 0 if len(tokens) == 40 else len(tokens) - 1
             chunk = Chunk(0, 0, 1, pos, tokens[pos:], pos == 0, GREEDY, 40, state=1)

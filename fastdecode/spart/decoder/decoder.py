@@ -93,7 +93,6 @@ class SPart:
             logits = state.logits()
             drawn: list[Sampled] | None = None
             if self._config.mtp:
-                assert isinstance(state, StepState), "ModelConfig.with_mtp is of the native decoder"
                 scores = rows.scorer(state.scored_logits, rows.uploaded)
                 drawn = _draw(logits, rows)
                 passes = state.draft(rows.following(drawn), batch.drafts if drawn else 0, timeout)

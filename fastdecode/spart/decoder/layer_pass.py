@@ -37,6 +37,15 @@ class LayerPass(Protocol):
     def scored_logits(self, rows: slice) -> torch.Tensor:
         """After all layers: the logits of some of the scored rows, [rows, vocab_size] fp32."""
 
+    def draft(self, following: torch.Tensor, n: int, timeout: float) -> Generator[None, None, torch.Tensor]:
+        """The passes of the MTP head, after all layers. `following` int64 [rows] has the token after each row.
+
+        Returns the `n` tokens that the head expects after each drawn token, int64 [drawn rows, n]. The first pass
+        stores K and V of all rows. Later passes go on from the drawn rows alone: their queries attend to the K and V of
+        the first pass. Passes beyond the n-th only complete the step. Each pass has `timeout` seconds, and stops as
+        `layers` does.
+        """
+
 
 class DecoderLayers:
     """A model of the native decoder, ready for steps."""
@@ -160,13 +169,7 @@ class StepState:
         return self._decoder.head(self.x, self._scored_rows[rows]).float()
 
     def draft(self, following: torch.Tensor, n: int, timeout: float) -> Generator[None, None, torch.Tensor]:
-        """The passes of the MTP head, after all layers. `following` int64 [rows] has the token after each row.
-
-        Returns the `n` tokens that the head expects after each drawn token, int64 [drawn rows, n]. The first pass
-        stores K and V of all rows. Later passes go on from the drawn rows alone: their queries attend to the K and V of
-        the first pass. Passes beyond the n-th only complete the step. Each pass has `timeout` seconds, and stops as
-        `layers` does.
-        """
+        """See LayerPass."""
         w, exchange, drawn = self._decoder.weights, self._exchange, self._drawn_rows
         assert w.mtp is not None and w.final_norm is not None, "ModelConfig.mtp says that there is a head"
         self._adapters = None  # the head is not adapted

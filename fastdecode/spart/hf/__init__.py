@@ -5,6 +5,7 @@
     latent      multi-head latent attention with one KV head (DeepSeek)
     config      HFConfig: the heads of each layer, and the reason why a model cannot be served
     model       load_hf_model: the checkpoint through transformers' own loader
+    mtp         heads that draft tokens (DeepSeek, GLM)
     linears     the linears of a model on a CPU or with quantised weights, those of the same rows as one product
     mixers      modules that keep a state of each sequence
     fusion      norms and MLPs that kernels/decoder computes on a CPU

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_INDEX_
 from fastdecode.spart.checkpoints.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.mixers import Mixer
+from fastdecode.spart.hf.mtp import with_head_layer
 from fastdecode.spart.hf.trace import AttentionLayer, trace
 from fastdecode.spart.shape import AttentionShape
 from fastdecode.transports.base import LayerOptions
@@ -40,16 +41,21 @@ class HFConfig(AttentionShape):
     mixers: tuple[Mixer, ...] = ()
 
     @classmethod
-    def from_dir(cls, directory: str | Path) -> HFConfig:
-        """Read a model directory and trace its model on the meta device. Raises CheckpointError."""
+    def from_dir(cls, directory: str | Path, mtp: int = 0) -> HFConfig:
+        """Read a model directory and trace its model on the meta device. `mtp`: tokens that an MTP head drafts. Raises
+        CheckpointError."""
         config, generation = read_configs(directory)
-        return cls.from_configs(config, generation)
+        return cls.from_configs(with_head_layer(config, Path(directory)) if mtp else config, generation, mtp)
 
     @classmethod
-    def from_configs(cls, config: Any, generation: Any) -> HFConfig:
-        """`config` is a PretrainedConfig, `generation` a GenerationConfig or None. Raises CheckpointError."""
+    def from_configs(cls, config: Any, generation: Any, mtp: int = 0) -> HFConfig:
+        """`config` is a PretrainedConfig, with `mtp` one of with_head_layer; `generation` is a GenerationConfig or
+        None. Raises CheckpointError."""
         traced, mixers = trace(config)
         layers = tuple(traced)
+        if mtp > 1:  # later passes attend to the K and V of the first one, and to the tokens that it has selected
+            later = replace(layers[-1], kv_layer=len(layers) - 1, selection=2 if layers[-1].selection else 0)
+            layers += (replace(later, indexer=(0, 0, 0)),) * (mtp - 1)
         _check(config, layers)
         text = config.get_text_config()
         kv_layers = tuple(layer.kv_layer for layer in layers)
@@ -85,6 +91,7 @@ class HFConfig(AttentionShape):
             index_heads=index_heads,
             index_size=_padded(index_size),
             index_topk=index_topk,
+            mtp=mtp,
         )
 
     def state_bytes(self, itemsize: int) -> int:

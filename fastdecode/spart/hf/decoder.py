@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fastdecode.spart.decoder.decoder import SPart
 from fastdecode.spart.decoder.layer_pass import LayerPass
@@ -99,21 +102,55 @@ class _Forward:
         self._config = spart.model.config
         self._layer, self._timeout = 0, 0.0
         self._logits: torch.Tensor
+        self._hidden: torch.Tensor  # [rows, hidden_size] of a model with an MTP head
+        self._later_rows: torch.Tensor | None = None  # of a pass of the MTP head after its first one
         self._in_greenlet = False
 
     def layers(self, clock: StepClock, timeout: float) -> Generator[None, None, None]:
+        self._logits = yield from self._pausing(self.run, timeout)
+
+    def draft(self, following: torch.Tensor, n: int, timeout: float) -> Generator[None, None, torch.Tensor]:
+        """See LayerPass."""
+        self.adapters = None  # the head is not adapted
+        passes = self._pausing(partial(self._drafts, following, n), timeout)
+        drafts = following.new_empty(len(self._inputs["last rows"]), 0)
+        if n:
+            drafts = yield from passes
+        else:  # the first pass only posts its K and V
+            with closing(passes):
+                next(passes)
+                yield
+        for layer in range(self._layer, self._config.n_layers):
+            self._exchange.post(layer, timeout)
+            yield
+        return drafts
+
+    def _drafts(self, following: torch.Tensor, n: int) -> torch.Tensor:
+        """The first `n` passes of the MTP head."""
+        head, rows, positions = self._spart.model.head, self._inputs["last rows"], self._inputs["positions"]
+        x = head.attended(following, self._hidden, positions).index_select(0, rows)
+        self._later_rows, positions = rows, positions.index_select(0, rows)
+        hidden = head.finished(x)
+        drafts = [head.logits(hidden).argmax(dim=1)]
+        for i in range(1, n):
+            hidden = head.finished(head.attended(drafts[-1], hidden, positions + i))
+            drafts.append(head.logits(hidden).argmax(dim=1))
+        return torch.stack(drafts, dim=1)
+
+    def _pausing(self, run: Callable[[], torch.Tensor], timeout: float) -> Generator[None, None, torch.Tensor]:
+        """Call `run`, which stops in each layer that it calls; each has `timeout` seconds."""
         from greenlet import greenlet
 
         self._timeout, self._in_greenlet = timeout, True
         # Every resume comes from this generator, so the greenlet's parent is whichever frame resumes it.
-        paused = greenlet(self.run)
+        paused = greenlet(run)
         try:
             while True:
                 running.forward = self
                 paused.parent = _current()
-                self._logits = paused.switch()
+                result: torch.Tensor = paused.switch()
                 if paused.dead:
-                    return
+                    return result
                 yield
         finally:
             if not paused.dead:
@@ -131,9 +168,14 @@ class _Forward:
         n = len(keep)
         if not n:  # the pass computes the logits of one row, because not every model accepts an empty `keep`
             keep = tokens.new_zeros(1)
-        logits = self._spart.logits_of(tokens, positions, keep)
-        if self._layer != self._config.n_layers:
-            raise RuntimeError(f"the model called attention {self._layer} times; the trace has {self._config.n_layers}")
+        head, n_layers = self._spart.model.head, self._config.n_layers - self._config.mtp
+        if head is None:
+            logits = self._spart.logits_of(tokens, positions, keep)
+        else:
+            self._hidden = head.hidden_states(tokens, positions)
+            logits = head.logits(self._hidden[keep])
+        if self._layer != n_layers:
+            raise RuntimeError(f"the model called attention {self._layer} times; the trace has {n_layers}")
         return logits[:n]
 
     def logits(self) -> torch.Tensor:
@@ -147,8 +189,10 @@ class _Forward:
         number, exchange, config = self._layer, self._exchange, self._config
         layer, heads = config.layers[number], config.heads_of(number)
         self._layer += 1
-        self._write(heads_in(exchange.q, 0, heads.n_q, heads.k_size), q, layer.scale / config.softmax_scale)
-        if layer.kv_layer == number or self._prompts:  # the R-nodes have the K and V that layers share
+        later = self._later_rows
+        self._write(heads_in(exchange.q, 0, heads.n_q, heads.k_size), q, layer.scale / config.softmax_scale, later)
+        # The R-nodes have the K and V that layers share.
+        if later is None and (layer.kv_layer == number or self._prompts):
             k_heads, v_heads = kv_heads_in(exchange.kv, heads)
             self._write(k_heads, k)
             if not heads.v_in_k:
@@ -167,19 +211,24 @@ class _Forward:
         else:
             exchange.wait(self._timeout)
         # A copy, because the next layer overwrites the slot's O rows and a model may hold on to its attention's output.
-        return heads_in(exchange.o, 0, heads.n_q, heads.v_size)[None, :, :, : layer.v_size].clone()
+        o = heads_in(exchange.o, 0, heads.n_q, heads.v_size)[:, :, : layer.v_size]
+        return (o.clone() if later is None else o.index_select(0, later))[None]
 
     @staticmethod
-    def _write(heads: torch.Tensor, values: torch.Tensor, factor: float = 1.0) -> None:
-        """Write values [1, heads, rows, size] times `factor` into heads [rows, heads, head_size]; further elements of a
-        head become zero."""
+    def _write(
+        heads: torch.Tensor, values: torch.Tensor, factor: float = 1.0, rows: torch.Tensor | None = None
+    ) -> None:
+        """Write values [1, heads, n, size] times `factor` into all rows, or into the n rows `rows`, of heads [rows,
+        heads, head_size]; further elements of a head become zero."""
         values = values[0].transpose(0, 1)
-        size = values.shape[2]
         if factor != 1.0:
             values = values * factor
-        heads[:, :, :size].copy_(values)
-        if size < heads.shape[2]:
-            heads[:, :, size:].zero_()
+        if (missing := heads.shape[2] - values.shape[2]) > 0:
+            values = F.pad(values, (0, missing))
+        if rows is None:
+            heads.copy_(values)
+        else:
+            heads.index_copy_(0, rows, values)
 
 
 def _current() -> Any:

@@ -17,6 +17,7 @@ from fastdecode.spart.hf.config import HFConfig, read_configs
 from fastdecode.spart.hf.fusion import use_row_ops
 from fastdecode.spart.hf.linears import quantise_embedding, replace_linears, replaced_bytes
 from fastdecode.spart.hf.mixers import Mixer, install
+from fastdecode.spart.hf.mtp import MTPHead, with_head_layer, with_head_modules
 from fastdecode.spart.linears.dense import can_pack
 from fastdecode.spart.linears.quantised import BITS
 from fastdecode.spart.lora.adapters import AdapterSet, Change
@@ -38,6 +39,7 @@ class HFModel(ServedModel):
 
     config: HFConfig
     module: Any
+    head: MTPHead | None = None
 
     @property
     def all_logits(self) -> bool:
@@ -60,11 +62,14 @@ def load_hf_model(
     progress: bool = False,
     weights: str = "auto",
     lora: Sequence[Adapter] = (),
+    mtp: int = 0,
 ) -> HFModel:
     """Load a checkpoint for inference. The arguments are those of spart.loader.load_model; `lora` is its `adapters`.
     Raises CheckpointError."""
     config, generation = read_configs(directory)
-    split = HFConfig.from_configs(config, generation)
+    if mtp:
+        config = with_head_layer(config, Path(directory))
+    split = HFConfig.from_configs(config, generation, mtp)
     adapter_set = AdapterSet(lora)
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -74,6 +79,8 @@ def load_hf_model(
     if isinstance(dtype, str):
         dtype = TORCH_DTYPES[split.dtype if dtype == "auto" else dtype]
     factory: Any = AutoModelForCausalLM
+    if mtp:
+        factory = with_head_modules(factory._model_mapping[type(config)])
     if lora:
         adapter_set.check(_linears(config, split.mixers))
     theirs: Any = transformers_logging
@@ -128,6 +135,7 @@ def load_hf_model(
         parameters=parameters,
         weight_bytes=changed + rest + change_bytes,
         adapters=adapter_set.names,
+        head=MTPHead(module) if mtp else None,
     )
 
 

@@ -25,6 +25,7 @@ _COMMON: dict[str, Any] = {
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+_DRAFTING = {"num_nextn_predict_layers": 1}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 #: Latent attention: 24 elements a token, where the heads have 160.
 _LATENT = {
@@ -66,8 +67,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 16},
     "cwm": {},
     "deepseek_v2": {**_ROUTED, **_LATENT, "n_group": 1, "topk_group": 1},
-    "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 1, "topk_group": 1},
-    "deepseek_v32": {**_ROUTED, **_LATENT, **_INDEXED, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {**_ROUTED, **_DRAFTING, **_LATENT, "n_group": 1, "topk_group": 1},
+    "deepseek_v32": {**_ROUTED, **_DRAFTING, **_LATENT, **_INDEXED, "n_group": 1, "topk_group": 1},
     "diffllama": {},
     "dots1": {**_ROUTED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0},
     "ernie4_5": {},
@@ -99,10 +100,11 @@ TYPES: dict[str, dict[str, Any]] = {
     },
     "glm": {},
     "glm4": {},
-    "glm4_moe": {**_ROUTED},
-    "glm4_moe_lite": {**_ROUTED, **_LATENT, "n_group": 1, "topk_group": 1},
+    "glm4_moe": {**_ROUTED, **_DRAFTING},
+    "glm4_moe_lite": {**_ROUTED, **_DRAFTING, **_LATENT, "n_group": 1, "topk_group": 1},
     "glm_moe_dsa": {
         **_ROUTED,
+        **_DRAFTING,
         **_LATENT,
         **_INDEXED,
         "num_hidden_layers": 4,
