@@ -84,6 +84,15 @@ class Answer(ABC):
         """The last event of a stream that fails."""
         return error.body
 
+    @property
+    def so_far(self) -> dict[str, Any]:
+        """The answer as it is now, of an endpoint whose answers can be generated in the background."""
+        raise NotImplementedError(f"{self.object} has no background")
+
+    def cancel(self) -> None:
+        """Be an answer that its client has cancelled, unless it has ended."""
+        return
+
     def prompt_logprobs(self, scores: Sequence[TokenScore], tokens: Sequence[int], top: int) -> list[Any]:
         """vLLM's `prompt_logprobs`: null for the prompt's first token; for every other one an object that maps token
         ids to objects, for the token itself and the `top` likeliest ones. `tokens` is the prompt."""

@@ -26,6 +26,7 @@ from fastdecode.api.page import page_routes
 from fastdecode.api.preparation import Preparation
 from fastdecode.api.reports import ClusterReport, health
 from fastdecode.api.runs import Runs
+from fastdecode.api.stored import STORED_BYTES, StoredStreams
 from fastdecode.api.tokenization import Tokenization
 from fastdecode.api.tracing import Tracing
 from fastdecode.service.client import EngineClient, EngineStatus
@@ -77,6 +78,8 @@ def make_app(
     router_only: bool = False,
     drop_hosted_tools: bool = False,
     one_of: int = 1,
+    resume_seconds: float = 30.0,
+    stored_bytes: int = STORED_BYTES,
 ) -> web.Application:
     """Make the application.
 
@@ -96,15 +99,17 @@ def make_app(
         router_secret: a router that knows it can continue streams of other S-nodes here; None: no router can.
         router_only: without api_keys, every path but /health requires a router's proof of router_secret.
         drop_hosted_tools: drop tools that only their vendor runs from requests, which are refused otherwise.
-        one_of: how many processes serve this API. Several cannot know each other's responses in the background.
+        one_of: how many processes serve this API. Several cannot know each other's stored streams.
+        resume_seconds: how long a stream with ids waits for its client (stored.py); 0: events get no ids.
+        stored_bytes: the most bytes of events that are stored.
     """
     plain, with_tools = tokenizer.template_source(), tokenizer.template_source(tools=True)
     forms = tool_form(tool_parser, with_tools), reasoning_form(reasoning_parser, plain + with_tools)
     served = ApiModel(names, *forms, defaults, tuple(adapters))
     preparation = Preparation(engine, tokenizer, served.tool_form)
-    runs = Runs(engine, keep_alive_seconds)
+    runs = Runs(engine, keep_alive_seconds, StoredStreams(stored_bytes, resume_seconds))
     endpoints = Endpoints(
-        tokenizer, served, preparation, runs, router_secret, drop_hosted_tools, in_background=one_of <= 1
+        tokenizer, served, preparation, runs, router_secret, drop_hosted_tools, one_process=one_of <= 1
     )
     tokenization = Tokenization(tokenizer, served, preparation, engine.max_model_len)
     created = int(time.time())
@@ -166,13 +171,13 @@ def make_app(
     app[CLOSE] = close
     app.add_routes(
         with_expectations(
-            web.post("/v1/completions", endpoints.completions),
-            web.post("/v1/chat/completions", endpoints.chat),
-            web.post("/v1/responses", endpoints.responses),
+            web.post("/v1/completions", endpoints.resumable(endpoints.completions)),
+            web.post("/v1/chat/completions", endpoints.resumable(endpoints.chat)),
+            web.post("/v1/responses", endpoints.resumable(endpoints.responses)),
             web.get(STORED_PATH, endpoints.one_response),
             web.delete(STORED_PATH, endpoints.delete_response),
             web.post(f"{STORED_PATH}/cancel", endpoints.cancel_response),
-            web.post(MESSAGES_PATH, endpoints.messages),
+            web.post(MESSAGES_PATH, endpoints.resumable(endpoints.messages)),
             web.post(f"{MESSAGES_PATH}/count_tokens", endpoints.count_tokens),
             web.post("/v1/embeddings", embeddings),
             web.post("/tokenize", tokenization.tokenize),

@@ -42,7 +42,7 @@ class ChoiceStream:
         while (ready := await run.pieces(keep_alive_seconds - events.quiet_seconds)) is not None:
             for index, pieces in ready.items():
                 for piece in pieces:
-                    self._write(index, piece)
+                    self.write(index, piece)
             if events.quiet_seconds >= keep_alive_seconds:
                 events.keep_alive()
             await events.drain()
@@ -51,7 +51,7 @@ class ChoiceStream:
         """Write a piece at once, unless the client leaves too much unread: then this returns False."""
         if self._events.full:
             return False
-        self._write(index, piece)
+        self.write(index, piece)
         # If its events differ in the text alone from now on, a choice gets a lane.
         steady = index in self._without_lane and not self._generation.continuous_usage
         if steady and self._answer.adds_text(index):
@@ -60,7 +60,8 @@ class ChoiceStream:
             self._run.open_lane(index, lane)
         return True
 
-    def _write(self, index: int, piece: Piece) -> None:
+    def write(self, index: int, piece: Piece) -> None:
+        """Write the events of a piece of a choice, and the mark behind them."""
         events = self._events_of(index, piece)
         self._events.write(events + token_mark(index, piece.tokens) if piece.tokens else events)
 

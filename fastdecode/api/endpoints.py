@@ -18,13 +18,15 @@ from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError, json_response
 from fastdecode.api.fields import invalid
 from fastdecode.api.generation import Echo
-from fastdecode.api.middleware import notes
+from fastdecode.api.last_event import HEADER as LAST_EVENT_ID
+from fastdecode.api.last_event import LastEvent
+from fastdecode.api.middleware import Handler, notes
 from fastdecode.api.preparation import Preparation
 from fastdecode.api.protocol import ChatRequest, Generation, parse_chat, parse_completion
 from fastdecode.api.response_answer import ResponseAnswer
 from fastdecode.api.responses import parse_response
 from fastdecode.api.runs import PreparedRequest, Runs
-from fastdecode.api.stored import Retrieval, StoredResponse
+from fastdecode.api.stored import Retrieval, StoredStream
 from fastdecode.text.detokenizer import Detokenizer
 from fastdecode.text.output.deltas import ToolForm
 from fastdecode.text.output.dialogue import Dialogue
@@ -71,7 +73,25 @@ class Endpoints:
     runs: Runs
     router_secret: bytes | None = None
     drop_hosted_tools: bool = False  # else they are refused
-    in_background: bool = True  # else responses in the background are refused
+    one_process: bool = True  # serves the API; else no stream is stored, because a client may come back to another one
+
+    def resumable(self, handler: Handler) -> Handler:
+        """`handler`, and before it the look for the stream with which a request goes on (last_event.py)."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            given = request.headers.get(LAST_EVENT_ID)
+            if given is None:
+                return await handler(request)
+            raw = notes().body = await read_body(request)
+            event = await self.preparation.parse(raw, partial(LastEvent.read, given.strip(), request.path))
+            by_router = is_from_router(self.router_secret, request.headers, raw)
+            if event.stream and not (event.continues and by_router):
+                return await self.runs.go_on(request, event, marks=by_router)
+            if self.one_process and self.runs.stored.resume_seconds:
+                notes().last_event = event
+            return await handler(request)
+
+        return handle
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -115,7 +135,7 @@ class Endpoints:
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
         body = await self._parse(request, partial(parse_response, drop_hosted_tools=self.drop_hosted_tools))
-        if body.background and not self.in_background:
+        if body.background and not self.one_process:
             raise invalid("background", "this server would need --api-processes 1", code="unsupported_value")
         dialogue, text, generation = await self.prepare_chat(body.chat)
         answer = ResponseAnswer(
@@ -125,15 +145,14 @@ class Endpoints:
             shown=body.shown,
             namespaces=body.tools.namespaces,
         )
-        stored = StoredResponse(answer, notes().client) if body.background else None
-        return await self._answer_chat(request, generation, dialogue, text, answer, stored)
+        return await self._answer_chat(request, generation, dialogue, text, answer, background=body.background)
 
     async def one_response(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{id}: a response in the background, or a stream of its events."""
         stored, query = self._find_response(request), Retrieval.read(request.query)
         if not query.stream:
             return json_response(stored.answer.so_far)
-        return await self.runs.show_events(request, stored, stored.log.behind(query.after))
+        return await self.runs.show_events(request, stored, query.after)
 
     async def cancel_response(self, request: web.Request) -> web.Response:
         """POST /v1/responses/{id}/cancel."""
@@ -148,8 +167,8 @@ class Endpoints:
         self.runs.stored.remove(stored)
         return json_response({"id": stored.answer.id, "object": "response", "deleted": True})
 
-    def _find_response(self, request: web.Request) -> StoredResponse:
-        return self.runs.stored.find(request.match_info["id"], notes().client)
+    def _find_response(self, request: web.Request) -> StoredStream:
+        return self.runs.stored.find_response(request.match_info["id"], notes().client)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
@@ -208,7 +227,8 @@ class Endpoints:
         dialogue: Dialogue,
         text: str,
         answer: Answer,
-        stored: StoredResponse | None = None,
+        *,
+        background: bool = False,
     ) -> web.StreamResponse:
         [prompt] = await self.preparation.encode(
             [text], answer.prompt_param, add_special_tokens=generation.add_special_tokens
@@ -221,7 +241,7 @@ class Endpoints:
 
         generation = await self.preparation.finish(generation)
         return await self.runs.answer(
-            request, PreparedRequest(generation, [prompt], [detokenizer], answer, stored=stored)
+            request, PreparedRequest(generation, [prompt], [detokenizer], answer, background=background)
         )
 
 

@@ -195,6 +195,7 @@ class Run:
         #: The key of a stream that a router may continue at another S-node, whose pieces have their tokens.
         self.stream_key: str | None = None
         self.leave: Callable[[], None] | None = None  # tells the client that this server is about to end
+        self.joins = True  # unread pieces are joined when they become many
         self._delivery = delivery
         self._first: int | None = None  # number of the first choice there; None: the choices are not submitted
         self._running = {choice.index for choice in choices}
@@ -218,7 +219,7 @@ class Run:
 
     def feed(self, index: int, event: TokenEvent) -> Piece:
         """Feed a choice a token that another S-node has generated. Returns its piece, which the client has already."""
-        piece = self.choices[index].feed(event)
+        piece = self._piece(index, event)
         if piece.finish_reason:
             self._end(index, piece.finish_reason)
         return piece
@@ -276,10 +277,7 @@ class Run:
         if self.first_token_seconds is None:
             self.first_token_seconds = time.monotonic() - self._started
         try:
-            piece = self.choices[index].feed(event)
-            if self.stream_key is not None:
-                token, reason = (event, None) if isinstance(event, int) else (event.token, event.finish_reason)
-                piece.tokens = (token,) if reason is None else (token, reason)
+            piece = self._piece(index, event)
             if self._ready or self._sink is None or not self._sink(index, piece):
                 self._keep(index, piece)
         except Exception as bug:  # must not leave the client waiting, and must not reach the other requests
@@ -289,10 +287,18 @@ class Run:
             self._end(index, piece.finish_reason)
             self._wake.set()
 
+    def _piece(self, index: int, event: int | TokenEvent) -> Piece:
+        """The piece of a token, with the token if the stream has marks."""
+        piece = self.choices[index].feed(event)
+        if self.stream_key is not None:
+            token, reason = (event, None) if isinstance(event, int) else (event.token, event.finish_reason)
+            piece.tokens = (token,) if reason is None else (token, reason)
+        return piece
+
     def _keep(self, index: int, piece: Piece) -> None:
         """Keep a piece for `pieces`."""
         unread = self._ready.setdefault(index, [])
-        if len(unread) < _MAX_UNREAD:
+        if len(unread) < _MAX_UNREAD or not self.joins:
             unread.append(piece)
         else:
             unread[-1].append(piece)

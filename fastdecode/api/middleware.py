@@ -19,6 +19,7 @@ from aiohttp.typedefs import Middleware
 from fastdecode.api.body import read_bytes
 from fastdecode.api.continuation import HEADER, Resume, is_from_router
 from fastdecode.api.errors import ApiError, from_exception
+from fastdecode.api.last_event import LastEvent
 from fastdecode.api.page import is_page
 
 access_log = logging.getLogger("fastdecode.api.access")
@@ -42,6 +43,7 @@ class Notes:
     body: bytes | None = None  # as read_bytes gave it; None: it is yet to be read
     by_router: bool = False  # a router that knows the secret has sent the request
     resume: Resume | None = None  # the stream that the request continues
+    last_event: LastEvent | None = None  # None: events get no ids
     handed_over: bool = False  # another S-node continues the stream, because this server is about to end
 
 

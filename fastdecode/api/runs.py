@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
@@ -18,11 +17,12 @@ from fastdecode.api.continuation import LEAVING, Resume, is_resumable, mark, not
 from fastdecode.api.delivery import TokenDelivery
 from fastdecode.api.errors import ApiError, from_engine, from_exception, json_response
 from fastdecode.api.generation import Choice, Echo, Piece, Run
+from fastdecode.api.last_event import LastEvent
 from fastdecode.api.middleware import notes, request_id
 from fastdecode.api.preparation import shutting_down_error
 from fastdecode.api.protocol import Generation
 from fastdecode.api.sse import Events, EventStream
-from fastdecode.api.stored import StoredResponse, StoredResponses
+from fastdecode.api.stored import EventLog, StoredStream, StoredStreams
 from fastdecode.api.structured import grammar_error
 from fastdecode.engine.state.request import EngineError, InvalidGrammar
 from fastdecode.service.client import EngineClient, Request
@@ -41,7 +41,7 @@ class PreparedRequest:
     detokenizers: Sequence[Callable[[], Detokenizer]]  # one for each prompt
     answer: Answer
     echoes: Sequence[Echo | None] = ()  # one for each prompt, or none at all
-    stored: StoredResponse | None = None  # the response is generated in the background
+    background: bool = False  # the answer is generated whether or not a client reads it
 
 
 @dataclass(slots=True)
@@ -50,8 +50,8 @@ class Runs:
 
     engine: EngineClient
     keep_alive_seconds: float
+    stored: StoredStreams
     closing: bool = False  # new requests are refused
-    stored: StoredResponses = field(default_factory=StoredResponses)
     _runs: set[Run] = field(default_factory=set)
     _delivery: TokenDelivery = field(default_factory=TokenDelivery)
     _texts: dict[int, bytes] = field(default_factory=dict)  # of tokens, in JSON; see Lane
@@ -86,12 +86,15 @@ class Runs:
             raise not_resumable()
         run = self._run(prepared)
         run.stream_key = secrets.token_hex(32) if marked else None
+        stored = self._new_stored(prepared, run)
+        run.joins = stored is None  # else the numbers of events would depend on how fast they are read
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._running(prepared, run, resume))
-            if prepared.stored is not None:
-                generating = self._generate(stack.pop_all(), prepared.stored, prepared, run, resume)
-                prepared.stored.start(asyncio.create_task(generating))
-                return await self._show(request, prepared, run, resume)
+            await stack.enter_async_context(self._running(prepared, run, resume, stored))
+            if stored is not None:
+                shown = stored.log.last_event, len(stored.log)  # the client has had them from another S-node
+                stored.start(asyncio.create_task(self._generate(stack.pop_all(), stored, prepared, run, resume)))
+                self.stored.add(stored)
+                return await self._show(request, stored, *shown, stream=prepared.generation.stream, marks=marked)
             if not prepared.generation.stream:
                 return await self._whole(request, prepared, run)
             events = self._event_stream(request, answer)
@@ -100,14 +103,16 @@ class Runs:
             return events.response
 
     @asynccontextmanager
-    async def _running(self, prepared: PreparedRequest, run: Run, resume: Resume | None) -> AsyncIterator[None]:
+    async def _running(
+        self, prepared: PreparedRequest, run: Run, resume: Resume | None, stored: StoredStream | None
+    ) -> AsyncIterator[None]:
         """A run whose choices are submitted, if they have not ended elsewhere. Raises ApiError."""
         answer = prepared.answer
         self._runs.add(run)
         self._idle.clear()
         try:
             if resume is not None:
-                await self._replay(run, resume, answer, prepared.stored)
+                await self._replay(prepared, run, resume, stored.log if stored is not None else None)
             if run.running:
                 await self._submit(prepared, run, resume)
             # Leaving this block cancels all choices that still run. aiohttp cancels the request's task if the client
@@ -127,45 +132,62 @@ class Runs:
             if not self._runs:
                 self._idle.set()
 
+    def _new_stored(self, prepared: PreparedRequest, run: Run) -> StoredStream | None:
+        """The stream that a request asks to store; None: it asks for none. Raises ApiError (429)."""
+        event = notes().last_event
+        has_ids = event is not None and prepared.generation.stream and len(run.choices) == 1
+        if not has_ids and not prepared.background:
+            return None
+        digest = event.digest if event is not None and has_ids else None
+        return self.stored.new(prepared.answer, notes().client, background=prepared.background, digest=digest)
+
     async def _generate(
         self,
         running: AsyncExitStack,
-        stored: StoredResponse,
+        stored: StoredStream,
         prepared: PreparedRequest,
         run: Run,
         resume: Resume | None,
     ) -> None:
-        """Write the events of a response in the background to its log. `running` is what ends with the run."""
+        """Write the events of a stored stream to its log. `running` is what ends with the run."""
         async with running:
             await self._write(stored.log, prepared, run, resume)
 
     async def _show(
-        self, request: web.Request, prepared: PreparedRequest, run: Run, resume: Resume | None
+        self, request: web.Request, stored: StoredStream, event: int, entry: int, *, stream: bool, marks: bool
     ) -> web.StreamResponse:
-        """Answer the request for a response in the background: with what there is, or with a stream of its events."""
-        stored = prepared.stored
-        assert stored is not None, "the response is generated in the background"
-        shown = len(stored.log)  # the client has had these events from another S-node
-        self.stored.add(stored)
-        if not prepared.generation.stream:
-            return json_response(
-                stored.answer.so_far, headers={"X-Request-Id": request_id(request) or stored.answer.id}
-            )
-        try:
-            return await self.show_events(request, stored, shown, marks=run.stream_key is not None)
-        except asyncio.CancelledError:
-            if self.closing and run.stream_key is not None:  # the router continues the stream at another S-node
-                await stored.cancel()
-                self.stored.remove(stored)
-            raise
+        """Answer the request that has begun a stored stream: with what there is, or with its events behind the number
+        `event`, and the marks from an entry of its log on."""
+        if not stream:
+            headers = {"X-Request-Id": request_id(request) or stored.answer.id}
+            return json_response(stored.answer.so_far, headers=headers)
+        if (last := notes().last_event) is not None:
+            event = max(event, last.number)  # the router may not know that the client has had this one
+        return await self.show_events(request, stored, event, marks_from=entry if marks else None)
+
+    async def go_on(self, request: web.Request, event: LastEvent, *, marks: bool) -> web.StreamResponse:
+        """Answer with the events behind one that the client has had. `marks`: the request is that of a router. Raises
+        ApiError (400, 404)."""
+        stored = self.stored.find(event, notes().client)
+        if stored.log.ended and event.number == stored.log.last_event:
+            return web.Response(status=204)  # by which the specification tells clients not to come back
+        return await self.show_events(request, stored, event.number, marks_from=0 if marks else None)
 
     async def show_events(
-        self, request: web.Request, stored: StoredResponse, position: int, *, marks: bool = False
+        self, request: web.Request, stored: StoredStream, after: int, *, marks_from: int | None = None
     ) -> web.StreamResponse:
-        """Answer with the events of a response in the background from a position in its log on, also those to come."""
+        """Answer with the events of a stored stream behind the number `after`, also those to come, and with the marks
+        from an entry of its log on; None: without marks."""
         events = self._event_stream(request, stored.answer)
         await events.open()
-        await stored.log.copy_to(events, position, self.keep_alive_seconds, comments=marks)
+        try:
+            with self.stored.reading(stored):
+                await stored.log.copy_to(events, after, self.keep_alive_seconds, comments_from=marks_from)
+        except (asyncio.CancelledError, ConnectionError):
+            if self.closing and marks_from is not None and not stored.readers:
+                await stored.cancel()  # the router continues the stream at another S-node
+                self.stored.remove(stored)
+            raise
         await events.end()
         return events.response
 
@@ -189,29 +211,33 @@ class Runs:
 
         return Run([choice(index) for index in range(choices)], self.engine.choice_ended, self._delivery)
 
-    async def _replay(self, run: Run, resume: Resume, answer: Answer, stored: StoredResponse | None) -> None:
-        """Bring a run to where its stream is to be continued. `stored` gets the events that the client has had. Raises
+    async def _replay(self, prepared: PreparedRequest, run: Run, resume: Resume, log: EventLog | None) -> None:
+        """Bring a run to where its stream is to be continued. `log` gets the events that the client has had. Raises
         ApiError (400)."""
-        had: list[dict[str, Any]] = []
+        answer = prepared.answer
+        stream = ChoiceStream(log, answer, prepared.generation, run, self._texts) if log is not None else None
         longest = max((len(past.tokens) for past in resume.choices), default=0)
         if len(resume.choices) > len(run.choices) or longest >= self.engine.max_model_len:
             raise not_resumable()
         if resume.begun:
-            had += answer.begin(usage(run.choices, len(run.choices)))
+            begin = answer.begin(usage(run.choices, len(run.choices)))
+            if log is not None:
+                log.send(begin)
+                log.write(mark([]))
         try:
             for index, past in enumerate(resume.choices):
                 for i, event in enumerate(past.events()):
                     if not run.runs(index):
                         raise not_resumable()
-                    deltas = answer.deltas(index, run.feed(index, event))
-                    if stored is not None and not isinstance(deltas, str):
-                        had += deltas
+                    piece = run.feed(index, event)
+                    if stream is None:
+                        answer.deltas(index, piece)
+                    else:
+                        stream.write(index, piece)
                     if i % _REPLAYED_AT_ONCE == 0:
                         await asyncio.sleep(0)
         except (ValueError, LookupError, OverflowError):  # of a token that the tokenizer does not know
             raise not_resumable() from None
-        if stored is not None:
-            stored.log.send(had)
 
     async def _submit(self, prepared: PreparedRequest, run: Run, resume: Resume | None) -> None:
         """Queue a run's choices. Raises ApiError."""

@@ -68,9 +68,10 @@ class Events(ABC):
         """Write each event's JSON."""
         self.write(b"".join(map(self.encode, events)))
 
-    def keep_alive(self) -> None:
-        """Send a comment, which clients skip and which keeps proxies from closing the connection."""
-        self.write(b": keep-alive\n\n")
+    def keep_alive(self, *, ids: bool = False) -> None:
+        """Send a comment, which clients skip and which keeps proxies from closing the connection. `ids`: events have
+        ids. In such a stream OpenAI's client takes an empty line behind a comment for an event."""
+        self.write(b": keep-alive\n" if ids else b": keep-alive\n\n")
 
     @abstractmethod
     async def end(self) -> None:

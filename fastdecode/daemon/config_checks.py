@@ -23,6 +23,7 @@ _MOST = {
     "step_spin_us": 60_000_000,
     "trim_idle_s": 10**9,
     "orphan_seconds": 3600,
+    "resume_seconds": 3600,
 }
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
 EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")

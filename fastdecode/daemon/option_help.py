@@ -55,6 +55,8 @@ TOPICS = (
             "ssl_keyfile",
             "cors_origin",
             "api_processes",
+            "resume_seconds",
+            "stored_memory",
             "otlp_traces_endpoint",
             "no_access_log",
         ),

@@ -107,6 +107,16 @@ class NodeOptions:
         "answer only routers that prove --secret-file, or with --api-key-file only clients with a key; /health is open",
         False,
     )
+    resume_seconds: float = _s_option(
+        "seconds for which a stream of a request with Last-Event-ID waits for its client if the connection is lost; "
+        "0: events get no ids",
+        30.0,
+        parse=option_values.seconds,
+        metavar="SECONDS",
+    )
+    stored_memory: int | None = _s_size(
+        "memory for the events of such streams, and of responses in the background; default: 256MiB"
+    )
     ssl_certfile: Path | None = _s_file("certificate chain (PEM) with which the API is served over TLS")
     ssl_keyfile: Path | None = _s_file("private key (PEM) of --ssl-certfile; default: it is in that file")
     cors_origin: tuple[str, ...] = _s_option(

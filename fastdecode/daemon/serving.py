@@ -10,6 +10,7 @@ from aiohttp import web
 
 from fastdecode.api.app import make_app
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
+from fastdecode.api.stored import STORED_BYTES
 from fastdecode.api.tracing import Tracing, check_available
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_files import CHAT_MODEL, is_chat_model
@@ -77,6 +78,8 @@ class ApiSettings:
             router_only=self.config.router_only,
             drop_hosted_tools=self.config.drop_hosted_tools,
             one_of=self.config.api_processes,
+            resume_seconds=self.config.resume_seconds,
+            stored_bytes=self.config.stored_memory or STORED_BYTES,
         )
 
 

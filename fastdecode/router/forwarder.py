@@ -20,6 +20,7 @@ from yarl import URL
 from fastdecode.api.body import read_bytes
 from fastdecode.api.continuation import FIELD, HEADER, MARK, Progress, router_proof
 from fastdecode.api.errors import ApiError, is_anthropic
+from fastdecode.api.last_event import HEADER as LAST_EVENT_ID
 from fastdecode.api.sse import event as plain_event
 from fastdecode.api.sse import named_event
 from fastdecode.router.metrics import RouterMetrics
@@ -81,7 +82,7 @@ class Forwarder:
         request = relay.request
         tried: list[SNode] = []
         failure: _Retry | None = None
-        most = len(self._pool.s_nodes) if relay.by_id else _MOST_TRIES
+        most = len(self._pool.s_nodes) if relay.is_stored else _MOST_TRIES
         while len(tried) < most and (s_node := await self._choose(relay, keys, tried)) is not None:
             if relay.has_token:
                 self._metrics.continued.inc()
@@ -106,15 +107,14 @@ class Forwarder:
         raise ApiError(503, _none_left(self._pool), code="no_s_node", headers={"Retry-After": "1"})
 
     async def _choose(self, relay: _Relay, keys: list[bytes], tried: list[SNode]) -> SNode | None:
-        """The next S-node for a request; None: there is none. A stream that can be continued waits for one. A response
-        by its id may be at any S-node, also at one that takes no requests."""
-        if relay.by_id:
+        """The next S-node for a request; None: there is none. A stream that can be continued waits for one. A stored
+        stream may be at any S-node, also at one that takes no requests."""
+        if relay.is_stored and relay.progress.head is None:
             left = [s_node for s_node in self._pool.s_nodes if s_node not in tried]
             return max(left, key=lambda s_node: s_node.healthy, default=None)
         deadline = time.monotonic() + self._continue_seconds
-        while (
-            (s_node := self._pool.choose(keys, tried)) is None and relay.has_token and relay.progress.head is not None
-        ):
+        begun = relay.progress.head is not None and (relay.has_token or relay.is_stored)
+        while (s_node := self._pool.choose(keys, tried)) is None and begun:
             tried.clear()  # one that was lost may come back
             if time.monotonic() >= deadline:
                 return None
@@ -145,7 +145,7 @@ class Forwarder:
                     return await relay.stream(answer, stack, lambda: self._may_leave(s_node, keys))
                 whole = web.Response(body=await answer.read(), status=answer.status, headers=_kept(answer.headers))
                 passing = answer.status in _PASSING or _is_passing_failure(answer.status, whole.body)
-                passing |= relay.by_id and answer.status == HTTPStatus.NOT_FOUND
+                passing |= relay.is_stored and answer.status == HTTPStatus.NOT_FOUND
                 if passing or relay.response is not None:
                     raise _Retry(f"answered {answer.status}", whole)
                 return whole
@@ -172,7 +172,8 @@ class _Relay:
         self.has_token = False  # the client has an event of the stream
         self.client_gone = False
         self.progress = Progress()  # of what the client has
-        self.by_id = "id" in request.match_info  # it asks for a stored response
+        # It asks for a stream that an S-node has stored, or for a response in the background.
+        self.is_stored = "id" in request.match_info or bool(request.headers.get(LAST_EVENT_ID))
         self._body = body
         self._left = contextlib.AsyncExitStack()  # the answer of an S-node that the stream is leaving
 
@@ -205,7 +206,7 @@ class _Relay:
             await self._write(b"", prepare=True)
         rest, held = b"", b""
         async for received in answer.content.iter_any():
-            *events, rest = (rest + received).split(b"\n\n")
+            events, rest = _split(rest + received)
             ready = b""
             for event in events:
                 if event.startswith(MARK):
@@ -215,9 +216,9 @@ class _Relay:
                         await self._left.aclose()
                     ready, held = ready + held, b""
                 elif self.progress.head is None or (event.startswith(b":") and not held):
-                    ready += event + b"\n\n"
+                    ready += event
                 else:
-                    held += event + b"\n\n"
+                    held += event
             await self._pass(ready)
             if self.progress.leaving:
                 self.progress.leaving = False
@@ -272,6 +273,18 @@ def has_dot_segments(path: str) -> bool:
     while (decoded := unquote(path)) != path:
         path = decoded
     return not {".", ".."}.isdisjoint(path.replace("\\", "/").split("/"))
+
+
+def _split(data: bytes) -> tuple[list[bytes], bytes]:
+    """The whole events and comments that a stream begins with, and the rest. Comments may lack an empty line."""
+    *whole, rest = data.split(b"\n\n")
+    events = []
+    for event in [event + b"\n\n" for event in whole] + [rest]:
+        while event.startswith(b":") and not event.startswith(MARK) and b"\n" in event.removesuffix(b"\n\n"):
+            comment, _, event = event.partition(b"\n")
+            events.append(comment + b"\n")
+        events.append(event)
+    return events[:-1], events[-1]
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:

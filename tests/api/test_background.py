@@ -105,11 +105,11 @@ async def test_ended_responses_are_kept_for_a_time_and_in_bounded_memory(scripte
     first, second = [await client.openai.responses.create(**ASK, background=True) for _ in range(2)]
     for response in (first, second):
         await ended(client.openai, response.id)
-    monkeypatch.setattr(stored, "_MOST_RESPONSES", 1)
+    monkeypatch.setattr(stored, "_MOST_ENDED", 1)
     with pytest.raises(openai.NotFoundError):
         await client.openai.responses.retrieve(first.id)
     assert (await client.openai.responses.retrieve(second.id)).status == "incomplete"
-    monkeypatch.setattr(stored, "_KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(stored, "_BACKGROUND_SECONDS", 0.0)
     with pytest.raises(openai.NotFoundError):
         await client.openai.responses.retrieve(second.id)
 

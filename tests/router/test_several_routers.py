@@ -1,39 +1,66 @@
-"""Several routers in front of the same S-nodes: a response in the background is read on through another one."""
+"""Several routers in front of the same S-nodes: a stream that was lost with one is read on through another one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 
+import aiohttp
 import openai
 import orjson
 import pytest
 from engines.api_client import MODEL
+from engines.event_source import EventSource
 from engines.real_engine import real_engine
-from engines.routed import routed, served, url_of
+from engines.routed import SECRET, routed, served, url_of
 from engines.scripted_engine import ScriptedEngine
 from models.checkpoints import make_checkpoint
 from models.tokenizers_made import CHATML, byte_level
+from nodes.many_streams import N_STREAMS
+from openai import AsyncOpenAI
 
+from fastdecode.api.continuation import FIELD, HEADER, router_proof
 from fastdecode.text.tokenizer import Tokenizer
 
-N_STREAMS = 16
+N = range(max(N_STREAMS, 16))
+N_EVENTS = 10  # that every client has when its router is killed
+
+
+CHAT = ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True})
 
 
 def ask(i):
     return {"model": MODEL, "input": f"prompt {i}", "temperature": 0, "max_output_tokens": 60}
 
 
-@contextlib.asynccontextmanager
-async def two_s_nodes(tmp_path, tokenizer, checkpoint):
+@pytest.fixture
+async def two_s_nodes(tmp_path):
     """The URLs of two S-nodes with the same model."""
+    checkpoint = make_checkpoint("llama-gqa")
+    tokenizer = Tokenizer.from_dir(checkpoint)
     async with contextlib.AsyncExitStack() as stack:
         urls = []
         for name in "ab":
             (tmp_path / name).mkdir()
-            engine = await stack.enter_async_context(real_engine(checkpoint, tmp_path / name))
+            made = real_engine(checkpoint, tmp_path / name, kv_bytes=1 << 26, max_batch_size=32)
+            engine = await stack.enter_async_context(made)
             urls.append(url_of(await stack.enter_async_context(served(engine, tokenizer))))
         yield urls
+
+
+@pytest.fixture
+async def two_routers(two_s_nodes, tmp_path, start):
+    """Two routers, each a process, and their URLs."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    words = [word for url in two_s_nodes for word in ("--s-node", url)]
+    options = ("--port", "0", *words, "--secret-file", str(tmp_path / "secret"))
+    routers = [start(*options, program="router") for _ in range(2)]
+    urls = []
+    for router in routers:
+        await asyncio.to_thread(router.wait_for, r"takes requests(?s:.)*takes requests")
+        urls.append(router.wait_for(r"(http://127\.0\.0\.1:\d+)/v1")[1])
+    return routers, urls
 
 
 async def read(stream, events, most=None):
@@ -47,31 +74,121 @@ async def read(stream, events, most=None):
                 return
 
 
-async def test_clients_of_a_dead_router_go_on_through_another(tmp_path):
-    checkpoint = make_checkpoint("llama-gqa")
-    tokenizer = Tokenizer.from_dir(checkpoint)
-    async with two_s_nodes(tmp_path, tokenizer, checkpoint) as urls, routed(*urls) as (second, _, _):
-        calm = [(await second.responses.create(**ask(i))).output_text for i in range(N_STREAMS)]
-        events = [[] for _ in range(N_STREAMS)]
-        async with routed(*urls) as (first, _, _):
-            streams = [await first.responses.create(**ask(i), background=True, stream=True) for i in range(N_STREAMS)]
-            reading = [asyncio.create_task(read(stream, had)) for stream, had in zip(streams, events, strict=True)]
-            async with asyncio.timeout(60):
-                while not all(events):
-                    await asyncio.sleep(0.01)
-        await asyncio.gather(*reading)  # the first router is gone
+async def until_begun(events):
+    async with asyncio.timeout(120):
+        while min(map(len, events)) < N_EVENTS:
+            await asyncio.sleep(0.01)
 
-        async def go_on(had):
-            id, after = had[0].response.id, had[-1].sequence_number
-            rest = await second.responses.retrieve(id, stream=True, starting_after=after)
-            await read(rest, had)
 
+async def test_responses_of_a_killed_router_go_on_through_another(two_routers):
+    routers, urls = two_routers
+    first, second = [AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) for url in urls]
+    calm = [response.output_text for response in await asyncio.gather(*(second.responses.create(**ask(i)) for i in N))]
+    events = [[] for _ in N]
+    asked = [first.responses.create(**ask(i), background=True, stream=True) for i in N]
+    streams = zip(await asyncio.gather(*asked), events, strict=True)
+    reading = [asyncio.create_task(read(stream, had)) for stream, had in streams]
+    await until_begun(events)
+    assert routers[0].end(signal.SIGKILL) == -signal.SIGKILL
+    await asyncio.gather(*reading)
+    assert any(had[-1].type != "response.incomplete" for had in events), "streams were broken"
+
+    async def go_on(had):
+        id, after = had[0].response.id, had[-1].sequence_number
+        rest = await second.responses.retrieve(id, stream=True, starting_after=after)
+        await read(rest, had)
+
+    async with asyncio.timeout(120):
+        await asyncio.gather(*[go_on(had) for had in events])
+    for had, text in zip(events, calm, strict=True):
+        assert [event.sequence_number for event in had] == list(range(len(had)))
+        assert "".join(e.delta for e in had if e.type == "response.output_text.delta") == text
+        assert had[-1].response.output_text == text
+    for api in (first, second):
+        await api.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_streams_of_a_killed_router_go_on_behind_their_last_event(two_routers, path):
+    """Clients send the same request to the other router, with the id of the last event that they have."""
+    routers, urls = two_routers
+
+    def source(i):
+        prompt = {"messages": [{"role": "user", "content": f"{i}"}]} if "chat" in path else {"prompt": f"prompt {i}"}
+        return EventSource(
+            path, {"model": MODEL, **prompt, "temperature": 0, "max_tokens": 60, "stream": True, "ignore_eos": True}
+        )
+
+    calm, sources = [source(i) for i in N], [source(i) for i in N]
+    async with aiohttp.ClientSession(urls[0]) as first, aiohttp.ClientSession(urls[1]) as second:
+        await asyncio.gather(*(one.read(second) for one in calm))
+        reading = [asyncio.create_task(one.read(first)) for one in sources]
+        await until_begun([one.data for one in sources])
+        assert routers[0].end(signal.SIGKILL) == -signal.SIGKILL
+        await asyncio.gather(*reading)
+        assert any(one.data[-1] != "[DONE]" for one in sources), "streams were broken"
         async with asyncio.timeout(120):
-            await asyncio.gather(*[go_on(had) for had in events])
-        for had, text in zip(events, calm, strict=True):
-            assert [event.sequence_number for event in had] == list(range(len(had)))
-            assert "".join(e.delta for e in had if e.type == "response.output_text.delta") == text
-            assert had[-1].response.output_text == text
+            await asyncio.gather(*(one.read(second) for one in sources if one.data[-1] != "[DONE]"))
+    for one, undisturbed in zip(sources, calm, strict=True):
+        assert [number(id) for id in one.ids] == list(range(len(one.ids)))
+        assert text(one) == text(undisturbed) != "" and one.data[-1] == "[DONE]"
+        assert len({id.rpartition(":")[0] for id in one.ids}) == 1
+
+
+def number(id):
+    return int(id.rpartition(":")[2])
+
+
+def text(source):
+    choices = [orjson.loads(data)["choices"][0] for data in source.data if data != "[DONE]"]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+
+
+@pytest.mark.parametrize("grace", [20, 0], ids=["drained", "closed"])
+async def test_a_stream_that_came_back_survives_its_s_node_too(tmp_path, grace):
+    """The second router learns the stream's tokens from the S-node, and sends them with the request to another one."""
+    tokenizer = Tokenizer.from_dir(byte_level(tmp_path, chat_template=CHATML))
+    stuck, script = asyncio.Event(), [*range(20, 30)]
+    engines = [ScriptedEngine([*script[:4], stuck]), ScriptedEngine(script[4:])]
+    source = EventSource(*CHAT)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(served(engine, tokenizer, remote=False)) for engine in engines]
+        async with routed(url_of(clients[0])) as (_, http, _):
+            await source.read(http, 3)
+        _, http, _ = await stack.enter_async_context(routed(*map(url_of, clients)))
+        reading = asyncio.create_task(source.read(http))
+        async with asyncio.timeout(30):
+            while len(source.data) < 4:
+                await asyncio.sleep(0.01)
+        closing = asyncio.create_task(clients[0].server.close(grace))
+        async with asyncio.timeout(30):
+            await reading
+            await closing
+        assert engines[1].generated == [script[:4]] and source.data[-1] == "[DONE]"
+        assert [number(id) for id in source.ids] == list(range(len(source.ids)))
+        assert text(source) == "".join(tokenizer.decode([token]) for token in script)
+        again = EventSource(source.path, source.body)
+        again.last_id = source.ids[0]  # the other S-node has the events from before, too
+        await again.read(http)
+        assert again.data == source.data[1:] and again.ids == source.ids[1:]
+
+
+async def test_a_client_may_have_more_than_its_router_knows(tmp_path):
+    """The last token makes two events, its text and the reason of the end. The router has no mark behind the first."""
+    tokenizer = Tokenizer.from_dir(byte_level(tmp_path, chat_template=CHATML))
+    script = [*range(20, 24)]
+    async with served(ScriptedEngine(script, script[3:]), tokenizer) as client:
+        calm = EventSource(*CHAT)
+        await calm.read(client.http)
+        resume = {"id": "chatcmpl-1", "created": 1700000000, "seed": 5, "begun": True, "choices": [[script[:3], None]]}
+        body = orjson.dumps(CHAT[1] | {FIELD: resume})
+        headers = {HEADER: router_proof(SECRET, body), "Content-Type": "application/json"}
+        async with client.http.post(CHAT[0], data=body, headers=headers | {"Last-Event-ID": "chatcmpl-1:3"}) as answer:
+            lines = (await answer.text()).splitlines()
+    assert [line for line in lines if line.startswith("id: ")] == ["id: chatcmpl-1:4", "id: chatcmpl-1:5"]
+    ends = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert [orjson.loads(end)["choices"] for end in ends[:1]] == [orjson.loads(calm.data[4])["choices"]]
+    assert ends[1:] == calm.data[5:] == ["[DONE]"]
 
 
 async def test_a_response_is_found_at_the_s_node_that_has_it(tmp_path):
