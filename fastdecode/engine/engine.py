@@ -115,7 +115,7 @@ class Engine:
             watermark=watermark,
             prefix_cache=prefix_cache,
             max_uncached_suffix=max_uncached_suffix,
-            windows=spart.config.windows,
+            reads=spart.config.reads,
             grow_leases=grow_leases,
             step_rows=max_batch_tokens,
             state_slots=spart.state_slots,

@@ -17,6 +17,7 @@ from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEv
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.virtual_system import WORD, VirtualLink
 from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.spart.shape import LayerReads
 from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
 
 _FEW, _MANY = 1, 129  # rows of a step
@@ -91,7 +92,7 @@ class _InstantSPart:
 
     def __init__(self) -> None:
         self.expert_load: dict[int, list[int]] = {}
-        self.config = SimpleNamespace(vocab_size=2, eos_token_ids=(), max_positions=1 << 20, windows=(0,))
+        self.config = SimpleNamespace(vocab_size=2, eos_token_ids=(), max_positions=1 << 20, reads=(LayerReads(),))
 
     def step(self, batch: StepBatch) -> StepOutput:
         sampled = Sampled(WORD)

@@ -9,13 +9,15 @@ from pathlib import Path
 from fastdecode.bench.shapes import SHAPES
 from fastdecode.daemon.check_model import parameters
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.demo import model_dir
 from fastdecode.engine.scheduling.rtime import layer_groups
-from fastdecode.kernels._native import page_bytes
-from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
-from fastdecode.region.geometry import Geometry, geometry_tuple
+from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.geometry import Geometry
 from fastdecode.spart import ModelConfig
 from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.shape import LayerReads
+from fastdecode.transports.base import LayerOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,13 @@ class PlannedModel:
     n_kv_heads: int
     head_size: int
     parameters: float  # weights that each row is multiplied with: all but an embedding that is not the LM head
-    windows: tuple[int, ...] = ()  # each layer's sliding window in tokens, 0: full attention; empty: full in all layers
+    reads: tuple[LayerReads, ...] = ()  # what a row reads in each layer; empty: all tokens in all layers
     act_bytes: int = 2  # of an element of Q, K, V and O on the wire
     max_positions: int = 1 << 20
     v_size: int = 0  # of a V head; 0: head_size
     v_in_k: bool = False  # V of a head is a part of its K, and is not stored
+    index_heads: int = 0  # of an indexer, and the elements of one; 0: no layer selects tokens
+    index_size: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "v_size", self.v_size or self.head_size)
@@ -44,7 +48,7 @@ class PlannedModel:
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of a row's Q, or of its O, in all layers."""
+        """Bytes of a row's Q, or of its O, in all layers. Index queries are not considered."""
         return self.n_layers * self.n_q_heads * self.head_size * self.act_bytes
 
     @property
@@ -55,18 +59,28 @@ class PlannedModel:
 
     def token_bytes(self, kv_dtype: str) -> float:
         """Bytes of a cached token, in all layers."""
+        selections = tuple((1 if reads.index_share else 2) if reads.topk else 0 for reads in self.reads)
         geometry = Geometry(
-            1, 1, self.n_layers, self.n_q_heads, self.n_kv_heads, self.head_size, "fp16", self.v_size, self.v_in_k
+            1,
+            1,
+            self.n_layers,
+            self.n_q_heads,
+            self.n_kv_heads,
+            self.head_size,
+            "fp16",
+            self.v_size,
+            self.v_in_k,
+            self.index_heads,
+            self.index_size,
+            max((reads.topk for reads in self.reads), default=0),
         )
-        return _token_bytes(geometry, kv_dtype)
+        return _token_bytes(geometry, kv_dtype, selections if any(selections) else ())
 
     def read_tokens(self, length: float) -> float:
-        """Cached tokens that attention reads of a sequence of `length`, windows considered, as an average over the
-        layers."""
-        if not any(self.windows):
+        """Cached tokens that attention reads of a sequence of `length`, as an average over the layers."""
+        if not self.reads:
             return length
-        groups = _layer_groups(self.windows)
-        return sum(n * min(length, window) if window else n * length for window, n in groups) / len(self.windows)
+        return sum(n * reads.tokens(length) for reads, n in _layer_groups(self.reads)) / len(self.reads)
 
     @property
     def pair_rows(self) -> float:
@@ -93,8 +107,8 @@ _layer_groups = lru_cache(layer_groups)
 
 
 @lru_cache
-def _token_bytes(geometry: Geometry, kv_dtype: str) -> float:
-    return page_bytes(geometry_tuple(geometry), KV_DTYPES.index(kv_dtype)) / PAGE_TOKENS
+def _token_bytes(geometry: Geometry, kv_dtype: str, selections: tuple[int, ...]) -> float:
+    return KVPages(geometry, kv_dtype, (), LayerOptions(selections=selections)).block_bytes / PAGE_TOKENS
 
 
 def find_planned_model(model: Path | None) -> PlannedModel:
@@ -121,8 +135,10 @@ def read_model(path: Path) -> PlannedModel:
         n_kv_heads=config.n_kv_heads,
         head_size=config.head_size,
         parameters=parameters(backend) - unused,
-        windows=tuple(config.windows),
+        reads=config.reads if any(reads != LayerReads() for reads in config.reads) else (),
         max_positions=config.max_positions,
         v_size=config.most_heads.v_size,
         v_in_k=config.v_in_k,
+        index_heads=config.index_heads,
+        index_size=config.index_size,
     )

@@ -16,6 +16,7 @@ from fastdecode.engine.scheduling.budgets import pairs
 from fastdecode.plan.equations import StageTimes, System, Work, shared_seconds, stage_times
 from fastdecode.plan.model import PlannedModel
 from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.spart.shape import LayerReads
 from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
 from fastdecode.transports.base import Lease, StepCost
 
@@ -40,7 +41,7 @@ class VirtualLink:
         max_rows: int,
         mini_batches: int,
     ):
-        windows = model.windows or (0,)
+        windows = [reads.window for reads in model.reads] or [0]
         full, limited = sum(not window for window in windows), sum(window > 0 for window in windows)
         layers = gcd(full, limited)  # of a page
         page_bytes = round(model.token_bytes(kv_dtype) * PAGE_TOKENS * layers / len(windows))
@@ -89,14 +90,14 @@ class VirtualSPart:
             vocab_size=2,
             eos_token_ids=(END,),
             max_positions=model.max_positions,
-            windows=model.windows or (0,),
+            reads=model.reads or (LayerReads(),),
         )
 
     def step(self, batch: StepBatch) -> VirtualStep:
         """The cost and the result of a step. An uncached suffix costs the S-Part its rows, and its R-node one reading
         of the tokens that it attends to."""
         model, sampled, outputs = self._system.model, [], self.outputs
-        whole = not any(model.windows)  # every layer reads every cached token
+        whole = not model.reads  # every layer reads every cached token
         rows = prompt_rows = 0
         prompt_pairs = 0.0
         read = [0.0] * len(self._links)

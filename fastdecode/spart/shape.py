@@ -25,6 +25,20 @@ class Heads(NamedTuple):
         return self.n_kv * (self.k_size if self.v_in_k else self.k_size + self.v_size)
 
 
+class LayerReads(NamedTuple):
+    """What a row reads of a sequence's cache in one layer."""
+
+    window: int = 0  # most tokens that it sees; 0: all
+    topk: int = 0  # most tokens that it selects to attend to; 0: it attends to all that it sees
+    index_share: float = 0.0  # of a token's bytes, its index key, which the row reads of every token
+
+    def tokens(self, length: float) -> float:
+        """As many tokens have the bytes that a row reads of a sequence of `length` tokens in the layer."""
+        limit = self.window or self.topk
+        attended = min(length, limit) if limit else length
+        return attended + self.index_share * (length - attended) if self.index_share else attended
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """The fields that both backends' configurations have. Sizes in elements."""
@@ -78,6 +92,16 @@ class AttentionShape:
         """Elements of an index key of a layer; 0 for a layer without an indexer of its own. The key stands behind K in
         a KV row, and the index queries and their weights behind Q in a Q row."""
         return self.index_size if self.selection_of(layer) == 1 else 0
+
+    @property
+    def reads(self) -> tuple[LayerReads, ...]:
+        """What a row reads of a sequence in each layer."""
+        reads = []
+        for layer, window in enumerate(self.windows):
+            index, kv = self.index_size_of(layer), self.heads_of(layer).kv_row_size
+            topk = self.index_topk if self.selection_of(layer) else 0
+            reads.append(LayerReads(window, topk, index / (index + kv)))
+        return tuple(reads)
 
     @property
     def most_heads(self) -> Heads:

@@ -24,6 +24,7 @@ from fastdecode.engine.scheduling.lengths import OutputLengths
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.engine.state.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.spart.shape import LayerReads
 
 TRACE = Path(__file__).parent / "traces" / "azure-conv-1024.csv"
 
@@ -82,7 +83,7 @@ def test_pages_are_left_free_where_recomputing_costs_more_than_a_smaller_batch(t
 def test_tokens_beyond_windows_take_no_room():
     """Three of four layers see 64 tokens. The pages hold 20 sequences of 1024 tokens as a whole; all 40 run at once if
     pages beyond the windows are given back."""
-    model = replace(MODEL, n_layers=4, windows=(64, 64, 64, 0))
+    model = replace(MODEL, n_layers=4, reads=(*[LayerReads(window=64)] * 3, LayerReads()))
     load, bounds = [(0.0, 1, 1024)] * 40, [1024] * 40
     pages = 20 * (1024 // PAGE_TOKENS) * 4  # a layer of the toy model has PAGE_BYTES
     greedy, stable = both(load, toy_system(FLAT, 1e-9, model=model), pages=pages, batch=64, bounds=bounds)

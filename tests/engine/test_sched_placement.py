@@ -17,6 +17,7 @@ from fastdecode.engine.state.bandwidth import Bandwidth
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.engine.state.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.spart.shape import LayerReads
 from fastdecode.transports.base import Lease, StepCost
 
 pytestmark = pytest.mark.quick
@@ -59,7 +60,7 @@ def cluster_of(speeds, windows=(0, 0), n_pages=100_000, page_bytes=PAGE_TOKENS *
     """A cluster whose R-nodes have shown these bandwidths, in bytes a second."""
     lease = Lease(n_pages, n_pages, 1000, page_bytes, "", 1, "sim")
     links = [CountedLink(f"tcp://r{i}", lease) for i in range(len(speeds))]
-    cluster = Cluster(links, windows=windows)
+    cluster = Cluster(links, reads=map(LayerReads, windows))
     for link, speed in zip(links, speeds, strict=True):
         for kv_bytes in 5 * (5 * [10**6] + 5 * [10**7] + 5 * [10**8]):
             cluster.observe({link: StepCost(round((1e-4 + kv_bytes / speed) * 1e9), kv_bytes)})
@@ -94,7 +95,7 @@ def test_newcomers_are_distributed_beside_a_present_load(seed):
     costs = [rng.choice([1.0, 0.5, 0.25]) for _ in range(3)]
     present = [(rng.randrange(3), rng.randint(1, 3000)) for _ in range(6)]
     lengths = [rng.randint(1, 3000) for _ in range(7)]
-    groups = layer_groups(windows)
+    groups = layer_groups(map(LayerReads, windows))
     loads = Loads(groups, [[0.0] * len(groups) for _ in costs])
     for node, length in present:
         loads.add(node, length)
@@ -110,7 +111,7 @@ def test_newcomers_are_distributed_beside_a_present_load(seed):
 
 
 def test_an_r_node_without_room_gets_nothing():
-    loads = Loads(((0, 1),), [[0.0], [0.0]])
+    loads = Loads(((LayerReads(), 1),), [[0.0], [0.0]])
     assert assign(loads, [1.0, 0.01], [500, 400, 300], [[0], [0, 1], [0]]) == [0, 1, 0]
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from models.hf_models import save_model
+from models.spart_steps import GREEDY, linked, run
 
 from fastdecode.plan import published
 from fastdecode.plan.equations import (
@@ -18,8 +21,11 @@ from fastdecode.plan.equations import (
     stage_times,
     steady,
 )
-from fastdecode.plan.model import PlannedModel
+from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import LinkTimes, SPartTimes
+from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.shape import LayerReads
+from fastdecode.spart.step.batch import Chunk, StepBatch
 
 #: One layer, 4 query heads and 2 KV heads of 8: a row of Q has 64 bytes, of K and V 64, a cached fp16 token 64.
 MODEL = PlannedModel("toy", 1, 4, 2, 8, 1000.0)
@@ -112,9 +118,25 @@ def test_grouped_queries_and_smaller_formats_need_fewer_r_nodes():
 
 
 def test_windows_bound_what_is_read():
-    windowed = dataclasses.replace(MODEL, n_layers=2, windows=(0, 100))
+    windowed = dataclasses.replace(MODEL, n_layers=2, reads=(LayerReads(), LayerReads(window=100)))
     assert windowed.read_tokens(1000) == 550
     assert windowed.read_tokens(60) == 60
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8"])
+@pytest.mark.parametrize("name", ["deepseek_v32/a page", "glm_moe_dsa/a page"])
+async def test_layers_that_select_read_what_the_r_engine_says(name, kv_dtype, tmp_path):
+    """The R-engine counts the bytes of a decoding row behind 639 tokens, of which it selects as many as a page has."""
+    directory = save_model(name, tmp_path)
+    backend, planned = choose_backend("auto", directory), read_model(directory)
+    model = backend.load(torch.device("cpu"), torch.float32)
+    tokens = [3 + i % 100 for i in range(640)]
+    async with linked(model, tmp_path, kv_dtype=kv_dtype) as links:
+        spart = backend.make_spart(model, links)
+        run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, tokens[:639], True, GREEDY, 639)])))
+        read = run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 639, tokens[639:], False, GREEDY)]))).kv_bytes
+    assert read < 0.6 * 640 * planned.token_bytes(kv_dtype)
+    assert planned.read_tokens(640) * planned.token_bytes(kv_dtype) == pytest.approx(read, rel=0.1)
 
 
 def test_a_steady_system_prefills_as_many_prompts_as_sequences_end():

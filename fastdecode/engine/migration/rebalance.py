@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastdecode.engine.scheduling.rtime import Groups
     from fastdecode.engine.scheduling.scheduler import Scheduler
     from fastdecode.engine.state.sequence import Sequence as RunningSequence
 
@@ -23,7 +24,7 @@ _LEAST_TOKENS_LEFT = 32
 
 def choose_migrations(
     sequences: Iterable[tuple[int, float]],
-    groups: tuple[tuple[int, int], ...],
+    groups: Groups,
     costs: Sequence[float],
     open_nodes: Sequence[int],
     covered: float,
@@ -57,8 +58,8 @@ def choose_migrations(
     return [(i, target) for i in sorted(candidates, key=slower)]
 
 
-def _token_layers(length: float, groups: tuple[tuple[int, int], ...]) -> float:
-    return sum(layers * (min(length, window) if window else length) for window, layers in groups)
+def _token_layers(length: float, groups: Groups) -> float:
+    return sum(layers * reads.tokens(length) for reads, layers in groups)
 
 
 class Rebalancer:

@@ -15,6 +15,7 @@ from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.state.prefixes import CachedSequence, PrefixEntry, page_hashes
 from fastdecode.engine.state.states import StateSlots
 from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.spart.shape import LayerReads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -38,20 +39,20 @@ class Cluster:
         watermark: float = 0.01,
         prefix_cache: bool = False,
         max_uncached_suffix: int | None = None,
-        windows: Iterable[int] = (0,),
+        reads: Iterable[LayerReads] = (LayerReads(),),
         grow_leases: bool = False,
         step_rows: int = PAGE_TOKENS,
         state_slots: int | None = None,
     ):
         """`watermark` is the share of a lease's pages that new sequences leave to running ones. `max_uncached_suffix`
         is how many tokens behind a shared prefix may be left to an R-node's attention; a prompt with a longer suffix is
-        prefilled on the S-node as a whole. None: any number. `windows`: each layer's sliding window; 0: full
-        attention. `grow_leases`: leases grow on demand. `step_rows`: most rows of a step. `state_slots`: sequences that
+        prefilled on the S-node as a whole. None: any number. `reads`: what a row reads in each layer.
+        `grow_leases`: leases grow on demand. `step_rows`: most rows of a step. `state_slots`: sequences that
         can have a state at once; None: the model's layers keep none."""
         self.prefix_cache = prefix_cache
         self._grow_leases, self._step_rows = grow_leases, step_rows
         self.nodes = [self._ledger(position, link) for position, link in enumerate(links)]
-        groups = layer_groups(windows)
+        groups = layer_groups(reads)
         self.loads = Loads(groups, [[0.0] * len(groups) for _ in self.nodes])
         self.states = StateSlots(state_slots)
         self.placer = Placer(self.nodes, self.loads, watermark, max_uncached_suffix, self.states)
@@ -111,7 +112,7 @@ class Cluster:
 
     def r_part(self, running: Iterable[Sequence]) -> float | None:
         """Seconds of the slowest R-node's attention in a step of all `running` sequences; None before every R-node that
-        has one was measured. Windows are not considered."""
+        has one was measured. Layers that read only a part of these are not considered."""
         tokens = [0] * len(self.nodes)
         for seq in running:
             tokens[seq.placed_on.position] += seq.cached

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.scheduling.queue import BY_RANK
-from fastdecode.engine.scheduling.rtime import Loads
+from fastdecode.engine.scheduling.rtime import Groups, Loads
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 _LEAST_GAIN = 0.02
 
 
-def even_out(
-    batches: Seq[list[Sequence]], source: int, groups: tuple[tuple[int, int], ...], costs: Seq[float], max_seqs: int
-) -> bool:
+def even_out(batches: Seq[list[Sequence]], source: int, groups: Groups, costs: Seq[float], max_seqs: int) -> bool:
     """Put sequences of the mini-batch `source`, which has no step in flight, into mini-batches of shorter steps; True
     if any sequence has changed its mini-batch.
 
@@ -54,7 +52,7 @@ def even_out(
         changed = True
 
 
-def _loads(batch: list[Sequence], groups: tuple[tuple[int, int], ...], n_nodes: int) -> Loads:
+def _loads(batch: list[Sequence], groups: Groups, n_nodes: int) -> Loads:
     loads = Loads(groups, [[0.0] * len(groups) for _ in range(n_nodes)])
     for seq in batch:
         loads.add(seq.placed_on.position, _row_tokens(seq))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.scheduling.line import Line
 from fastdecode.engine.scheduling.rtime import Loads
 from fastdecode.engine.scheduling.spread import Spread
+from fastdecode.spart.shape import LayerReads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,15 +63,15 @@ class Pace:
         prompts, rows = [], 0
         groups, totals = self._cluster.loads.groups, [0] * len(self._cluster.nodes)
         decoding = Loads(groups, [[0.0] * len(groups) for _ in totals])
-        windows = any(window for window, _ in groups)
+        limited = any(reads != LayerReads() for reads, _ in groups)
         for seq in (
             batch
-        ):  # every sequence in every step: lengths are summed first, except under windows, which are not linear
+        ):  # every sequence in every step: lengths are summed first, except where layers do not read all of them
             if seq.cached < seq.prefill_end:
                 prompts.append(seq)
                 continue
             rows += 1
-            if windows:
+            if limited:
                 decoding.add(seq.placed_on.position, seq.cached)
             else:
                 totals[seq.placed_on.position] += seq.cached

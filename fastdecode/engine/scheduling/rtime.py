@@ -1,8 +1,9 @@
 """The predicted time of the R-Part, and the distribution of sequences over R-nodes that keeps it short.
 
 A layer of a step ends when its slowest R-node has answered. So the R-Part of a step takes the sum over the layers of
-the slowest R-node's bytes divided by its bandwidth. In a layer with a sliding window a sequence is read up to that
-window, so layers of one window make a group. Pure arithmetic.
+the slowest R-node's bytes divided by its bandwidth. A layer with a sliding window reads a sequence up to that window,
+and one that selects tokens reads these and the index keys of all, so layers that read alike make a group. Pure
+arithmetic.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fastdecode.spart.shape import LayerReads
+
+#: What a row reads in a layer of each group, and the number of its layers.
+Groups = tuple[tuple[LayerReads, int], ...]
+
 
 @dataclass(slots=True)
 class Loads:
     """Tokens to read on each R-node in each group of layers: `tokens[node][group]`."""
 
-    groups: tuple[tuple[int, int], ...]  # (window, layers); window 0: full attention
+    groups: Groups
     tokens: list[list[float]] = field(default_factory=list)
 
     @property
@@ -26,8 +32,8 @@ class Loads:
     def add(self, node: int, length: float, sign: int = 1) -> None:
         """Add (or with `sign` -1 take away) a sequence of `length` tokens."""
         row = self.tokens[node]
-        for i, (window, _) in enumerate(self.groups):
-            row[i] += sign * (min(length, window) if window else length)
+        for i, (reads, _) in enumerate(self.groups):
+            row[i] += sign * reads.tokens(length)
 
     def seconds(self, costs: Sequence[float]) -> float:
         """The R-Part of a step over these loads. `costs` has each R-node's seconds a token and layer."""
@@ -45,9 +51,9 @@ class Loads:
         )
 
 
-def layer_groups(windows: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """(window, number of layers with it) of a model whose layers have these windows; 0: full attention."""
-    return tuple(sorted(Counter(windows).items()))
+def layer_groups(layers: Iterable[LayerReads]) -> Groups:
+    """The groups of a model with these layers."""
+    return tuple(sorted(Counter(layers).items()))
 
 
 def assign(

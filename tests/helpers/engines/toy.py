@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 from fastdecode.engine.state.pages import blocks_for
 from fastdecode.region.contract import PAGE_TOKENS, Status
+from fastdecode.spart.shape import LayerReads
 from fastdecode.spart.step.batch import Sampled, StepOutput
 from fastdecode.transports.base import CallRefused, LinkDown, StepCost
 
@@ -238,7 +239,7 @@ class ToySPart:
     def __init__(self, links, *, max_positions=4096, eos=frozenset(), state_slots=None):
         self.links, self.adapters, self.expert_load, self.exchange = list(links), (), {}, "direct"
         self.config = SimpleNamespace(
-            max_positions=max_positions, eos_token_ids=eos, vocab_size=VOCAB, windows=(0, 0), mtp=0
+            max_positions=max_positions, eos_token_ids=eos, vocab_size=VOCAB, reads=(LayerReads(),) * 2, mtp=0
         )
         self.state_slots = state_slots
         self.states: dict[int, list[int]] = {}  # slot -> the tokens that its state has seen

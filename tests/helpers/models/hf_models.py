@@ -206,6 +206,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "falcon/multi-query": {"num_kv_heads": None, "head_dim": None, "alibi": False},
     "falcon/alibi": {"num_kv_heads": None, "head_dim": None, "alibi": True},
     "deepseek_v32/padded index heads": {**TYPES["deepseek_v32"], "index_head_dim": 20},
+    "deepseek_v32/a page": {**TYPES["deepseek_v32"], "index_topk": 128},
+    "glm_moe_dsa/a page": {**TYPES["glm_moe_dsa"], "index_topk": 128},
     "mpt/six heads": {"n_heads": 6, "d_model": 96, "hidden_size": None},
 }
 
