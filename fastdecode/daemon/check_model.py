@@ -16,7 +16,7 @@ from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend
 from fastdecode.spart.linears.dense16 import keeps16
-from fastdecode.spart.loader import check_tensors, open_checkpoint, parameter_count
+from fastdecode.spart.loader import open_checkpoint, parameter_count
 from fastdecode.spart.lora.adapters import AdapterSet
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.served import TORCH_DTYPES
@@ -34,8 +34,7 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     """Lines of the report, (name, value), about a model. Raises CheckpointError, ConfigError."""
     model = backend.config
     check_for_model(config, model)
-    if isinstance(model, ModelConfig):
-        check_tensors(backend.source, model)
+    backend.check_tensors()
     device = choose_device(config.device)
     _check_mtp(config, model, device)
     torch_dtype = choose_dtype(config.dtype, model.dtype, device)
@@ -86,8 +85,7 @@ def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype
         )
     itemsize = getattr(torch, dtype).itemsize
     state_slots(config, backend.config, itemsize, free - weights, config.mini_batches or 1)
-    if isinstance(backend.config, ModelConfig):
-        check_tensors(backend.source, backend.config)
+    backend.check_tensors()
 
 
 def _check_mtp(config: NodeConfig, model: ModelConfig | HFConfig, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdecode.gguf.file import ModelSource
-from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
+from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, UnknownArchitecture
 from fastdecode.spart.checkpoints.config_file import open_source, read_config
 from fastdecode.spart.checkpoints.config_json import read_json
 
@@ -64,6 +64,17 @@ class Backend:
             return replace(self, config=self.config.with_mtp(drafts))
         return replace(self, config=self.config.from_dir(self.source.path, drafts))
 
+    def check_tensors(self) -> None:
+        """Raise CheckpointError if a tensor of the model is missing or has another shape. Reads no weight."""
+        if isinstance(self.config, ModelConfig):
+            from fastdecode.spart.loader import check_tensors
+
+            check_tensors(self.source, self.config)
+        else:
+            from fastdecode.spart.hf.model import check_tensors as check_hf_tensors
+
+            check_hf_tensors(self.source.path, self.config.mtp)
+
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of each linear that adapters may change, by its name. Raises CheckpointError."""
         if isinstance(self.config, ModelConfig):
@@ -99,7 +110,8 @@ def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:
     """The backend for a model. `name` is "native", "transformers" or "auto", which takes the native
     decoder if it knows the model.
 
-    Raises CheckpointError, with the reasons of both backends if neither takes the checkpoint.
+    Raises CheckpointError; with the reasons of both backends if the native decoder knows the architecture, and neither
+    takes the checkpoint.
     """
     source = open_source(model)
     if source.gguf is None:
@@ -121,6 +133,6 @@ def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:
     try:
         return Backend("transformers", source, HFConfig.from_dir(source.path))
     except CheckpointError as error:
-        if name == "transformers":
+        if name == "transformers" or isinstance(native, UnknownArchitecture):
             raise
         raise CheckpointError(f"native decoder: {native}; transformers backend: {error}") from None

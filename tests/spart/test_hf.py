@@ -21,6 +21,7 @@ from fastdecode.daemon.rnode import RNode
 from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, MAX_HEAD_SIZE, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
+from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.hf import indexer
 from fastdecode.spart.hf.config import HFConfig
@@ -33,12 +34,17 @@ from fastdecode.transports.registry import connect
 REFUSED = {
     "doge": "makes an attention mask of its own",
     "deepseek_v4": "do not keep K and V of each token",
-    "mamba": "calls attention 0 times",
-    "minimax": "is not compatible with `cache`",
+    "dory/last loop": "attends 6 times in a step, but keeps K and V of 4 of these only",
+    "gpt_neo": "does not go through transformers' attention functions",
+    "jetmoe": "has code that depends on the values of activations",
+    "mamba": "has no layer that attends",
+    "minimax": "keeps states in a cache of its own",
+    "openai-gpt": "does not go through transformers' attention functions",
     "recurrent_gemma": "keeps a state in layer 0 in a way that is not supported",
     "rwkv": "keeps states in a cache of its own",
+    "xlstm": "keeps states in a cache of its own",
 }
-SUPPORTED = sorted(set(TYPES) - set(REFUSED))
+SUPPORTED = sorted(TYPES.keys() - REFUSED.keys())
 PROMPT_LENGTHS = (1, 7, 40, 600)
 CHUNK, NEW_TOKENS = 256, 6
 
@@ -175,6 +181,27 @@ def test_a_model_that_cannot_be_split_is_refused_before_its_weights_are_read(mod
         HFConfig.from_configs(make_config(model_type), None)
 
 
+def test_a_type_without_a_text_model_of_its_own_is_refused() -> None:
+    from transformers import AutoConfig
+
+    with pytest.raises(CheckpointError, match="'glm4v' has no language model of text alone in transformers"):
+        HFConfig.from_configs(AutoConfig.for_model("glm4v"), None)
+
+
+def test_a_configuration_that_transformers_code_cannot_run_is_refused_with_its_reason() -> None:
+    config = make_config("axk1")
+    config.head_dim = 16  # RoPE's, where qk_rope_head_dim is 8
+    with pytest.raises(CheckpointError, match=r"fails with this config\.json \(.*must match|broadcast"):
+        HFConfig.from_configs(config, None)
+
+
+def test_a_model_that_no_backend_knows_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """The native decoder's list of architectures says nothing about why transformers' model cannot be split."""
+    with pytest.raises(CheckpointError) as refusal:
+        choose_backend("auto", save_model("mamba", tmp_path))
+    assert "native decoder" not in str(refusal.value) and len(str(refusal.value)) < 200
+
+
 @pytest.mark.parametrize("name", ["falcon/multi-query", "deepseek_v32/padded index heads", "mpt/six heads"])
 async def test_tokens_of_variants_equal_transformers(name: str, checkpoints: Path, tmp_path: Path) -> None:
     directory = save_model(name, checkpoints)
@@ -270,14 +297,28 @@ def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
         HFConfig.from_dir(tmp_path)
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: None, r"lacks the tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"),
+        (
+            lambda tensor: tensor[1:],
+            r"'model\.layers\.1\.mlp\.up_proj\.weight' has shape \(95, 64\), config\.json says",
+        ),
+    ],
+    ids=["missing", "of another shape"],
+)
+def test_a_tensor_that_does_not_fit_is_named(change: Any, message: str, tmp_path: Path) -> None:
     directory = save_model("gemma", tmp_path)
     path = directory / "model.safetensors"
     tensors = load_file(path)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    changed = change(tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    if changed is not None:
+        tensors["model.layers.1.mlp.up_proj.weight"] = changed.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"lacks the tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
-        load_hf_model(directory)
+    for refuse in (choose_backend("auto", directory).check_tensors, lambda: load_hf_model(directory)):
+        with pytest.raises(CheckpointError, match=message):
+            refuse()
 
 
 def test_the_documentation_lists_every_type() -> None:

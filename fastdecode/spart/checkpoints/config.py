@@ -21,6 +21,10 @@ class CheckpointError(ValueError):
     """The checkpoint cannot be served; the message is a sentence for the user."""
 
 
+class UnknownArchitecture(CheckpointError):
+    """The native decoder does not know the model's architecture."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, which may be empty: the reason for a CheckpointError."""
     return next(iter(str(error).splitlines()), "")

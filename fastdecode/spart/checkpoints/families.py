@@ -19,6 +19,7 @@ from fastdecode.spart.checkpoints.config import (
     ModelConfig,
     MTPNames,
     TensorNames,
+    UnknownArchitecture,
     check_layers,
 )
 from fastdecode.spart.checkpoints.config_json import ConfigJson, end_token_ids
@@ -55,6 +56,8 @@ def _family(config: ConfigJson) -> tuple[str, str]:
     """The architecture of a checkpoint and the family that serves it, which for a model of several modes is that of its
     text part. Raises CheckpointError."""
     names = config.architectures()
+    if (kind := config.raw.get("model_type")) in _OTHER_TENSORS:
+        raise UnknownArchitecture(f"checkpoints of type {kind!r} are not known, whose tensors have names of their own")
     for name in names:
         if name in FAMILIES:
             return name, name
@@ -64,7 +67,7 @@ def _family(config: ConfigJson) -> tuple[str, str]:
     if names and (family := TEXT_PARTS.get(str(text.get("model_type")))):
         return names[0], family
     found = ", ".join(names) or f"none (model_type {config.raw.get('model_type')!r})"
-    raise CheckpointError(
+    raise UnknownArchitecture(
         f"unknown architecture {found}; known are {', '.join(FAMILIES)}, and text parts of these types"
     )
 
@@ -478,6 +481,8 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "OPTForCausalLM": _opt,
 }
 
+#: Types that transformers makes models of a known family of, though their tensors have other names.
+_OTHER_TENSORS = frozenset(["exaone"])
 #: Types whose text part may have no table of its own in config.json.
 _EARLY_VISION = frozenset(["qwen2_vl", "qwen2_5_vl"])
 #: The families that serve the text parts of models of several modes, by the `model_type` of the text part.

@@ -132,6 +132,15 @@ def open_safetensors(path: Path, framework: str = "pt") -> Iterator[Any]:
         raise CheckpointError(pointer_fault(path) or f"{path} is not a sound safetensors file: {error}") from None
 
 
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a directory's safetensors, by the name that it has there. Raises CheckpointError."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _files(directory):
+        with open_safetensors(path, "np") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
 def _files(directory: Path) -> list[Path]:
     """The checkpoint's safetensors files. Raises CheckpointError if it has none."""
     index = directory / "model.safetensors.index.json"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError, first_line
+from fastdecode.spart.checkpoints.tensors import stored_shapes
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.attention import ATTENTION, register, running, split_attention
 from fastdecode.spart.hf.config import HFConfig, read_configs
@@ -70,17 +71,15 @@ def load_hf_model(
     if mtp:
         config = with_head_layer(config, Path(directory))
     split = HFConfig.from_configs(config, generation, mtp)
+    model_class = _model_class(config, mtp)
+    _check_tensors(model_class, config, Path(directory))
     adapter_set = AdapterSet(lora)
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     register()
     device = torch.device(device)
     if isinstance(dtype, str):
         dtype = TORCH_DTYPES[split.dtype if dtype == "auto" else dtype]
-    factory: Any = AutoModelForCausalLM
-    if mtp:
-        factory = with_head_modules(factory._model_mapping[type(config)])
     if lora:
         adapter_set.check(_linears(config, split.mixers))
     theirs: Any = transformers_logging
@@ -89,24 +88,18 @@ def load_hf_model(
         theirs.disable_progress_bar()
     placement = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
-        module, found = factory.from_pretrained(
+        module = model_class.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
             attn_implementation=adapters.implementation(config, ATTENTION),
             local_files_only=True,
             trust_remote_code=False,
-            output_loading_info=True,
             key_mapping=_TEXT_PART_NAMES,
             **placement,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"transformers cannot load {directory}: {first_line(error)}") from None
-    if missing := sorted(found["missing_keys"]):  # transformers would go on with random numbers
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
-    if aside := sorted(found["unexpected_keys"]):
-        log.info("%d tensors are left aside, of vision, sound or drafts: %s, ...", len(aside), aside[0])
     module.eval().requires_grad_(False)
     adapters.adapt(module, split_attention)
     install(module, split.mixers)
@@ -137,6 +130,46 @@ def load_hf_model(
         adapters=adapter_set.names,
         head=MTPHead(module) if mtp else None,
     )
+
+
+def _model_class(config: Any, mtp: int) -> Any:
+    """The class of transformers for a model, which has the modules of its MTP head if that drafts."""
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    found = factory._model_mapping[type(config)]
+    return with_head_modules(found) if mtp else found
+
+
+def check_tensors(directory: Path, mtp: int) -> None:
+    """Raise CheckpointError if a tensor of a checkpoint is missing or has another shape. Reads no weight. `mtp`: as for
+    load_hf_model."""
+    config, _ = read_configs(directory)
+    config = with_head_layer(config, directory) if mtp else config
+    _check_tensors(_model_class(config, mtp), config, directory)
+
+
+def _check_tensors(model_class: Any, config: Any, directory: Path) -> None:
+    """check_tensors, by transformers' own loader: it gets tensors without data that have the names and shapes of the
+    checkpoint's. It would let a model that lacks a tensor go on with random numbers."""
+    if getattr(config, "quantization_config", None):  # whose tensors have shapes of their own
+        return
+    _, found = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict={name: torch.empty(shape, device="meta") for name, shape in stored_shapes(directory).items()},
+        device_map={"": "meta"},
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        key_mapping=_TEXT_PART_NAMES,
+    )
+    if missing := sorted(found["missing_keys"]):
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
+    for name, stored, wanted in sorted(found["mismatched_keys"]):
+        raise CheckpointError(f"tensor {name!r} has shape {tuple(stored)}, config.json says {tuple(wanted)}")
+    if aside := sorted(found["unexpected_keys"]):
+        log.info("%d tensors are left aside, of vision, sound or drafts: %s, ...", len(aside), aside[0])
 
 
 def _no_padding(*_: Any) -> None:

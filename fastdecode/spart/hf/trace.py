@@ -9,6 +9,7 @@ served.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -58,11 +59,15 @@ def trace(config: Any) -> tuple[list[AttentionLayer], tuple[Mixer, ...]]:
     AttentionInterface.register(_STEP_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
     factory: Any = AutoModelForCausalLM
+    if type(config) not in factory._model_mapping:
+        raise CheckpointError(f"{_type(config)} has no language model of text alone in transformers")
     try:
         with torch.device("meta"):
             model = factory.from_config(config, attn_implementation=adapters.implementation(config, _NAME)).eval()
         adapters.adapt(model, _attention)
-    except (KeyError, ValueError) as error:
+    except KeyError:
+        raise CheckpointError(f"{_type(config)} does not go through transformers' attention functions") from None
+    except ValueError as error:
         raise CheckpointError(f"{_type(config)} cannot be split at its attention: {first_line(error)[:200]}") from None
     _use_static_experts(model)
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
@@ -79,13 +84,13 @@ def trace(config: Any) -> tuple[list[AttentionLayer], tuple[Mixer, ...]]:
         mixers = find_mixers(model, cache, attending, called)
     else:
         inputs |= {"attention_mask": torch.ones_like(ids)}
-        layers, _ = _pass(config, model, inputs)
-    n_layers = config.get_text_config().num_hidden_layers
-    if not layers or (not mixers and len(layers) % n_layers):
-        raise CheckpointError(
-            f"{_type(config)} calls attention {len(layers)} times for {n_layers} layers, so it cannot be split at its "
-            "attention"
-        )
+        layers, attending = _pass(config, model, inputs)
+    if len(attending) < len(layers):
+        _check_repeated(config, model, attending, inputs)
+    if not layers and mixers:
+        raise CheckpointError(f"{_type(config)} has no layer that attends, so there is nothing for R-nodes to keep")
+    if not layers:
+        raise CheckpointError(f"{_type(config)} does not go through transformers' attention functions")
     model.set_attn_implementation(adapters.implementation(config, _STEP_NAME))
     _pass(config, model, inputs)
     return layers, mixers
@@ -104,11 +109,42 @@ def _pass(config: Any, model: Any, inputs: dict[str, Any]) -> tuple[list[Attenti
         raise
     except Exception as error:
         # Any exception: the pass runs the model's whole code, which may fail in any way on tensors without data.
-        reason = f"{type(error).__name__}: {first_line(error)[:200]}"
-        raise CheckpointError(f"{_type(config)} cannot be traced on the meta device ({reason})") from None
+        raise CheckpointError(f"{_type(config)} {_reason(model, error)}") from None
     finally:
         del _recording.layers, _recording.attending, _recording.kv, _recording.model, _recording.index
     return layers, attending
+
+
+def _check_repeated(config: Any, model: Any, attending: set[Any], inputs: dict[str, Any]) -> None:
+    """Raise CheckpointError for a model that passes some of the modules `attending` several times, if a pass does not
+    keep K and V of its own there (Dory's "last_loop"): R-nodes keep K and V of each."""
+    from transformers import DynamicCache
+
+    passed: list[Any] = []
+    hooks = [module.register_forward_hook(lambda module, *_: passed.append(module)) for module in attending]
+    cache = DynamicCache(config=config)
+    _pass(config, model, {**inputs, "cache": cache, "use_cache": True})
+    for hook in hooks:
+        hook.remove()
+    kept = sum(getattr(layer, "keys", None) is not None for layer in cache.layers)
+    if len(passed) > len(attending) and kept != len(passed):
+        raise CheckpointError(
+            f"{_type(config)} attends {len(passed)} times in a step, but keeps K and V of {kept} of these only, which "
+            "is not supported"
+        )
+
+
+def _reason(model: Any, error: Exception) -> str:
+    """Why a forward pass on the meta device fails, for people."""
+    from transformers import Cache
+
+    code = sys.modules[type(model).__module__]
+    caches = [c for c in vars(code).values() if isinstance(c, type) and issubclass(c, Cache)]
+    if any(cache.__module__ == code.__name__ for cache in caches):
+        return "keeps states in a cache of its own, which is not supported"
+    if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
+        return "has code that depends on the values of activations, so it cannot be split before its weights are read"
+    return f"cannot run: transformers' code for it fails with this config.json ({first_line(error)[:200]})"
 
 
 def _keeps_states(config: Any, model: Any) -> bool:

@@ -56,6 +56,16 @@ _MAMBA = {
 #: tokens with a score of 0 torch selects is not documented.
 _INDEXED = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 32}
 
+#: Attention, an MLP, and both again: once, twice and once.
+_LOOPED = {
+    "num_hidden_layers": 8,
+    "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+    "n_input_layers": 2,
+    "n_recurrent_layers": 4,
+    "n_output_layers": 2,
+    "sliding_window": 16,
+}
+
 #: model type -> what its configuration has besides or instead of the common values; None takes a value away.
 TYPES: dict[str, dict[str, Any]] = {
     "afmoe": {},
@@ -198,6 +208,37 @@ TYPES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {},
     "rwkv": {},
     "deepseek_v4": {},
+    "axk1": {
+        **_ROUTED,
+        **_LATENT,
+        "head_dim": 8,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "cohere2_moe": {**_MOE, "sliding_window": 16},
+    "dory": {**_LOOPED},
+    "exaone": {},
+    "granite_swa": {"sliding_window": 16},
+    "hrm_text": {},
+    "kolibri1": {},
+    "lara_mini": {**_DELTA},
+    "lfm3": {},
+    "mellum": {"sliding_window": 16},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "n_mamba_heads": 2,
+        "mamba_dt_rank": 8,
+    },
+    "xlstm": {},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "jetmoe": {"kv_channels": 16, "num_local_experts": 4},
+    "openai-gpt": {"n_embd": 64, "n_layer": 3, "n_head": 4},
 }
 
 
@@ -205,6 +246,7 @@ TYPES: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "falcon/multi-query": {"num_kv_heads": None, "head_dim": None, "alibi": False},
     "falcon/alibi": {"num_kv_heads": None, "head_dim": None, "alibi": True},
+    "dory/last loop": {**_LOOPED, "recurrent_kv_cache_mode": "last_loop"},
     "deepseek_v32/padded index heads": {**TYPES["deepseek_v32"], "index_head_dim": 20},
     "deepseek_v32/a page": {**TYPES["deepseek_v32"], "index_topk": 128},
     "glm_moe_dsa/a page": {**TYPES["glm_moe_dsa"], "index_topk": 128},
