@@ -271,8 +271,8 @@ class NodeOptions:
     )
     gpu_kv: int | None = _s_option(
         "memory of the S-Part's GPU for KV pages, where sequences are placed before R-nodes get any; auto: what "
-        "--gpu-memory-utilization leaves; 0, the default: none",
-        0,
+        "--gpu-memory-utilization leaves, which is the default; 0: none",
+        None,
         parse=option_values.gpu_memory,
         metavar="auto|SIZE|0",
     )

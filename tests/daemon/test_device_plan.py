@@ -197,7 +197,7 @@ def test_a_model_of_32b_in_4_bits_fits_a_card_of_24_gb(tmp_path, monkeypatch):
     assert model.parameters == pytest.approx(32.8e9, rel=0.01)
     total = int(23.5 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - GIB // 2 - taken, total))
-    asked = NodeConfig(max_batch_size=32, gpu_memory_utilization=0.95, gpu_kv=None)
+    asked = NodeConfig(max_batch_size=32, gpu_memory_utilization=0.95)
     config, staged, kv = plan_steps(
         asked, model, mini_batches=2, captures=True, prompt_seconds=lambda tokens: 1e-3 * tokens
     )

@@ -56,10 +56,23 @@ class ThreadedStream(LyingStream):
     def __init__(self, device: LyingDevice):
         super().__init__(device, len(device.streams))
         self._thread = ThreadPoolExecutor(1)
+        self._fault: BaseException | None = None
         device.streams.append(self)
 
     def start(self) -> Any:
-        return self._thread.submit(self.run_to, self.mark())
+        return self._thread.submit(self._run_all, self.mark())
+
+    def _run_all(self, mark: int) -> None:
+        try:
+            self.run_to(mark)
+        except BaseException as error:
+            self._fault = error
+            raise
+
+    def check(self) -> None:
+        """Raise the error with which an operation has failed, as torch raises that of a kernel."""
+        if self._fault is not None:
+            raise self._fault
 
     def synchronize(self) -> None:
         self.start().result()

@@ -111,7 +111,7 @@ class ReferencePageKernels:
         slopes: int = 0,
     ) -> None:
         c = self.layer
-        self.sizes = np.zeros((rows.max_attending, c.n_q_heads * c.head_size))
+        sizes = np.zeros((rows.max_attending, c.n_q_heads, c.head_size))
         distances = self._array(slopes, np.float32, 0, c.n_q_heads).reshape(c.n_kv_heads, -1) if slopes else None
         for row, (sequence, position, _, first) in self._rows(rows, 0):
             queries = self._act_row(q, q_stride, row, c.n_q_heads * c.head_size).double().numpy()
@@ -128,13 +128,13 @@ class ReferencePageKernels:
                 part = reference(queries[head], k, values, position, 0, begin, c.segment, c.softcap, slope)
                 its = slice(head * c.group, (head + 1) * c.group)
                 sums[its] = part.m[0] + np.log(part.l[0])
-                out[its], sizes = np.split(part.output[0], 2, axis=1)
-                self.sizes[row].reshape(out.shape)[its] = sizes
+                out[its], sizes[row, its] = np.split(part.output[0], 2, axis=1)
             if lse:
                 self._array(lse, np.float32, row * c.n_q_heads, c.n_q_heads)[:] = sums
             elif sinks:
                 out /= 1 + np.exp(self._array(sinks, np.float32, 0, c.n_q_heads) - sums)[:, None]
             self._act_row(o, o_stride, row, out.size)[:] = torch.from_numpy(out.ravel()).to(self._act)
+        self.sizes = sizes.reshape(len(sizes), -1)  # at the end: two streams may attend at once
 
     def merge(self, stream: int, o: int, o_stride: int, lse: int, others: int, rows: PagedRows, sinks: int = 0) -> None:
         c = self.layer
