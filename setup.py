@@ -15,7 +15,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-ROOMS = ("attention", "cache", "cpu", "decoder", "engine", "linears", "py", "sampling")
+ROOMS = ("attention", "cache", "cpu", "decoder", "engine", "gpu", "linears", "py", "sampling")
 KERNELS = [f"kernels/{room}" for room in ROOMS]
 INCLUDES = [".", "kernels"]  # an include of another room's file names the room: "region/region.h", "cpu/parallel.h"
 

@@ -327,6 +327,14 @@ class _Layers(_StoredLayers, total=False):
     part: tuple[int, int]
     hadamard: int
 
+#: A layer's kernels on a GPU: fd_append and fd_attend (CUfunction), warps of a block of fd_attend, its bytes of dynamic
+#: shared memory, its queries, and the blocks that the GPU runs at once.
+_GpuKernels = tuple[int, int, int, int, int, int]
+
+def gpu_splits(pairs: int, rounds: int, at_once: int, /) -> int:
+    """Into how many blocks a GPU, which runs `at_once` of them at once, cuts the work of each of `pairs` pairs of a row
+    and KV head (fd_gpu_splits). Raises ValueError if `at_once` is 0."""
+
 def bind_memory(node: int, /) -> None:
     """Allocate only from NUMA node `node`, in this thread and the threads that it starts later. Raises OSError."""
 
@@ -366,9 +374,11 @@ class REngine:
 
     `huge_pages`: memory of the arenas, "madvise" (transparent huge pages), "hugetlb" or "off". `prefault`: from the
     grant of a lease on, the threads fault its arena in between calls. `trim_idle_s`: seconds without a call after which
-    a link's free pages go back to the OS, 0: never.
+    a link's free pages go back to the OS, 0: never. `gpu`: the CUDA device in whose memory pages lie and that attends,
+    without huge pages, prefaulting and trimming; -1: none.
 
-    Raises ValueError for a bad argument, RuntimeError if a thread cannot start or there are too few hugetlb pages.
+    Raises ValueError for a bad argument, RuntimeError if the GPU cannot be opened, a thread cannot start, or there are
+    too few hugetlb pages.
     """
 
     def __new__(
@@ -382,6 +392,7 @@ class REngine:
         prefault: bool = False,
         trim_idle_s: float = 0.0,
         step_spin_us: int = 0,
+        gpu: int = -1,
     ) -> REngine: ...
     @property
     def isa(self) -> str: ...
@@ -408,6 +419,8 @@ class REngine:
         windows: Sequence[int],
         carrier: object | None = None,
         max_pages: int = 0,
+        *,
+        gpu_kernels: Sequence[_GpuKernels] | None = None,
         **layers: Unpack[_Layers],
     ) -> REngineLink:
         """Grant a lease of `n_pages` pages and `max_seqs` sequence indexes, and serve the calls in `region`.
@@ -420,7 +433,8 @@ class REngine:
         and `heads` ([n_layers] tuples of an fd_heads_t's four numbers; None: those of the geometry) are those of
         fd_layer_t (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`.
         `part`: the link keeps this part, (index, n), of every sequence's tokens (kernels/engine/parts.h). `hadamard`:
-        the transforms that the caller applies in place of the kernels (fd_attend_t). Raises ValueError for a bad
+        the transforms that the caller applies in place of the kernels (fd_attend_t). `gpu_kernels`, [n_layers]: for an
+        R-engine with a GPU, whose leases have memory for `max_pages` from the start. Raises ValueError for a bad
         argument, MemoryError if the KV-cache has no room for `n_pages`.
         """
     def pages_within(

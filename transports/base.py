@@ -419,6 +419,9 @@ class LinkService(Protocol):
     name: str  # the R-node's name, which CHALLENGE tells to every S-node
     log: logging.Logger  # for what happens to its links
 
+    async def prepare(self, hello: Hello) -> None:
+        """Do what `open_link` needs and what takes long. Raises LinkRefused."""
+
     def open_link(self, hello: Hello, region: memoryview, carrier: object | None) -> LinkGrant:
         """Grant a lease, and let the R-engine serve the steps that appear in `region`.
 

@@ -381,11 +381,13 @@ class ControlServer(ConnectionServer, Server):
             opening.verify(Probe, self._secret)
             await opening.accept()
             return None
-        return await self._admit(opening) if isinstance(opening.answer, Deliver) else self._link(opening)
+        return await (self._admit(opening) if isinstance(opening.answer, Deliver) else self._link(opening))
 
-    def _link(self, opening: handshake.Handshake) -> Coroutine[None, None, None]:
+    async def _link(self, opening: handshake.Handshake) -> Coroutine[None, None, None]:
         """Open a link; returns what serves it. Raises LinkRefused."""
-        return self._serve(opening, self._open(opening.conn, opening.verify_hello(self._secret)))
+        hello = opening.verify_hello(self._secret)
+        await self._service.prepare(hello)
+        return self._serve(opening, self._open(opening.conn, hello))
 
     async def _admit(self, opening: handshake.Handshake) -> Coroutine[None, None, None]:
         """Accept a migration connection; returns what receives its pages. Raises LinkRefused, LinkDown."""

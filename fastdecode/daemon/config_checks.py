@@ -25,6 +25,8 @@ _MOST = {
     "orphan_seconds": 3600,
     "resume_seconds": 3600,
 }
+#: Options of an R-node for pages in the host's memory, and threads that attend.
+_HOST_OPTIONS = ("threads", "cpus", "huge_pages", "prefault", "trim_idle_s")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
 EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
 
@@ -76,6 +78,13 @@ _CHECKS = (
         ),
     ),
     _Check(
+        lambda c: c.role == "r" and c.device == "cuda" and _given(c, *_HOST_OPTIONS),
+        lambda c: (
+            f"{_given(c, *_HOST_OPTIONS)[0]} is for an R-node on CPUs: with --device cuda a GPU holds the pages and "
+            "attends"
+        ),
+    ),
+    _Check(
         lambda c: c.cpus is not None and c.threads is not None and len(c.cpus) != c.threads,
         lambda c: f"--cpus names {len(c.cpus or ())} cpus for --threads {c.threads}",
     ),
@@ -118,7 +127,7 @@ def check_machine(config: NodeOptions) -> None:
                 f"--huge-pages hugetlb: {needed} huge pages are needed and {pool.free} are free: "
                 f"set vm.nr_hugepages to {pool.total - pool.free + needed} or more"
             )
-    elif wanted > total:
+    elif wanted > total and (config.role, config.device) != ("r", "cuda"):
         raise ConfigError(
             f"--kv-memory {format_bytes(wanted)} is more than the {format_bytes(total)} that this process may use"
         )

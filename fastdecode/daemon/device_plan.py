@@ -215,15 +215,19 @@ def gpu_staging(
 
 def capacity(model_bytes: int, device: torch.device, links: Iterable[Link], length: int) -> str:
     """A line for the log: the weights, the KV-cache, and how many sequences of `length` tokens the cache holds."""
-    kv, sequences = [0, 0], [0, 0]  # on R-nodes, on the GPU
+    kv = {"on the GPU": 0, "on GPUs of R-nodes": 0, "in RAM": 0}
+    sequences = dict.fromkeys(kv, 0)
     for link in links:
         lease = link.lease
         groups = PageGroups(lease.full_sections, lease.limited_sections, lease.reach, link.geometry.max_rows)
-        kv[link.resident] += lease.max_pages * lease.page_bytes
-        sequences[link.resident] += lease.max_pages // groups.pages_for(length)
+        on_r_node = "on GPUs of R-nodes" if lease.isa.startswith("cuda") else "in RAM"
+        memory = "on the GPU" if link.resident else on_r_node
+        kv[memory] += lease.max_pages * lease.page_bytes
+        sequences[memory] += lease.max_pages // groups.pages_for(length)
     where = "in RAM" if device.type == "cpu" else "on the GPU"
-    on_gpu, some = (
-        (f"{format_bytes(kv[1])} on the GPU + ", f", {sequences[1]} of them on the GPU") if kv[1] else ("", "")
+    held = " + ".join(f"{format_bytes(n_bytes)} {memory}" for memory, n_bytes in kv.items() if n_bytes)
+    some = f", {sequences['on the GPU']} of them on the GPU" if kv["on the GPU"] else ""
+    return (
+        f"weights {format_bytes(model_bytes)} {where}, KV {held} = "
+        f"{sum(sequences.values())} sequences of {length} tokens{some}"
     )
-    held = f"{sum(sequences)} sequences of {length} tokens{some}"
-    return f"weights {format_bytes(model_bytes)} {where}, KV {on_gpu}{format_bytes(kv[0])} in RAM = {held}"

@@ -12,7 +12,7 @@ from fastdecode.kernels.gpu.cupy_kernels import KernelError
 from fastdecode.kernels.gpu.page_kernels import unsupported
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.region.geometry import geometry_tuple
-from fastdecode.spart.resident.kernels import attention_layers
+from fastdecode.spart.resident.layers import attention_layers
 from fastdecode.spart.resident.link import ResidentLink
 from fastdecode.spart.resident.trial import try_kernels
 from fastdecode.spart.served import ServedModel

@@ -72,7 +72,8 @@ async def run_r_node(config: NodeConfig) -> None:
         bind_to_node(config.numa_node)
         if wrong := set(config.cpus or ()) - os.sched_getaffinity(0):
             raise ConfigError(f"--cpus: {min(wrong)} is not a cpu of --numa-node {config.numa_node}")
-    threads = config.threads or (len(config.cpus) if config.cpus else len(usable_cpus()))
+    on_gpu = config.device == "cuda"
+    threads = 1 if on_gpu else config.threads or (len(config.cpus) if config.cpus else len(usable_cpus()))
     node = make_r_node(config, threads)
     try:
         for url in await node.serve(config.listen, config.read_secret(), insecure=config.insecure):
@@ -81,7 +82,8 @@ async def run_r_node(config: NodeConfig) -> None:
             )
         freeze()
         # Beside the links, because an S-node need not wait for a figure that nothing but the page of the cluster shows.
-        measuring = asyncio.create_task(measure_roofline(node, config.cpus or usable_cpus()[:threads]))
+        cpus = () if on_gpu else config.cpus or usable_cpus()[:threads]
+        measuring = asyncio.create_task(measure_roofline(node, cpus))
         await shutdown
         measuring.cancel()
         log.info("draining: S-nodes have %.0f s to move their sequences away", config.drain_seconds)

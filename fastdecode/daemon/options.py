@@ -194,7 +194,12 @@ class NodeOptions:
         "auto",
         choices=("auto", "native", "transformers"),
     )
-    device: str = _s_option("where the S-Part runs", "auto", choices=("auto", "cpu", "cuda"))
+    device: str = _option(
+        "where the S-Part runs, or where an R-node holds KV pages and attends; auto: an S-Part on a GPU if there is "
+        "one, an R-node on CPUs",
+        "auto",
+        choices=("auto", "cpu", "cuda"),
+    )
     exchange: str = _s_option(
         "how a GPU and the R-nodes exchange rows. bypass: the GPU's streams ring the R-nodes and wait for them; "
         "staged: the host does so; auto: bypass if the check at start passes, else staged",

@@ -13,6 +13,7 @@ import math
 import os
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.machine import huge_pages as machine_huge_pages
@@ -20,6 +21,7 @@ from fastdecode.daemon.machine import numa_nodes
 from fastdecode.daemon.migrations import Inbox, IncomingSequence, Migrations, refusals
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.daemon.orphans import KeptLease, Orphans, kv_format
+from fastdecode.daemon.rnode_gpu import RNodeGpu
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory
 from fastdecode.region.contract import MAX_PAGES, MAX_SEQS, PAGE_TOKENS, Status
 from fastdecode.transports import registry
@@ -76,6 +78,7 @@ class RNode:
         stand_in: bool = False,
         quiet: bool = False,
         orphan_seconds: float = 0.0,
+        gpu: RNodeGpu | None = None,
     ):
         """Start the R-engine.
 
@@ -90,17 +93,22 @@ class RNode:
             stand_in: let waiters of this process, over shared memory, do the work of the R-engine's thread 0.
             quiet: log no more than warnings.
             orphan_seconds: how long sequences that have keys outlive their link; see orphans.py.
+            gpu: the GPU whose memory `kv_bytes` are, and that attends; None: the host's memory, and its threads.
 
         Raises ValueError (a bad value), RuntimeError (threads cannot start, or too few hugetlb pages are free).
         """
         self.log = _quiet_log if quiet else log
         self.name = name or f"{socket.gethostname()}:{os.getpid()}"
         spin_us = _SPIN_US if spin_us is None else spin_us
-        self._engine = REngine(threads, kv_bytes, None, cpus, spin_us, huge_pages, prefault, trim_idle_s, step_spin_us)
+        self._gpu = gpu
+        device = -1 if gpu is None else gpu.index
+        self._engine = REngine(
+            threads, kv_bytes, None, cpus, spin_us, huge_pages, prefault, trim_idle_s, step_spin_us, device
+        )
         self.stand_in = self._engine.stand_in if stand_in else None
         self.kv_bytes = kv_bytes  # of all leases and activation regions
         self._max_lease = kv_bytes if max_lease is None else max_lease
-        self._grows = huge_pages != "hugetlb" or machine_huge_pages().size <= _MAX_GROWING_HUGETLB
+        self._grows = gpu is None and (huge_pages != "hugetlb" or machine_huge_pages().size <= _MAX_GROWING_HUGETLB)
         self._regions: dict[REngineGrant, int] = {}  # bytes of each open link's activation region
         self._prefault = prefault
         self._prefault_logs: set[asyncio.Task[None]] = set()
@@ -111,13 +119,18 @@ class RNode:
         self.roofline = 0  # bytes a second at which the threads' cores can read memory; 0: not measured
 
     @property
+    def on_gpu(self) -> bool:
+        return self._gpu is not None
+
+    @property
     def isa(self) -> str:
-        return self._engine.isa
+        return self._engine.isa if self._gpu is None else self._gpu.isa
 
     @property
     def kv_free(self) -> int:
         """Bytes of the KV-cache's memory that no lease and no activation region has."""
-        return max(0, self._engine.kv_free - sum(self._regions.copy().values()))
+        regions = 0 if self._gpu else sum(self._regions.copy().values())  # beside a GPU they are in the host's memory
+        return max(0, self._engine.kv_free - regions)
 
     async def serve(self, urls: Sequence[str], secret: bytes | None, *, insecure: bool = False) -> list[str]:
         """Serve links at all of `urls`. Returns the URLs with the ports that were assigned. Raises TransportError."""
@@ -148,15 +161,21 @@ class RNode:
         await self.orphans.close()
         self._engine.close()
 
+    async def prepare(self, hello: Hello) -> None:
+        """Compile the GPU's kernels for a link. Raises LinkRefused."""
+        if self._gpu is not None:
+            _pages_of(hello)
+            await self._gpu.prepare(hello)
+
     def open_link(self, hello: Hello, region: memoryview, carrier: object | None) -> REngineGrant:
         """Grant a lease with as many pages as `hello` asks for, or as there is memory for. Raises LinkRefused."""
-        _check_hello(hello)
-        try:
-            pages = KVPages.from_hello(hello)
-        except ValueError as error:
-            raise LinkRefused(f"the R-engine refused the link: {error}") from None
-        self._make_room(pages, hello.kv_bytes, region.nbytes)
-        n_pages, max_pages = self._size_lease(pages, hello.kv_bytes, region.nbytes)
+        pages = _pages_of(hello)
+        beside = 0 if self._gpu else region.nbytes
+        self._make_room(pages, hello.kv_bytes, beside)
+        n_pages, max_pages = self._size_lease(pages, hello.kv_bytes, beside)
+        options: dict[str, Any] = hello.layers.used()
+        if self._gpu is not None:
+            options["gpu_kernels"] = self._gpu.kernels(hello)
         try:
             link = self._engine.add_link(
                 region,
@@ -168,7 +187,7 @@ class RNode:
                 hello.windows,
                 carrier,
                 max_pages,
-                **hello.layers.used(),
+                **options,
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
@@ -177,7 +196,7 @@ class RNode:
             max_pages,
             hello.max_seqs,
             pages.page_bytes,
-            self._engine.isa,
+            self.isa,
             self._engine.threads,
             self.name,
             pages.full_sections,
@@ -204,11 +223,14 @@ class RNode:
 
     def _size_lease(self, pages: KVPages, wanted: int | None, region_bytes: int) -> tuple[int, int]:
         """The pages that a lease of `wanted` bytes begins with, and the most that it may grow to, beside an activation
-        region. None: all that one link may have. Raises LinkRefused."""
+        region. None: all that one link may have. On a GPU a lease has the memory for all that it may grow to. Raises
+        LinkRefused."""
         free = self.kv_free - region_bytes
         most = min(self._max_lease, self.kv_bytes - region_bytes)
         wanted = most if wanted is None else wanted
         max_pages = min(most // pages.page_bytes, MAX_PAGES)
+        if self._gpu:
+            max_pages = min(max_pages, self.pages_within(pages, free, grows=False))
         first_pages = min(wanted // pages.page_bytes, max_pages)
         growing_layers = sum(grant.growing_layers for grant in self._regions.copy())
         if self._grows and growing_layers + pages.n_layers <= _MAX_GROWING_LAYERS:
@@ -218,7 +240,7 @@ class RNode:
         # Without room for growth, a smaller piece of memory may do.
         n_pages = min(first_pages, self.pages_within(pages, free, grows=False))
         if n_pages >= pages.block:
-            return n_pages, n_pages
+            return n_pages, max_pages if self._gpu else n_pages
         raise LinkRefused(
             f"no memory for a KV-cache: {wanted} bytes wanted beside an activation region of {region_bytes}, "
             f"{self.kv_free} free of the {self.kv_bytes} that R-node {self.name} has for all its S-nodes; one of "
@@ -249,12 +271,16 @@ class RNode:
         self._regions.pop(grant, None)
 
 
-def _check_hello(hello: Hello) -> None:
-    """Raise LinkRefused for a HELLO that no R-node grants."""
+def _pages_of(hello: Hello) -> KVPages:
+    """The KV pages that a HELLO asks for. Raises LinkRefused for one that no R-node grants."""
     if len(hello.windows) != hello.geometry.n_layers:
         raise LinkRefused(f"HELLO has {len(hello.windows)} attention windows for {hello.geometry.n_layers} layers")
     if not 1 <= hello.max_seqs <= MAX_SEQS:
         raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{MAX_SEQS}")
+    try:
+        return KVPages.from_hello(hello)
+    except ValueError as error:
+        raise LinkRefused(f"the R-engine refused the link: {error}") from None
 
 
 async def _log_prefault(link: REngineLink) -> None:
@@ -368,6 +394,8 @@ class REngineGrant:
 
     def _pages_max(self, n_pages: int) -> int:
         """How many pages a lease that has `n_pages` could have now."""
+        if self._node.on_gpu:
+            return self.lease.max_pages
         reachable = self._node.pages_within(self._pages, n_pages * self._pages.page_bytes + self._node.kv_free)
         return max(n_pages, min(self.lease.max_pages, reachable))
 

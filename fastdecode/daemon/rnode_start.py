@@ -11,8 +11,12 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes
 from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.daemon.rnode import RNode
+from fastdecode.daemon.rnode_gpu import RNodeGpu, open_gpu
 
 log = logging.getLogger(__name__)
+
+#: Of a GPU's free memory; the rest is for the tables of steps and for CUDA.
+_GPU_SHARE = 0.9
 
 
 def make_r_node(config: NodeConfig, threads: int, *, stand_in: bool = False, quiet: bool = False) -> RNode:
@@ -20,9 +24,10 @@ def make_r_node(config: NodeConfig, threads: int, *, stand_in: bool = False, qui
 
     Raises ConfigError, ValueError, RuntimeError.
     """
+    gpu = open_gpu() if config.device == "cuda" and config.role == "r" else None
     return RNode(
         threads=threads,
-        kv_bytes=_kv_memory(config),
+        kv_bytes=_kv_memory(config) if gpu is None else gpu_memory(config, gpu),
         cpus=config.cpus,
         spin_us=config.spin_us,
         step_spin_us=config.step_spin_us or 0,
@@ -33,7 +38,19 @@ def make_r_node(config: NodeConfig, threads: int, *, stand_in: bool = False, qui
         orphan_seconds=config.orphan_seconds if config.role == "r" else 0.0,  # an embedded R-node has one S-node
         stand_in=stand_in,
         quiet=quiet,
+        gpu=gpu,
     )
+
+
+def gpu_memory(config: NodeConfig, gpu: RNodeGpu) -> int:
+    """Bytes for the KV-cache: --kv-memory, else _GPU_SHARE of the GPU's free memory. Raises ConfigError."""
+    free = gpu.limits.free_bytes
+    if (config.kv_memory or 0) > free:
+        raise ConfigError(
+            f"--kv-memory {format_bytes(config.kv_memory or 0)} is more than the {format_bytes(free)} that are free on "
+            "the GPU"
+        )
+    return config.kv_memory or int(free * _GPU_SHARE)
 
 
 def _kv_memory(config: NodeConfig) -> int:
@@ -55,7 +72,9 @@ def _kv_memory(config: NodeConfig) -> int:
 
 
 async def measure_roofline(node: RNode, cpus: Sequence[int]) -> None:
-    """Let an R-node tell S-nodes how fast these cpus read memory."""
+    """Let an R-node tell S-nodes how fast these cpus read memory; none attend on an R-node with a GPU."""
+    if not cpus:
+        return
     try:
         node.roofline = await asyncio.to_thread(roofline.measure, cpus)
     except (OSError, ValueError) as error:

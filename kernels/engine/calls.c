@@ -112,7 +112,9 @@ bool fd_slot_arm(fd_link_t *link, uint32_t slot) {
     state->served = state->request = 0;
     state->busy_ns = state->kv_bytes = 0;
     state->step.valid = 0;
-    const fd_status_t status = take_step(link, state, expected, (const uint8_t *)s, &arm, &error);
+    fd_status_t status = take_step(link, state, expected, (const uint8_t *)s, &arm, &error);
+    if (status == FD_OK && link->gpu && fd_gpu_arm(link->gpu, slot, &state->step, &error) != FD_OK)
+        status = FD_LINK_CLOSED;
     if (status != FD_OK) count(&link->stats.refused, 1);
     count(&link->stats.busy_ns, fd_now_ns() - start);
     if (status == FD_OK && state->step.n_copies) return true;
@@ -143,6 +145,19 @@ bool fd_slot_begin_layer(fd_link_t *link, uint32_t slot) {
     report(link, slot, FD_BAD_CALL, "layer beyond the model");
     reply(link, slot, FD_POISON);
     return false;
+}
+
+void fd_slot_fail(fd_link_t *link, uint32_t slot, const char *why) {
+    fd_slot_state_t *state = &link->slots[slot];
+    char message[sizeof((fd_report_t *)0)->message];
+    snprintf(message, sizeof message, "the R-node's GPU has failed: %s", why);
+    if (state->job.kind == FD_JOB_COPIES) {
+        answer_arm(link, slot, FD_LINK_CLOSED, message);
+        return;
+    }
+    state->step.valid = 0;
+    report(link, slot, FD_LINK_CLOSED, message);
+    reply(link, slot, FD_POISON);
 }
 
 void fd_slot_end_layer(fd_link_t *link, uint32_t slot, uint64_t kv_bytes, uint64_t busy_ns) {

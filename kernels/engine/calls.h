@@ -22,6 +22,8 @@ void fd_slot_end_copies(fd_link_t *link, uint32_t slot, uint64_t busy_ns);
 /* After FD_ASKS_LAYER: returns true if the layer state->layer of state->step is now to be done. Returns false if the
  * request makes no sense; the step has failed and is answered then. */
 bool fd_slot_begin_layer(fd_link_t *link, uint32_t slot);
+/* The GPU has failed in a layer of the step or in its copies: the link is closed for the peer. */
+void fd_slot_fail(fd_link_t *link, uint32_t slot, const char *why);
 /* The layer is done: counts it and replies. */
 void fd_slot_end_layer(fd_link_t *link, uint32_t slot, uint64_t kv_bytes, uint64_t busy_ns);
 

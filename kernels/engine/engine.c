@@ -99,13 +99,18 @@ static void sleep_until_rung(fd_engine_t *e, uint64_t idle_ns) {
     set_asleep(e, 0);
 }
 
-/* Does what there is to do for calls, once. Returns whether there was anything. */
+/* Does what there is to do for calls, once. Returns whether there was anything. What a GPU does is not this thread's.
+ */
 static bool serve(fd_engine_t *e) {
     if (links_changed(e)) adopt_links(e);
     const bool asked = fd_turns_poll(e);
+    if (e->cuda) return asked;
     if (e->n_jobs) fd_turns_work(e);
     return asked || e->n_jobs;
 }
+
+/* Whether thread 0 is to look for the end of a call that the GPU works on. */
+static bool gpu_works(const fd_engine_t *e) { return e->cuda && e->n_jobs; }
 
 static void *polling_main(void *arg) {
     fd_engine_t *e = arg;
@@ -118,7 +123,7 @@ static void *polling_main(void *arg) {
         } else if (i % FD_POLLS_PER_CLOCK) {
             if (i % SPINS_PER_POLL == 0) fd_poll_carriers(e, true);
             fd_cpu_relax();
-        } else if (!fd_maintain(e) && !fd_keep_spinning(e, idle_since)) {
+        } else if (!fd_maintain(e) && !gpu_works(e) && !fd_keep_spinning(e, idle_since)) {
             sleep_until_rung(e, fd_now_ns() - idle_since);
         }
     }
@@ -204,6 +209,8 @@ static const char *config_error(const fd_engine_config_t *c) {
     /* The kernel does not reserve a hugetlb page again after it was given back, so the next touch could be a SIGBUS. */
     if (c->trim_idle_ns && c->huge == FD_HUGE_HUGETLB)
         return "hugetlb pages stay reserved and cannot be given back to the OS";
+    if (c->gpu >= 0 && (c->prefault || c->trim_idle_ns || c->huge == FD_HUGE_HUGETLB))
+        return "prefaulting, trimming and hugetlb pages are for pages in the host's memory, not in a GPU's";
     if (c->trim_idle_ns && c->prefault)
         return "prefaulted memory cannot be given back to the OS when idle: choose one of the two";
     return NULL;
@@ -240,7 +247,7 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, fd_error_t *error) 
     e->step_spin_ns = (uint64_t)config->step_spin_us * 1000;
     e->kv_bytes = config->kv_bytes;
     if (config->huge == FD_HUGE_HUGETLB) e->kv_bytes -= e->kv_bytes % fd_memory_granule(config->huge);
-    e->huge = config->huge;
+    e->huge = config->gpu < 0 ? config->huge : FD_HUGE_OFF;
     e->prefault = config->prefault;
     e->trim_idle_ns = config->trim_idle_ns;
     e->holders = 1;
@@ -251,6 +258,10 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, fd_error_t *error) 
     if (!e->threads || !fd_bays_init(e) || !open_events(e)) {
         fd_engine_free(e);
         FD_FAIL(FD_INTERNAL, "no memory or no file descriptors for the R-engine");
+        return NULL;
+    }
+    if (config->gpu >= 0 && !(e->cuda = fd_cuda_open((uint32_t)config->gpu, error))) {
+        fd_engine_free(e);
         return NULL;
     }
     sigset_t all, before; /* the threads block all signals: the program's other threads handle them */
@@ -281,6 +292,7 @@ void fd_engine_free(fd_engine_t *e) {
     pthread_mutex_lock(&e->duty); /* a stand-in may still be at work; the next one sees `stop` */
     if (e->eventfd >= 0) close(e->eventfd);
     if (e->epoll >= 0) close(e->epoll);
+    fd_cuda_close(e->cuda);
     pthread_mutex_destroy(&e->mutex);
     pthread_cond_destroy(&e->adoption);
     free(e->threads);

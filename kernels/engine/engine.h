@@ -7,6 +7,9 @@
  * and removing a link takes the engine's mutex; FREE, TRIM and FORK take the link's mutex, which a call takes only
  * while it plans a step. Between calls the threads maintain the memory of the leases, a slice at a time: if so
  * configured, they fault it in ahead of use and give free pages back to the OS.
+ *
+ * An engine may have a GPU (gpu_work.h). The arenas then lie in its memory, and its kernels do what the threads would
+ * do. Thread 0 begins the calls in the order in which it finds them, and answers them as they end; links take no turns.
  */
 #pragma once
 
@@ -15,6 +18,7 @@
 #include "layers.h"
 #include "cache/error.h"
 #include "cache/memory.h"
+#include "gpu_work.h"
 #include "parts.h"
 #include "region/region.h"
 #include "region/stand_in.h"
@@ -35,6 +39,7 @@ typedef struct {
     /* A link without calls for this long gives free pages back to the OS. 0: never. Not with prefault or hugetlb. */
     uint64_t trim_idle_ns;
     uint32_t step_spin_us; /* as spin_us while a step is under way, if it is longer */
+    int gpu;               /* the CUDA device in whose memory pages lie and that attends; -1: none */
 } fd_engine_config_t;
 
 /* The KV-cache of one link. Each lease has an arena of its own, so that no number from a peer reaches another link's
@@ -47,6 +52,7 @@ typedef struct {
     const fd_layer_t *layers; /* [n_layers] */
     uint32_t max_pages;       /* fd_link_grow may raise n_pages to this; at most n_pages: the lease does not grow */
     fd_part_t part;
+    const fd_gpu_kernels_t *gpu_kernels; /* [n_layers], of an engine with a GPU; else NULL */
 } fd_lease_t;
 
 typedef struct {

@@ -65,6 +65,7 @@ struct fd_link {
     fd_shm_r_t shm;        /* `self` of the carrier of a link over shared memory */
     pthread_mutex_t mutex; /* guards `kv`, which planning a step and control operations use */
     fd_kvcache_t kv;
+    fd_gpu_work_t *gpu;     /* of an engine with a GPU; thread 0 only */
     fd_slot_state_t *slots; /* [n_slots], thread 0 only */
     uint64_t last_call_ns;  /* thread 0 only */
     struct {                /* thread 0 only, see turns.c */
@@ -131,6 +132,7 @@ struct fd_engine {
     uint64_t spin_ns, step_spin_ns, kv_bytes, trim_idle_ns;
     fd_huge_t huge;
     bool prefault;
+    fd_cuda_t *cuda; /* NULL: the engine has no GPU */
     int eventfd, epoll;
     uint32_t holders;     /* atomic: users of this memory: the engine until fd_engine_free, and each stand-in */
     pthread_mutex_t duty; /* held by thread 0 while it is awake, or by the thread that stands in for it */

@@ -71,6 +71,9 @@ static fd_status_t check_lease(const fd_geometry_t *g, const fd_lease_t *lease, 
     if (lease->max_seqs < 1 || lease->max_seqs > FD_MAX_SEQS)
         return FD_FAIL(FD_BAD_CALL, "%u sequences are not within 1..%u", lease->max_seqs, FD_MAX_SEQS);
     if (!isfinite(lease->softmax_scale)) return FD_FAIL(FD_BAD_CALL, "the softmax scale is not finite");
+    if (lease->gpu_kernels && g->max_rows > FD_GPU_MAX_ROWS)
+        return FD_FAIL(FD_BAD_CALL, "%u rows of a call are more than the %u that a GPU takes", g->max_rows,
+                       FD_GPU_MAX_ROWS);
     if ((uintptr_t)region % FD_LINE) return FD_FAIL(FD_BAD_CALL, "the region does not begin on a cache line");
     if (fd_layers_check(g, lease->layers, lease->kv_dtype, error) != FD_OK) return error->status;
     return fd_is_part(lease->part) ? check_part(g, lease, error) : FD_OK;
@@ -81,6 +84,8 @@ static void destroy_calls(fd_link_t *link) {
     for (uint32_t i = 0; link->slots && i < link->work.g.n_slots; i++) fd_step_destroy(&link->slots[i].step);
     free(link->slots);
     link->slots = NULL;
+    fd_gpu_work_free(link->gpu);
+    link->gpu = NULL;
     fd_work_destroy(&link->work);
     if (link->eventfd >= 0) {
         /* close alone would leave the eventfd in the epoll set if the peer holds a duplicate of the descriptor. */
@@ -90,9 +95,42 @@ static void destroy_calls(fd_link_t *link) {
     }
 }
 
+/* Takes the memory of a cache in the GPU, for all pages that the lease may grow to. The cache's functions touch no page
+ * of it. */
+static fd_status_t take_gpu_arena(fd_link_t *link, fd_error_t *error) {
+    fd_device_ptr_t at = 0;
+    fd_kvcache_t *kv = &link->kv;
+    kv->plane_stride = kv->max_pages * kv->planes.plane_bytes;
+    const size_t bytes = kv->plane_stride * kv->planes.n_planes;
+    fd_cuda_use(link->engine->cuda);
+    if (FD_CUDA(link->engine->cuda, MemAlloc, &at, bytes) != FD_OK)
+        return FD_FAIL(FD_OUT_OF_PAGES, "the GPU has no %zu bytes of memory for %u pages", bytes, kv->max_pages);
+    kv->arena = (uint8_t *)at;
+    return FD_OK;
+}
+
+static void free_gpu_arena(fd_link_t *link) {
+    if (!link->engine->cuda || !link->kv.arena) return;
+    fd_cuda_use(link->engine->cuda);
+    link->engine->cuda->MemFree((fd_device_ptr_t)link->kv.arena);
+    link->kv.arena = NULL;
+}
+
+static fd_status_t init_cache(fd_link_t *link, const fd_stored_t *stored, uint32_t n_stored, const fd_lease_t *lease,
+                              fd_error_t *error) {
+    fd_engine_t *e = link->engine;
+    if (!e->cuda)
+        return fd_kvcache_init(&link->kv, stored, n_stored, lease->kv_dtype, lease->n_pages, max_pages(lease),
+                               lease->max_seqs, e->huge, error);
+    const fd_status_t status = fd_kvcache_init_lists(&link->kv, stored, n_stored, lease->kv_dtype, lease->n_pages,
+                                                     max_pages(lease), lease->max_seqs, error);
+    return status == FD_OK ? take_gpu_arena(link, error) : status;
+}
+
 /* Frees everything that the link owns except its share of the budget. Also frees a half-built link. */
 static void destroy(fd_link_t *link) {
     destroy_calls(link);
+    free_gpu_arena(link);
     fd_kvcache_destroy(&link->kv);
     pthread_mutex_destroy(&link->mutex);
     free(link);
@@ -114,8 +152,7 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     struct epoll_event event = {.events = EPOLLIN | EPOLLET};
     if (link->eventfd < 0 || epoll_ctl(e->epoll, EPOLL_CTL_ADD, link->eventfd, &event)) {
         FD_FAIL(FD_INTERNAL, "no file descriptor for a link");
-    } else if (fd_kvcache_init(&link->kv, stored, n_stored, lease->kv_dtype, lease->n_pages, max_pages(lease),
-                               lease->max_seqs, e->huge, error) == FD_OK) {
+    } else if (init_cache(link, stored, n_stored, lease, error) == FD_OK) {
         bool ok = fd_work_init(&link->work, g, &link->kv, lease->kv_dtype, e->isa, lease->softmax_scale, lease->layers,
                                lease->part, e->n_threads) == FD_OK;
         link->slots = ok ? aligned_alloc(FD_LINE, g->n_slots * sizeof *link->slots) : NULL;
@@ -129,8 +166,9 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
         if (e->prefault) link->prefault.parts = fd_kvcache_parts(&link->kv, lease->n_pages);
         link->prefault.redo = UINT64_MAX;
         link->last_call_ns = fd_now_ns();
-        if (ok) return link;
-        FD_FAIL(FD_INTERNAL, "no memory for the working space of a link");
+        if (!ok) FD_FAIL(FD_INTERNAL, "no memory for the working space of a link");
+        else if (!e->cuda) return link;
+        else if ((link->gpu = fd_gpu_work_new(e->cuda, &link->work, region, lease->gpu_kernels, error))) return link;
     }
     destroy(link);
     return NULL;
@@ -163,10 +201,11 @@ static void release(fd_engine_t *e, uint32_t n_links, uint64_t bytes) {
 fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
                               const fd_carrier_t *carrier, fd_error_t *error) {
     if (check_lease(g, lease, region, error) != FD_OK) return NULL;
-    const bool grows = lease->max_pages > lease->n_pages;
+    const bool grows = lease->max_pages > lease->n_pages && !e->cuda;
+    const uint32_t n_pages = e->cuda ? max_pages(lease) : lease->n_pages;
     const fd_planes_t planes = fd_page_planes(g, lease->layers, lease->kv_dtype);
-    const uint64_t bytes = fd_kvcache_bytes(planes, lease->n_pages, grows, e->huge);
-    if (reserve(e, 1, lease->n_pages, bytes, error) != FD_OK) return NULL;
+    const uint64_t bytes = fd_kvcache_bytes(planes, n_pages, grows, e->huge);
+    if (reserve(e, 1, n_pages, bytes, error) != FD_OK) return NULL;
     fd_link_t *link = build(e, region, g, lease, error);
     if (!link) {
         release(e, 1, bytes);
@@ -212,6 +251,7 @@ void fd_engine_retire_link(fd_engine_t *e, fd_link_t *link, const uint32_t *kept
 }
 
 void fd_link_shrink(fd_link_t *link) {
+    if (link->engine->cuda) return;
     if (link->engine->huge == FD_HUGE_HUGETLB) return; /* kernels before 5.18 cannot give back hugetlb pages */
     pthread_mutex_lock(&link->mutex);
     while (fd_kvcache_give_back(&link->kv)) {
@@ -233,10 +273,10 @@ fd_status_t fd_link_grow(fd_link_t *link, uint32_t n_pages, fd_error_t *error) {
     if (n_pages <= old) return FD_OK;
     if (n_pages > kv->max_pages)
         return FD_FAIL(FD_OUT_OF_PAGES, "the lease may grow to %u pages, not to %u", kv->max_pages, n_pages);
-    const uint64_t bytes = fd_kvcache_bytes(kv->planes, n_pages, kv->grows, e->huge);
+    const uint64_t bytes = e->cuda ? link->lease_bytes : fd_kvcache_bytes(kv->planes, n_pages, kv->grows, e->huge);
     const uint64_t more = bytes - link->lease_bytes;
     if (reserve(e, 0, n_pages - old, more, error) != FD_OK) return error->status;
-    const fd_status_t status = fd_kvcache_commit(kv, n_pages, error);
+    const fd_status_t status = e->cuda ? FD_OK : fd_kvcache_commit(kv, n_pages, error);
     if (status != FD_OK) {
         release(e, 0, more);
         return status;

@@ -15,7 +15,10 @@ enum {
 
 /* ---- estimates and credit ---- */
 
-static void charge(fd_link_t *link, uint64_t ns) { link->turn.credit_ns -= (int64_t)ns; }
+/* Calls on a GPU cost nothing. */
+static void charge(fd_link_t *link, uint64_t ns) {
+    if (!link->gpu) link->turn.credit_ns -= (int64_t)ns;
+}
 
 /* Charges the link of the main job for the time since it was charged last. */
 static uint64_t charge_main(fd_engine_t *e) {
@@ -70,6 +73,14 @@ static void set_main(fd_engine_t *e, fd_link_t *link, fd_job_t *job) {
     e->main_job = job;
 }
 
+/* The job of a call that has been answered. */
+static void forget(fd_engine_t *e, fd_job_t *job) {
+    job->begun = false;
+    if (job->kind == FD_JOB_COPIES) job->link->turn.copying = false;
+    job->link->turn.n_jobs--;
+    e->n_jobs--;
+}
+
 /* Answers a call all of whose items are done. */
 static void end_call(fd_engine_t *e, fd_job_t *job) {
     fd_link_t *link = job->link;
@@ -78,11 +89,30 @@ static void end_call(fd_engine_t *e, fd_job_t *job) {
         learn(e, job);
     } else {
         fd_slot_end_copies(link, job->index, job->busy_ns);
-        link->turn.copying = false;
     }
-    job->begun = false;
-    link->turn.n_jobs--;
-    e->n_jobs--;
+    forget(e, job);
+}
+
+/* Lets the GPU begin a job. */
+static void begin_on_gpu(fd_job_t *job, uint64_t start) {
+    job->since_ns = start;
+    if (job->kind == FD_JOB_LAYER)
+        job->kv_bytes = fd_gpu_begin_layer(job->link->gpu, job->index, job->step, job->layer);
+}
+
+/* Answers a job of the GPU if it has ended. Returns whether it has. */
+static bool end_on_gpu(fd_engine_t *e, fd_job_t *job) {
+    fd_error_t error;
+    const fd_gpu_state_t state = fd_gpu_poll(job->link->gpu, job->index, job->step, &error);
+    if (state == FD_GPU_BUSY) return false;
+    job->busy_ns = fd_now_ns() - job->since_ns;
+    if (state == FD_GPU_DONE) {
+        end_call(e, job);
+        return true;
+    }
+    fd_slot_fail(job->link, job->index, error.text);
+    forget(e, job);
+    return true;
 }
 
 /* Begins a job of the slot's step, and does it if it is short. `start` is when the engine began with the call. */
@@ -106,6 +136,10 @@ static void begin_job(fd_engine_t *e, fd_link_t *link, uint32_t slot, fd_job_kin
     job->kv_bytes = 0;
     link->turn.n_jobs++;
     if (!e->n_jobs++) e->working_since = start;
+    if (link->gpu) {
+        begin_on_gpu(job, start);
+        return;
+    }
     const double estimate = estimate_ns(e, job);
     if (estimate > LONG_NS) fd_poll_carriers(e, false);
     bool done = false;
@@ -149,7 +183,10 @@ bool fd_turns_poll(fd_engine_t *e) {
         link->turn.waits = false;
         for (uint32_t slot = 0; slot < link->work.g.n_slots; slot++) {
             under_way |= link->slots[slot].step.valid;
-            if (link->slots[slot].job.begun) continue;
+            if (link->slots[slot].job.begun) {
+                any |= link->gpu && end_on_gpu(e, &link->slots[slot].job);
+                continue;
+            }
             const fd_asks_t asks = fd_slot_asks(link, slot);
             if (asks == FD_ASKS_NOTHING) continue;
             any = true;
@@ -249,6 +286,10 @@ bool fd_turns_leave(fd_engine_t *e, fd_link_t *link) {
     link->turn.leaving = true;
     for (uint32_t slot = 0; slot < link->work.g.n_slots; slot++) {
         fd_job_t *job = &link->slots[slot].job;
+        if (job->begun && link->gpu) {
+            gone &= end_on_gpu(e, job);
+            continue;
+        }
         if (!job->begun || !job->bay) continue;
         gone = false;
         __atomic_store_n(&job->cancelled, true, __ATOMIC_RELAXED);

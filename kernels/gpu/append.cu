@@ -54,8 +54,8 @@ __device__ __forceinline__ u8 fd_code(float x, float most) {
 }
 __device__ __forceinline__ float fd_scale(float most) { return most < 1e-33f ? 0.0f : __fdiv_rn(most, 127.0f); }
 
-/* Row i of kv [counts[1]][kv_stride], K heads before V heads, goes to the page of rows[i]. `chunks` is the chunk of
- * page 0 and KV head 0; pages are page_bytes apart.
+/* Row i of kv [counts[1]][kv_stride], K heads before V heads, goes to the page of rows[i], unless its position is
+ * negative. `chunks` is the chunk of page 0 and KV head 0; pages are page_bytes apart.
  *
  *   grid    (rows of the size class, KV heads)
  *   block   HEAD threads */
@@ -64,7 +64,7 @@ fd_append(u8 *chunks, const int *table, const fd_step_row *rows, const u32 *coun
           u32 table_blocks, u32 kv_stride) {
     const u32 row = blockIdx.x, head = blockIdx.y, heads = gridDim.y;
     const int d = (int)threadIdx.x;
-    if (row >= counts[1]) return;
+    if (row >= counts[1] || rows[row].position < 0) return;
     const int t = rows[row].position % PAGE_TOKENS, block = rows[row].position / PAGE_TOKENS;
     const int page = table[(u64)(u32)rows[row].sequence * table_blocks + (u32)block];
     u8 *chunk = chunks + fd_chunk_offset(page, page_bytes, head);

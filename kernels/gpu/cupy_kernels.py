@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 _BASE = Path(__file__).with_name("base.cu")
+#: CuPy unloads a module with the last of its functions.
+_kept: list[Any] = []
 
 #: Launches a kernel whose arguments are pointers, and then unsigned 32-bit numbers: (blocks in up to three dimensions,
 #: threads of a block, a stream's handle, pointers, numbers).
@@ -31,6 +33,7 @@ class DeviceLimits:
     multiprocessors: int
     shared_bytes: int  # of a block, at most
     multiprocessor_shared_bytes: int
+    free_bytes: int = 0  # of its memory
 
 
 class _Stream:
@@ -53,6 +56,22 @@ def load_kernels(
 ) -> list[Launch]:
     """The functions `names` of sources, loaded on a CUDA device, so that their first launch waits for nothing. Each
     launch gets `shared_bytes` of dynamic shared memory. Raises KernelError."""
+    functions = _load(sources, defines, names, device, shared_bytes)
+    return [_launch(_cupy(), function, device, shared_bytes) for function in functions]
+
+
+def load_functions(
+    sources: Sequence[Path], defines: Mapping[str, int], names: Sequence[str], device: int, shared_bytes: int = 0
+) -> list[int]:
+    """The same as handles of the CUDA driver (CUfunction), which stay valid. Raises KernelError."""
+    functions = _load(sources, defines, names, device, shared_bytes)
+    _kept.extend(functions)
+    return [int(function.kernel.ptr) for function in functions]
+
+
+def _load(
+    sources: Sequence[Path], defines: Mapping[str, int], names: Sequence[str], device: int, shared_bytes: int
+) -> list[Any]:
     cupy = _cupy()
     options = tuple(f"-D{name}={value}" for name, value in defines.items())
     try:
@@ -65,14 +84,14 @@ def load_kernels(
                     function.max_dynamic_shared_size_bytes = shared_bytes
     except Exception as error:  # CuPy raises errors of NVRTC, of the driver and of its own
         raise KernelError(f"CuPy cannot load {sources[-1].name}: {type(error).__name__}: {error}") from None
-    return [_launch(cupy, function, device, shared_bytes) for function in functions]
+    return functions
 
 
 def device_limits(device: int) -> DeviceLimits:
     """Raises KernelError."""
     cupy = _cupy()
     try:
-        has = cupy.cuda.Device(device).attributes
+        has, free = cupy.cuda.Device(device).attributes, cupy.cuda.Device(device).mem_info[0]
     except Exception as error:  # of the driver
         raise KernelError(f"CuPy cannot use device {device}: {type(error).__name__}: {error}") from None
     return DeviceLimits(
@@ -80,6 +99,7 @@ def device_limits(device: int) -> DeviceLimits:
         multiprocessors=has["MultiProcessorCount"],
         shared_bytes=has["MaxSharedMemoryPerBlockOptin"],
         multiprocessor_shared_bytes=has["MaxSharedMemoryPerMultiprocessor"],
+        free_bytes=free,
     )
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from fastdecode.kernels.gpu.cupy_kernels import DeviceLimits, Launch, device_limits, load_kernels
+from fastdecode.kernels._native import gpu_splits
+from fastdecode.kernels.gpu.cupy_kernels import DeviceLimits, Launch, device_limits, load_functions, load_kernels
 from fastdecode.region.contract import ACT_DTYPES, PAGE_TOKENS
 
 _HERE = Path(__file__).parent
@@ -31,7 +33,6 @@ _STRIDE_UNIT = 64
 #: Bytes of a multiprocessor's shared memory that each block takes beyond its own.
 _RESERVED_SHARED = 1024
 _MOST_RESIDENT = 2  # blocks on a multiprocessor: 128 threads with up to 255 registers each
-_MOST_SPLITS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +142,7 @@ class PageKernels:
     @classmethod
     def load(cls, layer: PagedLayer, device: int) -> PageKernels:
         """Raises KernelError, and ValueError for a layer that is unsupported."""
-        limits = device_limits(device)
-        if fault := unsupported(layer, limits.capability):
-            raise ValueError(fault)
-        shape = choose_shape(layer, limits)
+        shape = _shape_for(layer, device)
         names, shared = ("fd_append", "fd_attend"), shared_bytes(layer, shape)
         append, attend = load_kernels(ATTENTION_SOURCES, definitions(layer, shape), names, device, shared)
         [merge] = load_kernels(PAGE_SOURCES, {}, ["fd_merge_answers"], device)
@@ -152,14 +150,9 @@ class PageKernels:
 
     def splits(self, rows: PagedRows, tokens: int) -> int:
         """Into how many blocks to cut the work of a row and KV head, if contexts have up to `tokens` tokens, so that
-        the blocks fill the device. A round is a slab for each warp of a block; a block's start and end cost one more.
-        """
+        the blocks fill the device."""
         pairs, rounds = rows.max_attending * self.layer.n_kv_heads, -(-tokens // (_SLAB * self._shape.warps))
-
-        def cost(n: int) -> int:
-            return -(-pairs * n // self._shape.at_once) * (-(-rounds // n) + 1)
-
-        return min(range(1, min(max(rounds, 1), _MOST_SPLITS) + 1), key=lambda n: (cost(n), n))
+        return gpu_splits(pairs, rounds, self._shape.at_once)
 
     def scratch_bytes(self, rows: PagedRows, splits: int) -> int:
         """Bytes of the memory that `attend` needs beside its rows. It holds zeros before the first launch, and belongs
@@ -234,6 +227,30 @@ class PageKernels:
         )
 
 
+class PageFunctions(NamedTuple):
+    """The kernels of a layer for an R-engine with a GPU (fd_gpu_kernels_t of kernels/engine/gpu_work.h)."""
+
+    append: int  # CUfunction
+    attend: int
+    warps: int
+    shared_bytes: int
+    queries: int
+    at_once: int
+
+    @classmethod
+    def load(cls, layer: PagedLayer, device: int) -> PageFunctions:
+        """Raises KernelError, and ValueError for a layer that is unsupported."""
+        shape = _shape_for(layer, device)
+        names, shared = ("fd_append", "fd_attend"), shared_bytes(layer, shape)
+        return cls.of(
+            layer, shape, *load_functions(ATTENTION_SOURCES, definitions(layer, shape), names, device, shared)
+        )
+
+    @classmethod
+    def of(cls, layer: PagedLayer, shape: BlockShape, append: int, attend: int) -> PageFunctions:
+        return cls(append, attend, shape.warps, shared_bytes(layer, shape), _queries(layer), shape.at_once)
+
+
 class PageCopier:
     """Copies whole pages: forks within an arena, and pages to bytes and back."""
 
@@ -301,6 +318,14 @@ def choose_shape(layer: PagedLayer, limits: DeviceLimits) -> BlockShape:
             if fits and shared <= limits.shared_bytes:
                 return shape
     raise ValueError(f"a multiprocessor with {limits.shared_bytes} bytes of shared memory is too small")
+
+
+def _shape_for(layer: PagedLayer, device: int) -> BlockShape:
+    """The blocks of a layer's kernels on a device. Raises KernelError, and ValueError for an unsupported layer."""
+    limits = device_limits(device)
+    if fault := unsupported(layer, limits.capability):
+        raise ValueError(fault)
+    return choose_shape(layer, limits)
 
 
 def _queries(layer: PagedLayer) -> int:

@@ -55,17 +55,17 @@ static bool choose_huge(const char *name, fd_huge_t *huge) {
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"threads",    "kv_bytes", "isa",         "cpus",         "spin_us",
-                            "huge_pages", "prefault", "trim_idle_s", "step_spin_us", NULL};
-    fd_engine_config_t config = {0};
+    static char *names[] = {"threads",  "kv_bytes",    "isa",          "cpus", "spin_us", "huge_pages",
+                            "prefault", "trim_idle_s", "step_spin_us", "gpu",  NULL};
+    fd_engine_config_t config = {.gpu = -1};
     unsigned threads, spin_us = 100, step_spin_us = 0;
     unsigned long long kv_bytes;
     const char *isa = NULL, *huge = "madvise";
     PyObject *cpus = Py_None;
     int prefault = 0;
     double trim_idle_s = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOIspdI", names, &threads, &kv_bytes, &isa, &cpus, &spin_us,
-                                     &huge, &prefault, &trim_idle_s, &step_spin_us))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOIspdIi", names, &threads, &kv_bytes, &isa, &cpus, &spin_us,
+                                     &huge, &prefault, &trim_idle_s, &step_spin_us, &config.gpu))
         return NULL;
     if (!fd_py_choose_isa(isa, &config.isa) || !choose_huge(huge, &config.huge)) return NULL;
     if (!(trim_idle_s >= 0 && trim_idle_s <= 1e9))
@@ -76,6 +76,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (cpus != Py_None && !convert_ints(cpus, "cpus", threads, INT_MAX, pins, sizeof *pins)) return NULL;
     engine_object_t *self = (engine_object_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
+    self->has_gpu = config.gpu >= 0;
     config.threads = self->threads = threads;
     config.cpus = cpus == Py_None ? NULL : pins;
     config.spin_us = spin_us;
@@ -113,20 +114,45 @@ static PyObject *engine_close(engine_object_t *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+/* Reads the kernels of each layer, tuples (append, attend, warps, shared_bytes, queries, at_once), to
+ * kernels[n_layers]. */
+static bool get_gpu_kernels(PyObject *o, uint32_t n_layers, fd_gpu_kernels_t *kernels) {
+    PyObject *seq = get_sequence(o, "gpu_kernels", n_layers);
+    for (uint32_t i = 0; seq && i < n_layers; i++) {
+        fd_gpu_kernels_t *k = &kernels[i];
+        PyObject *of_layer = PySequence_Fast_GET_ITEM(seq, i);
+        if (!PyTuple_Check(of_layer)) PyErr_SetString(PyExc_TypeError, "a layer's kernels are a tuple");
+        else if (PyArg_ParseTuple(of_layer, "KKIIII", FD_ADDRESS(k->append), FD_ADDRESS(k->attend), &k->warps,
+                                  &k->shared_bytes, &k->queries, &k->at_once) &&
+                 (!k->warps || !k->queries || !k->at_once))
+            PyErr_SetString(PyExc_ValueError, "a kernel has no warps, no queries or no blocks");
+        if (PyErr_Occurred()) break;
+    }
+    Py_XDECREF(seq);
+    return !PyErr_Occurred();
+}
+
 static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"region",  "geometry",  "kv_dtype", "n_pages",   "max_seqs",   "softmax_scale", "windows",
-                            "carrier", "max_pages", "segments", "kv_layers", "selections", "softcaps",      "sinks",
-                            "slopes",  "heads",     "part",     "hadamard",  NULL};
-    PyObject *region, *carrier = Py_None;
+    static char *names[] = {"region",        "geometry",   "kv_dtype", "n_pages",     "max_seqs",
+                            "softmax_scale", "windows",    "carrier",  "max_pages",   "segments",
+                            "kv_layers",     "selections", "softcaps", "sinks",       "slopes",
+                            "heads",         "part",       "hadamard", "gpu_kernels", NULL};
+    PyObject *region, *carrier = Py_None, *gpu_kernels = Py_None;
     layer_args_t a = {0};
     fd_geometry_t g;
     fd_lease_t lease = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|OI$OOOOOOO(II)I", names, &region, fd_py_geometry, &g,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|OI$OOOOOOO(II)IO", names, &region, fd_py_geometry, &g,
                                      &lease.kv_dtype, &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &a.windows,
                                      &carrier, &lease.max_pages, &a.segments, &a.kv_layers, &a.selections, &a.softcaps,
-                                     &a.sinks, &a.slopes, &a.heads, &lease.part.index, &lease.part.n, &a.hadamard))
+                                     &a.sinks, &a.slopes, &a.heads, &lease.part.index, &lease.part.n, &a.hadamard,
+                                     &gpu_kernels))
         return NULL;
     if (!self->engine) return closed_error("the R-engine");
+    if (is_given(gpu_kernels) != self->has_gpu)
+        return PyErr_Format(PyExc_ValueError, "gpu_kernels are for an R-engine with a GPU, and are needed there");
+    fd_gpu_kernels_t kernels[FD_MAX_LAYERS];
+    if (self->has_gpu && !get_gpu_kernels(gpu_kernels, g.n_layers, kernels)) return NULL;
+    lease.gpu_kernels = self->has_gpu ? kernels : NULL;
     const fd_carrier_t *target = NULL;
     if (carrier != Py_None && !(target = PyCapsule_GetPointer(carrier, FD_CARRIER_CAPSULE))) return NULL;
     fd_layer_t layers[FD_MAX_LAYERS];
@@ -229,6 +255,14 @@ static PyType_Slot engine_slots[] = {
 
 static PyType_Spec engine_spec = FD_PY_TYPE("fastdecode.kernels._native.REngine", engine_object_t, engine_slots);
 
+static PyObject *py_gpu_splits(PyObject *module, PyObject *args) {
+    unsigned long long pairs;
+    unsigned rounds, at_once;
+    if (!PyArg_ParseTuple(args, "KII", &pairs, &rounds, &at_once)) return NULL;
+    if (!at_once) return PyErr_Format(PyExc_ValueError, "a GPU runs at least one block at once");
+    return PyLong_FromUnsignedLong(fd_gpu_splits(pairs, rounds, at_once));
+}
+
 static PyObject *py_bind_memory(PyObject *module, PyObject *args) {
     unsigned node;
     if (!PyArg_ParseTuple(args, "I", &node)) return NULL;
@@ -240,6 +274,7 @@ static PyObject *py_bind_memory(PyObject *module, PyObject *args) {
 PyMethodDef fd_engine_methods[] = {
     {"bind_memory", py_bind_memory, METH_VARARGS,
      "Allocate only from a NUMA node, in this thread and the threads that it starts."},
+    {"gpu_splits", py_gpu_splits, METH_VARARGS, "Into how many blocks a GPU cuts the work of a row and KV head."},
     {"page_bytes", FD_PY_KEYWORDS(py_page_bytes), "Bytes of a page."},
     {"page_sections", FD_PY_KEYWORDS(py_page_sections),
      "Pages of a block, for the layers that see all tokens and for those of limited reach, and their reach."},

@@ -8,6 +8,7 @@ typedef struct {
     fd_py_kernels_t head;
     fd_engine_t *engine;
     uint32_t threads, n_links;
+    bool has_gpu;
     pid_t pid; /* of the process that started the threads: a child forked from it has the object only */
 } engine_object_t;
 

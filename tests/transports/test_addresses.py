@@ -24,6 +24,9 @@ class NoService:
 
     name = "none"
 
+    async def prepare(self, hello):
+        pass
+
     def open_link(self, wanted, region, notify):
         raise LinkRefused("not today")
 

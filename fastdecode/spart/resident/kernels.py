@@ -10,7 +10,7 @@ import torch
 
 from fastdecode.kernels.gpu.page_kernels import LayerPages, PageCopier, PagedLayer, PagedRows, PageKernels
 from fastdecode.spart.resident.arena import PageArena
-from fastdecode.transports.base import HadamardHeads, Hello
+from fastdecode.spart.resident.layers import attention_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,29 +127,3 @@ class ResidentKernels:
         if scratch is None or scratch.nbytes < n_bytes:
             scratch = self._scratch[stream] = torch.zeros(n_bytes, dtype=torch.uint8, device=self._arena.memory.device)
         return scratch
-
-
-def attention_layers(hello: Hello) -> list[PagedLayer]:
-    """The attention of each layer of a link, for kernels/gpu."""
-    g, options = hello.geometry, hello.layers
-    usual = g.n_q_heads, g.n_kv_heads, g.head_size, g.v_size
-    layers = []
-    for i, window in enumerate(hello.windows):
-        n_q, n_kv, size, v_size = options.heads[i] if options.heads else usual
-        layers.append(
-            PagedLayer(
-                kv_dtype=hello.kv_dtype,
-                act_dtype=g.act_dtype,
-                n_q_heads=n_q,
-                n_kv_heads=n_kv,
-                head_size=size,
-                softmax_scale=hello.softmax_scale,
-                window=window,
-                softcap=options.softcaps[i] if options.softcaps else 0.0,
-                segment=options.segments[i] if options.segments else 0,
-                v_size=v_size,
-                v_in_k=g.v_in_k,
-                hadamard=bool(options.hadamard & HadamardHeads.QK),
-            )
-        )
-    return layers

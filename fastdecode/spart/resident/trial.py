@@ -8,7 +8,7 @@ import torch
 from fastdecode.kernels.gpu.cupy_kernels import KernelError
 from fastdecode.kernels.gpu.page_kernels import PagedLayer
 from fastdecode.region.contract import PAGE_TOKENS, ROW_DTYPE
-from fastdecode.spart.resident.kernels import attention_layers
+from fastdecode.spart.resident.layers import attention_layers
 from fastdecode.spart.resident.link import ResidentLink
 from fastdecode.spart.resident.rows import ResidentRows
 from fastdecode.spart.served import TORCH_DTYPES

@@ -18,9 +18,8 @@ from fastdecode.kernels.gpu.page_kernels import (
     definitions,
     shared_bytes,
 )
+from gpu.functions_on_driver import SHAPE
 from gpu.host_kernels import HostKernels
-
-SHAPE = BlockShape(warps=4, stages=3, at_once=8)
 
 
 class HostPageKernels:
