@@ -558,6 +558,9 @@ class PageLists:
         """See REngineLink.free."""
     def trim(self, seq_index: int, tag: int, length: int, /) -> None:
         """See REngineLink.trim."""
+    def drop_blocks(self, seq_index: int, tag: int, n_blocks: int, /) -> None:
+        """Give back the pages of the first blocks of a sequence, whose tokens lie elsewhere from now on. Raises
+        ValueError."""
     def fork(self, src: int, src_tag: int, dst: int, dst_tag: int, length: int, /) -> None:
         """See REngineLink.fork."""
     def append(self, entries: Buffer, /) -> bytes:

@@ -24,6 +24,7 @@ POISON: int
 ROW_ATTEND: int
 ROW_CUT: int
 ROW_SLIDE: int
+ROW_PARTIAL: int
 ARM_BYTES: int
 ROW_BYTES: int
 REPORT_BYTES: int

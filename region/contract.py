@@ -55,6 +55,9 @@ ROW_ATTEND = _native.ROW_ATTEND
 ROW_CUT = _native.ROW_CUT
 #: Flag of a row table entry: the R-node gives back the pages that no row from `pos` on sees, and refuses earlier rows.
 ROW_SLIDE = _native.ROW_SLIDE
+#: Flag of a row table entry: its queries attend to the `pos` cached tokens alone, and nothing is appended. Each query
+#: has two rows: its Q and O, then the log-sum-exp of its scores, fp32 [query heads], in the O row.
+ROW_PARTIAL = _native.ROW_PARTIAL
 #: One row table entry (fd_row_t).
 ROW_DTYPE = np.dtype(
     {

@@ -82,6 +82,7 @@ static const struct {
     {"ROW_ATTEND", FD_ROW_ATTEND},
     {"ROW_CUT", FD_ROW_CUT},
     {"ROW_SLIDE", FD_ROW_SLIDE},
+    {"ROW_PARTIAL", FD_ROW_PARTIAL},
     {"ARM_BYTES", sizeof(fd_arm_t)},
     {"ROW_BYTES", sizeof(fd_row_t)},
     {"REPORT_BYTES", sizeof(fd_report_t)},

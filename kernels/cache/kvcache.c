@@ -164,7 +164,7 @@ static void shrink(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t length) {
     if (!length) {
         free(s->pages);
         s->pages = NULL;
-        s->capacity = s->floor = 0;
+        s->capacity = s->floor = s->dropped = 0;
         kv->n_seqs--;
     }
 }
@@ -278,17 +278,43 @@ fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t ta
     if (seq_index >= kv->max_seqs)
         return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", seq_index, kv->max_seqs);
     fd_sequence_t *s = &kv->sequences[seq_index];
-    if (s->length) return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty: it has %u tokens", seq_index, s->length);
-    if (!length) return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is to receive no tokens", seq_index);
+    if (s->length && (s->tag != tag || s->length % FD_PAGE_TOKENS || s->floor))
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty: it has %u tokens", seq_index, s->length);
+    if (length <= s->length)
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u, which has %u tokens, is to receive no tokens", seq_index,
+                       s->length);
     const uint32_t n_blocks = fd_pages_for(length), n_sections = kv->planes.n_sections;
-    if ((uint64_t)n_blocks * n_sections > kv->free.n_free)
+    const uint64_t needed = (uint64_t)(n_blocks - s->n_blocks) * n_sections;
+    if (needed > kv->free.n_free)
         return FD_FAIL(FD_OUT_OF_PAGES, "%u tokens need %llu pages, but %u of %u are free", length,
-                       (unsigned long long)n_blocks * n_sections, kv->free.n_free, kv->n_pages);
+                       (unsigned long long)needed, kv->free.n_free, kv->n_pages);
     if (!reserve_list(kv, s, n_blocks)) return FD_FAIL(FD_INTERNAL, "no memory for a list of %u blocks", n_blocks);
     take_blocks(kv, s, n_blocks);
+    if (!s->length) kv->n_seqs++;
     s->length = length;
     s->tag = tag;
-    kv->n_seqs++;
+    return FD_OK;
+}
+
+fd_status_t fd_kvcache_drop_blocks(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t n_blocks,
+                                   fd_error_t *error) {
+    fd_sequence_t *s;
+    fd_status_t status = find(kv, seq_index, tag, &s, error);
+    if (status != FD_OK) return status;
+    if ((uint64_t)n_blocks * FD_PAGE_TOKENS > s->length || kv->planes.n_limited)
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u, which has %u tokens, cannot give back %u blocks", seq_index,
+                       s->length, n_blocks);
+    const uint32_t n_sections = kv->planes.n_sections;
+    if (n_blocks > s->dropped && (uint64_t)(n_blocks - s->dropped) * n_sections > FD_MAX_GIVEN_BACK - kv->n_given_back)
+        return FD_FAIL(FD_OUT_OF_PAGES, "more than %u pages would be given back", FD_MAX_GIVEN_BACK);
+    for (; s->dropped < n_blocks; s->dropped++)
+        for (uint32_t i = 0; i < n_sections; i++) {
+            uint32_t *page = page_at(kv, s, s->dropped, i);
+            drop_page(kv, *page);
+            *page = FD_NO_PAGE;
+            kv->n_given_back++;
+        }
+    s->floor = s->dropped * FD_PAGE_TOKENS;
     return FD_OK;
 }
 
@@ -311,7 +337,8 @@ fd_status_t fd_kvcache_length(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag
 
 /* The pages of a sequence after an entry, if its floor is `floor` then. */
 static uint64_t fewest_pages(const fd_kvcache_t *kv, const fd_row_t *r, uint32_t floor) {
-    const uint64_t n_blocks = fd_pages_for((uint64_t)r->pos + r->n_rows);
+    const uint64_t n_blocks =
+        fd_pages_for((uint64_t)r->pos + r->n_rows) - (uint64_t)kv->sequences[r->seq_index].dropped;
     return n_blocks * kv->planes.n_sections - (uint64_t)fd_first_block(floor, kv->planes.reach) * kv->planes.n_limited;
 }
 

@@ -38,6 +38,7 @@ typedef struct {
     uint32_t n_blocks, capacity; /* in blocks */
     uint32_t length;             /* tokens; 0: the sequence is empty and `tag` has no meaning */
     uint32_t floor;              /* at most `length` */
+    uint32_t dropped;            /* blocks whose pages fd_kvcache_drop_blocks has given back */
     uint32_t tag;
     uint32_t mark;   /* finds duplicates: number of the last row table, or list of indexes, that named this sequence */
     uint32_t copies; /* valid while a step is checked: bit i: the step would copy the page of section i */
@@ -96,9 +97,13 @@ void fd_kvcache_free_others(fd_kvcache_t *kv, const uint32_t *kept, uint32_t n_k
 fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error);
 fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
                             uint32_t length, fd_error_t *error);
-/* Lets the empty sequence hold `length` tokens, at least 1, whose K and V the caller brings. Returns FD_OK,
- * FD_BAD_SEQUENCE, or FD_OUT_OF_PAGES if too few pages are free. */
+/* Lets the sequence, which is empty or has whole blocks alone, hold `length` tokens, more than it has. The caller brings
+ * K and V of the new ones. Returns FD_OK, FD_BAD_SEQUENCE, or FD_OUT_OF_PAGES if too few pages are free. */
 fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error);
+/* Gives back the pages of the first `n_blocks` blocks of a sequence, whose tokens lie elsewhere from now on. In a cache
+ * whose layers see all tokens. */
+fd_status_t fd_kvcache_drop_blocks(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t n_blocks,
+                                   fd_error_t *error);
 /* Sets *length to the sequence's tokens; 0: it is empty. */
 fd_status_t fd_kvcache_length(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t *length, fd_error_t *error);
 /* Points *pages at the sequence's [*n] page numbers, the first block's first; FD_NO_PAGE stands for a page given back.

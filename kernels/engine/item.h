@@ -73,16 +73,22 @@ static inline const uint8_t *v_of(const ctx_t *c, const uint8_t *kv, uint32_t he
 static inline size_t q_head_bytes(const ctx_t *c) { return c->shape->group * k_bytes(c); }
 static inline size_t o_head_bytes(const ctx_t *c) { return c->shape->group * v_bytes(c); }
 
+/* The row of the slot that has Q and O of query row `row` of an entry. */
+static inline size_t slot_row(const fd_entry_t *e, uint32_t row) { return (size_t)e->row + (row << e->partial); }
+
 static inline const uint8_t *q_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
     const fd_work_t *w = c->w;
-    return c->slot + w->layout.q + (size_t)(e->row + row) * w->layout.q_row_bytes + head * q_head_bytes(c);
+    return c->slot + w->layout.q + slot_row(e, row) * w->layout.q_row_bytes + head * q_head_bytes(c);
 }
 static inline uint8_t *o_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
     const fd_work_t *w = c->w;
-    return c->slot + w->layout.o + (size_t)(e->row + row) * w->layout.o_row_bytes + head * o_head_bytes(c);
+    return c->slot + w->layout.o + slot_row(e, row) * w->layout.o_row_bytes + head * o_head_bytes(c);
 }
+
+/* Whether an entry's answers are parts, which the S-node merges with others. */
+static inline bool is_partial(const ctx_t *c, const fd_entry_t *e) { return e->partial || fd_is_part(c->w->part); }
 
 /* How many of the tokens in the cache query row `row` of an entry sees, windows aside. */
 static inline uint32_t n_seen(const ctx_t *c, const fd_entry_t *e, uint32_t row) {
-    return fd_part_length(c->w->part, (uint64_t)e->pos + row + 1);
+    return e->partial ? e->at : fd_part_length(c->w->part, (uint64_t)e->pos + row + 1);
 }

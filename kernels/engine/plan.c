@@ -50,7 +50,7 @@ fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t n_sections
     memset(step, 0, sizeof *step);
     step->part = part;
     step->table = malloc(max_rows * sizeof *step->table);
-    step->kept = fd_is_part(part) ? malloc(max_rows * sizeof *step->kept) : step->table;
+    step->kept = malloc(max_rows * sizeof *step->kept);
     step->copies = malloc((size_t)max_rows * n_sections * sizeof *step->copies);
     step->n_sections = n_sections;
     step->cursors = malloc(max_items * sizeof *step->cursors);
@@ -69,7 +69,7 @@ fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t n_sections
 void fd_step_destroy(fd_step_t *step) {
     for (uint32_t i = 0; i < step->n_plans; i++) destroy_plan(&step->plans[i]);
     free(step->plans);
-    if (step->kept != step->table) free(step->kept);
+    free(step->kept);
     free(step->table);
     free(step->copies);
     free(step->cursors);
@@ -87,11 +87,15 @@ static fd_status_t check_table(const fd_step_t *step, fd_error_t *error) {
     bool appending = false;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
-        if (r->flags & ~(uint32_t)(FD_ROW_ATTEND | FD_ROW_CUT | FD_ROW_SLIDE))
+        if (r->flags & ~(uint32_t)(FD_ROW_ATTEND | FD_ROW_CUT | FD_ROW_SLIDE | FD_ROW_PARTIAL))
             return FD_FAIL(FD_BAD_TABLE, "entry %u: unknown flags 0x%x", i, r->flags);
         if (r->reserved) return FD_FAIL(FD_BAD_TABLE, "entry %u: reserved field is not zero", i);
         if (!r->n_rows) return FD_FAIL(FD_BAD_TABLE, "entry %u has no rows", i);
         if (r->flags & FD_ROW_CUT && !r->pos) return FD_FAIL(FD_BAD_TABLE, "entry %u cuts its sequence to nothing", i);
+        if (r->flags & FD_ROW_PARTIAL && (r->flags != (FD_ROW_ATTEND | FD_ROW_PARTIAL) || r->n_rows % 2 || !r->pos))
+            return FD_FAIL(FD_BAD_TABLE,
+                           "entry %u: a partial entry attends, has two rows for each query, and tokens to attend to",
+                           i);
         rows += r->n_rows;
         if (r->flags & FD_ROW_ATTEND) {
             if (appending) return FD_FAIL(FD_BAD_TABLE, "entry %u attends but follows an entry that does not", i);
@@ -103,6 +107,19 @@ static fd_status_t check_table(const fd_step_t *step, fd_error_t *error) {
     if (rows != step->n_rows || attend_rows != step->n_attend_rows)
         return FD_FAIL(FD_BAD_TABLE, "the table adds up to %llu rows, %llu of them attending; the call says %u and %u",
                        (unsigned long long)rows, (unsigned long long)attend_rows, step->n_rows, step->n_attend_rows);
+    return FD_OK;
+}
+
+/* Checks that every layer sees all tokens where an entry is partial: only then can their answers be merged. */
+static fd_status_t check_partial(const fd_step_t *step, const fd_plan_shape_t *shapes, fd_error_t *error) {
+    uint32_t i = 0;
+    while (i < step->n_entries && !(step->table[i].flags & FD_ROW_PARTIAL)) i++;
+    for (uint32_t k = 0; i < step->n_entries && k < step->n_plans; k++)
+        if (fd_is_part(step->part) || shapes[k].window || shapes[k].topk || shapes[k].slopes)
+            return FD_FAIL(FD_BAD_TABLE,
+                           "entry %u is partial, and layers have windows, ALiBi or an indexer, or R-nodes "
+                           "share the tokens",
+                           i);
     return FD_OK;
 }
 
@@ -169,9 +186,9 @@ static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
         uint64_t weight = 1 + (uint64_t)e->n_rows * shape->group / 8;
         if (weight > MAX_WEIGHT) weight = MAX_WEIGHT;
         s.first = fd_first_block(e->at, shape->window);
-        s.last = e->n_rows > shape->q_block ? s.first : e->at / FD_PAGE_TOKENS;
+        s.last = e->n_rows > (e->partial ? 1 : shape->q_block) ? s.first : e->at / FD_PAGE_TOKENS;
         s.page_cost = FD_PAGE_TOKENS * weight;
-        s.rest = (end - s.last) * s.page_cost + (uint64_t)e->n_rows * COST_APPEND;
+        s.rest = (end - s.last) * s.page_cost + (uint64_t)(e->partial ? 0 : e->n_rows) * COST_APPEND;
         if (shape->topk) {
             s.last = s.first;
             s.rest = e->n_rows * (row_cost(shape, (uint64_t)end * FD_PAGE_TOKENS) + COST_APPEND);
@@ -317,12 +334,14 @@ static void plan_kind(fd_plan_t *plan, const fd_step_t *step, const fd_kvcache_t
     uint32_t row = 0;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
+        const bool partial = r->flags & FD_ROW_PARTIAL;
         plan->entries[i] = (fd_entry_t){.pos = r->pos,
-                                        .n_rows = r->n_rows,
+                                        .n_rows = partial ? r->n_rows / 2 : r->n_rows,
                                         .at = step->kept[i].pos,
                                         .n_kept = step->kept[i].n_rows,
                                         .row = row,
                                         .attend = r->flags & FD_ROW_ATTEND,
+                                        .partial = partial,
                                         .heads = heads_of_span(r, shape),
                                         .unit = unit_of(r, shape),
                                         .blocks = at};
@@ -333,22 +352,26 @@ static void plan_kind(fd_plan_t *plan, const fd_step_t *step, const fd_kvcache_t
     cut_line(plan, shape);
 }
 
-/* Fills in the table as the cache of a link that keeps a part of the tokens has it. */
+/* Fills in the table as the cache has it: the rows of partial entries, and those that other R-nodes keep, are not
+ * appended. */
 static fd_status_t keep_part(fd_step_t *step, fd_error_t *error) {
-    for (uint32_t i = 0; i < step->n_entries && step->kept != step->table; i++) {
+    for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
         if ((uint64_t)r->pos + r->n_rows > UINT32_MAX)
             return FD_FAIL(FD_BAD_TABLE, "entry %u: its sequence would have %llu tokens, a length has 32 bits", i,
                            (unsigned long long)r->pos + r->n_rows);
         step->kept[i] = *r;
         step->kept[i].pos = fd_part_length(step->part, r->pos);
-        step->kept[i].n_rows = fd_part_length(step->part, (uint64_t)r->pos + r->n_rows) - step->kept[i].pos;
+        step->kept[i].n_rows = r->flags & FD_ROW_PARTIAL
+                                   ? 0
+                                   : fd_part_length(step->part, (uint64_t)r->pos + r->n_rows) - step->kept[i].pos;
     }
     return FD_OK;
 }
 
 fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shapes, fd_error_t *error) {
     fd_status_t status = check_table(step, error);
+    if (status == FD_OK) status = check_partial(step, shapes, error);
     if (status == FD_OK) status = keep_part(step, error);
     if (status == FD_OK) status = fd_kvcache_check(kv, step->kept, step->n_entries, error);
     for (uint32_t k = 0; status == FD_OK && k < step->n_plans; k++) status = check_work(step, &shapes[k], error);

@@ -20,6 +20,9 @@
  * see as many kept tokens as the row before it. Its appending entries are not cut within a span, because their rows do
  * not follow each other in the cache.
  *
+ * The queries of a partial entry (FD_ROW_PARTIAL) see the same tokens, and are attended one at a time, too. An entry
+ * with several is not cut within a span.
+ *
  * Layers of one kind have the same heads, see equally far and select tokens in the same way (fd_same_kind). A layer
  * skips the pages that it does not see.
  *
@@ -41,6 +44,7 @@ typedef struct {
     uint32_t at, n_kept;  /* kept tokens (parts.h) before the first new one, and among the new ones */
     uint32_t row;         /* index of the first KV row, and of the first Q and O row if the entry attends */
     uint32_t attend;
+    bool partial;   /* FD_ROW_PARTIAL: `n_rows` counts queries, and each has two rows */
     uint32_t heads; /* KV heads of each span; divides n_kv_heads */
     uint32_t unit;  /* most pages that a thread attends to before it looks whether it should stop */
     size_t blocks;  /* index of the first block in fd_step_t.pages */
@@ -85,7 +89,7 @@ typedef struct {
 typedef struct {
     uint32_t valid, n_entries, n_rows, n_attend_rows, n_plans, n_sections;
     fd_row_t *table; /* [max_rows] private copy of the row table */
-    fd_row_t *kept;  /* [max_rows] the table with positions and rows as the cache has them; may be `table` */
+    fd_row_t *kept;  /* [max_rows] the table with positions and rows as the cache has them */
     fd_part_t part;
     fd_plan_t *plans;       /* [n_plans] one for each kind of layer */
     fd_plan_t *plan;        /* of the layer in progress: one of `plans` */
@@ -113,6 +117,7 @@ typedef struct {
     uint32_t topk;           /* tokens that a row attends to at most, where the layer selects them; 0: it does not */
     uint32_t index_elements; /* of an index query, all heads together; 0: the layer has no indexer of its own */
     uint32_t index_unit;     /* pages that are scored before a thread looks whether it should stop */
+    bool slopes;             /* ALiBi */
     bool is_part;            /* the link keeps a part of the tokens (parts.h) */
     uint32_t max_items;
     size_t chunk_bytes; /* of one KV head of a page */

@@ -79,12 +79,13 @@ static bool can_pend(const ctx_t *c, const fd_entry_t *e) {
     return e->n_rows == 1 && e->n_kept == 1 && e->heads * c->shape->group <= FD_PANEL_ROWS && !fd_row_selects(c, e, 0);
 }
 
-/* Writes the log-sum-exp of query rows [from, from + q_len) behind the layer's O heads: fp32, one for each query head.
- * It is that of the scores, sinks excluded, and -infinity for a row that sees no token. */
+/* Writes the log-sum-exp of query rows [from, from + q_len): fp32, one for each query head, behind the layer's O heads
+ * or, of a partial entry, in the O row after them. It is that of the scores, sinks excluded, and -infinity for a row
+ * that sees no token. */
 static void store_sums(const ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len,
                        fd_partial_t p) {
     const uint32_t group = c->shape->group;
-    const size_t o_bytes = c->shape->n_kv_heads * o_head_bytes(c);
+    const size_t o_bytes = e->partial ? c->w->layout.o_row_bytes : c->shape->n_kv_heads * o_head_bytes(c);
     for (uint32_t i = 0; i < e->heads * q_len; i++) {
         uint8_t *to = o_row(c, e, from + i % q_len, 0) + o_bytes + (head + i / q_len) * group * sizeof(float);
         for (uint32_t r = 0; r < group; r++) {
@@ -98,9 +99,9 @@ static void store_sums(const ctx_t *c, const fd_entry_t *e, uint32_t head, uint3
 static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, fd_partial_t p) {
     const fd_work_t *w = c->w;
     const uint32_t group = c->shape->group, v_size = c->shape->v_size;
-    const float *sinks = c->layer->sinks;
+    const float *sinks = is_partial(c, e) ? NULL : c->layer->sinks;
     uint8_t *o = o_row(c, e, from, head);
-    if (fd_is_part(w->part)) store_sums(c, e, head, from, q_len, p);
+    if (is_partial(c, e)) store_sums(c, e, head, from, q_len, p);
     for (uint32_t i = 0; i < e->heads * q_len; i++) {
         float *m = p.m + i * group, *l = p.l + i * group;
         for (uint32_t r = 0; sinks && r < group; r++)
@@ -165,7 +166,7 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, const unit
         .softmax_scale = w->softmax_scale,
         .softcap = c->layer->softcap,
         .slopes = c->layer->slopes ? c->layer->slopes + q_head : NULL,
-        .sinks = c->layer->sinks ? c->layer->sinks + q_head : NULL,
+        .sinks = c->layer->sinks && !is_partial(c, e) ? c->layer->sinks + q_head : NULL,
         .hadamard = c->layer->hadamard,
         .act_dtype = w->g.act_dtype,
         .q = q_row(c, e, u->from, head),
@@ -183,7 +184,7 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, const unit
     };
     if (u->append) prefetch_pending(&appended, 0);
     w->kv_ops->attend(&a);
-    if (u->to_o && fd_is_part(w->part)) store_sums(c, e, head, u->from, u->q_len, u->out);
+    if (u->to_o && is_partial(c, e)) store_sums(c, e, head, u->from, u->q_len, u->out);
     c->kv_bytes += (uint64_t)(u->last - u->first) * e->heads * c->shape->chunk_bytes;
 }
 
@@ -274,7 +275,7 @@ static void end_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t own
  * *done says whether the piece is done. */
 static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, bool *done) {
     fd_cursor_t *at = &c->step->cursors[c->item];
-    const bool to_end = last == FD_LINE_END, whole = !first && to_end, new_rows = to_end && c->stores;
+    const bool to_end = last == FD_LINE_END, whole = !first && to_end, new_rows = to_end && c->stores && !e->partial;
     const piece_t piece = {
         .e = e,
         .head = head,
@@ -297,7 +298,8 @@ static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         go_on = n < APPEND_ROWS || !should_stop(c, (uint64_t)n * e->heads * c->shape->head_size * 8);
     }
     while (go_on && at->row < e->n_rows) {
-        const uint32_t left = e->n_rows - at->row, q_len = left < c->shape->q_block ? left : c->shape->q_block;
+        const uint32_t left = e->n_rows - at->row, most = e->partial ? 1 : c->shape->q_block,
+                       q_len = left < most ? left : most;
         go_on = attend_block(c, &piece, q_len);
         if (!at->page) at->row += q_len;
     }

@@ -86,6 +86,7 @@ static fd_plan_shape_t shape_of(const fd_work_t *w, const fd_layer_t *layer) {
         .topk = layer->selection ? w->g.index_topk : 0,
         .index_elements = index_elements,
         .index_unit = index_unit(index_elements),
+        .slopes = layer->slopes,
         .is_part = fd_is_part(w->part),
         .max_items = w->n_threads > 1 ? w->n_threads * ITEMS_PER_THREAD : 1, /* a single thread needs no cuts */
         .chunk_bytes = fd_kv_chunk_bytes(w->kv_dtype, h->head_size, h->v_size, h->v_in_k),

@@ -214,8 +214,8 @@ class PageKernels:
     def merge(self, stream: int, o: int, o_stride: int, lse: int, others: int, rows: PagedRows, sinks: int = 0) -> None:
         """Merge O rows of `attend` with other places' answers, in place.
 
-        `others` is the address of uint64 [attending rows]: for each row the address of an answer as members of a token
-        team give it (transports/token_team.py), or 0.
+        `others` is the address of uint64 [attending rows]: for each row the address of an answer as R-nodes give it to
+        a partial row (region/region.h), whose rows have `o_stride` elements, too; or 0.
         """
         c = self.layer
         self._merge(

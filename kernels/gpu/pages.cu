@@ -18,9 +18,9 @@ fd_copy_pages(const unsigned long long *moves, const unsigned *counts, unsigned 
 }
 
 /* Merges row i of o [counts[0]][o_stride], an answer without sinks whose scores have the log-sum-exp lse [i][query
- * heads], with the answer at others[i], in place. The latter is what a member of a token team answers: the O heads of a
- * row and behind them a log-sum-exp in fp32 for each head (transports/token_team.py); 0: there is none. `sinks` [query
- * heads], if not NULL, is one more score of each head, without a V.
+ * heads], with the answer at others[i], in place. The latter is what an R-node answers to a partial row
+ * (FD_ROW_PARTIAL): the O heads of a row, and o_stride elements behind their beginning a log-sum-exp in fp32 for each
+ * head; 0: there is none. `sinks` [query heads], if not NULL, is one more score of each head, without a V.
  *
  *   grid    (rows of the size class, query heads)
  *   block   FD_THREADS threads */
@@ -31,7 +31,7 @@ fd_merge_answers(void *o, const float *lse, const unsigned long long *others, co
     if (row >= counts[0]) return;
     const float none = -FD_INFINITY, mine = lse[row * heads + head];
     const unsigned char *other = (const unsigned char *)others[row];
-    const unsigned o_bytes = heads * head_size * (act == FD_FP32 ? 4 : 2);
+    const unsigned o_bytes = o_stride * (act == FD_FP32 ? 4 : 2);
     const float its = other ? __ldcv((const float *)(other + o_bytes) + head) : none;
     const float sink = sinks ? sinks[head] : none, most = fmaxf(fmaxf(mine, its), sink);
     const bool seen = mine > none || its > none; /* a row that sees no token stays 0, whatever its sink */

@@ -83,6 +83,13 @@ static PyObject *lists_fork(page_lists_t *self, PyObject *args) {
     return done(fd_kvcache_fork(&self->kv, src, src_tag, dst, dst_tag, length, &error), &error);
 }
 
+static PyObject *lists_drop_blocks(page_lists_t *self, PyObject *args) {
+    unsigned seq_index, tag, n_blocks;
+    fd_error_t error;
+    if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &n_blocks)) return NULL;
+    return done(fd_kvcache_drop_blocks(&self->kv, seq_index, tag, n_blocks, &error), &error);
+}
+
 static PyObject *lists_append(page_lists_t *self, PyObject *entries) {
     Py_buffer table;
     if (!fd_py_view(entries, "entries", 0, &table)) return NULL;
@@ -170,6 +177,7 @@ static PyGetSetDef lists_getset[] = {
 static PyMethodDef lists_methods[] = {
     {"free", (PyCFunction)lists_free, METH_VARARGS, "Free a sequence's pages."},
     {"trim", (PyCFunction)lists_trim, METH_VARARGS, "Keep only the first tokens of a sequence."},
+    {"drop_blocks", (PyCFunction)lists_drop_blocks, METH_VARARGS, "Give back the pages of a sequence's first blocks."},
     {"fork", (PyCFunction)lists_fork, METH_VARARGS, "Let an empty sequence share the first tokens of another."},
     {"append", (PyCFunction)lists_append, METH_O, "Take pages for the rows of a step."},
     {"end_copies", (PyCFunction)lists_end_copies, METH_O, "The copies that a step has begun with are complete."},

@@ -145,7 +145,7 @@ class ReferencePageKernels:
             sums = [self._array(lse, np.float32, row * c.n_q_heads, c.n_q_heads)]
             if other := int(self._array(others, np.uint64, row, 1)[0]):
                 answers.append(self._act_row(other, 0, 0, n).double().numpy())
-                sums.append(self._array(other + n * self._act.itemsize, np.float32, 0, c.n_q_heads))
+                sums.append(self._array(other + o_stride * self._act.itemsize, np.float32, 0, c.n_q_heads))
             if sinks and any(np.isfinite(x).any() for x in sums):
                 answers.append(np.zeros(n))
                 sums.append(self._array(sinks, np.float32, 0, c.n_q_heads))
