@@ -42,7 +42,7 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.runner import Runner
 from fastdecode.engine.stats import EngineStats
-from fastdecode.region.contract import MAX_SEQS
+from fastdecode.region.contract import MAX_ROWS, MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, SPart, choose_dtype
 from fastdecode.spart.backend import Backend
@@ -171,6 +171,8 @@ async def _serve(
         length = config.max_model_len or backend.config.max_positions
         hello = _make_hello(config, model, split, length)
         resident = await asyncio.to_thread(open_gpu_kv, config, model, hello, kv_bytes)
+        if resident is not None:
+            resident.secret = secret
         embedded: EmbeddedRNode | None = None
         r_nodes: NodeSet
         if config.uses_r_nodes:
@@ -239,9 +241,11 @@ async def _serve(
 
 def _make_hello(config: NodeConfig, model: Model | HFModel, split: Split, length: int) -> Hello:
     """The lease to ask R-nodes for. One that grows begins with room for a sequence of `length` tokens."""
+    # A row of a sequence on the GPU whose first tokens lie on an R-node has two rows there.
+    second_rows = config.max_batch_size if config.gpu_kv != 0 else 0
     hello = model.hello(
         n_slots=split.mini_batches + prompts_apart(model.device),
-        max_rows=config.step_rows,
+        max_rows=min(MAX_ROWS, config.step_rows + second_rows),
         kv_dtype=config.kv_dtype,
         kv_bytes=config.kv_lease,
         # As many sequences again may be kept: paused ones, and ended ones in the prefix cache.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.scheduling.deadline import layer_deadline
-from fastdecode.spart.step.batch import Chunk, SampleSpec, ScoreSpec, StepBatch
+from fastdecode.spart.step.batch import Chunk, RemotePrefix, SampleSpec, ScoreSpec, StepBatch
 from fastdecode.spart.step.penalties import LogitRules
 
 if TYPE_CHECKING:
@@ -50,10 +50,17 @@ def _chunk(planned: PlannedChunk) -> Chunk:
         following=None if sample else seq.tokens[seq.cached + n_tokens],
         state=_state(seq),
         states_after=() if seq.state is None else seq.state.after(seq.cached, n_tokens),
+        prefix=_prefix(seq),
     )
     if decodes and new_spec is not None and seq.constraints is None:
         seq.reusable = chunk, new_spec
     return chunk
+
+
+def _prefix(seq: Sequence) -> RemotePrefix | None:
+    if seq.prefix is None:
+        return None
+    return RemotePrefix(seq.prefix.node.position, *seq.prefix.handle, seq.prefix.length)
 
 
 def _state(seq: Sequence) -> int:

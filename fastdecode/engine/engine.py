@@ -385,11 +385,11 @@ class Engine:
             done, sampled = plan, output.sampled
             failed: list[tuple[Plan, TransportError]] = []
             if output.failures:  # the plan is split before `complete`, which takes ended sequences off their R-nodes
-                links = [chunk.seq.placed_on.link for chunk in plan.chunks]
-                sound = [link not in output.failures for link in links]
+                links = [[node.link for node in chunk.seq.places] for chunk in plan.chunks]
+                sound = [not any(link in output.failures for link in some) for some in links]
                 done, sampled = _with_chunks(plan, sound), list(compress(sampled, sound))
                 failed = [
-                    (_with_chunks(plan, [link is lost for link in links]), failure)
+                    (_with_chunks(plan, [lost in some for some in links]), failure)
                     for lost, failure in output.failures.items()
                 ]
             outcomes = self.scheduler.complete(done, sampled, self.last_progress - begun, output.s_seconds)
@@ -423,7 +423,8 @@ class Engine:
     def _lose_node(self, plan: Plan, error: LinkDown) -> None:
         """Requeue the sequences of a step whose link has ended. The R-node is lost, even if it still answers a
         STATS."""
-        lost = next((chunk.seq.placed_on for chunk in plan.chunks if chunk.seq.placed_on.link is error.link), None)
+        places = [node for chunk in plan.chunks for node in chunk.seq.places]
+        lost = next((node for node in places if node.link is error.link), None)
         if lost is None:
             log.error("a step failed on a link that its transport does not name: %s", error)
             self._fail_step(plan, f"a link to an R-node failed: {error}")

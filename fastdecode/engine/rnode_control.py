@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from fastdecode.engine.migration.adopter import Adopter
 from fastdecode.engine.migration.migrator import Migrator
 from fastdecode.engine.migration.prefill_client import PrefillClient, PrefillNodes
+from fastdecode.engine.migration.spiller import Spiller
 from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.stats import NodeStats
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
@@ -63,6 +64,8 @@ class RNodeControl:
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
         self._keeping: set[RNodeLedger] = set()  # R-nodes that a KEEP is being sent to
         self.migrator = Migrator(scheduler, spawn, self.send_pending, on_change, self.mark_lost)
+        self.spiller = Spiller(scheduler, self.migrator, spawn, on_change, self.mark_lost)
+        scheduler.pauses.spill = self.spiller.spill
         self.prefill_client: PrefillClient | None = None
         if prefill_nodes is not None:
             self.prefill_client = PrefillClient(prefill_nodes, scheduler, on_change, self.mark_lost)
@@ -270,7 +273,7 @@ class RNodeControl:
         node = self._cluster.nodes[position]
         if node.alive:
             self._requeue(node)
-        while self._scheduler.running.on_node(node):  # they are in steps that have not completed
+        while self._scheduler.running.with_kv_on(node):  # they are in steps that have not completed
             await self.migrator.change()
         self._drop_staged(node, node.take_released())
         self._replacements.pop(position, None)

@@ -337,8 +337,8 @@ fd_status_t fd_kvcache_length(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag
 
 /* The pages of a sequence after an entry, if its floor is `floor` then. */
 static uint64_t fewest_pages(const fd_kvcache_t *kv, const fd_row_t *r, uint32_t floor) {
-    const uint64_t n_blocks =
-        fd_pages_for((uint64_t)r->pos + r->n_rows) - (uint64_t)kv->sequences[r->seq_index].dropped;
+    const uint64_t n_blocks = fd_pages_for((uint64_t)r->pos + r->n_rows) -
+                              (uint64_t)kv->sequences[r->seq_index].dropped;
     return n_blocks * kv->planes.n_sections - (uint64_t)fd_first_block(floor, kv->planes.reach) * kv->planes.n_limited;
 }
 

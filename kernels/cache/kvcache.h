@@ -97,8 +97,8 @@ void fd_kvcache_free_others(fd_kvcache_t *kv, const uint32_t *kept, uint32_t n_k
 fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error);
 fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
                             uint32_t length, fd_error_t *error);
-/* Lets the sequence, which is empty or has whole blocks alone, hold `length` tokens, more than it has. The caller brings
- * K and V of the new ones. Returns FD_OK, FD_BAD_SEQUENCE, or FD_OUT_OF_PAGES if too few pages are free. */
+/* Lets the sequence, which is empty or has whole blocks alone, hold `length` tokens, more than it has. The caller
+ * brings K and V of the new ones. Returns FD_OK, FD_BAD_SEQUENCE, or FD_OUT_OF_PAGES if too few pages are free. */
 fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error);
 /* Gives back the pages of the first `n_blocks` blocks of a sequence, whose tokens lie elsewhere from now on. In a cache
  * whose layers see all tokens. */

@@ -58,7 +58,7 @@ def test_a_node_serves_sequences_on_the_device_and_beyond_it(tmp_path, monkeypat
     try:
         api = node.api()
         node.wait_for(
-            r"KV 960\.0 KiB on the GPU \+ 62\.\d MiB in RAM = \d+ sequences of 512 tokens, 2 of them on the GPU"
+            r"KV 960\.0 KiB on the GPU \+ 6\d\.\d MiB in RAM = \d+ sequences of 512 tokens, 2 of them on the GPU"
         )
         generator = torch.Generator().manual_seed(1)
         prompts = torch.randint(3, 384, (12, 125), generator=generator)

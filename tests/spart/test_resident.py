@@ -15,14 +15,20 @@ from typing import Any
 import pytest
 from models.checkpoints import make_checkpoint
 
-SCRIPT = Path(__file__).parents[1] / "helpers/gpu/lying_resident.py"
+SCRIPTS = Path(__file__).parents[1] / "helpers/gpu"
+ENGINE, CUTS = SCRIPTS / "lying_resident.py", SCRIPTS / "lying_cuts.py"
 
 
-def run(case: str, exchange: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), case, exchange, str(make_checkpoint("llama-gqa"))]
+def run_script(script: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", str(script), *arguments, str(make_checkpoint("llama-gqa"))]
     process = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert process.returncode == 0, process.stderr
     report: dict[str, Any] = json.loads(process.stdout)
+    return report
+
+
+def run(case: str, exchange: str) -> dict[str, Any]:
+    report = run_script(ENGINE, case, exchange)
     assert report.pop("equal"), "the tokens are not those of transformers"
     assert report.pop("left") == 0 and report.pop("captured") == (exchange == "bypass")
     return report
@@ -56,3 +62,31 @@ def test_tokens_are_those_of_transformers_when_all_pages_are_taken(exchange):
 def test_streams_go_on_when_an_r_node_is_killed_beside_the_device(exchange):
     report = run("killed", exchange)
     assert report["resident"] and report["crossed"] and report["alive"] == [True, True, False]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("exchange", ["staged", "bypass"])
+def test_a_sequence_that_outgrows_the_device_has_its_first_pages_on_an_r_node(exchange):
+    report = run("cut", exchange)
+    assert report["spilled"] and report["merged"] == (exchange == "bypass")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("case", "exchange", "left"),
+    [
+        ("cut and killed", "bypass", 1),
+        ("killed while spilling", "staged", 1),
+        ("two killed while spilling", "bypass", 1),
+    ],
+)
+def test_streams_go_on_when_r_nodes_with_first_pages_are_killed(case, exchange, left):
+    assert sum(run(case, exchange)["alive"][1:]) == left
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("exchange", "kv_dtype"), [("staged", "fp32"), ("bypass", "fp32"), ("staged", "fp16")])
+def test_tokens_are_those_of_transformers_with_a_cut_at_every_page_border(exchange, kv_dtype):
+    """Several queries of the sequence in a step, beside sequences wholly on the device and wholly on the R-node."""
+    report = run_script(CUTS, exchange, kv_dtype)
+    assert report["equal"] and report["cuts"] == 2 and (report["waited"] > 0) == (exchange == "bypass")

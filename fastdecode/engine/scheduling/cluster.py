@@ -20,9 +20,9 @@ from fastdecode.spart.shape import LayerReads
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from fastdecode.engine.state.pages import PageGroup, PageTable
+    from fastdecode.engine.state.pages import Page, PageGroup, PageTable
     from fastdecode.engine.state.prefixes import Handle
-    from fastdecode.engine.state.sequence import Sequence
+    from fastdecode.engine.state.sequence import Sequence, SpilledPrefix
     from fastdecode.transports.base import Link, StepCost
 
 #: Pages between two snapshots that a long prompt leaves of its state.
@@ -258,7 +258,7 @@ class Cluster:
         self._end_running(seq, node)
         cached = CachedSequence(seq.handle, seq.pages)
         entry = seq.entry if seq.entry in node.prefixes else None
-        if sound and self.prefix_cache and node.open and seq.cached >= PAGE_TOKENS:
+        if sound and self.prefix_cache and node.open and seq.cached >= PAGE_TOKENS and seq.prefix is None:
             tokens = seq.tokens[: seq.cached]
             node.pages.keep(cached.pages)
             salt, floor = seq.salt, seq.pages.floor
@@ -334,6 +334,21 @@ class Cluster:
             cached = CachedSequence(handle, seq.pages)
             seq.entry = PrefixEntry(cached, [], seq.hashes, seq.salt, running=True)
             target.prefixes.insert(seq.entry)
+
+    def cut(self, seq: Sequence, prefix: SpilledPrefix) -> list[Page]:
+        """Let `seq`, which runs on the S-Part's device and is in no step, have the tokens of `prefix` on the prefix's
+        R-node alone. No prompt shares its tokens any more. Returns the pages that the device is to give back; the
+        caller passes them to PageBook.freed then."""
+        node, old = seq.placed_on, seq.prefix
+        if seq.entry is not None and seq.entry in node.prefixes:
+            node.prefixes.remove(seq.entry)
+        seq.entry = None
+        given_back = node.pages.drop(seq.pages, prefix.length // PAGE_TOKENS)
+        if old is not None:
+            old.release()
+        seq.prefix = prefix
+        seq.decoding = seq.reusable = None
+        return given_back
 
     def cancel_migration(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: PageTable) -> None:
         """Release the pages that `target.admit` has counted for a sequence that stays on its R-node after all."""

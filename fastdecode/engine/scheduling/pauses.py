@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.scheduling.queue import BY_RANK
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastdecode.engine.scheduling.cluster import Cluster
     from fastdecode.engine.scheduling.pace import Pace
     from fastdecode.engine.scheduling.queue import WaitingQueue
@@ -26,6 +28,8 @@ class Pauses:
         self.preemptions = 0  # sequences that were paused, or taken off their R-nodes for want of pages
         self._cluster, self._running, self._waiting, self._pace = cluster, running, waiting, pace
         self._max_seqs = max_seqs
+        #: Begins to spill pages of the S-Part's device; see Spiller.spill. None: nothing can be spilled.
+        self.spill: Callable[[RNodeLedger], bool] | None = None
         self._wants_room: Sequence | None = None  # the first sequence without room since `give_way`
 
     def wanted(self, seq: Sequence) -> None:
@@ -106,6 +110,8 @@ class Pauses:
     def _reclaim(self, node: RNodeLedger, pages: int) -> None:
         """Bring about that `node` has free pages, `pages` of which a starved sequence lacks."""
         if self._cluster.reclaim(node, pages):
+            return
+        if node.resident and self.spill is not None and self.spill(node):
             return
         on_node, starved = self._running.on_node(node), self._running.starved
         if any(other not in starved and self._cluster.can_slide(other) for other in on_node):

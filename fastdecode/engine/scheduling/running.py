@@ -48,6 +48,10 @@ class Running:
         """The running sequences that `node` caches, in order of arrival."""
         return sorted((seq for seq in self if seq.node is node), key=BY_RANK)
 
+    def with_kv_on(self, node: RNodeLedger) -> list[Sequence]:
+        """The running sequences of which `node` has all K and V, or those of a spilled prefix."""
+        return [seq for seq in self if node in seq.places]
+
     def join(self, seq: Sequence, mini_batch: int) -> None:
         """Put a sequence that is placed on an R-node into a mini-batch."""
         seq.mini_batch = mini_batch
@@ -107,7 +111,10 @@ class Running:
         """Requeue the sequences of a lost R-node; a sequence in flight follows when its step ends. Sequences that no
         other R-node can hold fail: now, or on `fail_unplaced` if no R-node is left and sequences may wait for one."""
         node.mark_lost()
-        for seq in self.on_node(node):
+        for other in self._cluster.nodes:
+            for paused in [seq for seq in other.paused if seq.has_prefix_on(node)]:
+                other.drop_paused(paused)
+        for seq in sorted(self.with_kv_on(node), key=BY_RANK):
             if not seq.in_flight:
                 self.requeue(seq)
         if not self._waits_for_r_nodes:

@@ -299,7 +299,7 @@ class Scheduler:
                 if seq.key is not None:
                     seq.placed_on.give_key(seq.handle, None)
                 self.running.remove(seq, sound=True)
-            elif not seq.placed_on.alive:
+            elif seq.lost:
                 self.running.requeue(seq)
         for client, n in Counter(clients).items():
             self.waiting.shares.charge(client, n * OUTPUT_WEIGHT)
@@ -339,7 +339,7 @@ class Scheduler:
         self._end_step(plan)
         failed = []
         for seq in (chunk.seq for chunk in plan.chunks):
-            if link is not None and seq.placed_on.link is not link:
+            if link is not None and all(node.link is not link for node in seq.places):
                 self._recompute(seq)
                 continue
             seq.in_flight = False
@@ -384,7 +384,7 @@ class Scheduler:
                 if chunk.sample and n_tokens == 1 and not seq.key_due:
                     seq.decoding = chunk
                 spare -= n_tokens - 1
-            if self.speculation is not None and chunk is seq.decoding:
+            if self.speculation is not None and chunk is seq.decoding and seq.prefix is None:
                 on_page = seq.pages.covered - cached - 1  # a guess is not worth a page
                 most = min(spare, guessing, on_page, self.cluster.states.unused)
                 guesses = self.speculation.guesses(seq, most, n)

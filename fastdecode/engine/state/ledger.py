@@ -50,6 +50,9 @@ class Paused(Protocol):
     pages: PageTable
     entry: PrefixEntry | None
 
+    def has_prefix_on(self, node: RNodeLedger) -> bool:
+        """True if a spilled prefix of the sequence lies on `node`."""
+
     def forget_cache(self) -> None:
         """Note that the sequence must be recomputed."""
 

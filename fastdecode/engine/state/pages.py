@@ -202,6 +202,15 @@ class PageBook:
         self.release(given_back)
         return given_back
 
+    def drop(self, table: PageTable, blocks: int) -> list[Page]:
+        """Take the pages of the first `blocks` blocks out of `table`, that of a running sequence whose layers see all
+        tokens. Returns the pages; the caller passes them to `freed` once they are given back."""
+        gone = [table.held[0].popleft() for _ in range(blocks - table.first[0])]
+        table.first[0] = blocks
+        table.count()
+        self.release(gone)
+        return gone
+
     def share(self, pages: Iterable[Page]) -> None:
         """One more running sequence uses `pages`."""
         for page in pages:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fastdecode.engine.state.guesser import Guesser
 from fastdecode.engine.state.pages import PageTable
-from fastdecode.engine.state.prefixes import Handle
+from fastdecode.engine.state.prefixes import CachedSequence, Handle
 from fastdecode.engine.state.request import OutletChoice, Output, SamplingParams
 
 if TYPE_CHECKING:
@@ -35,6 +35,21 @@ class KVSource(NamedTuple):
 
     node: RNodeLedger
     key: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpilledPrefix:
+    """The first `length` tokens of a sequence on the S-Part's device, which lie on an R-node."""
+
+    node: RNodeLedger
+    handle: Handle
+    pages: PageTable
+    length: int  # of whole pages
+
+    def release(self) -> None:
+        """Let the next FREE name them."""
+        self.node.end_running(self.length)
+        self.node.release(CachedSequence(self.handle, self.pages))
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +84,7 @@ class Sequence:
     node: RNodeLedger | None = None
     handle: Handle = Handle(0, 0)
     pages: PageTable = field(default_factory=PageTable)
+    prefix: SpilledPrefix | None = None  # None: `node` has all of its tokens
     state: SequenceState | None = None  # None: the model's layers keep no states
     mean_length: float = 0.0  # cached tokens that it was expected to have on average when it was placed
     entry: PrefixEntry | None = None  # its own prefix entry, while it runs
@@ -117,6 +133,24 @@ class Sequence:
         return self.node
 
     @property
+    def cut(self) -> int:
+        """The tokens of `prefix`."""
+        return 0 if self.prefix is None else self.prefix.length
+
+    def has_prefix_on(self, node: RNodeLedger) -> bool:
+        return self.prefix is not None and self.prefix.node is node
+
+    @property
+    def places(self) -> list[RNodeLedger]:
+        """The R-nodes and the device that have its K and V while it runs."""
+        return [self.placed_on] if self.prefix is None else [self.placed_on, self.prefix.node]
+
+    @property
+    def lost(self) -> bool:
+        """True if a part of the K and V of a sequence that runs is lost."""
+        return not all(node.alive for node in self.places)
+
+    @property
     def priority(self) -> int:
         """Sequences of a lower number go first."""
         return self.params.priority
@@ -143,6 +177,9 @@ class Sequence:
         """Record that no R-node caches the sequence any more: it must be recomputed, and its state with it."""
         self.leave_node()
         self.node, self.pages = None, PageTable()
+        if self.prefix is not None:
+            self.prefix.release()
+            self.prefix = None
         if self.state is not None:
             self.state.give_back()
             self.state = None
@@ -175,6 +212,8 @@ class Sequence:
         R-node, with the same pages. False: nothing is recorded."""
         tokens, node, token = self.tokens, self.node, drawn.token
         if self.cancelled or self.slides or node is None or not node.alive or drawn.error is not None:
+            return False
+        if self.prefix is not None and not self.prefix.node.alive:
             return False
         if token in self.end_tokens or len(tokens) - self.n_prompt + 1 >= self.max_new:
             return False

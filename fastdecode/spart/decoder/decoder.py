@@ -151,7 +151,7 @@ class SPart:
                 self._prompts.end(prompt)
         if self.states is not None:
             for chunk in rows.chunks:
-                if chunk.link not in failed:
+                if chunk.link not in failed and (chunk.prefix is None or chunk.prefix.link not in failed):
                     self.states.end(chunk)
 
     def drop(self, link: int, seq_index: int, tag: int) -> None:

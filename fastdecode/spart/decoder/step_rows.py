@@ -57,7 +57,8 @@ class StepRows:
         if config.rope is None and positions.max() >= config.max_positions:
             raise ValueError(f"a position is outside the model's {config.max_positions}")
         self.sampled = [i for i, chunk in enumerate(chunks) if chunk.sample is not None]
-        views = {index: views_of(index) for index in {chunk.link for chunk in chunks}}
+        links = {chunk.link for chunk in chunks} | {chunk.prefix.link for chunk in chunks if chunk.prefix is not None}
+        views = {index: views_of(index) for index in links}
         self.link_rows = link_rows(chunks, views)
         self.prompts = []
         for i in [i for i, chunk in enumerate(chunks) if chunk.prefill]:

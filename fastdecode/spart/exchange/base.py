@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastdecode.region.contract import ROW_ATTEND, ROW_CUT, ROW_DTYPE, ROW_SLIDE
+from fastdecode.region.contract import ROW_ATTEND, ROW_CUT, ROW_DTYPE, ROW_PARTIAL, ROW_SLIDE
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.step.batch import Chunk
 from fastdecode.transports._native import Port, StepGroup
@@ -64,12 +64,18 @@ def _region_of(link: DataPath) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class LinkRows:
-    """One link's rows of a step, as ranges of the step's rows. In the slot, appended rows follow attending rows."""
+    """One link's rows of a step, as ranges of the step's rows. In the slot, appended rows follow attending rows.
+
+    Rows of the S-Part's device may attend to a remote prefix (RemotePrefix), too. In the slot these rows follow the
+    link's other attending rows; each has two, for Q and O, and for the log-sum-exp of its scores.
+    """
 
     views: SlotViews
     entries: np.ndarray  # row table, ROW_DTYPE
     attending: slice[int, int, None]
     appended: slice[int, int, None]
+    partial: tuple[slice[int, int, None], ...] = ()  # the rows that attend to remote prefixes here
+    first: tuple[int, ...] = ()  # of a resident link: the tokens of each entry's remote prefix; empty: there are none
 
     @property
     def n_attend(self) -> int:
@@ -78,6 +84,10 @@ class LinkRows:
     @property
     def n_rows(self) -> int:
         return self.n_attend + self.appended.stop - self.appended.start
+
+    @property
+    def n_partial(self) -> int:
+        return sum(rows.stop - rows.start for rows in self.partial)
 
 
 def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows]:
@@ -91,6 +101,7 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
     table = np.array([_entry(chunk) for chunk in chunks], np.uint32).view(ROW_DTYPE)[:, 0]
     ranges: tuple[dict[int, slice], dict[int, slice]] = ({}, {})  # attending, appended: the rows of a link
     tables_of: dict[int, list[np.ndarray]] = {}
+    partial = _partial_rows(chunks)
     start = row = 0
     for (prefill, link), some in groupby(kinds):
         stop = start + len(list(some))
@@ -99,15 +110,39 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
         ranges[prefill][link] = slice(first, row)
         start = stop
     result = []
-    for link, tables in tables_of.items():
+    for link in sorted({*tables_of, *partial}) if partial else tables_of:
         attending, appended = (kind.get(link, slice(0, 0)) for kind in ranges)
+        asked = partial.get(link, [])
+        tables = tables_of.get(link, [])
+        if asked:
+            tables.append(np.array([entry for entry, _ in asked], np.uint32).view(ROW_DTYPE)[:, 0])
         entries = tables[0] if len(tables) == 1 else np.concatenate(tables)
-        rows = LinkRows(views[link], entries, attending, appended)
-        limit = rows.views.link.geometry.max_rows
-        if rows.n_rows > limit:
-            raise ValueError(f"a step has {rows.n_rows} rows for a link that takes {limit}")
+        of_device = partial and views[link].link.resident
+        cuts = [0 if c.prefix is None else c.prefix.length for c in chunks if c.link == link] if of_device else []
+        rows = LinkRows(views[link], entries, attending, appended, tuple(rows for _, rows in asked), tuple(cuts))
+        n, limit = rows.n_rows + 2 * rows.n_partial, rows.views.link.geometry.max_rows
+        if n > limit:
+            raise ValueError(f"a step has {n} rows for a link that takes {limit}")
         result.append(rows)
     return result
+
+
+def _partial_rows(chunks: list[Chunk]) -> dict[int, list[tuple[tuple[int, ...], slice]]]:
+    """By link, the row table's entry and the step's rows of each chunk that attends to a remote prefix there."""
+    if not any(chunk.prefix for chunk in chunks):
+        return {}
+    partial: dict[int, list[tuple[tuple[int, ...], slice]]] = {}
+    row = 0
+    for chunk in chunks:
+        n = len(chunk.tokens)
+        if chunk.prefix is not None:
+            if chunk.prefill:
+                raise ValueError("a prompt that the S-Part attends to has no remote prefix")
+            link, seq_index, tag, length = chunk.prefix
+            entry = (seq_index, tag, length, 2 * n, ROW_ATTEND | ROW_PARTIAL, 0)
+            partial.setdefault(link, []).append((entry, slice(row, row + n)))
+        row += n
+    return partial
 
 
 assert ROW_DTYPE.names == ("seq_index", "tag", "pos", "n_rows", "flags", "reserved")

@@ -27,7 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -71,8 +71,15 @@ _KINDS = (*KINDS, None)
 _LINE = 64  # bytes between two completion words
 #: Arrays of a step's table that no graph reads: of LoRA adapters, of LongRoPE's long factors, and of states.
 _STAGED = ("adapter rows", "long", "state rows")
-#: What a graph is captured for: R-nodes, size class, kind of sampling.
-_Key = tuple[tuple[DataPath, ...], int, Kind | None]
+
+
+class _Key(NamedTuple):
+    """What a graph is captured for."""
+
+    links: tuple[DataPath, ...]  # to R-nodes
+    size: int  # the size class
+    kind: Kind | None  # of sampling
+    merges: bool = False  # sequences have remote prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,25 +105,27 @@ class _Tensors:
 
     def __init__(self, spart: Captured, most_rows: int):
         model, vocab_size = spart.model, spart.model.config.vocab_size
-        self.page_tables, self._tokens, self._scratch = (0, 0), 0, None
+        self.page_tables, self._tokens, self._scratch, self._lse = (0, 0), 0, None, None
         if (link := _resident(spart)) is not None:
             lists, self._tokens = link.arena.lists, model.config.max_positions
             self.page_tables = lists.n_sections, min(blocks_for(self._tokens), lists.n_pages)
             sizes = {size_class(n) for n in range(1, most_rows + 1)}  # a smaller step may have more pieces to merge
             n_bytes = max(link.kernels.scratch_bytes(size, self._tokens) for size in sizes)
             self._scratch = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
+            self._lse = link.kernels.new_lse(most_rows)
         self.rows = [torch.zeros(most_rows, n, dtype=model.dtype, device=model.device) for n in model.config.row_sizes]
         n_bytes = GraphTable.most_bytes(most_rows, vocab_size, self.page_tables)
         self.inputs = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
         self.logits = torch.zeros(most_rows, vocab_size, dtype=torch.float32, device=model.device)
         self.results = torch.zeros(2 * most_rows, dtype=torch.int32, device=model.device)
 
-    def resident(self, inputs: dict[str, torch.Tensor]) -> ResidentTables:
-        """The tables of a captured step for the device's own KV pages."""
+    def resident(self, inputs: dict[str, torch.Tensor], merges: bool) -> ResidentTables:
+        """The tables of a captured step for the device's own KV pages. `merges`: sequences have remote prefixes."""
         sections, width = self.page_tables
         pages = inputs["resident pages"].view(sections, -1, width)
         rows, counts = inputs["resident rows"], inputs["resident counts"]
-        return ResidentTables(rows, counts, pages, self._tokens, attending=True, scratch=self._scratch)
+        answers, lse = (inputs["resident answers"], self._lse) if merges else (None, None)
+        return ResidentTables(rows, counts, pages, self._tokens, True, self._scratch, answers, lse)
 
 
 class _Lane(_Tensors):
@@ -139,6 +148,11 @@ def _resident(spart: Captured) -> ResidentLink | None:
 def _crossing(links: Iterable[DataPath]) -> tuple[DataPath, ...]:
     """The links to R-nodes among some links."""
     return tuple(link for link in links if not link.resident)
+
+
+def _merges(link_rows: Iterable[LinkRows]) -> bool:
+    """True if rows of a step attend to remote prefixes."""
+    return any(rows.partial for rows in link_rows)
 
 
 class _DrivenLinks(StepLinks):
@@ -211,7 +225,7 @@ class Bypass:
         self._driver.use_here()
         self._forget_links(_crossing(spart.links))
         links = _crossing(link_rows.views.link for link_rows in rows.link_rows)
-        key = links, size_class(n), self._kind(rows)
+        key = _Key(links, size_class(n), self._kind(rows), _merges(rows.link_rows))
         with self._captures():
             self.settle(wait=False)
             if key in self._lane(spart, slot).graphs:
@@ -233,14 +247,15 @@ class Bypass:
         if len(crossing) < len(rows.link_rows):
             link, links.goes_on = _resident(spart), True
             assert link is not None
-            own = ResidentRows(link, rows.link_rows[0].entries, attending=True)
+            own = ResidentRows(link, rows.link_rows[0].entries, True, rows.link_rows[0].first)
         try:
             links.arm()
             if own is not None:
                 own.arm()
             links.judge(batch.layer_timeout)
             kind = self._kind(rows)
-            graph = self._graph(spart, batch.slot, (links.begin(batch.layer_timeout), size, kind))
+            key = _Key(links.begin(batch.layer_timeout), size, kind, _merges(rows.link_rows))
+            graph = self._graph(spart, batch.slot, key)
             with lane.stream.current():
                 sampler, results = self._start(spart, rows, crossing, own, batch.slot, lane, graph, size, kind)
             while not self._proxy.done(batch.slot):
@@ -302,7 +317,8 @@ class Bypass:
         device's KV pages. Returns the sampler and the tensor that will have its results."""
         regions = [self._region(link_rows.views.link) for link_rows in crossing]
         addresses = step_addresses(regions, slot, crossing) if crossing else None
-        resident = own.numbers(lane.page_tables[1]) if own is not None else None
+        answers = addresses.answers if addresses is not None and _merges(crossing) else None
+        resident = own.numbers(lane.page_tables[1], answers) if own is not None else None
         table = GraphTable(size, kind, rows.vocab_size, rows.table, addresses, rows.specs, lane.page_tables, resident)
         table.upload(lane.inputs)
         if own is not None:
@@ -347,7 +363,7 @@ class Bypass:
         sets = [_crossing(spart.links)]
         if len(sets[0]) < len(spart.links):  # steps of the device's own KV pages need no R-node
             sets.append(())
-        keys: list[_Key] = [((), sizes[0], KINDS[0]), *itertools.product(sets, sizes, _KINDS)]
+        keys = [_Key((), sizes[0], KINDS[0]), *map(_Key._make, itertools.product(sets, sizes, _KINDS, [False]))]
         bound = mini_batches * graph_bytes(spart.model, sizes[0]) + _NODE_BYTES
         with self._captures():
             free = self._lane(spart, 0).stream.free_bytes()
@@ -389,7 +405,7 @@ class Bypass:
             return
         self._regions = {link: region for link, region in self._regions.items() if link in links}
         for lane in self._lanes.values():
-            for key in [key for key in lane.graphs if not set(key[0]) <= self._regions.keys()]:
+            for key in [key for key in lane.graphs if not set(key.links) <= self._regions.keys()]:
                 del lane.graphs[key]
 
     def _graph(self, spart: Captured, slot: int, key: _Key) -> _Graph:
@@ -402,14 +418,14 @@ class Bypass:
 
     def _keep(self, slot: int, key: _Key, graph: _Graph) -> None:
         graphs = self._lanes[slot].graphs
-        if self._regions.keys() >= set(key[0]):  # no link was replaced meanwhile
+        if self._regions.keys() >= set(key.links):  # no link was replaced meanwhile
             while len(graphs) >= _MOST_GRAPHS:
                 graphs.popitem(last=False)
             graphs[key] = graph
 
     def _capture(self, spart: Captured, slot: int, key: _Key) -> Future[tuple[int, _Key, _Graph]]:
         """Let the other thread capture a graph."""
-        links, size, kind = key
+        links, size, kind, merges = key
         lane, regions = self._lane(spart, slot), tuple(self._region(link) for link in links)
         table = GraphTable(size, kind, spart.model.config.vocab_size, page_tables=lane.page_tables)
 
@@ -418,7 +434,7 @@ class Bypass:
             q, kv, o = (x[:size] for x in tensors.rows)
             rows: RowExchange = StreamRows(self._kernels, stream.handle, gates, (q, kv, o), inputs)
             if (link := _resident(spart)) is not None:
-                rows = ResidentStream(rows, link.kernels, tensors.resident(inputs))
+                rows = ResidentStream(rows, link.kernels, tensors.resident(inputs, merges))
             logits = tensors.logits[:size]
             logits.copy_(spart.whole_step(inputs, rows))
             if table.sampler is not None:

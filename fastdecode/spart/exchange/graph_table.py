@@ -55,6 +55,8 @@ class GraphTable:
             table.add("resident rows", _padded(resident and resident.rows.ravel(), np.int32, 4 * size))
             table.add("resident counts", _padded(resident and resident.counts, np.int32, 2))
             table.add("resident pages", paged.ravel())
+            answers = None if resident is None or resident.answers is None else resident.answers.view(np.int64)
+            table.add("resident answers", _padded(answers, np.int64, size))
         self.sampler = None if kind is None else Sampler.of_kind(kind, size, specs, vocab_size, table)
 
     def upload(self, buffer: torch.Tensor) -> None:

@@ -64,7 +64,7 @@ class MappedRegion(MappedMemory):
     def addresses(self, slot: int, rows: LinkRows) -> SlotRows:
         y = self.layout
         start = self.device + y.slot(slot)
-        return SlotRows(start + y.q, start + y.kv, start + y.o, rows.attending, rows.appended)
+        return SlotRows(start + y.q, start + y.kv, start + y.o, rows.attending, rows.appended, rows.partial)
 
 
 def _release(driver: Driver, memory: npt.NDArray[np.uint8]) -> None:

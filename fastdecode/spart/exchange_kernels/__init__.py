@@ -33,6 +33,7 @@ class SlotRows:
     o: int
     attending: slice[int, int, None]
     appended: slice[int, int, None]
+    partial: tuple[slice[int, int, None], ...] = ()  # rows that attend to remote prefixes; see LinkRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class RowAddresses:
     kv: npt.NDArray[np.uint64]  # [rows]
     o: npt.NDArray[np.uint64]  # [attending rows]
     counts: npt.NDArray[np.uint32]  # attending rows, rows
+    answers: npt.NDArray[np.uint64]  # [attending rows]: the answer that a row's own is merged with; 0: none
 
 
 def row_addresses(slots: Sequence[SlotRows], q_row_bytes: int, kv_row_bytes: int, o_row_bytes: int) -> RowAddresses:
@@ -51,10 +53,10 @@ def row_addresses(slots: Sequence[SlotRows], q_row_bytes: int, kv_row_bytes: int
     numbers = [*row_bytes, *(address for slot in slots for address in (slot.q, slot.kv, slot.o))]
     if any(number % CHUNK_BYTES for number in numbers):
         raise ValueError(f"rows must be aligned to {CHUNK_BYTES} bytes")
-    n_attend = max(slot.attending.stop for slot in slots)
+    n_attend = max(rows.stop for slot in slots for rows in (slot.attending, *slot.partial))
     n_rows = max(n_attend, *(slot.appended.stop for slot in slots))
     q, o = np.zeros(n_attend, np.uint64), np.zeros(n_attend, np.uint64)
-    kv = np.zeros(n_rows, np.uint64)
+    kv, answers = np.zeros(n_rows, np.uint64), np.zeros(n_attend, np.uint64)
     for slot in slots:
         n = slot.attending.stop - slot.attending.start
         more = slot.appended.stop - slot.appended.start
@@ -63,4 +65,9 @@ def row_addresses(slots: Sequence[SlotRows], q_row_bytes: int, kv_row_bytes: int
         o[slot.attending] = slot.o + rows[:n] * np.uint64(o_row_bytes)
         kv[slot.attending] = slot.kv + rows[:n] * np.uint64(kv_row_bytes)
         kv[slot.appended] = slot.kv + rows[n:] * np.uint64(kv_row_bytes)
-    return RowAddresses(q, kv, o, np.array([n_attend, n_rows], np.uint32))
+        for some in slot.partial:
+            in_slot = n + 2 * np.arange(some.stop - some.start, dtype=np.uint64)
+            q[some] = slot.q + in_slot * np.uint64(q_row_bytes)
+            answers[some] = slot.o + in_slot * np.uint64(o_row_bytes)
+            n += 2 * (some.stop - some.start)
+    return RowAddresses(q, kv, o, np.array([n_attend, n_rows], np.uint32), answers)

@@ -23,6 +23,10 @@ class ResidentTables:
     tokens: int  # of the longest sequence, at most
     attending: bool
     scratch: torch.Tensor | None = None  # zeros for the kernels of the stream; None: those of ResidentKernels
+    #: int64 [attending rows]: the address of an R-node's answer to each row, for PageKernels.merge, or 0. None: no row
+    #: attends to a remote prefix.
+    answers: torch.Tensor | None = None
+    lse: torch.Tensor | None = None  # fp32 [attending rows, query heads], which `answers` needs
 
     @property
     def paged_rows(self) -> PagedRows:
@@ -44,6 +48,7 @@ class ResidentKernels:
         layers = attention_layers(arena.hello)
         loaded = {layer: load(layer) for layer in dict.fromkeys(layers)}
         self._arena, self._of_layer = arena, [loaded[layer] for layer in layers]
+        self._most_heads = max(layer.n_q_heads for layer in layers)
         self._copies, self._current_stream = copies, current_stream
         self._scratch: dict[int, torch.Tensor] = {}  # by stream
         options, n = arena.hello.layers, len(layers)
@@ -102,9 +107,31 @@ class ResidentKernels:
                 pages,
                 scratch.data_ptr(),
                 splits,
-                sinks=0 if self._sinks is None else self._sinks[layer].data_ptr(),
+                lse=0 if tables.lse is None else tables.lse.data_ptr(),
+                sinks=self._sinks_of(layer),
                 slopes=0 if self.slopes is None else self.slopes.data_ptr(),
             )
+
+    def merge(self, layer: int, o: torch.Tensor, tables: ResidentTables) -> None:
+        """Merge the answers `o` of `pass_layer` with those of R-nodes, in place, if the tables have any."""
+        if tables.answers is None or tables.lse is None:
+            return
+        self._of_layer[layer].merge(
+            self._current_stream(),
+            o.data_ptr(),
+            o.stride(0),
+            tables.lse.data_ptr(),
+            tables.answers.data_ptr(),
+            tables.paged_rows,
+            self._sinks_of(layer),
+        )
+
+    def new_lse(self, n_rows: int) -> torch.Tensor:
+        """Memory for ResidentTables.lse, with room for every layer's heads."""
+        return torch.empty(n_rows, self._most_heads, dtype=torch.float32, device=self._arena.memory.device)
+
+    def _sinks_of(self, layer: int) -> int:
+        return 0 if self._sinks is None else self._sinks[layer].data_ptr()
 
     def sinks(self, layer: int) -> torch.Tensor | None:
         """The sinks of a layer, fp32 [query heads]; None: it has none."""

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
+import numpy as np
 import torch
 
 from fastdecode.kernels._native import page_sections
-from fastdecode.region.contract import KV_DTYPES, Status
+from fastdecode.region.contract import KV_DTYPES, ROW_DTYPE, Status
 from fastdecode.region.geometry import geometry_tuple, region_layout
 from fastdecode.spart.resident.arena import PageArena
 from fastdecode.spart.resident.kernels import ResidentKernels
-from fastdecode.transports.base import CallRefused, Hello, Lease, Link, LinkDown, Member
+from fastdecode.transports.base import CallRefused, Hello, Lease, Link, LinkDown, Member, TransportError
+from fastdecode.transports.migration import PIECE_BYTES, MigrationSender
+
+#: Pinned memory that holds pages on their way to an R-node.
+_PINNED_BYTES = 16 << 20
 
 
 class ResidentLink(Link):
@@ -41,6 +48,9 @@ class ResidentLink(Link):
         )
         page_bytes = self.arena.page_bytes
         self.lease = Lease(n_pages, n_pages, hello.max_seqs, page_bytes, device.type, 0, self.url, *sections)
+        self.secret: bytes | None = None  # of the R-nodes that pages are sent to
+        self._block_bytes = page_bytes * self.arena.lists.n_sections
+        self._pinned = PinnedPages(self.arena)
         self._closed = asyncio.Event()
 
     @property
@@ -77,7 +87,38 @@ class ResidentLink(Link):
         raise CallRefused(Status.BAD_CALL, "no sequence migrates to the S-Part's device", self)
 
     async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
-        raise CallRefused(Status.BAD_CALL, "no sequence migrates from the S-Part's device", self)
+        try:
+            sender = await MigrationSender.open(url, token, self._block_bytes, self.secret)
+            try:
+                for blocks in self._pinned.pieces(pages):
+                    staged = await asyncio.to_thread(self._pinned.download, self._page_numbers(seq[0], blocks))
+                    move = partial(_send, staged)
+                    await sender.send(blocks.start, len(blocks), length if blocks.stop == pages.stop else 0, move)
+            finally:
+                sender.close()
+        except (TransportError, OSError, RuntimeError) as error:  # RuntimeError: of torch
+            if isinstance(error, CallRefused):
+                raise
+            raise CallRefused(Status.LINK_CLOSED, str(error), self) from None
+
+    def _page_numbers(self, seq_index: int, blocks: range) -> list[int]:
+        """The pages of some blocks of a sequence, in the order in which R-nodes send them."""
+        entries, lists = np.zeros(1, ROW_DTYPE), self.arena.lists
+        entries["seq_index"] = seq_index
+        pages = np.zeros((lists.n_sections, blocks.stop), np.int32)
+        lists.tables(entries.view(np.uint8), pages, blocks.stop)
+        return [int(page) for page in pages[:, blocks.start :].T.ravel()]
+
+    @property
+    def may_cut(self) -> bool:
+        """True if a sequence's first tokens may lie on an R-node: every layer attends to all tokens, without ALiBi."""
+        layers = self.arena.hello.layers
+        return not (any(self.arena.hello.windows) or any(layers.segments) or any(layers.selections) or layers.slopes)
+
+    def drop_blocks(self, seq: tuple[int, int], n_blocks: int) -> None:
+        """Give back the pages of a sequence's first blocks, whose tokens lie on an R-node. Raises CallRefused."""
+        with refusals(self):
+            self.arena.lists.drop_blocks(*seq, n_blocks)
 
     async def resize(self, n_pages: int) -> dict[str, int]:
         return await self.stats()
@@ -105,6 +146,45 @@ class ResidentLink(Link):
 
     async def close(self) -> None:
         self._closed.set()
+
+
+class PinnedPages:
+    """Pinned memory through which pages of an arena go to the host."""
+
+    def __init__(self, arena: PageArena):
+        self._arena = arena
+        self._stream: torch.Stream | None = None
+
+    def pieces(self, blocks: range) -> Iterator[range]:
+        """Ranges of blocks that `download` takes at once."""
+        lists = self._arena.lists
+        n = max(1, _PINNED_BYTES // (self._arena.page_bytes * lists.n_sections))
+        return (blocks[i : i + n] for i in range(0, len(blocks), n))
+
+    def download(self, pages: Sequence[int]) -> memoryview:
+        """The bytes of whole pages, plane by plane, valid until the next call. Blocks; on a stream of its own."""
+        memory = self._arena.memory
+        with torch.inference_mode():
+            if self._stream is None:
+                self._stream = torch.Stream(memory.device)
+            with self._stream:
+                n_bytes = len(pages) * self._arena.page_bytes
+                staged = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+                rows = staged.view(len(pages), memory.shape[0], memory.shape[2])
+                for row, page in zip(rows, pages, strict=True):
+                    row.copy_(memory[:, page], non_blocking=True)
+                copied = torch.Event(memory.device)
+                copied.record()
+            copied.synchronize()
+        return memoryview(staged.numpy())
+
+
+def _send(data: memoryview, fd: int, offset: int) -> int:
+    """Send bytes from `offset` on over a non-blocking socket; their number."""
+    try:
+        return os.write(fd, data[offset : offset + PIECE_BYTES])
+    except BlockingIOError:
+        return 0
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,15 +21,16 @@ class ResidentNumbers(NamedTuple):
     rows: npt.NDArray[np.int32]  # [rows, 4]
     counts: npt.NDArray[np.int32]  # [2]
     pages: npt.NDArray[np.int32]  # [sections, sequences, blocks]
+    answers: npt.NDArray[np.uint64] | None = None  # [rows]; None: no sequence has a remote prefix
 
 
 class ResidentRows:
     """The rows of a step on a ResidentLink, all of which attend, or none."""
 
-    def __init__(self, link: ResidentLink, entries: np.ndarray, attending: bool):
-        """`entries` is their row table, ROW_DTYPE."""
+    def __init__(self, link: ResidentLink, entries: np.ndarray, attending: bool, first: Sequence[int] = ()):
+        """`entries` is their row table, ROW_DTYPE. `first`: see LinkRows."""
         self._link, self._arena = link, link.arena
-        self._entries, self._attending = entries, attending
+        self._entries, self._attending, self._first = entries, attending, first
         self._copies = b""
 
     def arm(self) -> None:
@@ -36,27 +38,35 @@ class ResidentRows:
         with refusals(self._link):
             self._copies = self._arena.lists.append(self._entries.view(np.uint8))
 
-    def numbers(self, width: int | None = None) -> ResidentNumbers:
-        """The tables of the step, with the pages of up to `width` blocks; None: as many as the longest sequence has."""
-        rows = row_numbers(self._entries)
+    def numbers(self, width: int | None = None, answers: npt.NDArray[np.uint64] | None = None) -> ResidentNumbers:
+        """The tables of the step, with the pages of up to `width` blocks; None: as many as the longest sequence has.
+        `answers`: see ResidentTables, for the first rows of the step or more."""
+        rows = row_numbers(self._entries, self._first)
         width = width or blocks_for(self._longest)
         pages = np.full((self._arena.lists.n_sections, len(self._entries), width), -1, np.int32)
         self._arena.lists.tables(self._entries.view(np.uint8), pages, width)
-        return ResidentNumbers(rows, np.array([len(rows) * self._attending, len(rows)], np.int32), pages)
+        counts = np.array([len(rows) * self._attending, len(rows)], np.int32)
+        return ResidentNumbers(rows, counts, pages, None if answers is None else answers[: len(rows)])
 
     @property
     def _longest(self) -> int:
         """Tokens of the longest sequence, with its rows."""
         return int((self._entries["pos"].astype(np.int64) + self._entries["n_rows"]).max())
 
-    def upload(self) -> None:
-        """Start the upload of the tables for `pass_layer`, and copy shared pages."""
-        numbers, table = self.numbers(), StepTable()
-        for name, values in numbers._asdict().items():
-            table.add(name, values.ravel())
+    def upload(self, answers: npt.NDArray[np.uint64] | None = None) -> None:
+        """Start the upload of the tables for `pass_layer`, and copy shared pages. `answers`: see ResidentTables."""
+        numbers, table = self.numbers(answers=answers), StepTable()
+        table.add("rows", numbers.rows.ravel())
+        table.add("counts", numbers.counts)
+        table.add("pages", numbers.pages.ravel())
+        if numbers.answers is not None:
+            table.add("answers", numbers.answers.view(np.int64))
         there = table.upload(self._arena.memory.device)
         paged = there["pages"].view(numbers.pages.shape)
-        self._tables = ResidentTables(there["rows"], there["counts"], paged, self._longest, self._attending)
+        lse = None if numbers.answers is None else self._link.kernels.new_lse(len(numbers.rows))
+        self._tables = ResidentTables(
+            there["rows"], there["counts"], paged, self._longest, self._attending, None, there.get("answers"), lse
+        )
         self.copy_shared()
 
     def copy_shared(self) -> None:
@@ -74,6 +84,10 @@ class ResidentRows:
         """Append K and V of a layer's rows, and attend to them."""
         self._link.kernels.pass_layer(layer, q, kv, o, self._tables)
 
+    def merge(self, layer: int, o: torch.Tensor) -> None:
+        """Merge a layer's answers `o` with those of R-nodes, which have come."""
+        self._link.kernels.merge(layer, o, self._tables)
+
     def end(self) -> None:
         """End the step, whose copies of pages the device has made. Idempotent."""
         self._arena.lists.end_copies(self._copies)
@@ -85,12 +99,14 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-def row_numbers(entries: np.ndarray) -> npt.NDArray[np.int32]:
-    """Each row's entry, its position, its number within the entry, and 0: the device has the sequence's first token.
-    int32 [rows, 4], as StepRows.rows."""
+def row_numbers(entries: np.ndarray, first: Sequence[int] = ()) -> npt.NDArray[np.int32]:
+    """Each row's entry, its position, its number within the entry, and the first position of its sequence that lies on
+    the device: the entry's in `first`, or 0. int32 [rows, 4], as PagedRows.rows."""
     n_rows = entries["n_rows"].astype(np.int64)
     rows = np.zeros((n_rows.sum(), 4), np.int32)
     rows[:, 0] = np.arange(len(entries)).repeat(n_rows)
     rows[:, 2] = np.arange(len(rows)) - (np.cumsum(n_rows) - n_rows).repeat(n_rows)
     rows[:, 1] = entries["pos"].astype(np.int64).repeat(n_rows) + rows[:, 2]
+    if first:
+        rows[:, 3] = np.array(first).repeat(n_rows)
     return rows

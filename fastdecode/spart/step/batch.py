@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from fastdecode.transports.base import DataPath, StepCost, TransportError
 
 
+class RemotePrefix(NamedTuple):
+    """The first tokens of a sequence whose other tokens lie on the S-Part's device: an R-node has their K and V. The
+    device gets the R-node's answers to the sequence's queries, and merges them with its own."""
+
+    link: int  # the R-node, as an index into the S-Part's list of links
+    seq_index: int  # its handle within that link's lease
+    tag: int
+    length: int  # tokens, of whole pages
+
+
 @dataclass(slots=True)
 class Chunk:
     """One sequence's part of a step: the rows of some of its tokens."""
@@ -39,6 +49,7 @@ class Chunk:
     states_after: tuple[tuple[int, int], ...] = ()
     following: int | None = None  # without `sample`: the token after the chunk, if it is known, for an MTP head
     slide: bool = False  # no row before `pos` will come: the R-node gives back the pages that no later row sees
+    prefix: RemotePrefix | None = None  # of a chunk that attends on the S-Part's device, which has the other tokens
 
 
 @dataclass(slots=True)

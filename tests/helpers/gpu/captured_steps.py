@@ -97,6 +97,7 @@ class Ranges:
 
     attending: slice
     appended: slice
+    partial: tuple[slice, ...] = ()
 
 
 @dataclass(frozen=True)

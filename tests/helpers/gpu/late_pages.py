@@ -13,6 +13,7 @@ from fastdecode.kernels.gpu.page_kernels import PagedLayer
 from fastdecode.spart.resident.arena import PageArena
 from fastdecode.spart.resident.kernels import ResidentKernels
 from gpu.lying_device import LyingDevice
+from gpu.lying_driver import host_address
 from gpu.page_kernels_on_host import HostPageKernels
 from gpu.page_reference import ReferencePageKernels
 
@@ -59,6 +60,6 @@ def late_kernels(arena: PageArena) -> ResidentKernels:
 
     load: Callable[[PagedLayer], Any] = lambda layer: Late(on_host().page_kernels(layer))  # noqa: E731
     if arena.hello.kv_dtype == "fp32":
-        load = lambda layer: Late(ReferencePageKernels(Fp32Layer.like(layer)))  # noqa: E731
+        load = lambda layer: Late(ReferencePageKernels(Fp32Layer.like(layer), host_address))  # noqa: E731
     copier: Any = Late(on_host().copier())
     return ResidentKernels(arena, load, copier, current)

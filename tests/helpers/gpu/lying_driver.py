@@ -24,6 +24,11 @@ _DEVICE = 1 << 60  # the device adds this to the address of registered memory
 _GIVE_UP_S = 20.0
 
 
+def host_address(address: int) -> int:
+    """The address at which this process reaches the device's `address`, of registered memory or of the device's own."""
+    return address - _DEVICE if address >= _DEVICE else address
+
+
 class LyingDriver:
     """`left_out` is a wait that does nothing: "gate" (for an R-node) or "completion" (for the end of a step)."""
 
@@ -52,7 +57,7 @@ class LyingDriver:
 
     def _host(self, address: int) -> int:
         """The address at which this process reaches the device's `address`, registered or the device's own."""
-        host = address - _DEVICE if address >= _DEVICE else address
+        host = host_address(address)
         inside = any(start <= host < start + n for start, n in list(self._registered.items()))
         assert inside == (address >= _DEVICE), f"{address:#x} is not an address of the device"
         return host

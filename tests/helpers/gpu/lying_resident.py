@@ -2,8 +2,9 @@
 
 Arguments: a case of CASES, "staged" or "bypass", and a model directory. Prints a JSON object: "equal", whether every
 stream has the tokens of transformers; "resident" and "crossed", how many sequences were placed on the device and on
-R-nodes; "copied", whether a page was copied; "captured", whether a captured step had rows of the device's pages;
-"preemptions"; "alive", of each place; "left", the device's pages that are not free once the prefix cache is empty.
+R-nodes; "copied", whether a page was copied; "captured", whether a captured step had rows of the device's pages, and
+"merged", whether one had rows of a sequence that was cut; "preemptions"; "spilled", how often a sequence was cut;
+"alive", of each place; "left", the device's pages that are not free once the prefix cache is empty.
 """
 
 from __future__ import annotations
@@ -37,16 +38,21 @@ from gpu.lying_engine import OnDevice, ThreadedDriver, ThreadedStream, started
 
 ROWS = 256
 PAGE_BYTES = 3 * 2 * 2 * 128 * 16 * 4  # layers, K and V, KV heads, tokens, head size, fp32
-N_NEW = 24
 CHOICES = 3  # of prompt 2
+LONG = (240, 250, 3)  # prompts whose answers grow over several pages
 
 
 @dataclass(frozen=True)
 class Case:
     pages: int  # of the device
     r_pages: tuple[int, ...]  # of each R-node
-    kill: bool = False  # the last R-node, once every stream has a token
+    #: When R-nodes are killed: "begun", the last one once every stream has a token; "cut", the one that has the first
+    #: tokens of a sequence once there is one; "spilling", the one that pages are about to be sent to. "": none.
+    kill: str = ""
+    kills: int = 1  # R-nodes that are killed
     kv_dtype: str = "fp32"
+    lengths: tuple[int, ...] = (120, 126, 200, 124, 10, 64, 3, 140, 30)  # of the prompts; some grow beyond a page
+    n_new: int = 24
 
 
 CASES = {
@@ -54,15 +60,17 @@ CASES = {
     "kernels": Case(64, (8,), kv_dtype="fp16"),
     "too small": Case(6, (64,)),
     "short of pages": Case(3, (3,)),
-    "killed": Case(5, (64, 64), kill=True),
+    "killed": Case(5, (64, 64), kill="begun"),
+    "cut": Case(5, (64,), lengths=LONG, n_new=150),
+    "cut and killed": Case(5, (64, 64), kill="cut", lengths=LONG, n_new=150),
+    "killed while spilling": Case(5, (64, 64), kill="spilling", lengths=LONG, n_new=150),
+    "two killed while spilling": Case(5, (64, 64, 64), kill="spilling", kills=2, lengths=LONG, n_new=150),
 }
 
 
-def prompts() -> list[list[int]]:
-    """Some of which grow beyond a page."""
+def prompts(case: Case) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    lengths = (120, 126, 200, 124, 10, 64, 3, 140, 30)
-    return [torch.randint(3, 384, (n,), generator=generator).tolist() for n in lengths]
+    return [torch.randint(3, 384, (n,), generator=generator).tolist() for n in case.lengths]
 
 
 def continued(prompt: list[int], answer: list[int]) -> list[int]:
@@ -70,7 +78,7 @@ def continued(prompt: list[int], answer: list[int]) -> list[int]:
     return [*prompt, *answer, 5, 6, 7]
 
 
-def by_transformers(directory: Path) -> list[list[int]]:
+def by_transformers(case: Case, directory: Path) -> list[list[int]]:
     """The answers to all prompts, and to the last one continued."""
     from transformers import AutoModelForCausalLM
 
@@ -78,18 +86,20 @@ def by_transformers(directory: Path) -> list[list[int]]:
 
     def answer(prompt: list[int]) -> list[int]:
         tokens = torch.tensor([prompt])
-        made = model.generate(tokens, do_sample=False, max_new_tokens=N_NEW, min_new_tokens=N_NEW, eos_token_id=None)
+        made = model.generate(
+            tokens, do_sample=False, max_new_tokens=case.n_new, min_new_tokens=case.n_new, eos_token_id=None
+        )
         tail: list[int] = made[0, len(prompt) :].tolist()
         return tail
 
-    found = [answer(prompt) for prompt in prompts()]
-    return [*found, answer(continued(prompts()[-2], found[-2]))]
+    found = [answer(prompt) for prompt in prompts(case)]
+    return [*found, answer(continued(prompts(case)[-2], found[-2]))]
 
 
-async def generate(engine: Engine, halfway: Callable[[], None]) -> list[list[list[int]]]:
+async def generate(case: Case, engine: Engine, halfway: Callable[[], object]) -> list[list[list[int]]]:
     """The answers to all prompts, and, once all of these have ended, to one of them continued. `halfway` is called once
     all streams have a token."""
-    params = SamplingParams(temperature=0.0, max_tokens=N_NEW, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=case.n_new, ignore_eos=True)
 
     def submit(i: int, prompt: list[int]) -> list[asyncio.Queue[Any]]:
         queues: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(CHOICES if i == 2 else 1)]
@@ -97,18 +107,18 @@ async def generate(engine: Engine, halfway: Callable[[], None]) -> list[list[lis
         return queues
 
     async def rest(queue: asyncio.Queue[Any], tokens: list[int]) -> list[int]:
-        while len(tokens) < N_NEW:
+        while len(tokens) < case.n_new:
             event = await queue.get()
             if not isinstance(event, TokenEvent):
                 raise event
             tokens.append(event.token)
         return tokens
 
-    requests = [submit(i, prompt) for i, prompt in enumerate(prompts())]
+    requests = [submit(i, prompt) for i, prompt in enumerate(prompts(case))]
     begun = [[(queue, [(await queue.get()).token]) for queue in queues] for queues in requests]
     halfway()
     answers = [[await rest(queue, tokens) for queue, tokens in queues] for queues in begun]
-    [last] = submit(len(requests), continued(prompts()[-2], answers[-2][0]))
+    [last] = submit(len(requests), continued(prompts(case)[-2], answers[-2][0]))
     return [*answers, [await rest(last, [])]]
 
 
@@ -120,7 +130,7 @@ def requests_of(bypass: Bypass, links: list[Link]) -> frozenset[int]:
 
 async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dict[str, Any]:
     device = OnDevice.device = LyingDevice()
-    report: dict[str, Any] = {"resident": 0, "crossed": 0, "copied": False, "captured": False}
+    report: dict[str, Any] = {"resident": 0, "crossed": 0, "copied": False, "captured": False, "merged": False}
     with contextlib.ExitStack() as stack:
         nodes = []
         for i in range(len(case.r_pages)):
@@ -146,8 +156,11 @@ async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dic
                 bypass.prepare(spart, 2, least=8)
         count(report, resident)
         async with started(spart, OnDevice, prefix_cache=True, max_uncached_suffix=256) as engine:
-            tokens = await generate(engine, lambda: nodes[-1].end(signal.SIGKILL) if case.kill else None)
+            killing = Killer(case, engine, resident, nodes)
+            tokens = await generate(case, engine, killing.begun)
+            killing.end()
             report["preemptions"] = engine.stats.totals.preemptions
+            report["spilled"] = engine.r_nodes.spiller.spilled
             report["alive"] = [node.alive for node in engine.stats.nodes]
             ledger = engine.cluster.nodes[0]
             ledger.drain()
@@ -157,9 +170,48 @@ async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dic
             report["left"] = case.pages - resident.arena.lists.n_free
         for link in crossing:
             await link.close()
-    want = by_transformers(directory)
+    want = by_transformers(case, directory)
     report["equal"] = all(choice == one for one, choices in zip(want, tokens, strict=True) for choice in choices)
     return report
+
+
+class Killer:
+    """Kills R-nodes of a running engine, when the case says."""
+
+    def __init__(self, case: Case, engine: Engine, resident: ResidentLink, nodes: list[RNodeProcess]):
+        self._case, self._engine, self._nodes = case, engine, nodes
+        self._migrate = resident.migrate
+        self._left = case.kills
+        self._task = asyncio.create_task(self._once_cut()) if case.kill == "cut" else None
+        if case.kill == "spilling":
+            resident.migrate = self._kill_and_migrate  # type: ignore[method-assign]
+
+    def begun(self) -> None:
+        """Every stream has a token."""
+        if self._case.kill == "begun":
+            self._kill(self._nodes[-1].url)
+
+    def end(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _kill(self, url: str) -> None:
+        """Kill the R-node at `url`, and others if the case says so."""
+        for node in sorted(self._nodes, key=lambda node: node.url != url)[: self._left]:
+            node.end(signal.SIGKILL)
+        self._left = 0
+
+    async def _once_cut(self) -> None:
+        while self._left:
+            await asyncio.sleep(0.005)
+            for seq in self._engine.scheduler.running:
+                if self._left and seq.prefix is not None:
+                    self._kill(seq.prefix.node.url)
+
+    async def _kill_and_migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        if self._left:
+            self._kill(url)
+        await self._migrate(seq, pages, length, url, token)
 
 
 def count(report: dict[str, Any], resident: ResidentLink) -> None:
@@ -177,6 +229,7 @@ def count(report: dict[str, Any], resident: ResidentLink) -> None:
 
     def started(bypass: Bypass, spart: Any, rows: Any, crossing: Any, own: Any, *arguments: Any) -> Any:
         report["captured"] |= own is not None
+        report["merged"] |= any(rows.partial for rows in crossing)
         return start(bypass, spart, rows, crossing, own, *arguments)
 
     Bypass._start = started  # type: ignore[method-assign]

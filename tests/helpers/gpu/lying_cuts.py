@@ -1,0 +1,129 @@
+"""Steps on a lying device (lying_device.py) of a sequence whose first pages lie on an R-node, cut at every page border.
+
+Arguments: "staged" or "bypass", the pages' format, and a model directory. Prints a JSON object: "equal", whether all
+tokens are those of transformers; "waited", how often a captured step has waited for an R-node; "cuts", how many cuts
+there were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from models.spart_steps import linked
+
+from fastdecode.region.contract import PAGE_TOKENS, ROW_DTYPE
+from fastdecode.spart import SPart, load_model
+from fastdecode.spart.exchange.bypass import Bypass
+from fastdecode.spart.exchange.choice import ChosenExchange
+from fastdecode.spart.resident.link import ResidentLink
+from fastdecode.spart.step.batch import Chunk, RemotePrefix, SampleSpec, StepBatch
+from gpu.late_pages import late_kernels
+from gpu.lying_device import NAME, LyingDevice, take_torchs_place
+from gpu.lying_driver import LyingDriver
+from gpu.lying_steps import in_turn
+
+GREEDY = SampleSpec(temperature=0.0)
+LENGTH, N_NEW = 3 * PAGE_TOKENS - 4, 8  # the answers grow into another page
+AT_ONCE = 3  # the last tokens of the prompt attend in one step
+OTHER = 20  # tokens of two sequences beside it, which lie wholly on the device and on the R-node
+DEVICE, R_NODE = 0, 1
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 384, (n,), generator=generator).tolist() for n in (LENGTH, OTHER, OTHER)]
+
+
+def by_transformers(directory: Path) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    def answer(prompt: list[int]) -> list[int]:
+        options: Any = {"do_sample": False, "max_new_tokens": N_NEW, "min_new_tokens": N_NEW, "eos_token_id": None}
+        tail: list[int] = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        return tail
+
+    return [answer(prompt) for prompt in prompts()]
+
+
+def forget(link: ResidentLink, seq_index: int, n_pages: int) -> None:
+    """Write NaN over the first pages of a sequence on the device."""
+    entries = np.zeros(1, ROW_DTYPE)
+    entries["seq_index"] = seq_index
+    pages = np.zeros(n_pages, np.int32)
+    link.arena.lists.tables(entries.view(np.uint8), pages, n_pages)
+    for page in pages.tolist():
+        link.arena.memory[:, page].fill_(255)
+
+
+def answers(spart: SPart, link: ResidentLink, cut: int, tag: int) -> list[list[int]]:
+    """The tokens of all prompts, of which the first one has `cut` tokens on the R-node."""
+    long, on_device, on_r_node = prompts()
+    known = LENGTH - AT_ONCE
+    parts = [
+        (DEVICE, 0, long[:known]),
+        (DEVICE, 1, on_device[:-1]),
+        (R_NODE, 0, long[:cut]),
+        (R_NODE, 1, on_r_node[:-1]),
+    ]
+    in_turn([spart.step(StepBatch(1, [Chunk(at, i, tag, 0, part, True, None, len(part)) for at, i, part in parts]))])
+    forget(link, 0, cut // PAGE_TOKENS)
+    prefix = RemotePrefix(R_NODE, 0, tag, cut)
+    done: list[list[int]] = [[], [], []]
+    rest = [long[known:], on_device[-1:], on_r_node[-1:]]
+    at = [known, OTHER - 1, OTHER - 1]
+    for _ in range(N_NEW):
+        chunks = [
+            Chunk(DEVICE, 0, tag, at[0], rest[0], False, GREEDY, prefix=prefix),
+            Chunk(DEVICE, 1, tag, at[1], rest[1], False, GREEDY),
+            Chunk(R_NODE, 1, tag, at[2], rest[2], False, GREEDY),
+        ]
+        if spart.exchange.bypass is not None:
+            spart.exchange.bypass.settle()
+        [output] = in_turn([spart.step(StepBatch(0, chunks))])
+        for i, sampled in enumerate(output.sampled):
+            assert sampled is not None
+            at[i] += len(rest[i])
+            rest[i] = [sampled.token]
+            done[i].append(sampled.token)
+    return done
+
+
+async def run(bypassed: bool, kv_dtype: str, directory: Path, folder: str) -> dict[str, Any]:
+    want = by_transformers(directory)
+    with LyingDevice() as device:
+        model = load_model(directory, device=NAME, dtype="fp32")
+        async with linked(model, Path(folder), kv_dtype=kv_dtype, max_rows=1024) as links:
+            with torch.inference_mode():  # torch makes no view of another tensor of the device without that mode
+                hello = model.hello(2, 1024, kv_dtype, None, 16)
+                link, chosen = ResidentLink(hello, 16, model.device, late_kernels), ChosenExchange.plain(model.device)
+                driver: Any = LyingDriver(device)
+                if bypassed:
+                    chosen = ChosenExchange("bypass", bypass=Bypass(driver.kernels(), device.make_stream, most_rows=8))
+                spart, found = SPart(model, [link, *links], chosen), []
+                borders = range(PAGE_TOKENS, LENGTH - AT_ONCE + 1, PAGE_TOKENS)
+                for tag, cut in enumerate(borders, 1):
+                    found.append(answers(spart, link, cut, tag))
+                    for i in (0, 1):
+                        await link.free([(i, tag)])
+                        await links[0].free([(i, tag)])
+                return {"equal": all(x == want for x in found), "waited": driver.waited, "cuts": len(found)}
+
+
+def main() -> None:
+    take_torchs_place()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(asyncio.run(run(sys.argv[1] == "bypass", sys.argv[2], Path(sys.argv[3]), folder))))
+
+
+if __name__ == "__main__":
+    main()
