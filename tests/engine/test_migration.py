@@ -13,6 +13,7 @@ from engines.toy_engine import generate, started
 from fastdecode.engine.migration import migrator
 from fastdecode.engine.migration.rebalance import choose_migrations
 from fastdecode.engine.state.request import SamplingParams
+from fastdecode.spart.shape import LayerReads
 
 pytestmark = pytest.mark.quick
 
@@ -234,7 +235,7 @@ async def test_nothing_moves_where_the_s_part_covers_the_r_part(monkeypatch):
         assert engine.stats.totals.migrated == 0
 
 
-FULL = ((0, 4),)  # four layers of full attention
+FULL = ((LayerReads(), 4),)  # four layers of full attention
 
 
 def choose(placed, costs, *, groups=FULL, open_nodes=None, covered=0.0, excess=0.25):
@@ -267,8 +268,10 @@ def test_what_the_s_part_covers_does_not_move():
 def test_windows_bound_what_a_move_brings():
     placed = [(0, 10_000), (0, 200), (1, 300)]
     assert choose(placed, [1.0, 1.0])[0] == (1, 1)
-    assert choose(placed, [1.0, 1.0], groups=((128, 4),)) == []  # 256 and 128 tokens: it would be 128 and 256
-    assert choose([(0, 10_000), (1, 128)], [1.0, 1.0], groups=((128, 4),)) == []
+    assert (
+        choose(placed, [1.0, 1.0], groups=((LayerReads(128), 4),)) == []
+    )  # 256 and 128 tokens: it would be 128 and 256
+    assert choose([(0, 10_000), (1, 128)], [1.0, 1.0], groups=((LayerReads(128), 4),)) == []
 
 
 def test_an_r_node_that_is_drained_is_no_target():
