@@ -268,10 +268,9 @@ def test_what_the_s_part_covers_does_not_move():
 def test_windows_bound_what_a_move_brings():
     placed = [(0, 10_000), (0, 200), (1, 300)]
     assert choose(placed, [1.0, 1.0])[0] == (1, 1)
-    assert (
-        choose(placed, [1.0, 1.0], groups=((LayerReads(128), 4),)) == []
-    )  # 256 and 128 tokens: it would be 128 and 256
-    assert choose([(0, 10_000), (1, 128)], [1.0, 1.0], groups=((LayerReads(128), 4),)) == []
+    windows = ((LayerReads(128), 4),)
+    assert choose(placed, [1.0, 1.0], groups=windows) == []  # 256 and 128 tokens: it would be 128 and 256
+    assert choose([(0, 10_000), (1, 128)], [1.0, 1.0], groups=windows) == []
 
 
 def test_an_r_node_that_is_drained_is_no_target():
