@@ -51,6 +51,32 @@ async def test_biases_and_stacks_of_other_families(source, tmp_path):
     assert await error_of_logits(tmp_path / "m", theirs, tmp_path) < EXACT
 
 
+#: Linears of hybrids that real checkpoints leave in 16 bits.
+IGNORED = ("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate")
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "awq", "W4A16", "W8A8", "FP8", "modelopt-nvfp4"])
+async def test_models_whose_layers_keep_states(name, tmp_path):
+    """The last group of the inputs of `out_proj` is cut off: 144 of them, in groups of 32."""
+    theirs = make(tmp_path / "m", name, "qwen3.5", IGNORED)
+    assert await error_of_logits(tmp_path / "m", theirs, tmp_path) < FORMATS[name][2]
+
+
+@pytest.mark.parametrize("source", ["qwen3.5-moe", "qwen3-next"])
+async def test_mixtures_whose_layers_keep_states(source, tmp_path):
+    """Shared experts of 48 inputs, whose second group of 32 is cut off."""
+    theirs = make(tmp_path / "m", "W4A16", source, IGNORED)
+    assert await error_of_logits(tmp_path / "m", theirs, tmp_path) < EXACT
+
+
+@pytest.mark.parametrize("name", ["W8A16", "fp8-blocks"])
+def test_a_small_matrix_that_is_quantised_is_dequantised(name, tmp_path):
+    theirs = make(tmp_path / "m", name, "qwen3.5-moe")
+    gate = load_model(tmp_path / "m", dtype="fp32").weights.blocks[0].mlp.shared.gate
+    want = theirs.model.layers[0].mlp.shared_expert_gate.weight
+    torch.testing.assert_close(gate, want.detach(), rtol=0, atol=want.abs().max().item() / 127)
+
+
 def test_memory_holds_the_numbers_of_the_file(tmp_path):
     make(tmp_path / "m", "gptq-4")
     float_bytes = load_model(make_checkpoint("llama-mha"), dtype="fp32").weight_bytes

@@ -145,6 +145,19 @@ async def test_the_text_part_of_other_models_with_vision(model_type, tmp_path):
     await check_text_part(several_modes(model_type, tmp_path / "m"), tmp_path)
 
 
+async def test_stacks_of_experts_that_are_published_transposed(tmp_path):
+    """As Qwen3-VL-MoE is published: [experts, in, gate and up] and [experts, in, out]."""
+    theirs = several_modes("qwen3_vl_moe", tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(path)
+    layers = theirs.model.language_model.layers
+    for name in [name for name in tensors if ".experts." in name]:
+        experts = layers[int(name.split("layers.")[1].split(".")[0])].mlp.experts
+        tensors[name] = getattr(experts, name.rpartition(".")[2]).data.transpose(1, 2).contiguous()
+    save_file(tensors, path)
+    await check_text_part(theirs, tmp_path)
+
+
 async def test_the_names_that_transformers_itself_has_for_a_text_part(tmp_path):
     theirs = several_modes("mistral3", tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"

@@ -273,7 +273,7 @@ def _qwen3_moe(config: ConfigJson) -> dict[str, Any]:
         128,
         8,
         config.size("moe_intermediate_size", 768),
-        renormalise=config.flag("norm_topk_prob", False),
+        renormalise=config.flag("norm_topk_prob", config.raw.get("model_type") == "qwen3_vl_moe_text"),
         dense_layers=_dense_layers(config, n_layers),
     )
     return {

@@ -101,6 +101,11 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
             raise CheckpointError(f"tensor {self._tensor_name(name, end)!r} has shape {shape}, not two dimensions")
         return shape[0], shape[1]
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """A small matrix that some checkpoints quantise, such as a router, is dequantised."""
+        matrix = self.matrix(name)
+        return matrix if isinstance(matrix, torch.Tensor) else matrix.dequantise()
+
     def matrix(self, name: str) -> torch.Tensor | Quantised:
         form = self._forms.get(name)
         if form is None:
@@ -199,6 +204,8 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         if scales.shape[0] != outs or (zeros is not None and zeros.shape != scales.shape):
             raise ValueError(f"numbers {tuple(q.shape)}, scales {tuple(scales.shape)}")
         size = -(-ins // groups)
+        if groups > 1 and size % 16:  # no tool makes such groups, so the last group is cut off
+            size = -(-size // GROUP) * GROUP
         middle = 1 << (bits - 1)
         mins = None if zeros is None or bool((zeros == middle).all()) else scales * (middle - zeros)
         order = None

@@ -80,6 +80,7 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str  # in safetensors' spelling, such as "BF16"
     part: tuple[int, slice] | None = None  # the tensor is these rows of one of the stored tensor's matrices
+    transposed: bool = False  # the matrices of the stored tensor are [in, out]
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -115,7 +116,8 @@ class SafetensorsCheckpoint(Checkpoint):
         file = self._open[1]
         if stored.part is not None:
             matrix, rows = stored.part
-            part: torch.Tensor = file.get_slice(stored.name)[matrix, rows]
+            stack = file.get_slice(stored.name)
+            part: torch.Tensor = stack[matrix, :, rows].T if stored.transposed else stack[matrix, rows]
             return part
         data: torch.Tensor = file.get_tensor(stored.name)
         return data
@@ -188,7 +190,7 @@ def _of_text_part(name: str) -> str:
 
 def _one_by_one(stored: dict[str, Stored], names: TensorNames) -> dict[str, Stored]:
     """`stored`, in which the experts of a layer that lie in two tensors, [experts, gate and up, in] and [experts, out,
-    in], stand one by one."""
+    in], stand one by one. The matrices of both tensors may be transposed (Qwen3-VL-MoE as it is published)."""
     if not any("{e}" in name for name in names.expert_up):
         return stored
     experts = names.expert_up[0].partition("{e}")[0]
@@ -200,10 +202,20 @@ def _one_by_one(stored: dict[str, Stored], names: TensorNames) -> dict[str, Stor
             found[name] = tensor
             continue
         n, rows, width = tensor.shape
+        if transposed := _transposed(stored, block + experts):
+            rows, width = width, rows
         size = rows // len(members[kind])
         for i, member in enumerate(members[kind]):
             part = slice(i * size, (i + 1) * size)
             for e in range(n):
                 one = f"{block}{member}.weight".replace("{e}", str(e))
-                found[one] = replace(tensor, shape=(size, width), part=(e, part))
+                found[one] = replace(tensor, shape=(size, width), part=(e, part), transposed=transposed)
     return found
+
+
+def _transposed(stored: dict[str, Stored], experts: str) -> bool:
+    """Whether the two tensors of a layer's experts, whose names begin with `experts`, are [experts, in, gate and up]
+    and [experts, in, out]."""
+    both = [stored.get(f"{experts}{kind}") for kind in ("gate_up_proj", "down_proj")]
+    (_, *up), (_, *down) = (tensor.shape if tensor and len(tensor.shape) == 3 else (0, 0, 0) for tensor in both)
+    return up == [down[1], 2 * down[0]]

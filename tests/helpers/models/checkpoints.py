@@ -234,6 +234,7 @@ def _make_small(text: Any, model_type: str) -> None:
         "head_dim": 16,
     }
     more = {"vocab_size": VOCAB_SIZE, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 32}
+    more["num_experts_per_tok"] = 2
     limits = {"max_position_embeddings": MAX_POSITIONS, "layer_types": ["full_attention"] * 3, "pad_token_id": 2}
     for name, value in (sizes | more | limits).items():
         if getattr(text, name, None) is not None or name == "pad_token_id":

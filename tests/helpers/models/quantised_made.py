@@ -173,15 +173,16 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, float]] = {
 }
 
 
-def make(directory: Path, name: str, source: str = "llama-mha") -> Any:
-    """Write a checkpoint in the format `name`; returns transformers' model with the same numbers."""
+def make(directory: Path, name: str, source: str = "llama-mha", ignored: tuple[str, ...] = ("lm_head",)) -> Any:
+    """Write a checkpoint in the format `name`; returns transformers' model with the same numbers. Linears whose names
+    end in one of `ignored` stay as they are."""
     config, store, _ = FORMATS[name]
     torch.manual_seed(0)
     shutil.copytree(make_checkpoint(source), directory, dirs_exist_ok=True)
     theirs = reference(directory)
     tensors = load_file(directory / "model.safetensors")
     for module_name, module in theirs.named_modules():
-        if type(module) is torch.nn.Linear and module_name != "lm_head":
+        if type(module) is torch.nn.Linear and not module_name.endswith(ignored):
             weight = tensors.pop(f"{module_name}.weight").float()
             parts, back = store(weight)
             tensors |= {f"{module_name}.{part}": tensor for part, tensor in parts.items()}
