@@ -37,13 +37,20 @@ static target_t targets[FD_ISAS];
 static target_t *target_of(uint32_t isa) {
     target_t *t = &targets[isa];
     if (t->engine) return t;
-    fd_engine_config_t config = {1 + isa % 3,  NULL,         fd_isa_supported(isa) ? isa : FD_ISA_SCALAR,
-                                 20,           64 << 20,     FD_HUGE_MADVISE,
-                                 isa % 3 == 2, isa % 3 == 1, 0};
+    fd_engine_config_t config = {1 + isa % 3,
+                                 NULL,
+                                 fd_isa_supported(isa) ? isa : FD_ISA_SCALAR,
+                                 20,
+                                 64 << 20,
+                                 FD_HUGE_MADVISE,
+                                 isa % 3 == 2,
+                                 isa % 3 == 1,
+                                 0,
+                                 -1};
     t->engine = fd_engine_new(&config, &error);
     REQUIRE(t->engine);
     const fd_layer_t layer = {.heads = fd_geometry_heads(&good_geometry)};
-    fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &layer, 0, {0, 1}};
+    fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &layer, 0, {0, 1}, NULL};
     t->region = new_region(&good_geometry);
     t->link = fd_engine_add_link(t->engine, t->region, &good_geometry, &lease, NULL, &error);
     REQUIRE(t->link);
@@ -152,7 +159,7 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
         layers[i].heads = options & 128 ? fd_geometry_heads(&h->g) : some_heads(in, h->g.v_in_k);
     }
     const uint32_t dtypes = h->g.v_in_k ? FD_KV_INT8_INT4 : FD_KV_DTYPES; /* which cannot store V in K */
-    fd_lease_t lease = {take(in, 1) % dtypes, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, layers, MAX_PAGES, {0, 1}};
+    fd_lease_t lease = {take(in, 1) % dtypes, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, layers, MAX_PAGES, {0, 1}, NULL};
     h->region = new_region(&h->g);
     h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, &error);
     if (!h->link) { /* one of the layers is not valid */

@@ -59,7 +59,7 @@ static void open_end(end_t *e, fd_side_t side) {
         const fd_heads_t heads = fd_geometry_heads(&geometry);
         const fd_layer_t layers[2] = {{.heads = heads, .window = 0, .kv_layer = 0},
                                       {.heads = heads, .window = 70, .kv_layer = 1}};
-        fd_lease_t lease = {FD_KV_FP16, 8, 4, 0.3f, layers, 0, {0, 1}};
+        fd_lease_t lease = {FD_KV_FP16, 8, 4, 0.3f, layers, 0, {0, 1}, NULL};
         e->carrier = (fd_carrier_t){&fd_pump_ops, e->pump};
         e->link = fd_engine_add_link(engine, e->region, &geometry, &lease, &e->carrier, &error);
         REQUIRE(e->link);
@@ -296,7 +296,7 @@ static void hostile_replies(input_t *in) {
 
 static void fuzz_one(const uint8_t *data, size_t size) {
     if (!engine) {
-        fd_engine_config_t config = {1, NULL, FD_ISA_SCALAR, 20, 16 << 20, FD_HUGE_MADVISE, false, 0, 0};
+        fd_engine_config_t config = {1, NULL, FD_ISA_SCALAR, 20, 16 << 20, FD_HUGE_MADVISE, false, 0, 0, -1};
         engine = fd_engine_new(&config, &error);
         REQUIRE(engine);
     }

@@ -180,7 +180,7 @@ static void *s_node_main(void *arg) {
         const fd_heads_t heads = fd_geometry_heads(&geometry);
         const fd_layer_t layers[LAYERS] = {{.heads = heads, .window = 0, .kv_layer = 0},
                                            {.heads = heads, .window = 100, .kv_layer = 1}};
-        const fd_lease_t lease = {FD_KV_FP32, PAGES, SEQUENCES, 0.1f, layers, PAGES, {0, 1}};
+        const fd_lease_t lease = {FD_KV_FP32, PAGES, SEQUENCES, 0.1f, layers, PAGES, {0, 1}, NULL};
         const size_t bytes = fd_region_layout(&geometry).region_bytes;
         fd_region_header_t *region = aligned_alloc(FD_REGION_PAGE, bytes);
         REQUIRE(region);
@@ -222,8 +222,8 @@ int main(int argc, char **argv) {
     const uint32_t threads = argc > 1 ? (uint32_t)atoi(argv[1]) : 3;
     end = time(NULL) + (argc > 2 ? atoi(argv[2]) : 5);
     fd_error_t error;
-    const fd_engine_config_t config = {threads,     NULL,  FD_ISA_SCALAR,    20,  256u << 20,
-                                       FD_HUGE_OFF, false, 1000000 /* ns */, 1000};
+    const fd_engine_config_t config = {threads,     NULL,  FD_ISA_SCALAR,    20,   256u << 20,
+                                       FD_HUGE_OFF, false, 1000000 /* ns */, 1000, -1};
     engine = fd_engine_new(&config, &error);
     REQUIRE(engine);
     fd_engine_begin_stand_in(engine, &stand_in);

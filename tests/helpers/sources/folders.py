@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-KERNELS = ("kernels/cpu", "kernels/attention", "kernels/cache", "kernels/engine")
+KERNELS = ("kernels/cpu", "kernels/attention", "kernels/cache", "kernels/gpu", "kernels/engine")
 #: The R-engine and its kernels, without the CPython module over them.
 ENGINE = sorted(path for folder in KERNELS for path in (ROOT / folder).glob("*.c"))
 #: Flags that find every header: an include of another room's file names the room.
