@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 import yaml
+from nodes.pods import pods, secrets_of_the_page
 from sources.folders import ROOT
 
+from fastdecode.cluster.cli import _parser as cluster_parser
 from fastdecode.cluster.config import ClusterConfig
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.router.main import _parser as router_parser
 
 DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
-LAYERS = ["base", "prometheus"]
+LAYERS = ["base", "prometheus", "autoscaling"]
+NODES = ["r-node", "s-node", "router"]
 
 
 def documents(layer: str) -> list[dict[str, Any]]:
@@ -30,15 +34,6 @@ def documents(layer: str) -> list[dict[str, Any]]:
 
 def kustomization(layer: str) -> Path:
     return DEPLOY / "kubernetes" / layer / "kustomization.yaml"
-
-
-def pods() -> dict[str, dict[str, Any]]:
-    """The pods' specs, by the workload's name."""
-    return {
-        document["metadata"]["name"]: document["spec"]["template"]["spec"]
-        for document in documents("base")
-        if "template" in document["spec"]
-    }
 
 
 # ---- systemd ----
@@ -77,31 +72,70 @@ def test_systemd_takes_a_unit(unit, tmp_path):
 
 def test_every_file_of_a_layer_is_one_of_its_resources():
     for layer in LAYERS:
-        named = set(yaml.safe_load(kustomization(layer).read_text())["resources"]) - {"../base"}
+        named = {r for r in yaml.safe_load(kustomization(layer).read_text())["resources"] if not r.startswith("../")}
         assert named == {file.name for file in kustomization(layer).parent.glob("*.yaml")} - {"kustomization.yaml"}
 
 
-def test_the_options_of_the_pods_are_those_of_the_node(tmp_path):
-    (tmp_path / "secret").write_text("x" * 32)
-    roles = {}
+def test_the_options_of_the_pods_are_those_of_the_programs():
+    assert [*pods()] == sorted(NODES)
     for name, pod in pods().items():
         (container,) = pod["containers"]
-        options = [o.replace("/etc/fastdecode/secret", str(tmp_path / "secret")) for o in container["args"]]
-        config = NodeConfig.from_args([o.replace("/models/chat", "chat") for o in options])
-        roles[name] = config.role
-        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert ports == ({"http": config.port} if config.role == "s" else {"link": 7300})
-        if config.role == "s":
-            # The pod must not be killed while it drains.
-            assert pod["terminationGracePeriodSeconds"] > config.drain_seconds
-    assert roles == {"r-node": "r", "s-node": "s"}
+        if name == "router":
+            assert container["command"] == ["fastdecode-router"]
+            options = router_parser().parse_args(container["args"])
+        else:
+            options = NodeConfig.from_args(container["args"])
+            assert options.role == name[0]
+        port = 7300 if name == "r-node" else options.port
+        assert [p["containerPort"] for p in container["ports"]] == [port]
+        # The pod must not be killed while it drains.
+        waits = container.get("lifecycle", {"preStop": {"sleep": {"seconds": 0}}})["preStop"]["sleep"]["seconds"]
+        assert pod["terminationGracePeriodSeconds"] > waits + options.drain_seconds
+
+
+def test_every_file_that_a_pod_reads_is_a_key_of_a_secret_that_it_mounts():
+    made = {s["name"]: s["files"] for s in yaml.safe_load(kustomization("base").read_text())["secretGenerator"]}
+    for pod in pods().values():
+        (container,) = pod["containers"]
+        volumes = {v["name"]: v["secret"] for v in pod["volumes"] if "secret" in v}
+        files = set()
+        for mount in container["volumeMounts"]:
+            if secret := volumes.get(mount["name"]):
+                keys = [item["key"] for item in secret.get("items", ())] or made[secret["secretName"]]
+                assert set(keys) <= set(made[secret["secretName"]])
+                files |= {f"{mount['mountPath']}/{key}" for key in keys}
+        named = {o.partition("=")[2] for o in container["args"] if "/etc/fastdecode/" in o}
+        assert named and named <= files
+
+
+def test_the_commands_of_the_page_make_what_the_secrets_hold_and_a_certificate_for_every_name(tmp_path):
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed")
+    secrets_of_the_page(tmp_path)
+    kinds = yaml.safe_load(kustomization("base").read_text())["secretGenerator"]
+    assert all((tmp_path / name).read_text() for kind in kinds for name in kind["files"])
+    keys = (tmp_path / "api-keys").read_text().splitlines()
+    assert len(keys) == 2 and (tmp_path / "metrics-key").read_text() == keys[0]
+    assert not [name for name in (*kinds[0]["files"], *kinds[1]["files"]) if not ignored(name)]
+    text = json.dumps([*documents("base"), *documents("prometheus")])
+    names = {*re.findall(r"--s-nodes-dns=https://([a-z-]+):", text), *re.findall(r'"serverName": "([^"]+)"', text)}
+    assert names == {"s-nodes", "fastdecode"}
+    for name in names:
+        verify = ["openssl", "verify", "-CAfile", "ca.crt", "-verify_hostname", name, "tls.crt"]
+        subprocess.run(verify, cwd=tmp_path, check=True, capture_output=True)
+
+
+def ignored(name: str) -> bool:
+    """Whether git leaves a file of the base aside."""
+    path = DEPLOY / "kubernetes" / "base" / name
+    return subprocess.run(["git", "check-ignore", "-q", "--no-index", path], cwd=ROOT, check=False).returncode == 0
 
 
 def test_every_selector_finds_its_pods_and_every_port_has_a_name_there():
-    labels = {"r-node", "s-node"}
+    labels = set(NODES)
     names = {port["name"] for pod in pods().values() for port in pod["containers"][0]["ports"]}
-    for document in [*documents("base"), *documents("prometheus")]:
-        text = json.dumps(document)
+    for layer in LAYERS:
+        text = json.dumps(documents(layer))
         assert set(re.findall(r'"app.kubernetes.io/component": "([^"]+)"', text)) <= labels
         assert set(re.findall(r'"(?:targetPort|port)": "([^"]+)"', text)) <= names
 
@@ -110,20 +144,43 @@ def test_every_selector_finds_its_pods_and_every_port_has_a_name_there():
 def test_kubernetes_takes_every_resource():
     """Each one against the schema of its kind, unknown fields included."""
     validate = pytest.importorskip("kubernetes_validate")
-    for document in documents("base"):
-        validate.validate(document, desired_version="1.30", strict=True)
+    for document in [document for layer in LAYERS for document in documents(layer)]:
+        if document["kind"] != "PodMonitor":  # no schema of Prometheus's operator is at hand
+            validate.validate(document, desired_version="1.30", strict=True)
+
+
+def test_autoscalers_ask_for_metrics_that_the_adapter_makes():
+    rules = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter.yaml").read_text())["rules"]["external"]
+    kinds = {document["metadata"]["name"]: document["kind"] for document in documents("base")}
+    asked = set()
+    for scaler in documents("autoscaling"):
+        target = scaler["spec"]["scaleTargetRef"]
+        assert target["kind"] in ("Deployment", "StatefulSet") and target["name"] in pods()
+        assert target["name"] in kinds
+        asked |= {metric["external"]["metric"]["name"] for metric in scaler["spec"]["metrics"]}
+    assert asked == {rule["name"]["as"] for rule in rules}
+    table = (ROOT / "docs" / "operations.md").read_text()
+    for rule in rules:
+        [name] = set(re.findall(r"fastdecode:\w+", rule["metricsQuery"]))
+        assert rule["seriesQuery"].startswith(name) and f"| `{name}` |" in table
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl")
 @pytest.mark.parametrize("layer", LAYERS)
 def test_kustomize_builds_a_layer(layer, tmp_path):
     copy = shutil.copytree(DEPLOY / "kubernetes", tmp_path / "kubernetes")
-    (copy / "base" / "secret").write_text("x" * 32)
+    for kind in yaml.safe_load(kustomization("base").read_text())["secretGenerator"]:
+        for name in kind["files"]:
+            (copy / "base" / name).write_text("x" * 32)
     built = subprocess.run(["kubectl", "kustomize", str(copy / layer)], capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    kinds = [document["kind"] for document in yaml.safe_load_all(built.stdout)]
+    made = [*yaml.safe_load_all(built.stdout)]
+    kinds = [document["kind"] for document in made]
     assert {"StatefulSet", "Deployment", "Secret", "NetworkPolicy"} <= set(kinds)
-    assert ("PodMonitor" in kinds) == (layer == "prometheus")
+    assert ("PodMonitor" in kinds) == (layer != "base")
+    assert ("HorizontalPodAutoscaler" in kinds) == (layer == "autoscaling")
+    counted = {document["metadata"]["name"] for document in made if "replicas" in document.get("spec", {})}
+    assert counted == ({"router"} if layer == "autoscaling" else set(NODES))
 
 
 @pytest.mark.tools
@@ -131,8 +188,8 @@ def test_the_cluster_of_kuberay_is_one_and_fits_its_workers(tmp_path):
     """No schema of RayCluster is at hand, so its pods are checked as pods, and its nodes against the workers."""
     validate = pytest.importorskip("kubernetes_validate")
     file = DEPLOY / "kubernetes" / "kuberay" / "raycluster.yaml"
-    ray, config_map, service = yaml.safe_load_all(file.read_text())
-    for document in (config_map, service):
+    ray, config_map, *others = yaml.safe_load_all(file.read_text())
+    for document in (config_map, *others):
         validate.validate(document, desired_version="1.30", strict=True)
     head, *workers = [ray["spec"]["headGroupSpec"], *ray["spec"]["workerGroupSpecs"]]
     for group in (head, *workers):
@@ -150,6 +207,11 @@ def test_the_cluster_of_kuberay_is_one_and_fits_its_workers(tmp_path):
         assert nodes.count <= worker["replicas"] and wanted <= int(worker["rayStartParams"]["memory"])
         [container] = worker["template"]["spec"]["containers"]
         assert nodes.cpus <= int(container["resources"]["requests"]["cpu"])
+        assert worker["template"]["spec"]["terminationGracePeriodSeconds"] > nodes.drain_seconds
+        [*_, command] = container["lifecycle"]["preStop"]["exec"]["command"]
+        words = shlex.split(command)
+        assert words[0] == "fastdecode-cluster" and cluster_parser().parse_args(words[1:]).command == "drain"
+        assert Path(words[-1]).parent in [Path(mount["mountPath"]) for mount in container["volumeMounts"]]
 
 
 # ---- Grafana, the image ----
