@@ -20,6 +20,7 @@ from yarl import URL
 from fastdecode.api.body import read_bytes
 from fastdecode.api.continuation import FIELD, HEADER, MARK, Progress, router_proof
 from fastdecode.api.errors import ApiError, is_anthropic
+from fastdecode.api.fields import invalid
 from fastdecode.api.last_event import HEADER as LAST_EVENT_ID
 from fastdecode.api.sse import event as plain_event
 from fastdecode.api.sse import named_event
@@ -68,9 +69,13 @@ class Forwarder:
         self.requests = 0  # that wait for an S-node's answer
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Forward a request. Raises what read_bytes raises, and ApiError (503) if no S-node can take it."""
+        """Forward a request. Raises what read_bytes raises, and ApiError: 400 if a client claims to be a router, 503 if
+        no S-node can take the request."""
         body = await read_bytes(request)
-        keys = prefix_keys(_prompt(body)) if request.method == "POST" else []
+        fields = _fields(body)
+        if FIELD in fields:  # S-nodes take it from whoever proves the secret, as this router does with every body
+            raise invalid(FIELD, "unknown field", code="unknown_field")
+        keys = prefix_keys(_prompt(fields)) if request.method == "POST" else []
         self.requests += 1
         try:
             async with _Relay(request, body) as relay:
@@ -311,14 +316,17 @@ def _is_passing_failure(status: int, body: Any) -> bool:
         return False
 
 
-def _prompt(body: bytes) -> bytes:
-    """What the prompt of a request begins with, as bytes to compare; b"" without a prompt."""
+def _fields(body: bytes) -> dict[str, Any]:
+    """The fields of a body; {} if it is no JSON object, which S-nodes refuse."""
     try:
         fields = orjson.loads(body)
     except ValueError:
-        return b""
-    if not isinstance(fields, dict):
-        return b""
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _prompt(fields: dict[str, Any]) -> bytes:
+    """What the prompt of a request begins with, as bytes to compare; b"" without a prompt."""
     if messages := fields.get("messages"):
         # Messages are appended as a chat goes on, so the JSON of a longer chat begins with that of a shorter one.
         return orjson.dumps([fields.get("tools"), fields.get("system"), messages])
