@@ -19,7 +19,7 @@ from fastdecode.cluster.table import table
 if TYPE_CHECKING:
     from fastdecode.cluster.rays import RayCluster
 
-_ROLES = {"r-nodes": "r", "s-nodes": "s", "prefill-nodes": "p"}
+_ROLES = {"r-nodes": "r", "s-nodes": "s", "prefill-nodes": "p", "routers": "router"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in (
-        ("up", "start all nodes and the router, and wait until they serve"),
+        ("up", "start all nodes and routers, and wait until they serve"),
         ("status", "print a table of all nodes"),
         ("scale", "start or drain nodes until a role has N of them"),
         ("drain", "let a node, or all nodes of a machine, hand over their work, and end them"),
@@ -49,15 +49,15 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
         if name == "scale":
-            command.add_argument("to", type=_count, metavar="r-nodes=N|s-nodes=N|prefill-nodes=N")
+            command.add_argument("to", type=_count, metavar="r-nodes=N|s-nodes=N|prefill-nodes=N|routers=N")
         if name == "drain":
-            command.add_argument("target", metavar="NODE", help="r0, s1, or a machine's address or Ray id")
+            command.add_argument("target", metavar="NODE", help="r0, s1, router1, or a machine's address or Ray id")
         command.add_argument("file", type=Path, nargs="?", default=Path("cluster.yaml"), metavar="cluster.yaml")
     return parser
 
 
 def _count(text: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(r-nodes|s-nodes|prefill-nodes)=([0-9]{1,4})", text)
+    match = re.fullmatch(rf"({'|'.join(_ROLES)})=([0-9]{{1,4}})", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form r-nodes=8 or s-nodes=2")
     return _ROLES[match[1]], int(match[2])

@@ -82,10 +82,14 @@ class PrefillNodesConfig(SNodesConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """The router, which listens on the machine where `up` was run as long as that machine lives."""
+    """The routers, on as many machines as there are. The first one listens on the machine where `up` was run as long as
+    that machine lives. Where several are on one machine, they take the ports from `port` on; 0: any free ones. `file`:
+    where each router's machine has a list of the URLs of all routers."""
 
+    count: int = 1
     host: str = "127.0.0.1"
     port: int = 8000
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +155,10 @@ class ClusterConfig:
                 raise ClusterError(f"{key}: {error}") from None
         if self.tls.certfile is None and self.tls != TlsConfig():
             raise ClusterError("tls: keyfile and ca are nothing without certfile")
-        if not 0 <= self.router.port <= 65535:
-            raise ClusterError(f"router: {self.router.port} is not a TCP port")
+        if self.router.count < 1:
+            raise ClusterError("router: count must be at least 1")
+        if not 0 <= self.router.port <= 65536 - self.router.count:
+            raise ClusterError(f"router: {self.router.port} is not a TCP port with room for count")
         try:
             ipaddress.ip_network(self.network or _LOOPBACK)
         except ValueError:

@@ -22,7 +22,7 @@ _SETTLED_SECONDS = 6.0
 class Entry:
     """A node's report."""
 
-    name: str  # r0, s1, p0, router
+    name: str  # r0, s1, p0, router0
     role: str  # "r", "s", "p" (a prefill S-node) or "router"
     state: str  # starting, running, restarting or leaving; silent: it has not answered a command
     machine: str  # address of its machine

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.5
 _HEALTH_TIMEOUT = 2.0
+_LISTEN = "0A"  # the state TCP_LISTEN in /proc/net/tcp
 #: Beyond the time for draining, before a process is killed.
 _END_SECONDS = 10.0
 #: Sends a report to the directory, and returns what the directory knows.
@@ -289,18 +290,25 @@ class PrefillHost(SNodeHost):
 
 
 class RouterHost(Host):
-    """The front door."""
+    """The front door, or one of several."""
 
     role = "router"
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(self, name: str, config: ClusterConfig, report: Report, machine: str, ray_node: str = ""):
+        file = config.router.file
+        if file is not None and not os.access(Path(file).parent, os.W_OK | os.X_OK):
+            raise ClusterError(f"router: file: this user cannot write to {Path(file).parent} on the machine {machine}")
+        super().__init__(name, config, report, machine, ray_node)
         self.drain_seconds = self.config.s_nodes.drain_seconds
         self._s_nodes = NodeFile(self.folder / "s-nodes")
+        self._routers = None if file is None else NodeFile(Path(file), plain=True)
+        self._tries = 0
         self._take_ports()
 
     def _take_ports(self) -> None:
-        self.port = self.config.router.port or free_port(self.machine)
+        door = self.config.router
+        self.port = door.port + self._tries % door.count if door.port else free_port(self.machine)
+        self._tries += 1
 
     def _command(self) -> Sequence[str]:
         door = self.config.router
@@ -310,11 +318,15 @@ class RouterHost(Host):
                 "--drain-seconds", str(self.drain_seconds), *ca, *self.config.tls_options()]  # fmt: skip
 
     def _learn(self, view: View) -> bool:
+        if self._routers is not None:
+            routers = [entry.url for entry in view.entries if entry.role == "router" and entry.listed]
+            self._routers.write(routers, settled=view.settled)
         urls = [entry.url for entry in view.entries if entry.role == "s" and entry.listed]
         return self._s_nodes.write(urls, settled=view.settled)
 
     def _ready(self) -> bool:
-        return listens(self._address, self.port)
+        pid = self._process.pid  # another router of this machine may have the port
+        return pid is not None and self.port in listening_ports(pid)
 
     @property
     def _address(self) -> str:
@@ -329,10 +341,10 @@ HOSTS: dict[str, Callable[..., Host]] = {"r": RNodeHost, "s": SNodeHost, "p": Pr
 
 class NodeFile:
     """A file of URLs that a process watches. Unless it `may_be_empty`, it is never left empty, because an empty list
-    would be refused."""
+    would be refused. A `plain` file has a URL a line, another one is YAML."""
 
-    def __init__(self, path: Path, *, may_be_empty: bool = False):
-        self.path, self._may_be_empty = path, may_be_empty
+    def __init__(self, path: Path, *, may_be_empty: bool = False, plain: bool = False):
+        self.path, self._may_be_empty, self._plain = path, may_be_empty, plain
         self._urls: dict[str, None] = {}
         if may_be_empty:
             path.touch()
@@ -341,8 +353,8 @@ class NodeFile:
         """Write the URLs if they have changed; if not `settled`, add to what the file has. True: it has a URL."""
         wanted = dict.fromkeys(urls) if settled else self._urls | dict.fromkeys(urls)
         if (wanted or self._may_be_empty) and wanted.keys() != self._urls.keys():
-            temporary = self.path.with_suffix(".new")
-            temporary.write_text("".join(f"- {json.dumps(url)}\n" for url in wanted))
+            temporary = self.path.with_suffix(f".{os.getpid()}.new")
+            temporary.write_text("".join(f"{url}\n" if self._plain else f"- {json.dumps(url)}\n" for url in wanted))
             os.replace(temporary, self.path)
             self._urls = wanted
         return bool(self._urls)
@@ -381,6 +393,26 @@ def listens(address: str, port: int) -> bool:
             return True
     except OSError:
         return False
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports at which a process of this user listens."""
+    sockets = set()
+    with contextlib.suppress(OSError):  # it has ended
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(file))
+    lines = [line.split() for name in ("tcp", "tcp6") for line in _lines(Path("/proc/net", name))]
+    return {
+        int(local.rpartition(":")[2], 16)
+        for _, local, _, state, *rest in lines
+        if state == _LISTEN and f"socket:[{rest[5]}]" in sockets
+    }
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a table of the kernel, without its head."""
+    return path.read_text().splitlines()[1:] if path.exists() else []
 
 
 def _family(address: str) -> socket.AddressFamily:

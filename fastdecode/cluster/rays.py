@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from fastdecode.cluster.table import links_to
 log = logging.getLogger(__name__)
 
 _DIRECTORY = "directory"
-_ROUTER = "router"
+_ROUTER = "router"  # the role, with which the names begin
 _CALL_SECONDS = 5.0
 _RESERVE_SECONDS = 30.0
 _POLL_SECONDS = 0.25
@@ -163,8 +164,14 @@ class RayCluster:
 
     def actors(self, role: str = "rsp") -> list[NodeActor]:
         """The nodes that Ray lists, whether or not they report."""
-        names = [name for name in ray.util.list_named_actors() if name not in (_DIRECTORY, _ROUTER)]
+        names = [name for name in ray.util.list_named_actors() if "@" in name]
         return sorted((p for p in map(NodeActor.from_name, names) if p.role in role), key=lambda p: (p.role, p.number))
+
+    @staticmethod
+    def routers() -> list[str]:
+        """The names of the routers that Ray lists, by their numbers."""
+        names = [name for name in ray.util.list_named_actors() if name.startswith(_ROUTER)]
+        return sorted(names, key=lambda name: int(name.removeprefix(_ROUTER)))
 
     def view(self) -> View:
         """What the nodes report. Raises ClusterError."""
@@ -186,7 +193,7 @@ class RayCluster:
 
     def _ask_hosts(self) -> tuple[Entry, ...]:
         """An entry of each node that Ray lists, by its host. That of a host without an answer has the state silent."""
-        names = [_ROUTER, *(actor.name for actor in self.actors())]
+        names = [*self.routers(), *(actor.name for actor in self.actors())]
         nodes = {ray.get_actor(name).entry.remote(): name.partition("@")[0] for name in names}
         answered, _ = ray.wait([*nodes], num_returns=len(nodes), timeout=_CALL_SECONDS)
         found = {}
@@ -199,7 +206,8 @@ class RayCluster:
 
     def process_ids(self, node: str) -> tuple[int, int | None]:
         """The process ids of a node's actor and of its process, on their machine."""
-        ids: tuple[int, int | None] = _answer(ray.get_actor(self._find(node).name).process_ids.remote())
+        name = node if node in self.routers() else self._find(node).name
+        ids: tuple[int, int | None] = _answer(ray.get_actor(name).process_ids.remote())
         return ids
 
     def directory_pid(self) -> int:
@@ -216,7 +224,7 @@ class RayCluster:
     # -- up and down ----------------------------------------------------------------------------------------------
 
     def up(self, config: ClusterConfig) -> None:
-        """Start all nodes and the router, and wait until they serve. Raises ClusterError."""
+        """Start all nodes and the routers, and wait until they serve. Raises ClusterError."""
         with contextlib.suppress(ValueError):
             ray.get_actor(_DIRECTORY)
             raise ClusterError(f"the cluster {self._name!r} is up already; scale changes it, down ends it")
@@ -227,18 +235,16 @@ class RayCluster:
             _answer(directory.remote(config).config.remote(), _RESERVE_SECONDS)
             counts = {"s": config.s_nodes.count, "p": config.prefill_nodes.count, "r": config.r_nodes.count}
             self._add(config, [role for role, count in counts.items() for _ in range(count)])
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-            router = self._start(_ROUTER, _ROUTER, config, num_cpus=0, memory=_ROUTER_BYTES, scheduling_strategy=here)
-            _answer(router, config.start_seconds)
+            self._add_routers(config, config.router.count)
             self.wait(config)
         except BaseException:
             self.down(drain=False)
             raise
 
     def down(self, *, drain: bool = True) -> None:
-        """End the router, then the S-nodes, and last the R-nodes. `drain`: let requests end first."""
+        """End the routers, then the S-nodes, and last the R-nodes. `drain`: let requests end first."""
         if drain:
-            self._drain_actors([_ROUTER])
+            self._drain_actors(self.routers())
             self._drain_actors([actor.name for actor in self.actors("s")])
             self._drain_actors([actor.name for actor in self.actors("p")], 0.0)
             self._drain_actors([actor.name for actor in self.actors("r")], 0.0)
@@ -260,7 +266,7 @@ class RayCluster:
                     raise
                 continue
             running = {entry.name for entry in view.entries if entry.state == "running"}
-            missing = {actor.node for actor in self.actors()} | {_ROUTER}
+            missing = {actor.node for actor in self.actors()} | {*self.routers()}
             missing -= running
             n_s_nodes = sum(entry.role in "sp" for entry in view.entries)
             r_nodes = [entry for entry in view.entries if entry.role == "r"]
@@ -286,9 +292,14 @@ class RayCluster:
     def scale(self, role: str, count: int) -> None:
         """Start or drain nodes of a role until there are `count`, and wait until they serve. Raises ClusterError."""
         config: ClusterConfig = _answer(self._directory().config.remote())
+        if count < 1 and role != "p":
+            raise ClusterError("a cluster needs at least one S-node, one R-node and one router")
+        if role == _ROUTER:
+            self._end_routers(self.routers()[count:])
+            self._add_routers(config, count)
+            self.wait(config)
+            return
         actors = self.actors(role)
-        if count < 1 and role in "rs":
-            raise ClusterError("a cluster needs at least one S-node and one R-node")
         if count > len(actors):
             self._add(config, [role] * (count - len(actors)))
             self.wait(config)
@@ -296,8 +307,13 @@ class RayCluster:
             self._end(actors[count:])
 
     def drain(self, target: str) -> list[str]:
-        """Drain and end a node, or all nodes of the machine with this address or Ray id. Returns the names. Raises
-        ClusterError."""
+        """Drain and end a node or a router, or all nodes of the machine with this address or Ray id. Returns the names.
+        Raises ClusterError."""
+        if target in (routers := self.routers()):
+            if len(routers) == 1:
+                raise ClusterError(f"{target}: the cluster would have no router left; scale it up first")
+            self._end_routers([target])
+            return [target]
         named = [actor for actor in self.actors() if actor.node == target]
         if not named:
             there = {e.name for e in self.view().entries if target in (e.machine, e.ray_node)}
@@ -324,6 +340,13 @@ class RayCluster:
             if number not in used:
                 remove_placement_group(get_placement_group(self._group_name(number)))
 
+    def _end_routers(self, names: Sequence[str]) -> None:
+        """Drain routers and end them."""
+        self._drain_actors(names)
+        for name in names:
+            ray.kill(ray.get_actor(name), no_restart=True)
+            _answer(self._directory().forget.remote(name))
+
     @staticmethod
     def _drain_actors(names: Sequence[str], seconds: float | None = None) -> None:
         """Drain actors at the same time. A lost or unreachable actor has nothing to drain."""
@@ -334,8 +357,28 @@ class RayCluster:
         for call in calls:
             try:
                 ray.get(call)
+            except ray.exceptions.RayActorError:
+                log.warning("a node was not drained, because its actor is lost")
             except ray.exceptions.RayError as error:
                 log.warning("a node was not drained: %s", str(error).splitlines()[0])
+
+    def _add_routers(self, config: ClusterConfig, count: int) -> None:
+        """Start routers until there are `count`, each on a machine that has the fewest: the first one here."""
+        here = ray.get_runtime_context().get_node_id()
+        on = Counter(entry.ray_node for entry in self.view().entries if entry.role == _ROUTER)
+        machines = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        taken = {int(name.removeprefix(_ROUTER)) for name in self.routers()}
+        started = []
+        while len(taken) < count:
+            machine = min(machines, key=lambda machine: (on[machine], machine != here))
+            on[machine] += 1
+            name = f"{_ROUTER}{_next_number(taken)}"
+            strategy = NodeAffinitySchedulingStrategy(machine, soft=True)
+            started.append(
+                self._start(_ROUTER, name, config, num_cpus=0, memory=_ROUTER_BYTES, scheduling_strategy=strategy)
+            )
+        for call in started:
+            _answer(call, config.start_seconds)
 
     def _add(self, config: ClusterConfig, roles: Sequence[str]) -> None:
         """Start nodes of these roles: in bundles that ended nodes have left, then in a new placement group."""

@@ -74,6 +74,8 @@ def test_a_file_is_a_configuration(tmp_path):
         ("s-nodes: {options: {router-only: true}}", "options: router-only is set by the cluster"),
         ("tls: {ca: /ca.pem}", "tls: keyfile and ca are nothing without certfile"),
         ("router: {port: 123456}", "123456 is not a TCP port"),
+        ("router: {port: 65535, count: 2}", "65535 is not a TCP port with room for count"),
+        ("router: {count: 0}", "router: count must be at least 1"),
         ("a: [", "is not YAML"),
     ],
 )

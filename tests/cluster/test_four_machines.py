@@ -83,7 +83,7 @@ def test_the_page_as_a_new_user_would_follow_it():
             if command.split()[1] in ("up", "status"):
                 rows = [row.split() for row in table.splitlines()[1:] if row]
                 machine_of = {row[0]: row[2] for row in rows if row[1] == "running"}
-                assert {"s0", "router"} <= machine_of.keys(), rows
+                assert {"s0", "router0"} <= machine_of.keys(), rows
                 if command.split()[1] == "up":
                     assert len({machine_of[f"r{i}"] for i in range(3)}) == 3, "R-nodes are spread over machines"
         assert len(set(texts)) == 1 and texts[0]
@@ -92,7 +92,7 @@ def test_the_page_as_a_new_user_would_follow_it():
         for process in ("daemon.node --role r", "daemon.node --role s", "raylet/raylet"):
             rows = [row.split() for row in head.run(commands[-2]).splitlines()[1:] if row]
             machine_of = {row[0]: row[2] for row in rows if row[1] == "running"}
-            apart = {machine_of["s0"], machine_of["router"]}  # the raylet that is killed has R-nodes alone
+            apart = {machine_of["s0"], machine_of["router0"]}  # the raylet that is killed has R-nodes alone
             of_r_nodes = [machine for name, machine in machine_of.items() if name[1:].isdigit() and name[0] == "r"]
             address = machine_of["s0"] if "role s" in process else min(of_r_nodes, key=apart.__contains__)
             running = begun(far)

@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason="no Ray: pip install 'fastdecode[ray]'")
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(420)]
 
 #: All events take minutes on two cores.
-EVENTS = os.environ.get("FASTDECODE_CLUSTER_EVENTS", "kill-r,drain-r,kill-s,kill-p,drain-p")
+EVENTS = os.environ.get("FASTDECODE_CLUSTER_EVENTS", "kill-r,drain-r,kill-router,kill-s,kill-p,drain-p")
 
 
 def test_streams_go_on_while_nodes_come_and_go(tmp_path):

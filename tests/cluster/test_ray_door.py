@@ -38,10 +38,17 @@ def test_a_cluster_at_a_loopback_address_listens_there_only_and_opens_to_its_tok
         assert set().union(*ours) == {"127.0.0.1"}
         rows = {row.split()[0]: row.split()[-1] for row in up.stdout.splitlines()[1:]}
         ask = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 3}
-        assert _ask(f"{rows['router']}/completions", ask) == 200
+        assert _ask(f"{rows['router0']}/completions", ask) == 200
         body, url = json.dumps(ask).encode(), f"{rows['s0']}/v1/completions"
         assert _ask(url, ask) == 403
         assert _ask(url, ask, {HEADER: router_proof(b"the secret of another cluster", body)}) == 403
+        scaled = head.run("scale routers=2", CONFIG, TOKEN)
+        assert scaled.returncode == 0, scaled.stderr
+        rows = {row.split()[0]: row.split()[-1] for row in scaled.stdout.splitlines()[1:]}
+        drained = head.run("drain router0", CONFIG, TOKEN)
+        assert drained.stdout == "drained: router0\n", drained.stderr
+        assert _ask(f"{rows['router1']}/completions", ask) == 200
+        assert "the cluster would have no router left" in head.run("drain router1", CONFIG, TOKEN).stderr
         down = head.run("down", CONFIG, TOKEN)
         assert down.returncode == 0, down.stderr
 

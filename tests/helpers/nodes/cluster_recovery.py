@@ -1,8 +1,9 @@
-"""Recovery of a cluster: nodes are added, killed and drained while clients stream through the router.
+"""Recovery of a cluster: nodes are added, killed and drained while clients stream through two routers.
 
-A Ray cluster of several raylets is started on this machine, and S-nodes, R-nodes and the router on it as
+A Ray cluster of several raylets is started on this machine, and S-nodes, R-nodes and the routers on it as
 `fastdecode-cluster up` does. Each client asks for the same greedy completion again and again, in fp32, so every text is
-compared with the undisturbed one. "recovered" is the time from the event until all nodes serve and all links are open;
+compared with the undisturbed one. A client whose connection breaks comes back through the other router with its
+Last-Event-ID. "recovered" is the time from the event until all nodes serve and all links are open;
 "longest pause" is the longest time between two events of a stream that ran meanwhile. All nodes share this machine's
 cores, so the start of a process takes longer here than on machines of their own.
 
@@ -42,7 +43,17 @@ from fastdecode.cluster.config import (
 from fastdecode.cluster.table import links_to
 from fastdecode.daemon.config_files import read_secret
 
-_EVENTS = ("scale", "kill-r", "kill-r-actor", "kill-s", "drain-r", "drain-s", "kill-directory", "kill-raylet")
+_EVENTS = (
+    "scale",
+    "kill-r",
+    "kill-r-actor",
+    "kill-s",
+    "drain-r",
+    "drain-s",
+    "kill-router",
+    "kill-directory",
+    "kill-raylet",
+)
 _PREFILL_EVENTS = ("kill-p", "drain-p")
 _WHAT = {
     "scale": "R-nodes scaled from 1 to 4",
@@ -51,6 +62,7 @@ _WHAT = {
     "kill-s": "kill -9 of an S-node",
     "drain-r": "an R-node drained",
     "drain-s": "an S-node drained",
+    "kill-router": "kill -9 of a router",
     "kill-directory": "kill -9 of the directory",
     "kill-raylet": "kill -9 of a raylet",
     "kill-p": "kill -9 of a prefill S-node",
@@ -63,6 +75,7 @@ _SYSTEM = {"health_check_period_ms": 1000, "health_check_timeout_ms": 20000, "he
 _PATIENCE = {"RAY_raylet_start_wait_time_s": "120", "RAY_worker_niceness": "0"}
 _POLL_SECONDS = 0.1
 _SETTLE_SECONDS = 180.0
+_MOST_CONNECTIONS = 8  # that one request takes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +139,7 @@ def run(args: argparse.Namespace) -> None:
                 options={"dtype": "fp32", "kv-dtype": "fp32", "no-prefix-cache": bool(args.prefill_nodes)},
             ),
             prefill_nodes=PrefillNodesConfig(count=args.prefill_nodes, memory="1GiB"),
-            router=RouterConfig(port=0),
+            router=RouterConfig(port=0, count=2),
         )
         try:
             # Ray prints what its raylets say.
@@ -145,9 +158,9 @@ def run(args: argparse.Namespace) -> None:
 
 @dataclass(slots=True)
 class _Client:
-    """Asks for one completion again and again."""
+    """Asks for one completion again and again, by routers in turn."""
 
-    url: str
+    urls: list[str]  # of the routers; the first one is asked until the connection breaks
     body: dict[str, Any]
     expected: str | None = None
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -157,33 +170,16 @@ class _Client:
 
     async def once(self, session: aiohttp.ClientSession) -> str:
         """One request. Returns its outcome."""
-        text, last, fault = "", None, ""
-        try:
-            async with session.post(f"{self.url}/completions", json=self.body) as answer:
-                if answer.status != 200:
-                    self.faults.append((await answer.text())[:300])
-                    return f"refused with {answer.status}"
-                async for line in answer.content:
-                    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                        continue
-                    now = time.monotonic()
-                    if last is not None:
-                        self.gaps.append((now, now - last))
-                    last = now
-                    event = orjson.loads(line[6:])
-                    if "error" in event:
-                        fault = event["error"]["code"]
-                        self.faults.append(event["error"]["message"])
-                        break
-                    text += event["choices"][0]["text"]
-        except (aiohttp.ClientError, OSError) as error:
-            self.faults.append(str(error))
-            return "connection lost"
-        if fault:
-            return f"ended with {fault}"
-        if self.expected is None:
-            self.expected = text
-        return "identical" if text == self.expected else "different"
+        stream = _Stream(self)
+        for _ in range(_MOST_CONNECTIONS):
+            try:
+                if (outcome := await stream.read(session)) is not None:
+                    return outcome
+            except (aiohttp.ClientError, OSError) as error:
+                self.faults.append(f"came back after: {error or type(error).__name__}")
+            self.urls.append(self.urls.pop(0))
+            await asyncio.sleep(_POLL_SECONDS)
+        return "connection lost"
 
     async def run(self, session: aiohttp.ClientSession) -> None:
         while True:
@@ -194,11 +190,56 @@ class _Client:
                 await asyncio.sleep(_POLL_SECONDS)
 
 
+class _Stream:
+    """The answer to one request of a client, over all connections that it takes."""
+
+    def __init__(self, client: _Client):
+        self._client = client
+        self._text, self._event_id, self._last = "", "", None
+
+    async def read(self, session: aiohttp.ClientSession) -> str | None:
+        """Read on. Returns the outcome of the request; None: the connection has ended before the stream."""
+        client = self._client
+        headers = {"Last-Event-ID": self._event_id}
+        async with session.post(f"{client.urls[0]}/completions", json=client.body, headers=headers) as answer:
+            if answer.status != 200:
+                client.faults.append((await answer.text())[:300])
+                return f"refused with {answer.status}"
+            event_id = ""
+            async for line in answer.content:
+                if line.startswith(b"id: "):
+                    event_id = line[4:].decode().strip()
+                if line.startswith(b"data: [DONE]"):
+                    return self._outcome()
+                if line.startswith(b"data: "):
+                    self._event_id = event_id
+                    if (fault := self._take(orjson.loads(line[6:]))) is not None:
+                        return f"ended with {fault}"
+        return None
+
+    def _take(self, event: dict[str, Any]) -> str | None:
+        """Take an event. Returns the code of the error that it is."""
+        if "error" in event:
+            self._client.faults.append(event["error"]["message"])
+            return str(event["error"]["code"])
+        now = time.monotonic()
+        if self._last is not None:
+            self._client.gaps.append((now, now - self._last))
+        self._last = now
+        self._text += event["choices"][0]["text"]
+        return None
+
+    def _outcome(self) -> str:
+        if self._client.expected is None:
+            self._client.expected = self._text
+        return "identical" if self._text == self._client.expected else "different"
+
+
 async def _measure(
     args: argparse.Namespace, config: ClusterConfig, cluster: Any, raylets: Any, nodes: list[Any]
 ) -> tuple[list[dict[str, Any]], int]:
-    """A row for each event, and how many prompts the S-nodes have got from prefill S-nodes."""
-    url = next(entry.url for entry in cluster.view().entries if entry.role == "router")
+    """A row for each event, and how many prompts the S-nodes have got from prefill S-nodes before the first one."""
+    urls = [entry.url for entry in cluster.view().entries if entry.role == "router"]
     secret = read_secret(Path(config.secret_file or ""))
     assert secret is not None
     rows = []
@@ -209,9 +250,14 @@ async def _measure(
         prompts = [f"It was the {i}th of" for i in range(args.streams)]
         if args.prefill_nodes:
             prompts = [" ".join(f"{i * n} of" for n in range(150)) for i in range(1, args.streams + 1)]
-        clients = [_Client(url, body | {"prompt": prompt}) for prompt in prompts]
+        clients = [
+            _Client(urls[i % 2 :] + urls[: i % 2], body | {"prompt": prompt}) for i, prompt in enumerate(prompts)
+        ]
         for client in clients:
             await client.once(session)
+        s_nodes = [entry.url for entry in cluster.view().entries if entry.role == "s"]
+        proof = {HEADER: router_proof(secret, b"")}
+        taken = sum([await _taken(session, s_node, proof) for s_node in s_nodes])
         running = [asyncio.create_task(client.run(session)) for client in clients]
         stack.callback(lambda: [task.cancel() for task in running])
         for event in args.events:
@@ -238,9 +284,7 @@ async def _measure(
                     "faults": faults,
                 }
             )
-        s_nodes = [entry.url for entry in cluster.view().entries if entry.role == "s"]
-        proof = {HEADER: router_proof(secret, b"")}
-        return rows, sum([await _taken(session, s_node, proof) for s_node in s_nodes])
+        return rows, taken
 
 
 async def _taken(session: aiohttp.ClientSession, url: str, proof: dict[str, str]) -> int:
@@ -283,7 +327,8 @@ def _happen(event: str, cluster: Any, raylets: Any, nodes: list[Any]) -> list[st
             raylets.remove_node(victim, allow_graceful=False)
             return [entry.name for entry in on[victim]]
         case _:
-            name = {"kill-s": last_s, "kill-p": last_p[0] if last_p else ""}.get(event, last_r)
+            names = {"kill-s": last_s, "kill-p": last_p[0] if last_p else "", "kill-router": cluster.routers()[0]}
+            name = names.get(event, last_r)
             actor, process = cluster.process_ids(name)
             os.kill(actor if event == "kill-r-actor" else process, signal.SIGKILL)
             return [name]
@@ -303,7 +348,7 @@ async def _recovered(cluster: Any, killed: dict[str, int | None]) -> float:
 
 def _all_well(cluster: Any, killed: dict[str, int | None]) -> bool:
     view = cluster.view()
-    names = {place.node for place in cluster.actors()} | {"router"}
+    names = {place.node for place in cluster.actors()} | {*cluster.routers()}
     running = {entry.name: entry for entry in view.entries if entry.state == "running"}
     if running.keys() != names or any(running[name].pid == pid for name, pid in killed.items()):
         return False
@@ -314,11 +359,11 @@ def _all_well(cluster: Any, killed: dict[str, int | None]) -> bool:
 
 def _print_table(result: dict[str, Any]) -> None:
     print(
-        f"{result['streams']} streams of {result['tokens']} tokens through the router, {result['raylets']} raylets, "
+        f"{result['streams']} streams of {result['tokens']} tokens through two routers, {result['raylets']} raylets, "
         f"transport {result['transport']}; up in {result['up_seconds']:.1f} s"
     )
     if result["prompts_taken"]:
-        print(f"{result['remote_prefills']} prompts computed by prefill S-nodes")
+        print(f"{result['prompts_taken']} prompts computed by prefill S-nodes")
     print(f"{'event':32} {'recovered':>10} {'longest pause':>14}  streams")
     for row in result["events"]:
         outcomes = ", ".join(f"{n} {what}" for what, n in sorted(row["outcomes"].items()))

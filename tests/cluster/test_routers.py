@@ -1,0 +1,67 @@
+"""Several routers of a cluster: real processes, and a directory in this process in place of Ray's actors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from nodes.node_process import until
+
+from fastdecode.cluster.config import ClusterConfig, ClusterError, RouterConfig, SNodesConfig
+from fastdecode.cluster.directory import Directory, Entry
+from fastdecode.cluster.hosts import HOSTS, free_port
+from fastdecode.daemon.discovery import parse_list
+
+
+@pytest.fixture
+def routers(tmp_path):
+    """Two routers of one machine, the directory, and the file with their URLs. No S-node answers."""
+    door = RouterConfig(port=free_port("127.0.0.1"), count=2, file=str(tmp_path / "routers"))
+    config, directory = ClusterConfig(router=door, s_nodes=SNodesConfig(drain_seconds=0.0)), Directory()
+
+    def report(entry):
+        directory.report(Entry("s0", "s", "running", "127.0.0.1", "n", url="http://127.0.0.1:1", listed=True))
+        return directory.report(entry)
+
+    hosts = [HOSTS["router"](f"router{i}", config, report, "127.0.0.1") for i in range(2)]
+    for host in hosts:
+        host.start()
+    yield hosts, door
+    for host in hosts:
+        host.drain(0.0)
+
+
+@pytest.mark.quick
+def test_a_list_of_routers_that_cannot_be_written_is_an_error(tmp_path):
+    config = ClusterConfig(router=RouterConfig(file=str(tmp_path / "none" / "routers")))
+    with pytest.raises(ClusterError, match=r"router: file: this user cannot write to .*none on the machine 127"):
+        HOSTS["router"]("router0", config, lambda entry: None, "127.0.0.1")
+
+
+def answers(url):
+    try:
+        urllib.request.urlopen(url.replace("/v1", "/health"), timeout=10).close()
+    except urllib.error.HTTPError as error:
+        return error.code == 503  # it knows no S-node that answers
+    except OSError:
+        return False
+    return True
+
+
+def test_routers_of_one_machine_have_ports_of_their_own_and_a_dead_one_is_started_again(routers):
+    hosts, door = routers
+    until(lambda: [host.entry.state for host in hosts] == ["running"] * 2, 60)
+    assert {host.port for host in hosts} == {door.port, door.port + 1}
+    urls = {host.entry.url for host in hosts}
+    until(lambda: {*parse_list(Path(door.file).read_text(), ("http",))} == urls)
+    first, second = hosts
+    port, pid = first.port, first.entry.pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: first.entry.state == "restarting")
+    assert answers(second.entry.url)
+    until(lambda: first.entry.state == "running" and first.entry.pid != pid, 60)
+    assert first.port == port and answers(first.entry.url)
