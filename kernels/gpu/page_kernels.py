@@ -154,10 +154,14 @@ class PageKernels:
         pairs, rounds = rows.max_attending * self.layer.n_kv_heads, -(-tokens // (_SLAB * self._shape.warps))
         return gpu_splits(pairs, rounds, self._shape.at_once)
 
+    def n_counters(self, rows: PagedRows) -> int:
+        """The uint32 counters at the beginning of the memory of `scratch_bytes`."""
+        return rows.max_attending * self.layer.n_kv_heads
+
     def scratch_bytes(self, rows: PagedRows, splits: int) -> int:
         """Bytes of the memory that `attend` needs beside its rows. It holds zeros before the first launch, and belongs
         to one stream."""
-        pairs = rows.max_attending * self.layer.n_kv_heads
+        pairs = self.n_counters(rows)
         partial = _queries(self.layer) * (self.layer.head_size + 2) * 4
         return -(-pairs * 4 // 256) * 256 + (pairs * splits * partial if splits > 1 else 0)
 

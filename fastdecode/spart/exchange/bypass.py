@@ -47,7 +47,7 @@ from fastdecode.spart.exchange.stream_rows import (
     step_addresses,
 )
 from fastdecode.spart.memory import graph_bytes
-from fastdecode.spart.resident.kernels import ResidentTables
+from fastdecode.spart.resident.kernels import ResidentKernels, ResidentTables
 from fastdecode.spart.resident.link import ResidentLink
 from fastdecode.spart.resident.rows import ResidentRows, blocks_for
 from fastdecode.spart.sampler.sampling import Sampler
@@ -119,12 +119,15 @@ class _Tensors:
         self.logits = torch.zeros(most_rows, vocab_size, dtype=torch.float32, device=model.device)
         self.results = torch.zeros(2 * most_rows, dtype=torch.int32, device=model.device)
 
-    def resident(self, inputs: dict[str, torch.Tensor], merges: bool) -> ResidentTables:
-        """The tables of a captured step for the device's own KV pages. `merges`: sequences have remote prefixes."""
+    def resident(self, kernels: ResidentKernels, inputs: dict[str, torch.Tensor], merges: bool) -> ResidentTables:
+        """The tables of a captured step for the device's own KV pages. `merges`: sequences have remote prefixes. The
+        step begins by clearing the kernels' counters, where steps of another size have left partial results."""
         sections, width = self.page_tables
         pages = inputs["resident pages"].view(sections, -1, width)
         rows, counts = inputs["resident rows"], inputs["resident counts"]
         answers, lse = (inputs["resident answers"], self._lse) if merges else (None, None)
+        if self._scratch is not None:
+            self._scratch[: 4 * kernels.n_counters(len(rows) // 4)].zero_()
         return ResidentTables(rows, counts, pages, self._tokens, True, self._scratch, answers, lse)
 
 
@@ -434,7 +437,7 @@ class Bypass:
             q, kv, o = (x[:size] for x in tensors.rows)
             rows: RowExchange = StreamRows(self._kernels, stream.handle, gates, (q, kv, o), inputs)
             if (link := _resident(spart)) is not None:
-                rows = ResidentStream(rows, link.kernels, tensors.resident(inputs, merges))
+                rows = ResidentStream(rows, link.kernels, tensors.resident(link.kernels, inputs, merges))
             logits = tensors.logits[:size]
             logits.copy_(spart.whole_step(inputs, rows))
             if table.sampler is not None:

@@ -49,8 +49,9 @@ class ResidentKernels:
         loaded = {layer: load(layer) for layer in dict.fromkeys(layers)}
         self._arena, self._of_layer = arena, [loaded[layer] for layer in layers]
         self._most_heads = max(layer.n_q_heads for layer in layers)
+        self._heads_differ = len({layer.n_kv_heads for layer in layers}) > 1
         self._copies, self._current_stream = copies, current_stream
-        self._scratch: dict[int, torch.Tensor] = {}  # by stream
+        self._scratch: dict[int, tuple[torch.Tensor, int]] = {}  # by stream: the memory, and the counters in use there
         options, n = arena.hello.layers, len(layers)
         self._sinks = self._uploaded(options.sinks, n)
         slopes = self._uploaded(options.slopes, 1)
@@ -96,7 +97,9 @@ class ResidentKernels:
             splits = kernels.splits(rows, tables.tokens)
             scratch = tables.scratch
             if scratch is None:
-                scratch = self._scratch_of(stream, kernels.scratch_bytes(rows, splits))
+                scratch = self._scratch_of(stream, kernels.scratch_bytes(rows, splits), kernels.n_counters(rows))
+            elif self._heads_differ:
+                scratch[: 4 * kernels.n_counters(rows)].zero_()
             kernels.attend(
                 stream,
                 q.data_ptr(),
@@ -143,14 +146,22 @@ class ResidentKernels:
             return None
         return torch.frombuffer(bytearray(values), dtype=torch.float32).view(rows, -1).to(self._arena.memory.device)
 
+    def n_counters(self, n_rows: int) -> int:
+        """The most counters at the beginning of `ResidentTables.scratch` that a layer uses for a table of `n_rows`."""
+        return max(kernels.n_counters(PagedRows(0, 0, n_rows, n_rows)) for kernels in self._of_layer)
+
     def scratch_bytes(self, n_rows: int, tokens: int) -> int:
         """Bytes of `ResidentTables.scratch` for a table of `n_rows` rows of sequences of up to `tokens` tokens."""
         rows = PagedRows(0, 0, n_rows, n_rows)
         return max(kernels.scratch_bytes(rows, kernels.splits(rows, tokens)) for kernels in self._of_layer)
 
-    def _scratch_of(self, stream: int, n_bytes: int) -> torch.Tensor:
-        """At least `n_bytes` bytes of memory for the kernels of a stream, which leave the zeros as they were."""
-        scratch = self._scratch.get(stream)
+    def _scratch_of(self, stream: int, n_bytes: int, n_counters: int) -> torch.Tensor:
+        """At least `n_bytes` bytes of memory for the kernels of a stream. The kernels leave their counters at zero, but
+        where more counters are wanted than the last time, partial results of that time lie."""
+        scratch, before = self._scratch.get(stream, (None, 0))
         if scratch is None or scratch.nbytes < n_bytes:
-            scratch = self._scratch[stream] = torch.zeros(n_bytes, dtype=torch.uint8, device=self._arena.memory.device)
+            scratch = torch.zeros(n_bytes, dtype=torch.uint8, device=self._arena.memory.device)
+        elif n_counters > before:
+            scratch[: 4 * n_counters].zero_()
+        self._scratch[stream] = scratch, n_counters
         return scratch

@@ -38,7 +38,7 @@ class Late:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._kernels, name)
-        if name in ("splits", "scratch_bytes"):
+        if name in ("splits", "n_counters", "scratch_bytes"):
             return call
 
         def put(stream: int, *arguments: Any, **options: Any) -> None:

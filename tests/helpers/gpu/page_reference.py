@@ -76,6 +76,9 @@ class ReferencePageKernels:
     def splits(self, rows: PagedRows, tokens: int) -> int:
         return 1
 
+    def n_counters(self, rows: PagedRows) -> int:
+        return 0
+
     def scratch_bytes(self, rows: PagedRows, splits: int) -> int:
         return 0
 
