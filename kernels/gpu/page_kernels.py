@@ -307,7 +307,7 @@ def shared_bytes(layer: PagedLayer, shape: BlockShape) -> int:
     int8, columns = layer.kv_dtype == "int8", -(-layer.head_size // _LANES)
     lines = min(layer.head_size, 128 if int8 else 64) // (4 if int8 else 2) + int8
     k = 2 * lines * _LINE + (_SLAB * 4 if int8 else 0)
-    v = min(columns, 4 if int8 else 2) * (16 if int8 else 32) * _LINE
+    v = (2 if layer.kv_dtype == "fp16" else min(columns, 4 if int8 else 2)) * (16 if int8 else 32) * _LINE
     partial = _queries(layer) * (layer.head_size + 2) * 4
     return shape.warps * max(shape.stages * max(k, v), -(-partial // _LINE) * _LINE)
 

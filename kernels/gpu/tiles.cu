@@ -43,7 +43,8 @@ constexpr int LINE = 128, LINE_DIMS = IS_INT8 ? 4 : 2;               /* bytes, a
 constexpr int K_LINES = smaller(HEAD, K_PART) / LINE_DIMS + IS_INT8; /* lines of a column in the largest part of K */
 constexpr int V_LINES = IS_INT8 ? 16 : 32;                           /* lines of a column and slab of V */
 constexpr int STAGE_K = 2 * K_LINES * LINE + (IS_INT8 ? SLAB * 4 : 0),
-              STAGE_V = smaller(COLUMNS, V_PART) * V_LINES * LINE;
+              STAGE_V = (IS_FP16 ? V_PART : smaller(COLUMNS, V_PART)) * V_LINES *
+                        LINE; /* fp16: columns are read in pairs */
 constexpr int STAGE = larger(STAGE_K, STAGE_V);
 constexpr int TILES = IS_FP16 ? 4 * V_PARTS : 2 * COLUMNS; /* of 16 dims of O */
 /* A partial result: O [QUERIES][HEAD], m [QUERIES], l [QUERIES]. */

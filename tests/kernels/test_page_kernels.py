@@ -186,6 +186,12 @@ def test_decoding_rows(host, kv_dtype, size, group):
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_long_sequences_of_narrow_heads(host, kv_dtype):
+    """A head of 32 is a single column of V, and every stage of each ring has its turn."""
+    check(host, paged(kv_dtype, "fp16", 1, 4, 32), [Run(1100)])
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("act_dtype", ACT)
 def test_several_rows_of_a_sequence_see_only_the_rows_before_them(host, kv_dtype, act_dtype):
     check(host, paged(kv_dtype, act_dtype, 2, 3, 64), SEVERAL, splits=2)
