@@ -352,12 +352,12 @@ static void plan_kind(fd_plan_t *plan, const fd_step_t *step, const fd_kvcache_t
     cut_line(plan, shape);
 }
 
-/* Fills in the table as the cache has it: the rows of partial entries, and those that other R-nodes keep, are not
+/* Fills in `kept`, the table as the cache has it. Rows of partial entries and rows that other R-nodes keep are not
  * appended. */
 static fd_status_t keep_part(fd_step_t *step, fd_error_t *error) {
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
-        if ((uint64_t)r->pos + r->n_rows > UINT32_MAX)
+        if (fd_is_part(step->part) && (uint64_t)r->pos + r->n_rows > UINT32_MAX)
             return FD_FAIL(FD_BAD_TABLE, "entry %u: its sequence would have %llu tokens, a length has 32 bits", i,
                            (unsigned long long)r->pos + r->n_rows);
         step->kept[i] = *r;
