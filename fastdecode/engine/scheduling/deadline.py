@@ -32,6 +32,7 @@ def layer_deadline(plan: Plan, n_layers: int) -> float:
     work = 2 * PAGE_TOKENS * n_layers * len(plan.chunks)  # tokens to read or write in a layer
     for seq, n_tokens, prefill, _, _ in plan.chunks:
         work += n_tokens if prefill else n_tokens * (seq.cached + n_tokens + 1)
-    nodes = {node for chunk in plan.chunks for node in chunk.seq.places}
+    nodes = {chunk.seq.placed_on for chunk in plan.chunks}
+    nodes |= {chunk.seq.prefix.node for chunk in plan.chunks if chunk.seq.prefix is not None}
     slowest = max(node.token_bytes / (node.bandwidth.bytes_per_second or _UNMEASURED) for node in nodes)
     return SLACK_S + _MARGIN * work * slowest / n_layers

@@ -148,7 +148,7 @@ class Sequence:
     @property
     def lost(self) -> bool:
         """True if a part of the K and V of a sequence that runs is lost."""
-        return not all(node.alive for node in self.places)
+        return not (self.placed_on.alive and (self.prefix is None or self.prefix.node.alive))
 
     @property
     def priority(self) -> int:
