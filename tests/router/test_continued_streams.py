@@ -18,27 +18,14 @@ from engines.real_engine import real_engine
 from engines.routed import SECRET, dying, routed, served, url_of
 from engines.scripted_engine import ScriptedEngine
 from models.checkpoints import make_checkpoint
-from models.tokenizers_made import CHATML, byte_level
 from nodes.node_process import complete, fetch
 from openai import OpenAI
 
 from fastdecode.api.continuation import FIELD, HEADER, MARK, mark, router_proof
 from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.state.request import GenerationFailed
-from fastdecode.text.tokenizer import Tokenizer
 
 ASK = {"model": MODEL, "prompt": "x"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return Tokenizer.from_dir(byte_level(tmp_path_factory.mktemp("tokenizer"), chat_template=CHATML))
-
-
-@pytest.fixture(scope="module")
-def spell(tokenizer):
-    ids = {tokenizer.token_bytes(i): i for i in range(len(tokenizer.tokens_from(0)))}
-    return lambda text: [ids[bytes([b])] for b in text.encode()]
 
 
 HEAD = {"id": "cmpl-1", "created": 1700000000, "seed": 5}

@@ -15,10 +15,8 @@ import pytest
 from aiohttp import web
 from engines.routed import SECRET, routed, scripted, served
 from engines.scripted_engine import ScriptedEngine
-from models.tokenizers_made import CHATML, byte_level
 
 from fastdecode.api.continuation import FIELD
-from fastdecode.text.tokenizer import Tokenizer
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 #: A request within a request: it must not be answered.
@@ -53,11 +51,6 @@ NOT_HTTP = {
     "a huge header": b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
     "a tunnel": b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example\r\n\r\n",
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return Tokenizer.from_dir(byte_level(tmp_path_factory.mktemp("tokenizer"), chat_template=CHATML))
 
 
 @pytest.fixture(params=["router", "S-node"])

@@ -13,7 +13,6 @@ from aiohttp import web
 from engines.api_client import MODEL
 from engines.routed import dying, routed, scripted, served, url_of
 from engines.scripted_engine import ScriptedEngine
-from models.tokenizers_made import CHATML, byte_level
 
 from fastdecode.api.app import API_PATHS
 from fastdecode.api.app import make_app as s_node_app
@@ -21,20 +20,8 @@ from fastdecode.api.page import is_page
 from fastdecode.daemon.discovery import FileSet, FixedSet
 from fastdecode.engine.state.request import GenerationFailed, Overloaded
 from fastdecode.router.pool import BLOCK_BYTES, Pool, SNode, prefix_keys
-from fastdecode.text.tokenizer import Tokenizer
 
 ASK = {"model": MODEL, "prompt": "x"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return Tokenizer.from_dir(byte_level(tmp_path_factory.mktemp("tokenizer"), chat_template=CHATML))
-
-
-@pytest.fixture(scope="module")
-def spell(tokenizer):
-    ids = {tokenizer.token_bytes(i): i for i in range(len(tokenizer.tokens_from(0)))}
-    return lambda text: [ids[bytes([b])] for b in text.encode()]
 
 
 # ---- which S-node ----
