@@ -63,8 +63,8 @@ def _parser() -> Parser:
         "--s-node-ca",
         type=Path,
         metavar="FILE",
-        help="certificates (PEM), one of which has signed those of S-nodes at https URLs; default: those that this "
-        "machine trusts",
+        help="certificates (PEM) that may have signed the certificates of S-nodes at https URLs; default: the "
+        "certificates that this machine trusts",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(

@@ -33,7 +33,7 @@ typedef struct {
     gpu_memory_t tables, scratch;
     float *sums; /* pinned, of a part: log-sum-exps [max_rows][n_q_heads] of the layer in progress */
     fd_device_ptr_t sums_at;
-    /* Of the step: its tables on the GPU. */
+    /* The tables of the step in progress, on the GPU. */
     fd_device_ptr_t counts, appended, attending, pages;
     uint32_t blocks, sequences; /* of the page table of a section: [sequences][blocks] */
     gpu_kind_t kinds[FD_MAX_LAYER_KINDS];

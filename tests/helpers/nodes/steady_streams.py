@@ -1,7 +1,7 @@
 """Streams that begin again and again while nodes come and go: `python steady_streams.py URL CA KEY N STOP`.
 
-It prints a line once every prompt has been answered in a calm, and at the end, once there is a file STOP, how many more
-streams there were, and what was wrong with those that failed or had another text, as JSON.
+The program prints a line once every prompt has been answered in a calm. Once there is a file STOP, it prints how many
+more streams it has read, and why some of them failed or differed, as JSON, and ends.
 """
 
 from __future__ import annotations
