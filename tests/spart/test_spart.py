@@ -409,6 +409,18 @@ async def test_a_refused_step_costs_the_other_links_nothing(tmp_path):
     assert_close(output.logits[0], expected_logits(directory, tokens)[-1])
 
 
+async def test_a_link_that_is_lost_before_its_first_step_costs_the_other_links_nothing(tmp_path):
+    directory = make_checkpoint("llama-gqa")
+    model, tokens = load_model(directory, dtype="fp32"), text(5)
+    async with linked(model, tmp_path, n=2) as links:
+        spart = SPart(model, links)
+        await links[1].close()  # its region is released
+        chunks = [Chunk(i, 0, 1, 0, tokens, True, GREEDY) for i in (0, 1)]
+        output = run(spart.step(StepBatch(0, chunks), keep_logits=True))
+        assert_close(output.logits[0], expected_logits(directory, tokens)[-1])
+        assert list(output.failures) == [links[1]] and isinstance(output.failures[links[1]], LinkDown)
+
+
 async def test_a_step_goes_on_without_an_r_node_that_is_lost(tmp_path):
     model = load_model(make_checkpoint("llama-gqa"), dtype="fp32")
     async with linked(model, tmp_path, n=2) as links:

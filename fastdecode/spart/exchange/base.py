@@ -39,27 +39,26 @@ class SlotViews:
         self._dtype = TORCH_DTYPES[g.act_dtype]
         if link.resident:
             return
-        self._region, self._max_rows = _region_of(link), g.max_rows
+        self._region, self._max_rows = held_region(link), g.max_rows
         self.q = self._rows(y.slot(slot) + y.q, y.q_row_bytes)
         self.kv = self._rows(y.slot(slot) + y.kv, y.kv_row_bytes)
         self.o = self._rows(y.slot(slot) + y.o, y.o_row_bytes)
 
     def _rows(self, offset: int, row_bytes: int) -> torch.Tensor:
-        # numpy exports the buffer, which keeps the region mapped as long as a tensor uses it. torch.frombuffer does
-        # not: a link that goes down during a step would unmap the region while the step still writes to it.
-        rows = np.frombuffer(self._region, np.uint8, self._max_rows * row_bytes, offset)
+        # Not torch.frombuffer, which holds no region: a link that goes down during a step would unmap it while the step
+        # still writes to it.
+        rows = self._region[offset : offset + self._max_rows * row_bytes]
         return torch.from_numpy(rows).view(self._dtype).view(self._max_rows, -1)
 
 
-def _region_of(link: DataPath) -> memoryview:
-    """The region of a link. Of a link that went down before the first step on it, memory that nobody reads: the step
-    fails there when it is armed, and goes on for the other links."""
-    region = link.region
+def held_region(link: DataPath) -> np.ndarray:
+    """The bytes of a link's region, which stays mapped as long as the array lives. Of a link that went down before the
+    step began, memory that nobody reads: the step fails there, and goes on for the other links."""
     try:
-        region.nbytes  # noqa: B018, of a view that is released this is an error
-    except ValueError:
-        return memoryview(bytearray(link.layout.region_bytes))
-    return region
+        # One call looks at the region and holds it: the event loop may release it at any time.
+        return np.frombuffer(link.region, np.uint8)
+    except ValueError:  # the region is released
+        return np.zeros(link.layout.region_bytes, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 
 from fastdecode.kernels.gpu.cupy_kernels import Launch, load_kernels
 from fastdecode.region.contract import REPLY_OFFSET, REQUEST_OFFSET
-from fastdecode.spart.exchange.base import LinkRows
+from fastdecode.spart.exchange.base import LinkRows, held_region
 from fastdecode.spart.exchange.driver import Driver
 from fastdecode.spart.exchange_kernels import (
     CHUNK_BYTES,
@@ -54,7 +54,7 @@ class MappedRegion(MappedMemory):
 
     def __init__(self, driver: Driver, link: DataPath):
         """Raises DriverError."""
-        super().__init__(driver, np.frombuffer(link.region, np.uint8))
+        super().__init__(driver, held_region(link))
         self.layout = link.layout
 
     def gate(self, slot: int) -> Gate:
