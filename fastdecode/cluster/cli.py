@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         ("status", "print a table of all nodes"),
         ("scale", "start or drain nodes until a role has N of them"),
         ("drain", "let a node, or all nodes of a machine, hand over their work, and end them"),
+        ("logs", "print the last lines of a node's log"),
         ("down", "let requests end, and end all nodes"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
@@ -52,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("to", type=_count, metavar="r-nodes=N|s-nodes=N|prefill-nodes=N|routers=N")
         if name == "drain":
             command.add_argument("target", metavar="NODE", help="r0, s1, router1, or a machine's address or Ray id")
+        if name == "logs":
+            command.add_argument("target", metavar="NODE", help="r0, s1, or router0")
         command.add_argument("file", type=Path, nargs="?", default=Path("cluster.yaml"), metavar="cluster.yaml")
     return parser
 
@@ -86,6 +89,9 @@ def _run(args: argparse.Namespace, config: ClusterConfig, cluster: RayCluster) -
             cluster.scale(*args.to)
         case "drain":
             print(f"drained: {', '.join(cluster.drain(args.target))}")
+            return
+        case "logs":
+            print(cluster.log_end(args.target))
             return
         case "down":
             cluster.down()

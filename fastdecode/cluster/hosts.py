@@ -50,8 +50,17 @@ class Host(ABC):
     role: str
     drain_seconds: float
 
-    def __init__(self, name: str, config: ClusterConfig, report: Report, machine: str, ray_node: str = ""):
+    def __init__(
+        self,
+        name: str,
+        config: ClusterConfig,
+        report: Report,
+        machine: str,
+        ray_node: str = "",
+        log_file: Path | None = None,
+    ):
         """Starts nothing yet. `report` sends an entry to the directory, and may raise any Exception if it cannot.
+        `log_file` gets the output of the process.
 
         Raises ClusterError if the machine lacks a file of the configuration's `tls` that the role needs."""
         self._tls = None if self.role == "r" else _asking_tls(config, machine)
@@ -62,7 +71,7 @@ class Host(ABC):
         self._lifeline = _remove_at_death(self.folder)
         self.port = free_port(machine)
         self._secret_file = config.secret_file or self._keep(config.made_secret)
-        self._process = Supervised(f"{config.name}/{name}", self._next_command)
+        self._process = Supervised(f"{config.name}/{name}", self._next_command, log_file)
         self._leaving = threading.Event()
         self._ended = threading.Event()
         self._was_ready = False
@@ -294,11 +303,11 @@ class RouterHost(Host):
 
     role = "router"
 
-    def __init__(self, name: str, config: ClusterConfig, report: Report, machine: str, ray_node: str = ""):
+    def __init__(self, name: str, config: ClusterConfig, report: Report, machine: str, *rest: Any):
         file = config.router.file
         if file is not None and not os.access(Path(file).parent, os.W_OK | os.X_OK):
             raise ClusterError(f"router: file: this user cannot write to {Path(file).parent} on the machine {machine}")
-        super().__init__(name, config, report, machine, ray_node)
+        super().__init__(name, config, report, machine, *rest)
         self.drain_seconds = self.config.s_nodes.drain_seconds
         self._s_nodes = NodeFile(self.folder / "s-nodes")
         self._routers = None if file is None else NodeFile(Path(file), plain=True)

@@ -1,4 +1,4 @@
-"""A cluster's hosts as Ray actors, one in each bundle of its placement groups. The only module that imports Ray.
+"""A cluster's hosts as Ray actors, one in each bundle of its placement groups.
 
 A cluster has a Ray namespace of its own. Each node is a detached actor with a name, such as `r3@1.2`: R-node 3, in
 bundle 2 of placement group 1. Ray starts an actor again when its process or its machine is lost. So Ray's own tables
@@ -20,15 +20,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from fastdecode.cluster.actors import DIRECTORY, DirectoryActor, HostActor, answer, log_name
 from fastdecode.cluster.config import ClusterConfig, ClusterError, RayLost
-from fastdecode.cluster.directory import Directory, Entry, View, in_order
-from fastdecode.cluster.hosts import HOSTS, Host, listens
-from fastdecode.cluster.reach import address_in
+from fastdecode.cluster.directory import Entry, View, in_order
+from fastdecode.cluster.hosts import listens
 from fastdecode.cluster.table import links_to
 
 log = logging.getLogger(__name__)
 
-_DIRECTORY = "directory"
 _ROUTER = "router"  # the role, with which the names begin
 _CALL_SECONDS = 5.0
 _RESERVE_SECONDS = 30.0
@@ -42,55 +41,6 @@ _GIVE_TOKEN = (
 )
 #: Ray places an actor that needs no resource on any machine, whatever machine it is asked for.
 _ROUTER_BYTES = 1 << 20
-
-
-class DirectoryActor(Directory):
-    """The directory as an actor. It also has the configuration, for commands that come later."""
-
-    def __init__(self, config: ClusterConfig):
-        super().__init__()
-        _check_auth(config)
-        self._config = config
-
-    def config(self) -> ClusterConfig:
-        return self._config
-
-    def process_id(self) -> int:
-        return os.getpid()
-
-
-class HostActor:
-    """A host as an actor."""
-
-    def __init__(self, role: str, name: str, config: ClusterConfig):
-        logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-        self._directory: Any = None
-        _check_auth(config)
-        context = ray.get_runtime_context()
-        network = config.node_network
-        machine = address_in(network) if network is not None else ray.util.get_node_ip_address()
-        self._host: Host = HOSTS[role](name, config, self._report, machine, context.get_node_id())
-        self._host.start()
-
-    def _report(self, entry: Entry) -> View:
-        if self._directory is None:
-            self._directory = ray.get_actor(_DIRECTORY)
-        try:
-            view: View = _answer(self._directory.report.remote(entry))
-            return view
-        except Exception:
-            self._directory = None
-            raise
-
-    def process_ids(self) -> tuple[int, int | None]:
-        """The process ids of the actor and of its node."""
-        return os.getpid(), self._host.entry.pid
-
-    def entry(self) -> Entry:
-        return self._host.entry
-
-    def drain(self, seconds: float | None = None) -> int | None:
-        return self._host.drain(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +108,7 @@ class RayCluster:
 
     def _directory(self) -> Any:
         try:
-            return ray.get_actor(_DIRECTORY)
+            return ray.get_actor(DIRECTORY)
         except ValueError:
             raise ClusterError(f"no cluster {self._name!r} is up") from None
 
@@ -175,14 +125,14 @@ class RayCluster:
 
     def view(self) -> View:
         """What the nodes report. Raises ClusterError."""
-        view: View = _answer(self._directory().view.remote())
+        view: View = answer(self._directory().view.remote())
         return view
 
     def status(self) -> tuple[View, str]:
         """What the nodes report, and a sentence if the directory cannot say it. Raises ClusterError."""
         directory = self._directory()
         try:
-            view: View = _answer(directory.view.remote())
+            view: View = answer(directory.view.remote())
         except ClusterError:
             why = "The directory is lost, and Ray starts it again"
         else:
@@ -206,33 +156,38 @@ class RayCluster:
 
     def process_ids(self, node: str) -> tuple[int, int | None]:
         """The process ids of a node's actor and of its process, on their machine."""
-        name = node if node in self.routers() else self._find(node).name
-        ids: tuple[int, int | None] = _answer(ray.get_actor(name).process_ids.remote())
+        ids: tuple[int, int | None] = answer(ray.get_actor(self._actor_name(node)).process_ids.remote())
         return ids
+
+    def log_end(self, node: str) -> str:
+        """The last lines that a node and its host have written. Raises ClusterError."""
+        lines: str = answer(ray.get_actor(self._actor_name(node)).log_end.remote())
+        return lines
 
     def directory_pid(self) -> int:
         """The process id of the directory's actor, on its machine."""
-        pid: int = _answer(self._directory().process_id.remote())
+        pid: int = answer(self._directory().process_id.remote())
         return pid
 
-    def _find(self, node: str) -> NodeActor:
-        try:
-            return next(actor for actor in self.actors() if actor.node == node)
-        except StopIteration:
-            raise ClusterError(f"there is no node {node}; status shows them all") from None
+    def _actor_name(self, node: str) -> str:
+        """The name of a node's or a router's actor. Raises ClusterError."""
+        names = {name: name for name in self.routers()} | {actor.node: actor.name for actor in self.actors()}
+        if node not in names:
+            raise ClusterError(f"there is no node {node}; status shows them all")
+        return names[node]
 
     # -- up and down ----------------------------------------------------------------------------------------------
 
     def up(self, config: ClusterConfig) -> None:
         """Start all nodes and the routers, and wait until they serve. Raises ClusterError."""
         with contextlib.suppress(ValueError):
-            ray.get_actor(_DIRECTORY)
+            ray.get_actor(DIRECTORY)
             raise ClusterError(f"the cluster {self._name!r} is up already; scale changes it, down ends it")
         directory = ray.remote(DirectoryActor).options(
-            name=_DIRECTORY, lifetime="detached", max_restarts=-1, max_task_retries=0, num_cpus=0
+            name=DIRECTORY, lifetime="detached", max_restarts=-1, max_task_retries=0, num_cpus=0
         )
         try:
-            _answer(directory.remote(config).config.remote(), _RESERVE_SECONDS)
+            answer(directory.remote(config).config.remote(), _RESERVE_SECONDS)
             counts = {"s": config.s_nodes.count, "p": config.prefill_nodes.count, "r": config.r_nodes.count}
             self._add(config, [role for role, count in counts.items() for _ in range(count)])
             self._add_routers(config, config.router.count)
@@ -279,19 +234,26 @@ class RayCluster:
                         f"{', '.join(unlinked)} got no link from every S-node within {config.start_seconds:.0f} s; "
                         "the logs of S-nodes say why"
                     )
-                known = {e.name: e.load["status"] for e in view.entries if "status" in e.load}
-                nodes = [f"{name} ({known[name]})" if name in known else name for name in sorted(missing)]
+                reasons = {e.name: e.load["status"] for e in view.entries if "status" in e.load}
+                nodes = [f"{name} ({reasons.get(name) or self._last_line(name)})" for name in sorted(missing)]
                 raise ClusterError(
-                    f"{', '.join(nodes)} did not come up within {config.start_seconds:.0f} s; their output is in Ray's "
-                    "logs (ray logs, or /tmp/ray/session_latest/logs/worker-*.err)"
+                    f"{', '.join(nodes)} did not come up within {config.start_seconds:.0f} s; their logs are the files "
+                    f"{log_name(self._name, '*')} of Ray's (ray logs, or /tmp/ray/session_latest/logs)"
                 )
             time.sleep(_POLL_SECONDS)
+
+    def _last_line(self, node: str) -> str:
+        try:
+            *_, last = self.log_end(node).splitlines()
+        except (ClusterError, ValueError):
+            return "its log is empty"
+        return last
 
     # -- changes --------------------------------------------------------------------------------------------------
 
     def scale(self, role: str, count: int) -> None:
         """Start or drain nodes of a role until there are `count`, and wait until they serve. Raises ClusterError."""
-        config: ClusterConfig = _answer(self._directory().config.remote())
+        config: ClusterConfig = answer(self._directory().config.remote())
         if count < 1 and role != "p":
             raise ClusterError("a cluster needs at least one S-node, one R-node and one router")
         if role == _ROUTER:
@@ -334,7 +296,7 @@ class RayCluster:
             self._drain_actors([actor.name for actor in of_role])
             for actor in of_role:
                 ray.kill(ray.get_actor(actor.name), no_restart=True)
-                _answer(directory.forget.remote(actor.node))
+                answer(directory.forget.remote(actor.node))
         used = {actor.group for actor in self.actors()}
         for number in self._groups():
             if number not in used:
@@ -345,7 +307,7 @@ class RayCluster:
         self._drain_actors(names)
         for name in names:
             ray.kill(ray.get_actor(name), no_restart=True)
-            _answer(self._directory().forget.remote(name))
+            answer(self._directory().forget.remote(name))
 
     @staticmethod
     def _drain_actors(names: Sequence[str], seconds: float | None = None) -> None:
@@ -378,7 +340,7 @@ class RayCluster:
                 self._start(_ROUTER, name, config, num_cpus=0, memory=_ROUTER_BYTES, scheduling_strategy=strategy)
             )
         for call in started:
-            _answer(call, config.start_seconds)
+            answer(call, config.start_seconds)
 
     def _add(self, config: ClusterConfig, roles: Sequence[str]) -> None:
         """Start nodes of these roles: in bundles that ended nodes have left, then in a new placement group."""
@@ -426,7 +388,7 @@ class RayCluster:
                 )
             )
         for call in started:
-            _answer(call, config.start_seconds)
+            answer(call, config.start_seconds)
 
     def _reserve(self, number: int, config: ClusterConfig, roles: Sequence[str]) -> PlacementGroup:
         """Reserve a bundle for each node. Raises ClusterError if Ray has no room for them."""
@@ -502,27 +464,5 @@ def _without_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-def _check_auth(config: ClusterConfig) -> None:
-    """Raises ClusterError if Ray on this machine would answer those who have no token, and cluster.yaml forbids it."""
-    if config.ray_auth == "token" and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        machine = ray.util.get_node_ip_address()
-        raise ClusterError(
-            f"Ray on the machine {machine} asks for no token: start Ray with RAY_AUTH_MODE=token on every machine, or "
-            "write ray-auth: disabled into cluster.yaml"
-        )
-
-
 def _amount(key: str, value: float) -> str:
     return f"{value / 2**30:.1f} GiB" if key == "memory" else f"{value:g}"
-
-
-def _answer(call: Any, seconds: float = _CALL_SECONDS) -> Any:
-    """Wait for an actor's answer. Raises ClusterError."""
-    try:
-        return ray.get(call, timeout=seconds)
-    except ray.exceptions.GetTimeoutError:
-        raise ClusterError(f"an actor of the cluster did not answer within {seconds:.0f} s") from None
-    except ray.exceptions.RayActorError as error:
-        # Ray gives an error of an actor's constructor as text, whose last line has the error's message.
-        _, found, reason = str(error).strip().splitlines()[-1].partition(f"{ClusterError.__name__}: ")
-        raise ClusterError(reason if found else "an actor of the cluster is lost") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_sources import without_options
@@ -26,11 +28,13 @@ _STABLE_SECONDS = 30.0
 class Supervised:
     """A Python module that runs as a child process. The kernel kills the child when this process dies."""
 
-    def __init__(self, name: str, command: Callable[[], Sequence[str]]):
-        """`command` gives the module and its arguments, anew for every start."""
+    def __init__(self, name: str, command: Callable[[], Sequence[str]], log_file: Path | None = None):
+        """`command` gives the module and its arguments, anew for every start. The child's output is appended to
+        `log_file`; None: the child has the streams of this process."""
         self.name = name
         self.starts = 0
         self._command = command
+        self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"supervise {name}", daemon=True)
@@ -50,13 +54,16 @@ class Supervised:
         short = 0
         while not self._stopping.is_set():
             began = time.monotonic()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fastdecode.cluster.leash", str(os.getpid()), sys.executable, "-P", "-m",
-                 *self._command()],
-                stdin=subprocess.DEVNULL,
-                env=without_options(fields(NodeConfig), os.environ),
-                start_new_session=True,
-            )  # fmt: skip
+            with self._log_file.open("ab") if self._log_file else contextlib.nullcontext() as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "fastdecode.cluster.leash", str(os.getpid()), sys.executable, "-P",
+                     "-m", *self._command()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=without_options(fields(NodeConfig), os.environ),
+                    start_new_session=True,
+                )  # fmt: skip
             self.starts += 1
             status = self._process.wait()
             if self._stopping.is_set():

@@ -39,7 +39,7 @@ def page() -> tuple[list[str], str, list[str]]:
 def test_the_page_as_a_new_user_would_follow_it():
     lines, config, commands = page()
     assert "--head" in lines[2] and "--address" in lines[3]
-    assert [command.split()[1] for command in commands] == ["up", "scale", "drain", "drain", "status", "down"]
+    assert [command.split()[1] for command in commands] == ["up", "scale", "drain", "drain", "logs", "status", "down"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(namespaces.network(NAMES))
         folder = Path(tempfile.mkdtemp(dir="/var/tmp"))  # every machine has a /tmp of its own
@@ -79,6 +79,9 @@ def test_the_page_as_a_new_user_would_follow_it():
             if command.split()[1] == "down":
                 continue
             table = head.run(command)
+            if command.split()[1] == "logs":
+                assert "Serving chat" in table
+                continue
             texts.append(orjson.loads(far.run(ask))["choices"][0]["text"])
             if command.split()[1] in ("up", "status"):
                 rows = [row.split() for row in table.splitlines()[1:] if row]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import openai
 import orjson
 import pytest
 import torch
+from nodes.many_streams import N_STREAMS, ManyStreams
 from nodes.node_process import NODE, complete, fetch
 
 from fastdecode.daemon.config import NodeConfig
@@ -77,6 +79,23 @@ def test_streams_wait_for_a_member_that_comes_back_and_end_with_an_error_if_none
         s_node.wait_for(r"(?s)is back.* is back")
         assert complete(api, 40) == text != ""
     assert s_node.end() == 0
+
+
+async def test_many_streams_of_a_team_wait_for_a_member_that_is_killed(start, tmp_path):
+    urls, nodes = r_nodes(start, tmp_path, 2)
+    team = ("--partition", "heads", "--r-node", urls[0], "--r-node", urls[1], "--reconnect-seconds", "60")
+    s_node = start("--port", "0", *team, "--dtype", "fp32", "--kv-dtype", "fp32")
+    url = (await asyncio.to_thread(s_node.wait_for, r"(http://127\.0\.0\.1:\d+/v1)"))[1]
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as api:
+        calm = await ManyStreams(api, N_STREAMS).run()
+        streams = ManyStreams(api, N_STREAMS)
+        running = asyncio.create_task(streams.run())
+        await asyncio.wait_for(streams.begun.wait(), 60)
+        nodes[1].process.kill()
+        await asyncio.to_thread(s_node.wait_for, "was lost")
+        start("--role", "r", "--listen", urls[1], "--kv-memory", "256MiB", "--threads", "1")
+        assert await asyncio.wait_for(running, 120) == calm
+        print(f"{N_STREAMS} streams: the longest pause was {streams.pause:.2f} s")
 
 
 def test_r_nodes_that_cannot_share_the_heads_are_refused_before_weights_are_loaded(start, tmp_path):

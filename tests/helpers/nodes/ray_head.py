@@ -39,14 +39,20 @@ class RayHead:
 
     def run(self, command: str, config: str, auth: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
         """Run a command of fastdecode-cluster with this cluster.yaml, to which ray-address is added."""
+        process = self.begin(command, config, auth)
+        out, errors = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+    def begin(self, command: str, config: str, auth: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Begin a command as `run` runs it."""
         path = self._folder / "cluster.yaml"
         path.write_text(f"ray-address: 127.0.0.1:{self.port}\n{config}")
-        return subprocess.run(
+        return subprocess.Popen(
             [sys.executable, "-P", "-m", "fastdecode.cluster.cli", *command.split(), str(path)],
             env=self._environment(auth),
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
         )
 
     def kill_gcs(self) -> None:
@@ -59,14 +65,21 @@ class RayHead:
 
     def _kill(self, word: str) -> int:
         """Kill the head's processes with this word in their command lines. Returns their number."""
-        killed = 0
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                line = (process / "cmdline").read_text()
-                if f"{self._folder}/ray" in line and word in line:
-                    os.kill(int(process.name), signal.SIGKILL)
-                    killed += 1
-        return killed
+        found = process_ids(f"{self._folder}/ray") & process_ids(word)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(found)
+
+
+def process_ids(word: str) -> set[int]:
+    """The processes with this word in their command lines."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if word in (process / "cmdline").read_text():
+                found.add(int(process.name))
+    return found
 
 
 @contextlib.contextmanager
