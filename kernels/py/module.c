@@ -15,6 +15,7 @@ bool fd_row_ops_add_types(PyObject *module);   /* py_row_ops.c */
 bool fd_delta_add_types(PyObject *module);     /* py_delta.c */
 bool fd_prompt_add_types(PyObject *module);    /* py_prompt.c */
 bool fd_joints_add_types(PyObject *module);    /* py_joints.c */
+bool fd_reduction_add_types(PyObject *module); /* py_reduction.c */
 bool fd_draw_rows_add_types(PyObject *module); /* py_draw_rows.c */
 bool fd_lists_add_types(PyObject *module);     /* py_page_lists.c */
 
@@ -41,7 +42,7 @@ static int exec_module(PyObject *module) {
     PyMethodDef *const methods[] = {isa_methods, fd_engine_methods, fd_roofline_methods};
     bool (*const add_types[])(PyObject *) = {
         fd_linears_add_types, fd_dense16_add_types,   fd_row_ops_add_types, fd_delta_add_types, fd_prompt_add_types,
-        fd_joints_add_types,  fd_draw_rows_add_types, fd_engine_add_types,  fd_lists_add_types,
+        fd_joints_add_types,  fd_draw_rows_add_types, fd_engine_add_types,  fd_lists_add_types, fd_reduction_add_types,
     };
     for (size_t i = 0; i < sizeof methods / sizeof *methods; i++)
         if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;

@@ -1,5 +1,5 @@
-"""Builds the R-engine and the pool of threads without Python under ThreadSanitizer, and loads them from many threads at
-once."""
+"""Builds the R-engine, the pool of threads and the sums over ranks without Python under ThreadSanitizer, and loads them
+from many threads at once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SECONDS = int(os.environ.get("FASTDECODE_FUZZ_S", "5"))
 pytestmark = pytest.mark.timeout(600 + 3 * SECONDS)
 
 
-def build(folder: Path, name: str, sources: list[Path]) -> Path:
+def build(folder: Path, name: str, sources: list[Path], sanitizers: str = "thread") -> Path:
     if not shutil.which("gcc"):
         pytest.skip("needs gcc")
     # gcc warns that ThreadSanitizer does not understand fences. They only order wake-ups, no data.
-    flags = ["-std=gnu11", "-g1", "-O2", "-Wno-tsan", "-fsanitize=thread", *INCLUDES]
+    flags = ["-std=gnu11", "-g1", "-O2", "-Wno-tsan", f"-fsanitize={sanitizers}", *INCLUDES]
     subprocess.run(["gcc", *flags, *sources, "-pthread", "-lm", "-o", folder / name], check=True)
     return folder / name
 
@@ -56,3 +56,11 @@ def test_each_part_of_a_loop_runs_once(tmp_path: Path, threads: int) -> None:
     sources = [ROOT / "tests/c/race_parallel.c", ROOT / "kernels/cpu/parallel.c"]
     loops, taken = counts(build(tmp_path, "race_parallel", sources), threads)
     assert loops > 1000 and taken > 100
+
+
+@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
+def test_ranks_race_through_their_sums(tmp_path: Path, sanitizers: str) -> None:
+    names = ("cpu/parallel", "cpu/isa", "decoder/reduction", "decoder/decoder_scalar")
+    sources = [ROOT / "tests/c/race_reduction.c", *(ROOT / f"kernels/{name}.c" for name in names)]
+    sums, shared = counts(build(tmp_path, "race_reduction", sources, sanitizers), 3)
+    assert sums > 200 and shared > 20

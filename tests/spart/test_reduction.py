@@ -1,0 +1,158 @@
+"""Sums over the ranks of an S-Part: processes that share memory, against float64 and torch.distributed's gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks.rank_processes import RankProcesses
+
+from fastdecode.kernels import _native
+from fastdecode.spart.ranks.reduction import RankError, Reduction, create_segment
+from fastdecode.spart.threads import set_threads
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+#: Of the sum of the addends' magnitudes: adding up in fp32, and rounding once to the dtype.
+BUDGET = {torch.float32: 4e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+#: Rows of one number, of odd widths and of 4,096: sums that each rank takes whole, sums that the ranks share, a sum
+#: larger than a slot, and no rows at all.
+SHAPES = [(1, 1), (1, 63), (3, 1031), (0, 8), *((rows, 4096) for rows in (1, 2, 8, 33, 64)), (131, 4097)]
+CASES = [(shape, dtype) for dtype in BUDGET for shape in SHAPES]
+
+
+def addend(case: int, rank: int) -> torch.Tensor:
+    shape, dtype = CASES[case]
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * case + rank)).to(dtype)
+
+
+def sum_cases(reduction: Reduction, rendezvous: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The sums of all cases, and gloo's of the same addends in fp32."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    gloo = torch.distributed
+    gloo.init_process_group("gloo", init_method=rendezvous, rank=reduction.rank, world_size=reduction.n_ranks)
+    sums = []
+    set_threads(2)  # of which large sums take both
+    for case in range(len(CASES)):
+        x = addend(case, reduction.rank)
+        theirs = x.float().clone()
+        gloo.all_reduce(theirs)
+        assert reduction.sum_(x) is x
+        sums.append((x.float().numpy(), theirs.numpy()))
+    gloo.destroy_process_group()
+    return sums
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_sums_are_those_of_float64_and_gloo_and_alike_on_all_ranks(n: int, tmp_path: Path) -> None:
+    with RankProcesses(n, sum_cases, f"file://{tmp_path}/rendezvous") as ranks:
+        answers = [ranks.result(rank) for rank in range(n)]
+    for case, (_, dtype) in enumerate(CASES):
+        addends = torch.stack([addend(case, rank).double() for rank in range(n)])
+        budget = BUDGET[dtype] * addends.abs().sum(0) + 1e-7  # an fp16 subnormal's last bit is 6e-8
+        ours, theirs = map(torch.from_numpy, answers[0][case])
+        assert ((ours - addends.sum(0)).abs() <= budget).all()
+        assert ((ours - theirs).abs() <= 2 * budget).all()
+        for answer in answers[1:]:
+            assert answer[case][0].tobytes() == answers[0][case][0].tobytes()
+
+
+def sum_integers(reduction: Reduction, n_sums: int) -> int:
+    """Sum integers, of 1 to 4096 numbers, `n_sums` times. Returns how many sums were right."""
+    right = 0
+    for i in range(n_sums):
+        x = torch.full((1 + 37 * i % 4096,), float(i % 1000 + reduction.rank))
+        n = reduction.n_ranks
+        right += bool((reduction.sum_(x) == n * (i % 1000) + n * (n - 1) // 2).all())
+    return right
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_thousands_of_sums_follow_each_other(n: int) -> None:
+    with RankProcesses(n, sum_integers, 5000) as ranks:
+        assert [ranks.result(rank) for rank in range(n)] == [5000] * n
+
+
+def sum_until_broken(reduction: Reduction) -> None:
+    for _ in count():
+        reduction.sum_(torch.ones(2, 64))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_killed_rank_lets_the_others_out(n: int) -> None:
+    with RankProcesses(n, sum_until_broken, timeout_s=1000.0) as ranks:
+        ranks.signal(1, signal.SIGKILL)
+        for rank in {*range(n)} - {1}:
+            assert ranks.result(rank) == "the process of rank 1 has ended"
+
+
+def test_a_stalled_rank_lets_the_others_out() -> None:
+    with RankProcesses(3, sum_until_broken, timeout_s=3.0) as ranks:
+        ranks.signal(2, signal.SIGSTOP)
+        for rank in (0, 1):
+            assert ranks.result(rank) == "rank 2 has not arrived at a sum for 3.0 s"
+        ranks.signal(2, signal.SIGCONT)
+        assert ranks.result(2) == "rank 2 has not arrived at a sum for 3.0 s"
+
+
+def leave_second_sum(reduction: Reduction) -> None:
+    x = torch.ones(5)
+    reduction.sum_(x)
+    if reduction.rank == 1:
+        reduction.leave()
+    reduction.sum_(x)
+
+
+def test_a_rank_that_leaves_lets_the_others_out() -> None:
+    with RankProcesses(3, leave_second_sum, timeout_s=1000.0) as ranks:
+        assert [ranks.result(rank) for rank in range(3)] == ["rank 1 has left the reduction"] * 3
+
+
+def sum_other_rows(reduction: Reduction) -> None:
+    reduction.sum_(torch.ones(5 + (reduction.rank == 2)))
+
+
+def test_sums_of_other_sizes_are_refused() -> None:
+    with RankProcesses(4, sum_other_rows, timeout_s=1000.0) as ranks:
+        texts = {ranks.result(rank) for rank in range(4)}
+    assert texts == {"rank 2 sums other numbers than the ranks before it"}
+
+
+@pytest.mark.parametrize("isa", _native.isa_supported())
+def test_every_isa_adds_in_the_order_of_the_ranks(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    n, segment = 3, create_segment(3)
+    reductions = [Reduction(segment, rank, n) for rank in range(n)]  # sums leave the GIL, so threads will do
+    os.close(segment)
+    with ThreadPoolExecutor(n) as pool:
+        for dtype in BUDGET:
+            parts = [(torch.randn(333) * 10**rank).to(dtype) for rank in range(n)]
+            want = ((parts[0].float() + parts[1].float()) + parts[2].float()).to(dtype)
+            sums = list(pool.map(Reduction.sum_, reductions, [part.clone() for part in parts]))
+            assert all(torch.equal(x, want) for x in sums)
+
+
+def test_a_segment_of_other_ranks_is_refused() -> None:
+    segment = create_segment(2)
+    with pytest.raises(ValueError, match="bytes"):
+        Reduction(segment, 0, 3)
+    with pytest.raises(ValueError, match="no rank 2 of 2"):
+        Reduction(segment, 2, 2)
+    os.close(segment)
+    with pytest.raises(ValueError, match="65 ranks"):
+        create_segment(65)
+
+
+def test_one_rank_has_its_own_numbers() -> None:
+    segment = create_segment(1)
+    reduction = Reduction(segment, 0, 1)
+    os.close(segment)
+    assert torch.equal(reduction.sum_(torch.arange(5.0)), torch.arange(5.0))
+    reduction.leave()
+    with pytest.raises(RankError, match="rank 0 has left"):
+        reduction.sum_(torch.ones(1))
