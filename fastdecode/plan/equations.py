@@ -56,6 +56,7 @@ class System:
     engine_row: float = 0.0  # and for each of its rows
     overlap: float = 1.0  # how many times as long the S-Part takes while another mini-batch is at the R-nodes
     row_seconds: float = 0.0  # of an R-node's work on a byte of Q, K, V or O, the reading apart
+    gpu_bytes_per_second: float = 0.0  # at which the S-node's GPU reads resident KV; 0: there is none
     #: If the R-nodes are on the S-node's machine: what S-Part and R-nodes cost each other.
     colocations: tuple[Colocation, ...] = ()
 
@@ -71,7 +72,8 @@ class System:
         cells = tuple(near) if any(cell.kv_dtype == kv_dtype and cell.r_nodes == 1 for cell in near) else ()
         link = profile.links[transport]
         row_seconds = 1e-9 / profile.r_node.row_gbps if profile.r_node.row_gbps else 0.0
-        return cls(model, s_part, link, kv_dtype, speed, r_nodes, profile.in_turns, *engine, row_seconds, cells)
+        gpu = 1e9 * profile.s_node.gpu.kv_gbps if profile.s_node.gpu else 0.0
+        return cls(model, s_part, link, kv_dtype, speed, r_nodes, profile.in_turns, *engine, row_seconds, gpu, cells)
 
     def reading(self, kv_bytes: float) -> Reading:
         """How the R-nodes read `kv_bytes` of KV-cache in a step."""
@@ -101,9 +103,13 @@ class Work:
     """A mini-batch's step. Sums over its sequences; the R-nodes share the reading evenly."""
 
     rows: float  # decoding sequences
-    read_tokens: float  # cached tokens that their attention reads, PlannedModel.read_tokens
+    read_tokens: float  # cached tokens that R-nodes read for their attention, PlannedModel.read_tokens
     prompt_rows: float = 0.0
     prompt_pairs: float = 0.0  # keys that the prompts' rows attend to
+    resident_rows: float = 0.0  # of `rows`, those whose K and V are appended on the S-node's GPU
+    resident_tokens: float = 0.0  # cached tokens that the GPU reads
+    cut_rows: float = 0.0  # of `resident_rows`, those of cut sequences: R-nodes get their Q
+    resident_prompt_rows: float = 0.0  # of `prompt_rows`
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +124,18 @@ class StageTimes:
     engine: float = 0.0  # scheduling the step and delivering its tokens, on the S-node
     overlap: float = 1.0  # see System
     lost: float = 0.0  # see Colocation
+    resident: float = 0.0  # attention on the S-node's GPU, while the R-nodes attend
 
     @property
     def alone(self) -> float:
-        """The step with nothing beside it: all stages one after another."""
-        return self.engine + self.s_part + self.wire + self.r_part + self.back + self.latency
+        """The step with nothing beside it: all stages one after another, but both places attend at once."""
+        remote = self.wire + self.r_part + self.back + self.latency
+        return self.engine + self.s_part + max(remote, self.resident)
+
+    @property
+    def s_node(self) -> float:
+        """The part of the step in which the S-node is at work."""
+        return self.engine + self.s_part + self.resident
 
 
 def stage_times(system: System, work: Work, slowest_share: float | None = None) -> StageTimes:
@@ -132,24 +145,31 @@ def stage_times(system: System, work: Work, slowest_share: float | None = None) 
     A prompt's rows cost the S-Part as much as `prompt_row` decoding rows each, and their attention as much as
     `prompt_attention` times as many operations of rows; their K and V travel, their Q and O do not.
     """
-    model, times, share = system.model, system.s_part, slowest_share or 1 / system.r_nodes
+    model, times, share = system.model, system.s_part, slowest_share or 1 / max(1, system.r_nodes)
     attention = times.prompt_attention * model.pair_rows * work.prompt_pairs
     prompts = times.prompt_row * work.prompt_rows + attention
-    bytes_out = work.rows * (model.q_bytes + model.kv_row_bytes) + work.prompt_rows * model.kv_row_bytes
+    remote_rows, remote_prompt_rows = work.rows - work.resident_rows, work.prompt_rows - work.resident_prompt_rows
+    bytes_out = (remote_rows + work.cut_rows) * model.q_bytes
+    bytes_out += (remote_rows + remote_prompt_rows) * model.kv_row_bytes
+    bytes_back = (remote_rows + 2 * work.cut_rows) * model.q_bytes  # with O of a cut row comes its log-sum-exp
     read = work.read_tokens * model.token_bytes(system.kv_dtype)
     reading = system.reading(read)
-    on_rows = work.rows * (2 * model.q_bytes + model.kv_row_bytes) * system.row_seconds
+    on_rows = remote_rows * (2 * model.q_bytes + model.kv_row_bytes) + work.cut_rows * 3 * model.q_bytes
+    on_rows *= system.row_seconds
     if system.colocations:
         on_rows *= system.r_nodes  # one machine's cores work on all rows
     return StageTimes(
         s_part=system.s_part.seconds(work.rows + prompts) + reading.s_extra,
         r_part=share * (read / reading.bytes_per_second + on_rows),
         wire=bytes_out / (1e9 * system.link.gbps),
-        back=work.rows * model.q_bytes / (1e9 * system.link.gbps),
-        latency=model.n_layers * system.link.layer_seconds,
+        back=bytes_back / (1e9 * system.link.gbps),
+        latency=model.n_layers * system.link.layer_seconds if remote_rows + work.cut_rows + remote_prompt_rows else 0.0,
         engine=system.engine_step + system.engine_row * work.rows,
         overlap=system.overlap,
         lost=reading.lost,
+        resident=work.resident_tokens * model.token_bytes(system.kv_dtype) / system.gpu_bytes_per_second
+        if work.resident_tokens
+        else 0.0,
     )
 
 
@@ -157,7 +177,7 @@ def shared_seconds(stages: Sequence[StageTimes]) -> dict[str, float]:
     """Seconds in which all mini-batches in flight can do a step, by what they share: the S-node, the R-nodes and each
     direction of the wire serve one mini-batch after another. On one machine, the longer of S-Part and R-Part also takes
     the time that overlap does not hide."""
-    s_part = sum(s.s_part * (s.overlap if len(stages) > 1 else 1.0) + s.engine for s in stages)
+    s_part = sum(s.s_part * (s.overlap if len(stages) > 1 else 1.0) + s.engine + s.resident for s in stages)
     r_part = sum(s.r_part for s in stages)
     lost = max((s.lost for s in stages), default=0.0) * min(s_part, r_part)
     return {
@@ -165,6 +185,31 @@ def shared_seconds(stages: Sequence[StageTimes]) -> dict[str, float]:
         "R-Part": r_part + lost if r_part > s_part else r_part,
         "wire": max(sum(s.wire for s in stages), sum(s.back for s in stages)),
     }
+
+
+def paces(stages: Sequence[StageTimes], in_turns: bool) -> list[float]:
+    """Seconds of a step of each mini-batch while steps of all of them are in flight. A step takes as long as alone, or
+    longer where the S-node, the R-nodes or the wire cannot serve all steps at once. What the steps that are slowest
+    alone leave of these, the other steps share evenly."""
+    if in_turns:
+        return [sum(s.alone for s in stages)] * len(stages)
+    found = [0.0] * len(stages)
+    left = dict.fromkeys(shared_seconds([]), 1.0)  # the shares of the S-node, the R-nodes and the wire that are free
+    to_pace = list(range(len(stages)))
+    while to_pace:
+        needed = shared_seconds([stages[i] for i in to_pace])
+        bounds = {name: needed[name] / max(left[name], 1e-9) for name in left}
+        binding = max(bounds, key=bounds.__getitem__)
+        slowest = max(to_pace, key=lambda i: stages[i].alone)
+        pace, bound = stages[slowest].alone, [slowest]
+        if bounds[binding] > pace:
+            pace, bound = bounds[binding], [i for i in to_pace if shared_seconds([stages[i]])[binding]]
+        for i in bound:
+            found[i] = max(pace, stages[i].alone)
+            for name, seconds in shared_seconds([stages[i]]).items():
+                left[name] -= seconds / found[i]
+            to_pace.remove(i)
+    return found
 
 
 def round_seconds(stages: Sequence[StageTimes], in_turns: bool) -> tuple[float, str]:

@@ -37,9 +37,11 @@ class PlannedModel:
     v_in_k: bool = False  # V of a head is a part of its K, and is not stored
     index_heads: int = 0  # of an indexer, and the elements of one; 0: no layer selects tokens
     index_size: int = 0
+    all_parameters: float = 0.0  # with an embedding that is not the LM head; 0: there is none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "v_size", self.v_size or self.head_size)
+        object.__setattr__(self, "all_parameters", self.all_parameters or self.parameters)
 
     @property
     def group(self) -> int:
@@ -100,6 +102,7 @@ class PlannedModel:
             shape.head_size,
             shape.row_parameters,
             max_positions=shape.max_positions,
+            all_parameters=shape.row_parameters + shape.vocab * shape.hidden,
         )
 
 
@@ -141,4 +144,5 @@ def read_model(path: Path) -> PlannedModel:
         v_in_k=config.v_in_k,
         index_heads=config.index_heads,
         index_size=config.index_size,
+        all_parameters=parameters(backend),
     )

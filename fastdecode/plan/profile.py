@@ -40,12 +40,13 @@ class SPartTimes:
 
     model: str
     parameters: float  # weights that each row is multiplied with
+    weight_bytes: float = 2.0  # of a weight in the memory of the S-node's device
     rows: tuple[tuple[float, float], ...]  # (decoding rows, seconds of a step), rows rising
     prompt_row: float = 1.0  # decoding rows that cost as much as one row of a prompt, its attention apart
     prompt_attention: float = 1.0  # how many times as long a prompt's attention takes as rows of as many operations
 
     def __post_init__(self) -> None:
-        _positive(self, "parameters", "prompt_row", "prompt_attention")
+        _positive(self, "parameters", "weight_bytes", "prompt_row", "prompt_attention")
         if not self.rows:
             raise ProfileError(f"the S-Part of {self.model} has no rows")
         numbers, seconds = zip(*self.rows, strict=True)
@@ -77,11 +78,23 @@ class SPartTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProfile:
+    """The memory of an S-node's GPU, where resident KV lies beside the weights."""
+
+    memory: float  # bytes
+    kv_gbps: float  # GB/s at which attention reads resident KV, in every format
+
+    def __post_init__(self) -> None:
+        _positive(self, "memory", "kv_gbps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SNodeProfile:
     """A machine that runs the S-Part."""
 
     device: str
     s_part: tuple[SPartTimes, ...]
+    gpu: GpuProfile | None = None  # None: no KV lies beside the weights
     price: float | None = None  # an hour, in any currency
     #: Seconds that scheduling and delivery of tokens take for each step and, besides, for each of its rows.
     engine_step: float = 0.0
@@ -267,7 +280,8 @@ def profile_from_json(value: dict[str, Any]) -> Profile:
         times = [
             SPartTimes(**t | {"rows": tuple((float(n), float(s)) for n, s in t["rows"])}) for t in s_node["s_part"]
         ]
-        fields["s_node"] = SNodeProfile(**s_node | {"s_part": tuple(times)})
+        gpu = s_node.get("gpu")
+        fields["s_node"] = SNodeProfile(**s_node | {"s_part": tuple(times), "gpu": gpu and GpuProfile(**gpu)})
     if r_node := fields.get("r_node"):
         fields["r_node"] = RNodeProfile(**r_node)
     fields["links"] = {name: LinkTimes(**link) for name, link in fields.get("links", {}).items()}

@@ -2,7 +2,8 @@
 
 Every number of R-nodes, KV format and number of mini-batches is tried. With --rate, the batch is the smallest that
 keeps up; without, the smallest whose throughput is near the best. Configurations that keep --rate, --tpot and --ttft
-come first. The figures are predicted, not measured: requests are taken to have mean lengths and to come evenly, so no
+come first. For a GPU that has memory for resident KV, the answer is what it holds, alone and with the RAM beside it
+(cards.py). The figures are predicted, not measured: requests are taken to have mean lengths and to come evenly, so no
 request queues; `fastdecode-plan simulate` shows a trace's bursts.
 """
 
@@ -19,10 +20,14 @@ from typing import Any
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving.workload import read_trace
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.option_values import parse_bytes
+from fastdecode.engine.scheduling.ways import Way
+from fastdecode.plan import cards
 from fastdecode.plan.configurations import Configuration, Goal, choose
-from fastdecode.plan.model import find_planned_model
+from fastdecode.plan.model import PlannedModel, find_planned_model
 from fastdecode.plan.options import add_model_argument, add_profile_arguments, profile_and_transport
 from fastdecode.plan.profile import Profile
+from fastdecode.region.contract import KV_DTYPES
 
 COMMAND = ("recommend", "configurations that serve a model at a rate, and the commands to start them (predicted)")
 
@@ -45,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--s-price", type=float, help="price of the S-node an hour; default: the profile's")
     add("--r-price", type=float, help="price of an R-node an hour; default: the profile's")
     add("--top", type=int, default=5, metavar="N", help="configurations to print")
+    add("--gpu-memory", type=parse_bytes, action="append", metavar="SIZE",
+        help="of the S-node's GPU (repeatable); default: the profile's")  # fmt: skip
+    add("--kv-dtype", choices=KV_DTYPES, default="fp16", help="KV format, beside --gpu-memory")
+    add("--ram-gbps", type=float, metavar="GBPS", help="bandwidth of the RAM beside the GPU; default: the profile's")
+    add("--ram-share", type=float, default=0.7, metavar="SHARE", help="share of --ram-gbps at which R-nodes attend")
+    add("--ram", type=parse_bytes, metavar="SIZE", help="RAM for the KV-cache beside the GPU; default: the profile's")
     add("--json", action="store_true", help="print one JSON object")
     add("--plot", type=Path, metavar="FILE", help="plot throughput and time between tokens over the R-nodes")
 
@@ -78,6 +89,10 @@ def run(args: argparse.Namespace) -> None:
             f"prompt and output have {goal.n_prompt + goal.n_output:.0f} tokens; {model.name} has "
             f"{model.max_positions} positions"
         )
+    assert profile.s_node is not None
+    if args.gpu_memory or profile.s_node.gpu is not None:
+        _recommend_cards(args, profile, transport, model, goal)
+        return
     if args.plot:
         from fastdecode.plan import plots  # fails here rather than after the work
     configurations = choose(model, profile, goal, transport, args.r_nodes)
@@ -95,6 +110,61 @@ def run(args: argparse.Namespace) -> None:
         "commands": commands(configurations[0], args.model, args.max_batch_tokens) if configurations[0].meets else [],
     }
     print_result(args, result, _print_table)
+
+
+def _recommend_cards(
+    args: argparse.Namespace, profile: Profile, transport: str, model: PlannedModel, goal: Goal
+) -> None:
+    """Print what GPUs of several sizes hold. Raises ProfileError."""
+    assert profile.s_node is not None and profile.r_node is not None
+    gpu = profile.s_node.gpu
+    profile = cards.with_ram(profile, args.ram_gbps, args.ram_share, args.ram)
+    memories = args.gpu_memory or [gpu.memory if gpu else 0.0]
+    rows = [
+        {
+            "gpu_memory": memory,
+            "kv_room": cards.kv_room(profile, model, memory),
+            "held": [asdict(c) for c in cards.capacities(profile, transport, model, args.kv_dtype, goal, memory)],
+        }
+        for memory in memories
+    ]
+    ram_gbps, pcie_gbps = cards.break_even(profile, transport, args.kv_dtype, model.group)
+    result = {
+        "model": model.name,
+        "profile": profile.name,
+        "source": profile.source,
+        "kv_dtype": args.kv_dtype,
+        "goal": asdict(goal),
+        "cards": rows,
+        "ram_gbps": ram_gbps,
+        "pcie_gbps": pcie_gbps,
+    }
+    print_result(args, result, _print_cards)
+
+
+def _print_cards(result: dict[str, Any]) -> None:
+    goal = result["goal"]
+    print(f"{result['model']} on {result['profile']} ({result['source']}), KV {result['kv_dtype']}")
+    print(f"sequences of {goal['n_prompt']:.0f} + {goal['n_output']:.0f} tokens; predicted, not measured")
+    print(
+        f"{'GPU GiB':>7} {'KV GiB':>7} {'KV':>9} {'tokens':>8} {'sequences':>9} {'tokens/s':>9} {'TPOT ms':>8} "
+        f"{'on R-nodes':>10}"
+    )
+    for card in result["cards"]:
+        size = f"{card['gpu_memory'] / _GIB:7.1f} {max(0.0, card['kv_room']) / _GIB:7.1f}"
+        if card["kv_room"] < 0:
+            print(f"{size} the weights do not fit")
+            continue
+        for held in card["held"]:
+            far, waits = held["far_tpot"], "wait" if held["way"] == Way.NEAR.value else ""
+            print(
+                f"{size} {held['kv']:>9} {held['tokens']:8.0f} {held['sequences']:9d} "
+                f"{held['tokens_per_second']:9.0f} {1e3 * held['tpot']:8.1f} "
+                f"{waits if far is None else f'{1e3 * far:.1f}':>10}"
+            )
+    ram, pcie = result["ram_gbps"], result["pcie_gbps"]
+    verdict = "attending there pays" if ram > pcie else "bringing pages to the GPU would be faster"
+    print(f"break-even: R-nodes read {ram:.1f} GB/s in RAM, PCIe brings {pcie:.1f}: {ram / pcie:.1f}x, {verdict}")
 
 
 def _priced(profile: Profile, args: argparse.Namespace) -> Profile:

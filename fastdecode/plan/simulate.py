@@ -14,6 +14,7 @@ from typing import Any
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving import report, workload
 from fastdecode.bench.serving.options import add_load_arguments, load_requests
+from fastdecode.daemon.option_values import format_bytes, parse_bytes
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.options import PlannedSystem, add_step_arguments, add_system_arguments
@@ -27,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_system_arguments(parser)
     add_step_arguments(parser)
+    add("--gpu-kv", type=parse_bytes, default=0, metavar="SIZE", help="memory of the S-node's GPU for KV pages; with "
+        "--r-nodes 0 there are no others")  # fmt: skip
     add("--mini-batches", type=int, metavar="N", help="default: 2, or 1 if both parts take turns on the same cores")
     add("--max-batch-size", type=int, default=256, metavar="N")
     add("--schedule", action="append", choices=SCHEDULES, help="schedule to simulate (repeatable); default: both")
@@ -42,10 +45,13 @@ def run(args: argparse.Namespace) -> None:
     """Simulate and print. Raises ProfileError, CheckpointError, ValueError, OSError, RuntimeError."""
     if args.plot:
         from fastdecode.bench import plot  # fails here rather than after the work
+    if not (args.r_nodes or args.gpu_kv):
+        raise ValueError("--r-nodes 0: then --gpu-kv says where the KV-cache lies")
     planned = PlannedSystem.from_args(args)
     profile, system, model = planned.profile, planned.system, planned.system.model
     mini_batches = args.mini_batches or (1 if profile.in_turns else 2)
-    limits = SchedulerLimits(mini_batches, args.max_batch_tokens, args.max_batch_size)
+    apart = args.gpu_kv > 0  # a GPU computes prompts in steps of their own
+    limits = SchedulerLimits(mini_batches, args.max_batch_tokens, args.max_batch_size, prompts_apart=apart)
     history, requests = _load(args)
     rows = []
     for schedule in args.schedule or SCHEDULES:
@@ -55,6 +61,7 @@ def run(args: argparse.Namespace) -> None:
             system,
             limits,
             planned.memory,
+            gpu_kv=args.gpu_kv,
             bounds=[args.output_bound] * len(requests),
             history=history,
             schedule=schedule,
@@ -63,7 +70,10 @@ def run(args: argparse.Namespace) -> None:
         rows.append({"schedule": schedule, "wall_seconds": time.perf_counter() - begun} | figures(done, args))
         if args.plot:
             plot.timeline(rows[-1], args.plot)
-    shape = f"{args.r_nodes} R-node(s), KV {args.kv_dtype}, {mini_batches} mini-batch(es) of {args.max_batch_size}"
+    on_gpu = f"{format_bytes(args.gpu_kv)} on the GPU, " if args.gpu_kv else ""
+    shape = (
+        f"{on_gpu}{args.r_nodes} R-node(s), KV {args.kv_dtype}, {mini_batches} mini-batch(es) of {args.max_batch_size}"
+    )
     result = {"model": model.name, "profile": profile.name, "source": profile.source, "system": shape, "rows": rows}
     print_result(args, result, _print_table)
 

@@ -53,16 +53,20 @@ def simulate(
     limits: SchedulerLimits,
     memory: float,
     *,
+    gpu_kv: float = 0.0,
+    users: int | None = None,
     bounds: Sequence[int | None] | None = None,
     history: Iterable[int] = (),
     **options: Any,
 ) -> Simulated:
-    """Serve `requests` over R-nodes with `memory` bytes each. `bounds`: each request's max_tokens; default: none.
-    `history`: lengths of outputs that the scheduler has seen before. `options` go to the Engine.
+    """Serve `requests` over R-nodes with `memory` bytes each and `gpu_kv` bytes for resident KV. A system without
+    R-nodes has resident KV alone. `users`: a request is sent when it arrives and fewer requests are unanswered; None:
+    whenever it arrives. `bounds`: each request's max_tokens; default: none. `history`: lengths of outputs
+    that the scheduler has seen before. `options` go to the Engine.
 
     Raises RuntimeError if there is work and nothing moves, ValueError for what the engine refuses.
     """
-    return virtual_time.run(_simulate(requests, system, limits, memory, bounds, history, options))
+    return virtual_time.run(_simulate(requests, system, limits, memory, gpu_kv, users, bounds, history, options))
 
 
 async def _simulate(
@@ -70,6 +74,8 @@ async def _simulate(
     system: System,
     limits: SchedulerLimits,
     memory: float,
+    gpu_kv: float,
+    users: int | None,
     bounds: Sequence[int | None] | None,
     history: Iterable[int],
     options: dict[str, Any],
@@ -77,11 +83,14 @@ async def _simulate(
     loop = asyncio.get_running_loop()
     n, rows = limits.mini_batches, limits.max_batch_tokens
     max_seqs = 2 * n * limits.max_seqs
-    sizes = system.model, system.kv_dtype, memory, max_seqs, rows, n
-    links = [VirtualLink(f"{i}", *sizes) for i in range(system.r_nodes)]
+    sizes, more = (system.model, system.kv_dtype), (max_seqs, rows + limits.max_seqs, limits.slots)
+    links = [VirtualLink(f"{i}", *sizes, memory, *more) for i in range(system.r_nodes)]
+    if gpu_kv:
+        links.insert(0, VirtualLink("gpu", *sizes, gpu_kv, *more, resident=True, gbps=system.link.gbps))
     spart = VirtualSPart(system, links, [r.output_tokens for r in requests for _ in range(r.choices)])
     runner = VirtualRunner(system.in_turns)
     options |= {"mini_batches": n, "max_batch_size": limits.max_seqs, "max_batch_tokens": rows}
+    options |= {"prompts_apart": limits.prompts_apart}
     options = {"max_queued": len(spart.outputs), "prefix_cache": any(request.blocks for request in requests)} | options
     parts: Any = (spart, links)
     engine = Engine(*parts, clock=loop.time, start_runner=lambda: cast(Any, runner), rebalance=False, **options)
@@ -90,7 +99,7 @@ async def _simulate(
     await engine.start()
     samples: list[dict[str, float]] = []
     sampling = loop.create_task(_sample(engine, samples, max(_SAMPLE_SECONDS, requests[-1].arrival / _SAMPLES)))
-    sender = RequestSender(engine, sum(request.choices for request in requests), loop.time)
+    sender = RequestSender(engine, sum(request.choices for request in requests), loop.time, users)
     await sender.send_all(requests, Prompts(WORD, WORD, seed=0), bounds or [None] * len(requests))
     if sampling.done():
         await sampling  # it never ends but with an error
@@ -104,8 +113,10 @@ class RequestSender:
     """Sends requests to an engine in this process and records when their tokens come. Belongs to the running event
     loop."""
 
-    def __init__(self, engine: Engine, n_answers: int, clock: Callable[[], float]):
+    def __init__(self, engine: Engine, n_answers: int, clock: Callable[[], float], users: int | None = None):
+        """`users`: most answers under way when a request is sent; None: any number."""
         self.answers: list[TimedAnswer] = []
+        self._idle_users = asyncio.Semaphore(n_answers if users is None else users)
         self._all_ended = asyncio.Event()
         self._engine, self._to_end = engine, n_answers
         self._clock, self._begun = clock, 0.0
@@ -116,6 +127,7 @@ class RequestSender:
         for i, (request, bound) in enumerate(zip(requests, bounds, strict=True)):
             if (wait := request.arrival - self._time()) > 0:
                 await asyncio.sleep(wait)
+            await self._idle_users.acquire()
             self._send(request, prompts.make(i, request), bound)
         await self._all_ended.wait()
 
@@ -150,6 +162,7 @@ class RequestSender:
         answer.finished = self._time()
         if error is not None:
             answer.error = f"{type(error).__name__}: {error}"
+        self._idle_users.release()
         self._to_end -= 1
         if not self._to_end:
             self._all_ended.set()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastdecode.engine.scheduling.budgets import pairs
-from fastdecode.plan.equations import StageTimes, System, Work, shared_seconds, stage_times
+from fastdecode.plan.equations import StageTimes, System, Work, paces, stage_times
 from fastdecode.plan.model import PlannedModel
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.shape import LayerReads
@@ -27,9 +27,9 @@ _CONTROL_SECONDS = 1e-3  # of a FREE, FORK or RESIZE
 
 
 class VirtualLink:
-    """The link to an R-node that has `memory` bytes for KV-cache."""
+    """The link to an R-node that has `memory` bytes for KV-cache, or the S-node's own GPU as a place for sequences."""
 
-    resident = False
+    may_cut = True
 
     def __init__(
         self,
@@ -40,7 +40,10 @@ class VirtualLink:
         max_seqs: int,
         max_rows: int,
         mini_batches: int,
+        resident: bool = False,
+        gbps: float = 1.0,
     ):
+        """`resident`: the pages lie on the S-node's GPU, from where they leave at `gbps` GB/s."""
         windows = [reads.window for reads in model.reads] or [0]
         full, limited = sum(not window for window in windows), sum(window > 0 for window in windows)
         layers = gcd(full, limited)  # of a page
@@ -48,6 +51,7 @@ class VirtualLink:
         n_pages = int(memory // page_bytes)
         if n_pages < 1:
             raise ValueError(f"{memory:.0f} bytes do not hold one KV page, which has {page_bytes}")
+        self.resident, self._gbps = resident, gbps
         self.url = f"virtual://{name}"
         self.peer_url = None
         self.geometry = SimpleNamespace(n_slots=mini_batches, max_rows=max_rows)
@@ -62,6 +66,16 @@ class VirtualLink:
 
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
         await asyncio.sleep(_CONTROL_SECONDS)
+
+    async def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None:
+        await asyncio.sleep(_CONTROL_SECONDS)
+
+    async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        sections = self.lease.full_sections + self.lease.limited_sections
+        await asyncio.sleep(len(pages) * sections * self.lease.page_bytes / (1e9 * self._gbps))
+
+    def drop_blocks(self, seq: tuple[int, int], n_blocks: int) -> None:
+        """The account of the pages is the scheduler's."""
 
     async def closed(self) -> None:
         await asyncio.get_running_loop().create_future()
@@ -98,22 +112,31 @@ class VirtualSPart:
         of the tokens that it attends to."""
         model, sampled, outputs = self._system.model, [], self.outputs
         whole = not model.reads  # every layer reads every cached token
-        rows = prompt_rows = 0
+        rows = prompt_rows = resident_rows = resident_prompt_rows = cut_rows = 0
         prompt_pairs = 0.0
         read = [0.0] * len(self._links)
         for chunk in batch.chunks:
             n = len(chunk.tokens)
+            resident = n if self._links[chunk.link].resident else 0
             if chunk.prefill:
                 prompt_rows += n
                 prompt_pairs += pairs(chunk.pos, n)
+                resident_prompt_rows += resident
             else:
                 rows += n
+                resident_rows += resident
                 length = chunk.pos + n
+                if chunk.prefix is not None:
+                    cut_rows += n
+                    read[chunk.prefix.link] += chunk.prefix.length
+                    length -= chunk.prefix.length
                 read[chunk.link] += length if whole else model.read_tokens(length)
             spec = chunk.sample
             sampled.append(None if spec is None else _LAST if spec.index + 1 >= outputs[spec.seed] else _NEXT)
+        on_gpu = sum(tokens for link, tokens in zip(self._links, read, strict=True) if link.resident)
+        read = [0.0 if link.resident else tokens for link, tokens in zip(self._links, read, strict=True)]
         total = sum(read)
-        work = Work(rows, total, prompt_rows, prompt_pairs)
+        work = Work(rows, total, prompt_rows, prompt_pairs, resident_rows, on_gpu, cut_rows, resident_prompt_rows)
         stages = stage_times(self._system, work, max(read) / total if total else None)
         token_bytes = model.token_bytes(self._system.kv_dtype)
         speed = self._system.reading(total * token_bytes).bytes_per_second
@@ -122,8 +145,8 @@ class VirtualSPart:
             for link, tokens in zip(self._links, read, strict=True)
             if tokens
         }
-        waited = stages.alone - stages.s_part - stages.engine
-        output = StepOutput(sampled, stages.s_part, waited, round(total * token_bytes), costs)
+        waited = stages.alone - stages.s_node
+        output = StepOutput(sampled, stages.s_part + stages.resident, waited, round(total * token_bytes), costs)
         return VirtualStep(work, stages, output)
 
     def is_long(self, final_length: int) -> bool:
@@ -142,6 +165,7 @@ class StepRecord:
     seconds: float
     rows: float
     read_tokens: float
+    prompt_rows: float = 0.0
 
 
 @dataclass(slots=True)
@@ -191,9 +215,8 @@ class VirtualRunner:
         if not self._flights:
             return
         stages = [flight.step.stages for flight in self._flights]
-        shared = sum(s.alone for s in stages) if self.in_turns else max(shared_seconds(stages).values())
-        for flight in self._flights:
-            flight.pace = max(shared, flight.step.stages.alone)
+        for flight, pace in zip(self._flights, paces(stages, self.in_turns), strict=True):
+            flight.pace = pace
         wait = min(flight.left * flight.pace for flight in self._flights)
         self._timer = asyncio.get_running_loop().call_later(max(0.0, wait), self._end_steps)
 
@@ -203,7 +226,7 @@ class VirtualRunner:
         for flight in [f for f in self._flights if f.left <= 1e-9]:
             self._flights.remove(flight)
             work = flight.step.work
-            self.records.append(StepRecord(now, now - flight.begun, work.rows, work.read_tokens))
+            self.records.append(StepRecord(now, now - flight.begun, work.rows, work.read_tokens, work.prompt_rows))
             if not flight.future.done():
                 flight.future.set_result(flight.step.output)
         self._set_paces()

@@ -15,6 +15,7 @@ from fastdecode.plan.equations import (
     System,
     Work,
     fits,
+    paces,
     r_nodes_in_balance,
     round_seconds,
     s_part_throughput,
@@ -77,6 +78,35 @@ def test_rows_of_prompts_cost_the_s_part_and_send_k_and_v_alone():
     # 2 operations a weight and row, 4 an element of Q and pair: 4 heads of 8, so 1000 / 64 pairs are a row.
     pairs = stage_times(SYSTEM, Work(1, 0, prompt_rows=4, prompt_pairs=4 * 1000 / 64))
     assert pairs.s_part == pytest.approx(SYSTEM.s_part.seconds(9))
+
+
+def test_both_places_attend_at_once_and_resident_rows_cross_no_link():
+    """A GPU of 1280 bytes/s: 60 resident tokens of 64 bytes take 3 s, while R-nodes take as long as for 2 rows alone,
+    and longer by the Q, O and log-sum-exp of a cut row."""
+    system = dataclasses.replace(SYSTEM, gpu_bytes_per_second=1280.0)
+    remote = stage_times(system, Work(2, 100))
+    near = Work(3, 100, resident_rows=1, resident_tokens=60)
+    parts = stage_times(system, near)
+    assert (parts.resident, parts.s_part) == (3.0, SYSTEM.s_part.seconds(3))
+    assert (parts.wire, parts.back, parts.r_part) == (remote.wire, remote.back, remote.r_part)
+    assert parts.alone == remote.alone + parts.s_part - remote.s_part
+    cut = stage_times(system, dataclasses.replace(near, cut_rows=1))
+    assert (cut.wire - parts.wire, cut.back - parts.back) == pytest.approx((64 / 1e3, 2 * 64 / 1e3))
+    alone = stage_times(system, Work(1, 0, resident_rows=1, resident_tokens=60))
+    assert alone.alone == alone.s_node == 1.0 + 3.0  # no latency, no wire
+
+
+@pytest.mark.parametrize(
+    ("parts", "seconds"),
+    [
+        ([StageTimes(3, 1, 0, 0, 0), StageTimes(4, 0.5, 0, 0, 0)], [7, 7]),  # the S-node serves both
+        ([StageTimes(1, 9, 0, 0, 0), StageTimes(2, 0, 0, 0, 0)], [10, 2 / 0.9]),  # a tenth of it is the long step's
+        ([StageTimes(1, 4, 0, 0, 0), StageTimes(1, 4, 0, 0, 0), StageTimes(1, 0, 0, 0, 0)], [8, 8, 1 / 0.75]),
+    ],
+)
+def test_a_step_is_slowed_by_what_it_shares_alone(parts, seconds):
+    assert paces(parts, in_turns=False) == pytest.approx(seconds)
+    assert paces(parts, in_turns=True) == [sum(s.alone for s in parts)] * len(parts)
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,9 @@ def test_what_is_written_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.json")))
-def test_profiles_that_ship_can_be_merged_and_say_that_they_are_not_measured(name):
+def test_profiles_that_ship_can_be_merged_and_say_what_they_come_from(name):
     profile = merged([PROFILE, read(name)])
-    assert read(name).source == profile.source == "data sheet"
+    assert read(name).source == profile.source == ("measured" if name == "h200" else "data sheet")
 
 
 @pytest.mark.parametrize(

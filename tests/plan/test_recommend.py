@@ -67,6 +67,45 @@ def test_the_memory_of_the_r_nodes_bounds_the_batch():
     assert choice.batch < best(Goal(900, 200), most=1)[0].batch
 
 
+def cards(capsys, *argv):
+    """The cards of `fastdecode-plan recommend` for a Llama-3-8B, by their memory in GB."""
+    main(["recommend", "--model", "llama-3-8b", "--json", *argv])
+    result = json.loads(capsys.readouterr().out)
+    return result, {card["gpu_memory"] / 1e9: {held["kv"]: held for held in card["held"]} for card in result["cards"]}
+
+
+def test_a_card_holds_what_lies_on_it_and_in_the_ram_beside_it(capsys):
+    sizes = (8, 12, 16, 24, 48, 80)
+    argv = [f"--gpu-memory={size}000000000" for size in sizes]
+    lengths = ["--input-tokens", "3072", "--output-tokens", "1024"]
+    result, found = cards(capsys, "--profile", "rtx-4090", "--profile", "ddr5-2ch", *argv, *lengths)
+    assert list(found) == list(sizes) and result["source"] == "data sheet"
+    # 16.06 GB of weights in fp16 do not fit the first three; 131072 bytes a token.
+    assert [set(found[size]) for size in sizes] == [{"split"}] * 3 + [{"GPU-only", "hybrid", "split"}] * 3
+    for size in sizes[3:]:
+        alone, both, split = (found[size][kv] for kv in ("GPU-only", "hybrid", "split"))
+        room = 0.9 * size * 1e9 - 16.06e9
+        assert room - 2e9 < 131072 * alone["tokens"] < room
+        assert both["sequences"] == alone["sequences"] + split["sequences"]
+        assert both["tokens_per_second"] >= alone["tokens_per_second"]
+    assert split["tokens"] == pytest.approx(96e9 / 131072)
+    # The R-nodes read 62.7 GB/s, so all their tokens together once in 1.53 s.
+    assert split["tpot"] == pytest.approx(96e9 / 62.7e9, rel=0.01)
+
+
+def test_the_break_even_is_the_bandwidth_of_attention_in_ram_over_that_of_pcie(capsys):
+    argv = ["--profile", "rtx-3060", "--profile", "ddr5-2ch", "--ram-share", "0.5"]
+    slow, fast = (cards(capsys, *argv, "--ram-gbps", gbps)[0] for gbps in ("30", "300"))
+    assert [(r["ram_gbps"], r["pcie_gbps"]) for r in (slow, fast)] == [(15.0, 20.0), (150.0, 20.0)]
+    main(["recommend", "--model", "llama-3-8b", *argv, "--ram-gbps", "30"])
+    assert "0.8x, bringing pages to the GPU would be faster" in capsys.readouterr().out
+
+
+def test_an_s_node_without_a_gpu_has_no_room_for_resident_kv():
+    with pytest.raises(SystemExit, match="no section gpu"):
+        main(["recommend", "--model", "llama-7b", "--profile", "a10-epyc7452", "--gpu-memory", "24GB"])
+
+
 def test_the_printed_commands_start_nodes(capsys):
     main(["recommend", "--profile", "a10-epyc7452", "--input-tokens", "200", "--output-tokens", "100", "--json"])
     result = json.loads(capsys.readouterr().out)

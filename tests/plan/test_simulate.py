@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
-from engines.virtual import serve, toy_system
+from engines.virtual import PAGE_BYTES, serve, toy_system
 
 from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, LoadRequest
 from fastdecode.plan import virtual_time
@@ -88,6 +89,33 @@ def test_a_shared_prefix_is_computed_once():
     assert once < 0.5 * each
 
 
+def test_sequences_that_outgrow_the_gpu_are_cut_and_read_in_both_places():
+    """Two sequences of up to 512 tokens on a GPU of five pages: one is cut. The GPU reads ten times as fast as the
+    R-node, so the steps tell where tokens were read."""
+    system = dataclasses.replace(toy_system(FLAT, 1e-5), gpu_bytes_per_second=64 / 1e-6)
+    load = [(0.0, 200, 300), (0.0, 200, 300)]
+    resident, cut, remote = (serve(load, system, gpu_kv=pages * PAGE_BYTES, target_tbt=None) for pages in (20, 5, 0))
+    assert not any(run.preemptions for run in (resident, cut, remote))
+    assert all(step.read_tokens == 0 for step in resident.steps)
+    on_r_node = [step.read_tokens for step in cut.steps]
+    assert on_r_node[0] == 0 and on_r_node[-1] == 256  # a prefix of two of its four pages
+    assert resident.run.seconds < cut.run.seconds < remote.run.seconds
+
+
+def test_without_r_nodes_a_gpu_preempts():
+    system = dataclasses.replace(toy_system(FLAT, 1e-5, r_nodes=0), gpu_bytes_per_second=64 / 1e-6)
+    run = serve([(0.0, 200, 300), (0.0, 200, 300)], system, gpu_kv=5 * PAGE_BYTES, target_tbt=None)
+    assert [answer.output_tokens for answer in run.run.answers] == [300, 300]
+    assert run.preemptions == 1
+
+
+def test_users_send_their_next_request_when_the_last_one_is_answered():
+    run = serve([(0.0, 10, 20)] * 6, toy_system(FLAT, 1e-6), users=2)
+    answers = run.run.answers
+    assert [answer.sent for answer in answers[:2]] == [0.0, 0.0]
+    assert [answer.sent for answer in answers[2:]] == sorted(answer.finished for answer in answers)[:4]
+
+
 def test_a_prompt_that_cannot_fit_fails_and_the_others_do_not():
     run = serve([(0.0, 300, 5), (0.0, 3000, 5), (0.0, 200, 5)], toy_system(FLAT, 1e-6), pages=4)
     answers = run.run.answers
@@ -125,6 +153,7 @@ def test_the_figures_are_those_of_serve(capsys, tmp_path):
         (["--history", "5"], "--history needs a --trace"),
         (["--rate", "1,2"], "one --rate"),
         (["--kv-memory", "1KiB"], "do not hold one KV page"),
+        (["--r-nodes", "0"], "--gpu-kv says where"),
     ],
 )
 def test_what_cannot_be_is_refused(argv, message):

@@ -16,11 +16,10 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from fastdecode.engine.state.sequence import SpilledPrefix
 from fastdecode.region.contract import PAGE_TOKENS
-from fastdecode.spart.resident.link import ResidentLink
 from fastdecode.transports.base import CallRefused, LinkDown
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.prefixes import Handle
     from fastdecode.engine.state.sequence import Sequence
+    from fastdecode.spart.resident.link import ResidentLink
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +75,8 @@ class Spiller:
 
     def _blocks(self, seq: Sequence) -> int:
         """The blocks that a sequence would spill, whose pages no other sequence holds; 0: it cannot be cut."""
-        link = seq.placed_on.link
         busy = seq.prefilling or seq.cancelled or seq.held or seq.migrating
-        if busy or not (isinstance(link, ResidentLink) and link.may_cut):
+        if busy or not cast("ResidentLink", seq.placed_on.link).may_cut:
             return 0
         whole = seq.cached // PAGE_TOKENS - seq.cut // PAGE_TOKENS
         blocks = (whole + 1) // 2
@@ -135,10 +134,9 @@ class Spiller:
 
     def _cut(self, seq: Sequence, prefix: SpilledPrefix) -> None:
         """Let a sequence go on with the new prefix, whose pages on the device are free then."""
-        node, link = seq.placed_on, seq.placed_on.link
-        assert isinstance(link, ResidentLink)
+        node = seq.placed_on
         given_back = self._cluster.cut(seq, prefix)
-        link.drop_blocks(seq.handle, prefix.length // PAGE_TOKENS)
+        cast("ResidentLink", node.link).drop_blocks(seq.handle, prefix.length // PAGE_TOKENS)
         node.pages.freed(given_back)
 
     async def _copy(self, seq: Sequence, prefix: SpilledPrefix, node: RNodeLedger, handle: Handle) -> None:
