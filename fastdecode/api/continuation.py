@@ -24,8 +24,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -96,6 +97,7 @@ class Progress:
     leaving: bool = False  # the S-node is about to end; the reader resets it
     n_tokens: int = 0  # of all choices
     _tokens: dict[int, list[int]] = field(default_factory=dict)  # by choice
+    _order: list[list[int]] = field(default_factory=list)  # in which the tokens came: pairs of a choice and a number
     _finish_reasons: dict[int, str] = field(default_factory=dict)
     _key: str | None = None  # of the K and V of the last token
 
@@ -113,19 +115,26 @@ class Progress:
 
     def _take_tokens(self, choice: int, tokens: list[Any]) -> None:
         self.begun = True
-        if tokens and self.head is not None:
+        if not tokens:
+            return
+        if self.head is not None:
             self._key = self.head.get("key")  # an S-node that has sent none may not have adopted the K and V yet
-        if tokens and isinstance(tokens[-1], str):
+        if isinstance(tokens[-1], str):
             self._finish_reasons[choice] = tokens.pop()
         self._tokens.setdefault(choice, []).extend(tokens)
         self.n_tokens += len(tokens)
+        if self._order and self._order[-1][0] == choice:
+            self._order[-1][1] += len(tokens)
+        else:
+            self._order.append([choice, len(tokens)])
 
     def resume(self) -> dict[str, Any]:
         """The value of FIELD with which another S-node continues the stream."""
         assert self.head is not None, "a stream without marks cannot be continued"
         numbers = range(1 + max(self._tokens, default=-1))
         choices = [[self._tokens.get(k, []), self._finish_reasons.get(k)] for k in numbers]
-        return self.head | {"key": self._key, "begun": self.begun, "choices": choices}
+        resume = self.head | {"key": self._key, "begun": self.begun, "choices": choices}
+        return resume | {"order": self._order} if len(choices) > 1 else resume
 
 
 class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,6 +146,15 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     begun: bool  # the client has the events before the first token
     choices: tuple[Past, ...]  # those without tokens may be missing at the end
     key: _Key | None = None  # of the stream's K and V
+    order: tuple[tuple[_Number, _Number], ...] = ()  # of the tokens of several choices, as in `events`
+
+    def events(self) -> Iterator[tuple[int, TokenEvent]]:
+        """The tokens of all choices, each with its choice, in the order in which the client has had them: `order` has
+        pairs of a choice and how many of its tokens come next. Raises LookupError for a choice that there is not."""
+        left = [iter(choice.events()) for choice in self.choices]
+        for choice, n in (*self.order, *((choice, None) for choice in range(len(left)))):
+            for event in islice(left[choice], n):
+                yield choice, event
 
     @classmethod
     def taken_from(cls, body: Any) -> Resume | None:

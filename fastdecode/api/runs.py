@@ -86,7 +86,7 @@ class Runs:
             raise not_resumable()
         run = self._run(prepared)
         run.stream_key = secrets.token_hex(32) if marked else None
-        stored = self._new_stored(prepared, run)
+        stored = self._new_stored(prepared)
         run.joins = stored is None  # else the numbers of events would depend on how fast they are read
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._running(prepared, run, resume, stored))
@@ -132,13 +132,12 @@ class Runs:
             if not self._runs:
                 self._idle.set()
 
-    def _new_stored(self, prepared: PreparedRequest, run: Run) -> StoredStream | None:
+    def _new_stored(self, prepared: PreparedRequest) -> StoredStream | None:
         """The stream that a request asks to store; None: it asks for none. Raises ApiError (429)."""
-        event = notes().last_event
-        has_ids = event is not None and prepared.generation.stream and len(run.choices) == 1
-        if not has_ids and not prepared.background:
+        event = notes().last_event if prepared.generation.stream else None
+        if event is None and not prepared.background:
             return None
-        digest = event.digest if event is not None and has_ids else None
+        digest = event.digest if event is not None else None
         return self.stored.new(prepared.answer, notes().client, background=prepared.background, digest=digest)
 
     async def _generate(
@@ -225,17 +224,16 @@ class Runs:
                 log.send(begin)
                 log.write(mark([]))
         try:
-            for index, past in enumerate(resume.choices):
-                for i, event in enumerate(past.events()):
-                    if not run.runs(index):
-                        raise not_resumable()
-                    piece = run.feed(index, event)
-                    if stream is None:
-                        answer.deltas(index, piece)
-                    else:
-                        stream.write(index, piece)
-                    if i % _REPLAYED_AT_ONCE == 0:
-                        await asyncio.sleep(0)
+            for i, (index, event) in enumerate(resume.events()):
+                if not run.runs(index):
+                    raise not_resumable()
+                piece = run.feed(index, event)
+                if stream is None:
+                    answer.deltas(index, piece)
+                else:
+                    stream.write(index, piece)
+                if i % _REPLAYED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
         except (ValueError, LookupError, OverflowError):  # of a token that the tokenizer does not know
             raise not_resumable() from None
 

@@ -182,11 +182,15 @@ async def test_streams_take_no_more_memory_than_they_may(tokenizer):
             assert answer.status == 200, "a stream without ids is not stored"
 
 
-async def test_streams_of_several_choices_and_whole_answers_have_no_ids(tokenizer):
-    async with served(ScriptedEngine(*[[5, 6]] * 3), tokenizer, remote=False) as client:
-        source = EventSource(*ask(COMPLETION, n=2, max_tokens=2))
-        await source.read(client.http)
-        assert set(source.ids) == {""}
+async def test_a_stream_of_two_prompts_with_two_choices_each_is_read_on_and_a_whole_answer_is_not_stored(tokenizer):
+    async with served(ScriptedEngine(*[[5, 6], [7], [8, 9], [5]] * 2, [5]), tokenizer, remote=False) as client:
+        path, body = ask(COMPLETION, prompt=["one", "two"], n=2)
+        calm, source = EventSource(path, body), EventSource(path, body)
+        await calm.read(client.http)
+        for most in (1, 3, None):
+            await source.read(client.http, most)
+        assert numbered(source) and without_heads(source.data) == without_heads(calm.data)
+        assert {event["choices"][0]["index"] for event in without_heads(source.data)} == {0, 1, 2, 3}
         whole = EventSource(*ask(COMPLETION, stream=False))
         await whole.read(client.http)
         assert whole.status == 200 and orjson.loads(whole.error)["choices"]

@@ -272,6 +272,7 @@ async def test_a_request_that_fails_everywhere_ends_with_an_error(tokenizer, spe
         HEAD | {"begun": True, "choices": [[[1] * 5000, None]]},
         HEAD | {"begun": True, "choices": [[[1], None]] * 2},
         HEAD | {"begun": True, "choices": [[1]]},
+        HEAD | {"begun": True, "choices": [[[1], None]], "order": [[1, 1]]},
         HEAD | {"begun": 1, "choices": []},
         HEAD | {"begun": True, "choices": [[[1], None]], "key": "k" * 64},
         HEAD | {"begun": True, "choices": [[[1], None]], "key": "0a" * 31},

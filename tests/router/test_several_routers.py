@@ -16,7 +16,6 @@ from engines.real_engine import real_engine
 from engines.routed import SECRET, routed, served, url_of
 from engines.scripted_engine import ScriptedEngine
 from models.checkpoints import make_checkpoint
-from models.tokenizers_made import CHATML, byte_level
 from nodes.many_streams import N_STREAMS
 from openai import AsyncOpenAI
 
@@ -108,16 +107,15 @@ async def test_responses_of_a_killed_router_go_on_through_another(two_routers):
         await api.close()
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_streams_of_a_killed_router_go_on_behind_their_last_event(two_routers, path):
+@pytest.mark.parametrize(("path", "n"), [("/v1/chat/completions", 1), ("/v1/completions", 2)])
+async def test_streams_of_a_killed_router_go_on_behind_their_last_event(two_routers, path, n):
     """Clients send the same request to the other router, with the id of the last event that they have."""
     routers, urls = two_routers
+    ask = {"model": MODEL, "n": n, "seed": 1, "max_tokens": 60, "stream": True, "ignore_eos": True}
 
     def source(i):
         prompt = {"messages": [{"role": "user", "content": f"{i}"}]} if "chat" in path else {"prompt": f"prompt {i}"}
-        return EventSource(
-            path, {"model": MODEL, **prompt, "temperature": 0, "max_tokens": 60, "stream": True, "ignore_eos": True}
-        )
+        return EventSource(path, ask | prompt)
 
     calm, sources = [source(i) for i in N], [source(i) for i in N]
     async with aiohttp.ClientSession(urls[0]) as first, aiohttp.ClientSession(urls[1]) as second:
@@ -131,7 +129,7 @@ async def test_streams_of_a_killed_router_go_on_behind_their_last_event(two_rout
             await asyncio.gather(*(one.read(second) for one in sources if one.data[-1] != "[DONE]"))
     for one, undisturbed in zip(sources, calm, strict=True):
         assert [number(id) for id in one.ids] == list(range(len(one.ids)))
-        assert text(one) == text(undisturbed) != "" and one.data[-1] == "[DONE]"
+        assert texts(one) == texts(undisturbed) and len({*texts(one).values()}) == n and one.data[-1] == "[DONE]"
         assert len({id.rpartition(":")[0] for id in one.ids}) == 1
 
 
@@ -139,18 +137,24 @@ def number(id):
     return int(id.rpartition(":")[2])
 
 
-def text(source):
-    choices = [orjson.loads(data)["choices"][0] for data in source.data if data != "[DONE]"]
-    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+def texts(source):
+    """The text of each choice."""
+    texts = {}
+    for choice in [orjson.loads(data)["choices"][0] for data in source.data if data != "[DONE]"]:
+        text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
 
 
-@pytest.mark.parametrize("grace", [20, 0], ids=["drained", "closed"])
-async def test_a_stream_that_came_back_survives_its_s_node_too(tmp_path, grace):
+@pytest.mark.parametrize(("grace", "n"), [(20, 1), (0, 1), (20, 2)], ids=["drained", "closed", "two choices"])
+async def test_a_stream_that_came_back_survives_its_s_node_too(tokenizer, grace, n):
     """The second router learns the stream's tokens from the S-node, and sends them with the request to another one."""
-    tokenizer = Tokenizer.from_dir(byte_level(tmp_path, chat_template=CHATML))
-    stuck, script = asyncio.Event(), [*range(20, 30)]
-    engines = [ScriptedEngine([*script[:4], stuck]), ScriptedEngine(script[4:])]
-    source = EventSource(*CHAT)
+    stuck, scripts = asyncio.Event(), [[*range(20, 30)], [*range(40, 50)]][:n]
+    engines = [
+        ScriptedEngine(*([*script[:4], stuck] for script in scripts)),
+        ScriptedEngine(*(script[4:] for script in scripts)),
+    ]
+    source = EventSource(CHAT[0], CHAT[1] | {"n": n})
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(served(engine, tokenizer, remote=False)) for engine in engines]
         async with routed(url_of(clients[0])) as (_, http, _):
@@ -158,24 +162,25 @@ async def test_a_stream_that_came_back_survives_its_s_node_too(tmp_path, grace):
         _, http, _ = await stack.enter_async_context(routed(*map(url_of, clients)))
         reading = asyncio.create_task(source.read(http))
         async with asyncio.timeout(30):
-            while len(source.data) < 4:
+            while len(source.data) < 4 * n:
                 await asyncio.sleep(0.01)
         closing = asyncio.create_task(clients[0].server.close(grace))
         async with asyncio.timeout(30):
             await reading
             await closing
-        assert engines[1].generated == [script[:4]] and source.data[-1] == "[DONE]"
+        assert engines[1].generated == [script[:4] for script in scripts] and source.data[-1] == "[DONE]"
         assert [number(id) for id in source.ids] == list(range(len(source.ids)))
-        assert text(source) == "".join(tokenizer.decode([token]) for token in script)
+        assert texts(source) == {
+            i: "".join(tokenizer.decode([token]) for token in script) for i, script in enumerate(scripts)
+        }
         again = EventSource(source.path, source.body)
         again.last_id = source.ids[0]  # the other S-node has the events from before, too
         await again.read(http)
         assert again.data == source.data[1:] and again.ids == source.ids[1:]
 
 
-async def test_a_client_may_have_more_than_its_router_knows(tmp_path):
+async def test_a_client_may_have_more_than_its_router_knows(tokenizer):
     """The last token makes two events, its text and the reason of the end. The router has no mark behind the first."""
-    tokenizer = Tokenizer.from_dir(byte_level(tmp_path, chat_template=CHATML))
     script = [*range(20, 24)]
     async with served(ScriptedEngine(script, script[3:]), tokenizer) as client:
         calm = EventSource(*CHAT)
@@ -191,8 +196,7 @@ async def test_a_client_may_have_more_than_its_router_knows(tmp_path):
     assert ends[1:] == calm.data[5:] == ["[DONE]"]
 
 
-async def test_a_response_is_found_at_the_s_node_that_has_it(tmp_path):
-    tokenizer = Tokenizer.from_dir(byte_level(tmp_path, chat_template=CHATML))
+async def test_a_response_is_found_at_the_s_node_that_has_it(tokenizer):
     engines = [ScriptedEngine(*[[5, 6, 7]] * 2) for _ in range(2)]
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(served(engine, tokenizer)) for engine in engines]
@@ -209,8 +213,7 @@ async def test_a_response_is_found_at_the_s_node_that_has_it(tmp_path):
             assert answer.status == 404
 
 
-async def test_a_response_that_went_to_another_s_node_has_all_of_its_events_there(tmp_path):
-    tokenizer = Tokenizer.from_dir(byte_level(tmp_path, chat_template=CHATML))
+async def test_a_response_that_went_to_another_s_node_has_all_of_its_events_there(tokenizer):
     stuck, script = asyncio.Event(), [*range(20, 30)]
     engines = [ScriptedEngine([*script[:4], stuck]), ScriptedEngine(script[4:])]
     async with contextlib.AsyncExitStack() as stack:
