@@ -41,6 +41,8 @@ _GIVE_TOKEN = (
 )
 #: Ray places an actor that needs no resource on any machine, whatever machine it is asked for.
 _ROUTER_BYTES = 1 << 20
+#: Of the resource `router`: any number of routers may share a machine.
+_ROUTER_SHARE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,7 @@ class RayCluster:
         if count < 1 and role != "p":
             raise ClusterError("a cluster needs at least one S-node, one R-node and one router")
         if role == _ROUTER:
-            self._end_routers(self.routers()[count:])
+            self._end([], self.routers()[count:])
             self._add_routers(config, count)
             self.wait(config)
             return
@@ -269,45 +271,38 @@ class RayCluster:
             self._end(actors[count:])
 
     def drain(self, target: str) -> list[str]:
-        """Drain and end a node or a router, or all nodes of the machine with this address or Ray id. Returns the names.
+        """Drain and end a node or a router, or all of the machine with this address or Ray id. Returns the names.
         Raises ClusterError."""
-        if target in (routers := self.routers()):
-            if len(routers) == 1:
-                raise ClusterError(f"{target}: the cluster would have no router left; scale it up first")
-            self._end_routers([target])
-            return [target]
-        named = [actor for actor in self.actors() if actor.node == target]
-        if not named:
-            there = {e.name for e in self.view().entries if target in (e.machine, e.ray_node)}
-            named = [actor for actor in self.actors() if actor.node in there]
-        if not named:
+        actors, routers = self.actors(), self.routers()
+        names = {target}
+        if target not in {*routers, *(actor.node for actor in actors)}:
+            names = {e.name for e in self.view().entries if target in (e.machine, e.ray_node)}
+        leaving, closing = [actor for actor in actors if actor.node in names], [r for r in routers if r in names]
+        if not leaving and not closing:
             raise ClusterError(f"there is no node or machine {target}; status shows them all")
-        for role in "rs":
-            if all(actor in named for actor in self.actors(role)):
-                raise ClusterError(f"{target}: the cluster would have no {role.upper()}-node left; scale it up first")
-        self._end(named)
-        return [actor.node for actor in named]
+        of_role = {role: [actor.node for actor in actors if actor.role == role] for role in "rs"}
+        for what, all_of_them in (("R-node", of_role["r"]), ("S-node", of_role["s"]), ("router", routers)):
+            if names.issuperset(all_of_them):
+                raise ClusterError(f"{target}: the cluster would have no {what} left; scale it up first")
+        self._end(leaving, closing)
+        return [*closing, *(actor.node for actor in leaving)]
 
-    def _end(self, actors: Sequence[NodeActor]) -> None:
-        """Drain nodes and end them. S-nodes go first: their sequences would only be moved about."""
+    def _end(self, actors: Sequence[NodeActor], routers: Sequence[str] = ()) -> None:
+        """Drain nodes and routers, and end them. S-nodes end before R-nodes: their sequences would only be moved
+        about."""
         directory = self._directory()
         for role in "spr":
-            of_role = [actor for actor in actors if actor.role == role]
-            self._drain_actors([actor.name for actor in of_role])
-            for actor in of_role:
-                ray.kill(ray.get_actor(actor.name), no_restart=True)
-                answer(directory.forget.remote(actor.node))
+            ending = {actor.name: actor.node for actor in actors if actor.role == role}
+            if role == "s":
+                ending |= {name: name for name in routers}
+            self._drain_actors([*ending])
+            for name, node in ending.items():
+                ray.kill(ray.get_actor(name), no_restart=True)
+                answer(directory.forget.remote(node))
         used = {actor.group for actor in self.actors()}
         for number in self._groups():
             if number not in used:
                 remove_placement_group(get_placement_group(self._group_name(number)))
-
-    def _end_routers(self, names: Sequence[str]) -> None:
-        """Drain routers and end them."""
-        self._drain_actors(names)
-        for name in names:
-            ray.kill(ray.get_actor(name), no_restart=True)
-            answer(self._directory().forget.remote(name))
 
     @staticmethod
     def _drain_actors(names: Sequence[str], seconds: float | None = None) -> None:
@@ -325,10 +320,14 @@ class RayCluster:
                 log.warning("a node was not drained: %s", str(error).splitlines()[0])
 
     def _add_routers(self, config: ClusterConfig, count: int) -> None:
-        """Start routers until there are `count`, each on a machine that has the fewest: the first one here."""
+        """Start routers until there are `count`, each on a machine that has the fewest: the first one here. If machines
+        offer Ray a resource of the name `router`, only these get any."""
         here = ray.get_runtime_context().get_node_id()
         on = Counter(entry.ray_node for entry in self.view().entries if entry.role == _ROUTER)
-        machines = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        offering = [node for node in alive if _ROUTER in node["Resources"]]
+        machines = [node["NodeID"] for node in offering or alive]
+        share = {_ROUTER: _ROUTER_SHARE} if offering else {}
         taken = {int(name.removeprefix(_ROUTER)) for name in self.routers()}
         started = []
         while len(taken) < count:
@@ -336,9 +335,8 @@ class RayCluster:
             on[machine] += 1
             name = f"{_ROUTER}{_next_number(taken)}"
             strategy = NodeAffinitySchedulingStrategy(machine, soft=True)
-            started.append(
-                self._start(_ROUTER, name, config, num_cpus=0, memory=_ROUTER_BYTES, scheduling_strategy=strategy)
-            )
+            wanted = {"num_cpus": 0, "memory": _ROUTER_BYTES, "resources": share}
+            started.append(self._start(_ROUTER, name, config, scheduling_strategy=strategy, **wanted))
         for call in started:
             answer(call, config.start_seconds)
 

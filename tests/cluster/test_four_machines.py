@@ -78,23 +78,28 @@ def test_the_page_as_a_new_user_would_follow_it():
         for command in commands:
             if command.split()[1] == "down":
                 continue
+            before = {}
+            if (machine := command.split()[-1]) in NAMES.values():
+                before = machines_of(head.run("fastdecode-cluster scale routers=4"))
+                assert len({there for name, there in before.items() if name.startswith("router")}) == 4
             table = head.run(command)
+            if before:
+                [drained] = re.findall("drained: (.*)", table)
+                assert {*drained.split(", ")} == {name for name, there in before.items() if there == machine}
             if command.split()[1] == "logs":
                 assert "Serving chat" in table
                 continue
             texts.append(orjson.loads(far.run(ask))["choices"][0]["text"])
             if command.split()[1] in ("up", "status"):
-                rows = [row.split() for row in table.splitlines()[1:] if row]
-                machine_of = {row[0]: row[2] for row in rows if row[1] == "running"}
-                assert {"s0", "router0"} <= machine_of.keys(), rows
+                machine_of = machines_of(table)
+                assert {"s0", "router0"} <= machine_of.keys(), table
                 if command.split()[1] == "up":
                     assert len({machine_of[f"r{i}"] for i in range(3)}) == 3, "R-nodes are spread over machines"
         assert len(set(texts)) == 1 and texts[0]
         by_address = {NAMES[name]: machine for name, machine in machines.items()}
         undisturbed = ended(begun(far))
         for process in ("daemon.node --role r", "daemon.node --role s", "raylet/raylet"):
-            rows = [row.split() for row in head.run(commands[-2]).splitlines()[1:] if row]
-            machine_of = {row[0]: row[2] for row in rows if row[1] == "running"}
+            machine_of = machines_of(head.run(commands[-2]))
             apart = {machine_of["s0"], machine_of["router0"]}  # the raylet that is killed has R-nodes alone
             of_r_nodes = [machine for name, machine in machine_of.items() if name[1:].isdigit() and name[0] == "r"]
             address = machine_of["s0"] if "role s" in process else min(of_r_nodes, key=apart.__contains__)
@@ -102,6 +107,12 @@ def test_the_page_as_a_new_user_would_follow_it():
             by_address[address].run(f"pkill -9 -f -- '{process}'")
             assert ended(running) == undisturbed, f"{process} at {address} was killed"
         head.run(commands[-1])
+
+
+def machines_of(table: str) -> dict[str, str]:
+    """The machine of each node of a table that runs."""
+    rows = [row.split() for row in table.splitlines()[1:] if row]
+    return {row[0]: row[2] for row in rows if row[1] == "running"}
 
 
 def begun(machine: namespaces.Machine) -> namespaces.Machine:

@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from nodes.ray_head import listening, ray_head
+from nodes.ray_head import listening, offers, ray_head
 from wire.link_driver import hello
 
 from fastdecode.api.continuation import HEADER, router_proof
@@ -33,13 +33,18 @@ def test_a_cluster_at_a_loopback_address_listens_there_only_and_opens_to_its_tok
             refused = head.run("up", CONFIG, auth)
             assert refused.returncode == 1 and why in refused.stderr, refused.stderr
             assert "RPC" not in refused.stderr and len(refused.stderr.splitlines()) == 1, refused.stderr
-        before = listening("fastdecode.daemon.node").keys() | listening("fastdecode.router.main").keys()
+        programs = ("fastdecode.daemon.node", "fastdecode.router.main")
+        before = [listening(program).keys() for program in programs]
+        head.add_machine("router", TOKEN)
         up = head.run("up", CONFIG, TOKEN)
         assert up.returncode == 0, up.stderr
-        found = listening("fastdecode.daemon.node") | listening("fastdecode.router.main")
-        ours = [found[pid] for pid in found.keys() - before]
-        assert len([addresses for addresses in ours if addresses]) >= 3, found
-        assert set().union(*ours) == {"127.0.0.1"}
+        nodes, routers = [
+            {pid: where for pid, where in listening(program).items() if where and pid not in old}
+            for program, old in zip(programs, before, strict=True)
+        ]
+        assert len(nodes) >= 2 and len(routers) == 1
+        assert set().union(*nodes.values(), *routers.values()) == {"127.0.0.1"}
+        assert all(offers(pid, "router") for pid in routers) and not any(offers(pid, "router") for pid in nodes)
         rows = {row.split()[0]: row.split()[-1] for row in up.stdout.splitlines()[1:]}
         ask = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 3}
         assert _ask(f"{rows['router0']}/completions", ask) == 200
@@ -55,6 +60,7 @@ def test_a_cluster_at_a_loopback_address_listens_there_only_and_opens_to_its_tok
         assert drained.stdout == "drained: router0\n", drained.stderr
         assert _ask(f"{rows['router1']}/completions", ask) == 200
         assert "the cluster would have no router left" in head.run("drain router1", CONFIG, TOKEN).stderr
+        assert "the cluster would have no R-node left" in head.run("drain 127.0.0.1", CONFIG, TOKEN).stderr
         down = head.run("down", CONFIG, TOKEN)
         assert down.returncode == 0, down.stderr
 

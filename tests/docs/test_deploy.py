@@ -198,16 +198,18 @@ def test_the_cluster_of_kuberay_is_one_and_fits_its_workers(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text(config_map["data"]["cluster.yaml"])
     config = ClusterConfig.from_file(path)
-    for worker, nodes, wanted in zip(
-        workers,
-        (config.s_nodes, config.r_nodes),
-        (config.s_nodes.bytes, config.r_nodes.kv_bytes + 2**30),
-        strict=True,
+    routers, s_nodes, r_nodes = workers
+    assert json.loads(json.loads(routers["rayStartParams"]["resources"])) == {"router": 1}
+    s, r = config.s_nodes, config.r_nodes
+    for worker, count, cpus, n_bytes, drain_seconds in (
+        (routers, config.router.count, 0, 0, s.drain_seconds),
+        (s_nodes, s.count, s.cpus, s.bytes, s.drain_seconds),
+        (r_nodes, r.count, r.cpus, r.kv_bytes + 2**30, r.drain_seconds),
     ):
-        assert nodes.count <= worker["replicas"] and wanted <= int(worker["rayStartParams"]["memory"])
+        assert count <= worker["replicas"] and n_bytes <= int(worker["rayStartParams"].get("memory", 0))
         [container] = worker["template"]["spec"]["containers"]
-        assert nodes.cpus <= int(container["resources"]["requests"]["cpu"])
-        assert worker["template"]["spec"]["terminationGracePeriodSeconds"] > nodes.drain_seconds
+        assert cpus <= int(container["resources"]["requests"]["cpu"])
+        assert worker["template"]["spec"]["terminationGracePeriodSeconds"] > drain_seconds
         [*_, command] = container["lifecycle"]["preStop"]["exec"]["command"]
         words = shlex.split(command)
         assert words[0] == "fastdecode-cluster" and cluster_parser().parse_args(words[1:]).command == "drain"

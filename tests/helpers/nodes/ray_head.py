@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fastdecode.cluster.hosts import free_port
@@ -23,10 +23,18 @@ class RayHead:
         self.port = free_port("127.0.0.1")
         self._folder = folder
         (folder / "home").mkdir()
-        words = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={self.port}", "--include-dashboard=false",
-                 "--num-cpus=8", "--object-store-memory=80000000", f"--temp-dir={folder / 'ray'}"]  # fmt: skip
+        words = ["--head", f"--port={self.port}", "--include-dashboard=false", "--num-cpus=8",
+                 f"--temp-dir={folder / 'ray'}"]  # fmt: skip
+        self._start(words, auth)
+
+    def add_machine(self, resource: str, auth: Mapping[str, str]) -> None:
+        """Another raylet. It offers 1 of a resource, and nothing else."""
+        self._start([f"--address=127.0.0.1:{self.port}", "--num-cpus=0", f'--resources={{"{resource}": 1}}'], auth)
+
+    def _start(self, words: Sequence[str], auth: Mapping[str, str]) -> None:
+        common = ["--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
         subprocess.run(
-            [sys.executable, "-P", "-m", "ray.scripts.scripts", *words],
+            [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *common, *words],
             env=self._environment(auth),
             check=True,
             stdout=subprocess.DEVNULL,
@@ -80,6 +88,13 @@ def process_ids(word: str) -> set[int]:
             if word in (process / "cmdline").read_text():
                 found.add(int(process.name))
     return found
+
+
+def offers(pid: int, resource: str) -> bool:
+    """Whether the raylet under which a process runs offers a resource."""
+    while "raylet/raylet" not in (words := Path(f"/proc/{pid}/cmdline").read_text()):
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return f"{resource},1" in words
 
 
 @contextlib.contextmanager
