@@ -18,6 +18,7 @@ _COMMANDS = (
     "decode",
     "spart",
     "states",
+    "reduction",
     "attention",
     "transport",
     "speculate",

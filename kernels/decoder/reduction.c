@@ -13,9 +13,11 @@ enum {
     LOOKS_PER_CLOCK = 16,
     CHUNK = 64 /* numbers that one thread adds up at least: whole cache lines of every dtype */
 };
-#define SPIN_NS 200000u         /* a waiter looks this long before it sleeps */
-#define SLEEP_MAX_NS 50000000u  /* a waiter checks this often whether the rank it waits for is still alive */
-#define SHARED_BYTES (1u << 18) /* the ranks share a sum if all addends together are larger */
+#define SPIN_NS 200000u        /* a waiter looks this long before it sleeps */
+#define SLEEP_MAX_NS 50000000u /* a waiter checks this often whether the rank it waits for is still alive */
+/* The ranks share a sum if that spares a rank the reading of more than this: of n ranks it reads two times its own
+ * bytes, not n times, but waits twice. */
+#define SHARED_BYTES (1u << 18)
 
 /* The words of a rank, which no other rank writes, except for `sleepers`. */
 typedef struct {
@@ -230,9 +232,9 @@ static bool sum_piece(fd_reduction_t *r, uint8_t *data, size_t n, uint32_t act_d
     fd_parallel(copy_addends, &p, chunks_of(&p), 0, most);
     words_of(r, r->rank)->addends[p.slot] = n * FD_ACT_DTYPES + act_dtype;
     if (!pass_barrier(r) || !sums_agree(&p)) return false;
-    if (n * p.number_bytes * r->n_ranks <= SHARED_BYTES) {
+    if (n * p.number_bytes * (r->n_ranks - 2) <= SHARED_BYTES) {
         p.out = data;
-        add_up(&p, 0, chunks_of(&p));
+        fd_parallel(add_up, &p, chunks_of(&p), 0, most);
         return true;
     }
     /* Of every slot only this rank reads its own range, so its sums may replace its addends. */

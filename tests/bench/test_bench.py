@@ -67,6 +67,13 @@ def test_decode_on_a_checkpoint_it_made(family, tmp_path):
     assert all(name in table for name in ("split", "S alone", "R alone", "of the bound"))
 
 
+def test_sums_over_ranks_are_timed_beside_gloo():
+    argv = ["--ranks", "2,3", "--rows", "1,5", "--width", "65", "--seconds", "0.01", "--rounds", "1", "--json"]
+    result = json.loads(bench("reduction", *argv))
+    assert [(row["ranks"], row["rows"]) for row in result["rows"]] == [(2, 1), (2, 5), (3, 1), (3, 5)]
+    assert all(row["us"] > 0 and row["gloo_us"] > 0 for row in result["rows"])
+
+
 def test_states_move_bytes():
     argv = ["--sequences", "2", "--head-size", "32", "--bytes", str(1 << 22), "--rounds", "1", "--json"]
     result = json.loads(bench("states", *argv))
