@@ -294,14 +294,17 @@ class Joints:
         eps: float,
         residual_scale: float,
         layers: tuple[tuple[object, ...], ...],
+        reduction: RankReduction | None,
     ) -> Joints:
         """A layer is the addresses of the weights of its attention norm, MLP norm, Q norm and K norm, 0 for none, and
-        the linears of QKV, O, up and down: tuples of QuantisedLinear, or of one Dense16Linear.
+        the linears of QKV, O, up and down: tuples of QuantisedLinear, or of one Dense16Linear. A `reduction` sums the
+        outputs of O and down over all ranks; `q_heads`, `kv_heads` and `inner` are then those of this rank.
 
         Raises ValueError if the ISA has no row operations for the dtype, or linears of other sizes or dtypes.
         """
     def run(self, layer: int, step: _JointStep, /) -> None:
-        """Finish block `layer` - 1, project block `layer`. Other Python threads run meanwhile. Raises MemoryError."""
+        """Finish block `layer` - 1, project block `layer`. Other Python threads run meanwhile. Raises MemoryError,
+        RankError."""
     def spart_layers(self, step: _JointStep, prompts: _Prompts | None, /) -> object:
         """The PyCapsule "fastdecode.spart_layers" (spart_layers.h) that runs the joints of a step, and attends its
         prompts. The memory of both must outlive it. Raises MemoryError, and ValueError for chunks beyond the step or

@@ -66,7 +66,7 @@ PyObject *fd_py_group_run_layers(GroupObject *self, PyObject *args) {
     PyObject *failures = fd_py_group_end(self, n, misuse);
     if (failures && error) {
         Py_CLEAR(failures);
-        PyErr_NoMemory();
+        layers->raise(layers->self);
     }
     if (!failures || _PyBytes_Resize(&times, (Py_ssize_t)((layer - from) * sizeof(times_t)))) {
         Py_XDECREF(times);

@@ -23,6 +23,14 @@ static fd_status_t multiply(const fd_joints_t *j, const fd_products_t *p, const 
     return FD_OK;
 }
 
+/* A product whose outputs the ranks sum. */
+static fd_status_t multiply_and_sum(const fd_joints_t *j, const fd_products_t *p, const void *x, size_t rows, void *y,
+                                    unsigned threads) {
+    const fd_status_t status = multiply(j, p, x, rows, y, threads);
+    if (status != FD_OK || !j->reduction) return status;
+    return fd_reduction_sum(j->reduction, y, rows * j->hidden, j->act_dtype, threads);
+}
+
 /* Adds `y` to the residual stream, unless it is NULL, and writes its norm to `out`. */
 static void norm(const fd_joints_t *j, const fd_joint_rows_t *r, const void *y, const void *weight, void *out,
                  unsigned threads) {
@@ -34,14 +42,15 @@ fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows
                          unsigned threads) {
     void *a = scratch, *b = (uint8_t *)scratch + area_bytes(j, r->rows);
     const void *block = NULL; /* what the last block adds to the residual stream */
+    fd_status_t status;
     if (layer > 0) {
         const fd_joint_layer_t *l = &j->layers[layer - 1];
-        if (multiply(j, &l->o, r->o, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
+        if ((status = multiply_and_sum(j, &l->o, r->o, r->rows, a, threads)) != FD_OK) return status;
         norm(j, r, a, l->mlp_norm, b, threads);
         if (multiply(j, &l->up, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
         const fd_gate_rows_t gate = {a, b, j->inner};
         fd_gate_rows(j->ops, &gate, r->rows, threads);
-        if (multiply(j, &l->down, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
+        if ((status = multiply_and_sum(j, &l->down, b, r->rows, a, threads)) != FD_OK) return status;
         block = a;
     }
     if (layer == j->n_layers) { /* nothing wants the norm */

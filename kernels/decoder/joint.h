@@ -7,6 +7,7 @@
 #pragma once
 
 #include "region/region.h"
+#include "reduction.h"
 #include "row_ops.h"
 
 /* A product y = x W^T + b; x is [rows][ins] and y [rows][outs], in the activation dtype. */
@@ -32,11 +33,14 @@ typedef struct {
 
 typedef struct {
     const fd_row_ops_t *ops;
+    uint32_t act_dtype;
     size_t number_bytes; /* of an activation */
     size_t hidden, inner, q_heads, kv_heads, head_size;
     float eps, scale; /* of the norms; of what a block adds to the residual stream */
     size_t n_layers;
     const fd_joint_layer_t *layers;
+    /* NULL, or what sums the outputs of `o` and `down` over the ranks that share the heads and the MLP's columns. */
+    fd_reduction_t *reduction;
 } fd_joints_t;
 
 /* The rows of a step. */
@@ -53,5 +57,5 @@ typedef struct {
 size_t fd_joint_scratch(const fd_joints_t *j, size_t rows);
 
 /* Finishes block `layer - 1`, if there is one, and projects block `layer`, if there is one. FD_INTERNAL if memory runs
- * out. */
+ * out, FD_LINK_CLOSED if the reduction is broken. */
 fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch, unsigned threads);

@@ -8,13 +8,14 @@
 #include "decoder/joint.h"
 #include "py_object.h"
 #include "py_products.h"
+#include "py_reduction.h"
 
 typedef struct {
     PyObject_HEAD
     fd_joints_t joints;
-    uint32_t act; /* fd_act_dtype_t of the rows */
     fd_joint_layer_t *layers;
-    PyObject *products; /* the layers as they were given */
+    PyObject *products;  /* the layers as they were given */
+    PyObject *reduction; /* the RankReduction, or None */
     void *scratch;
     size_t scratch_rows;
 } joints_t;
@@ -38,7 +39,8 @@ static bool read_products(PyObject *parts, uint32_t act, size_t ins, size_t outs
     return total == outs || FD_PY_FAIL(PyExc_ValueError, "linears have %zu outputs, not %zu", total, outs);
 }
 
-static bool read_layer(const fd_joints_t *j, uint32_t act, PyObject *o, fd_joint_layer_t *layer) {
+static bool read_layer(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *layer) {
+    const uint32_t act = j->act_dtype;
     PyObject *qkv, *out, *up, *down;
     if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "a layer is a tuple");
     if (!PyArg_ParseTuple(o, "KKKKOOOO", FD_ADDRESS(layer->attention_norm), FD_ADDRESS(layer->mlp_norm),
@@ -52,18 +54,17 @@ static bool read_layer(const fd_joints_t *j, uint32_t act, PyObject *o, fd_joint
 }
 
 static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"act_dtype", "hidden", "inner",          "q_heads", "kv_heads",
-                           "head_size", "eps",    "residual_scale", "layers",  NULL};
-    unsigned act;
+    static char *keys[] = {"act_dtype", "hidden",         "inner",  "q_heads",   "kv_heads", "head_size",
+                           "eps",       "residual_scale", "layers", "reduction", NULL};
     fd_joints_t j = {0};
-    PyObject *layers;
+    PyObject *layers, *reduction;
     fd_isa_t isa;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnnffO!", keys, &act, &j.hidden, &j.inner, &j.q_heads,
-                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &PyTuple_Type, &layers) ||
-        !fd_py_choose_isa(NULL, &isa))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnnffO!O", keys, &j.act_dtype, &j.hidden, &j.inner, &j.q_heads,
+                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &PyTuple_Type, &layers, &reduction) ||
+        !fd_py_choose_isa(NULL, &isa) || (reduction != Py_None && !(j.reduction = fd_py_reduction(reduction))))
         return NULL;
     const size_t most = 1u << 24;
-    j.ops = fd_row_ops(isa, act);
+    j.ops = fd_row_ops(isa, j.act_dtype);
     if (!j.ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
     if (!j.hidden || !j.inner || !j.q_heads || !j.kv_heads || !j.head_size || j.hidden > most || j.inner > most ||
         j.q_heads > most || j.kv_heads > most || j.head_size > most || !PyTuple_GET_SIZE(layers))
@@ -71,14 +72,14 @@ static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     joints_t *self = (joints_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     const size_t n = (size_t)PyTuple_GET_SIZE(layers);
-    self->act = act;
     self->layers = PyMem_Calloc(n, sizeof *self->layers);
-    j.number_bytes = fd_act_bytes(act), j.n_layers = n, j.layers = self->layers;
+    j.number_bytes = fd_act_bytes(j.act_dtype), j.n_layers = n, j.layers = self->layers;
     self->joints = j;
     self->products = Py_NewRef(layers);
+    self->reduction = Py_NewRef(reduction);
     if (!self->layers) PyErr_NoMemory();
     for (size_t i = 0; self->layers && i < n; i++)
-        if (!read_layer(&self->joints, act, PyTuple_GET_ITEM(layers, i), &self->layers[i])) break;
+        if (!read_layer(&self->joints, PyTuple_GET_ITEM(layers, i), &self->layers[i])) break;
     if (!PyErr_Occurred()) return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
@@ -88,6 +89,7 @@ static void joints_dealloc(joints_t *self) {
     PyMem_Free(self->layers);
     PyMem_RawFree(self->scratch);
     Py_XDECREF(self->products);
+    Py_XDECREF(self->reduction);
     fd_py_free(self);
 }
 
@@ -122,6 +124,11 @@ static fd_status_t run_joint(const joints_t *self, size_t layer, const step_t *s
     return fd_joint_run(&self->joints, layer, &step->rows, self->scratch, step->threads);
 }
 
+/* Raises the exception of a joint that has failed; returns NULL. */
+static PyObject *raise_failed(const joints_t *self, fd_status_t status) {
+    return status == FD_LINK_CLOSED ? fd_py_raise_broken(self->joints.reduction) : PyErr_NoMemory();
+}
+
 static PyObject *joints_run(joints_t *self, PyObject *args) {
     Py_ssize_t layer;
     PyObject *tuple;
@@ -133,7 +140,7 @@ static PyObject *joints_run(joints_t *self, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     status = run_joint(self, (size_t)layer, &step);
     Py_END_ALLOW_THREADS
-    if (status != FD_OK) return PyErr_NoMemory();
+    if (status != FD_OK) return raise_failed(self, status);
     Py_RETURN_NONE;
 }
 
@@ -143,20 +150,28 @@ typedef struct {
     joints_t *joints;
     step_t step;
     fd_prompt_chunks_t *prompts; /* or NULL */
+    fd_status_t status;          /* of the last function */
 } spart_layers_t;
 
 static int compute_rows(void *self, uint32_t layer) {
-    const spart_layers_t *s = self;
+    spart_layers_t *s = self;
+    s->status = FD_INTERNAL;
     if (layer > s->joints->joints.n_layers || s->step.rows.rows > s->joints->scratch_rows) return -1;
-    return run_joint(s->joints, layer, &s->step) == FD_OK ? 0 : -1;
+    s->status = run_joint(s->joints, layer, &s->step);
+    return s->status == FD_OK ? 0 : -1;
 }
 
 static int attend_prompts(void *self, uint32_t layer) {
-    const spart_layers_t *s = self;
+    spart_layers_t *s = self;
+    s->status = FD_INTERNAL;
     if (layer >= s->prompts->n_layers) return -1;
-    const fd_status_t status =
-        fd_prompt_chunks_attend(s->prompts, layer, &s->joints->joints, &s->step.rows, s->step.threads);
-    return status == FD_OK ? 0 : -1;
+    s->status = fd_prompt_chunks_attend(s->prompts, layer, &s->joints->joints, &s->step.rows, s->step.threads);
+    return s->status == FD_OK ? 0 : -1;
+}
+
+static void raise_last(void *self) {
+    const spart_layers_t *s = self;
+    raise_failed(s->joints, s->status);
 }
 
 static void spart_layers_free(spart_layers_t *s) {
@@ -172,11 +187,11 @@ static PyObject *joints_spart_layers(joints_t *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &step, &prompts)) return NULL;
     spart_layers_t *s = PyMem_Calloc(1, sizeof *s);
     if (!s) return PyErr_NoMemory();
-    s->contract = (fd_spart_layers_t){compute_rows, NULL, s};
+    s->contract = (fd_spart_layers_t){compute_rows, NULL, raise_last, s};
     s->joints = (joints_t *)Py_NewRef(self);
     bool good = read_step(self, step, &s->step);
     if (good && prompts != Py_None) {
-        s->prompts = fd_py_prompt_chunks(prompts, self->act, &self->joints, s->step.rows.rows);
+        s->prompts = fd_py_prompt_chunks(prompts, self->joints.act_dtype, &self->joints, s->step.rows.rows);
         s->contract.compute_meanwhile = attend_prompts;
         good = s->prompts != NULL;
     }

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from models.checkpoints import VARIANTS, make_checkpoint
 from models.spart_steps import GREEDY, linked, run, text
 from quick import quick
+from ranks.rank_processes import make_reductions
 
 from fastdecode.kernels import _native
-from fastdecode.spart import SPart, load_model
+from fastdecode.spart import ModelConfig, SPart, load_model, read_config
 from fastdecode.spart.decoder import layer_pass
-from fastdecode.spart.decoder.joints import JointRows, make_joints, why_no_joints
+from fastdecode.spart.decoder.block_ops import RowHeads
+from fastdecode.spart.decoder.experts import MLP
+from fastdecode.spart.decoder.joints import JointRows, LayerJoints, make_joints, why_no_joints
 from fastdecode.spart.decoder.layer_pass import StepState
 from fastdecode.spart.decoder.ops_choice import make_block_ops
-from fastdecode.spart.decoder.weights import Balance
+from fastdecode.spart.decoder.weights import Balance, Layer, Norm
+from fastdecode.spart.linears.dense16 import Linear16
+from fastdecode.spart.ranks.reduction import Reduction
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
 CPU = torch.device("cpu")
@@ -139,6 +147,82 @@ def test_linears_of_other_sizes_are_refused():
     for wrong in ({"hidden_size": 32}, {"n_kv_heads": 1}, {"intermediate_size": 128}, {"n_q_heads": 2}):
         with pytest.raises(ValueError, match=r"has|have"):
             make_joints(replace(model.config, **wrong), layers, ops)
+
+
+def cut(config: ModelConfig, n: int) -> ModelConfig:
+    """The model of one of `n` ranks: a share of the heads and of the MLP's columns."""
+    return replace(
+        config,
+        n_q_heads=config.n_q_heads // n,
+        n_kv_heads=config.n_kv_heads // n,
+        intermediate_size=config.intermediate_size // n,
+    )
+
+
+def random_layers(config: ModelConfig, n: int, rank: int) -> list[Layer]:
+    """One rank's share of two layers with random weights, whose whole is the same for every `n`."""
+    generator, size = torch.Generator().manual_seed(1), config.head_size
+
+    def share(outs: int, ins: int, blocks: Sequence[int] = (), columns: bool = False) -> Linear16:
+        """The rank's columns, or its rows of each of the matrix's blocks of rows."""
+        weight = (torch.randn(outs, ins, generator=generator) * ins**-0.5).bfloat16()
+        parts = [weight.chunk(n, dim=1)[rank]] if columns else [x.chunk(n)[rank] for x in weight.split(list(blocks))]
+        return Linear16(torch.cat(parts))
+
+    def norm() -> Norm:
+        return Norm(torch.randn(config.hidden_size, generator=generator), None)
+
+    hidden, inner, q, kv = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.n_q_heads * size,
+        config.n_kv_heads * size,
+    )
+    return [
+        Layer(
+            attention_norm=norm(),
+            mlp_norm=norm(),
+            qkv=share(q + 2 * kv, hidden, (q, kv, kv)),
+            q_norm=None,
+            k_norm=None,
+            o=share(hidden, q, columns=True),
+            sinks=None,
+            mlp=MLP(share(2 * inner, hidden, (inner, inner)), share(hidden, inner, columns=True)),
+        )
+        for _ in range(2)
+    ]
+
+
+def pass_joints(config: ModelConfig, n: int, rank: int, reduction: Reduction | None) -> list[torch.Tensor]:
+    """The rank's Q and KV rows of both layers, and the residual stream behind them, which all ranks have."""
+    layers, cut_config = random_layers(config, n, rank), cut(config, n)
+    joints = LayerJoints(cut_config, layers, "fp32", reduction)
+    generator, rows, pairs = torch.Generator().manual_seed(2), 5, config.head_size // 2
+    x = torch.randn(rows, config.hidden_size, generator=generator)
+    o = torch.randn(rows, config.n_q_heads * config.head_size, generator=generator).chunk(n, dim=1)[rank].contiguous()
+    angles = torch.randn(2, rows, 1, pairs, generator=generator).unbind()
+    q = torch.empty_like(o)
+    kv = torch.empty(rows, 2 * cut_config.n_kv_heads * config.head_size)
+    joint_rows, results = joints.rows(x, o, angles, RowHeads(q, kv, cut_config)), []
+    for joint in range(len(layers) + 1):
+        assert joint_rows.run(joint)
+        results += [q.clone(), *kv.clone().chunk(2, dim=1)]
+    return [*results, x]
+
+
+@pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_ranks_compute_what_one_computes(n):
+    config = replace(read_config(make_checkpoint("llama-gqa")), n_q_heads=8, n_kv_heads=4, residual_scale=0.5)
+    whole = pass_joints(config, 1, 0, None)
+    with ThreadPoolExecutor(n) as pool:
+        ranks = list(pool.map(partial(pass_joints, config, n), range(n), make_reductions(n)))
+    for i, want in enumerate(whole):
+        shares = [results[i] for results in ranks]
+        if i == len(whole) - 1:
+            assert all(torch.equal(share, shares[0]) for share in shares)
+            shares = shares[:1]
+        assert (torch.cat(shares, dim=1) - want).abs().max() < 1e-5 * want.std()
 
 
 @pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")

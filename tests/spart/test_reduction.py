@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks.rank_processes import RankProcesses
+from ranks.rank_processes import RankProcesses, make_reductions
 
 from fastdecode.kernels import _native
 from fastdecode.spart.ranks.reduction import RankError, Reduction, create_segment
@@ -126,9 +126,7 @@ def test_sums_of_other_sizes_are_refused() -> None:
 @pytest.mark.parametrize("isa", _native.isa_supported())
 def test_every_isa_adds_in_the_order_of_the_ranks(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTDECODE_ISA", isa)
-    n, segment = 3, create_segment(3)
-    reductions = [Reduction(segment, rank, n) for rank in range(n)]  # sums leave the GIL, so threads will do
-    os.close(segment)
+    n, reductions = 3, make_reductions(3)
     with ThreadPoolExecutor(n) as pool:
         for dtype in BUDGET:
             parts = [(torch.randn(333) * 10**rank).to(dtype) for rank in range(n)]
@@ -149,9 +147,7 @@ def test_a_segment_of_other_ranks_is_refused() -> None:
 
 
 def test_one_rank_has_its_own_numbers() -> None:
-    segment = create_segment(1)
-    reduction = Reduction(segment, 0, 1)
-    os.close(segment)
+    (reduction,) = make_reductions(1)
     assert torch.equal(reduction.sum_(torch.arange(5.0)), torch.arange(5.0))
     reduction.leave()
     with pytest.raises(RankError, match="rank 0 has left"):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from models.checkpoints import make_checkpoint
 from models.spart_steps import GREEDY, linked, run, text
+from ranks.rank_processes import make_reductions
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
+from fastdecode.spart.decoder import layer_pass
+from fastdecode.spart.decoder.joints import make_joints
 from fastdecode.spart.decoder.layer_pass import DecoderLayers
 from fastdecode.spart.decoder.weights import Balance
 from fastdecode.spart.exchange.base import Exchange
 from fastdecode.spart.prefill.prompt_attention import PackedAttention
+from fastdecode.spart.ranks.reduction import RankError
 from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.transports.base import LinkDown
 
@@ -148,6 +154,26 @@ async def test_an_r_node_that_is_lost_on_the_way_costs_the_others_nothing(model,
         links[0].port.kill("nor is this one there")
         with pytest.raises(LinkDown):
             run(spart.step(StepBatch(0, steps(2)[1])))
+
+
+async def test_a_lost_rank_ends_the_step(model, tmp_path, calls, monkeypatch):
+    (reduction,) = make_reductions(1)
+    monkeypatch.setattr(layer_pass, "make_joints", partial(make_joints, reduction=reduction))
+    async with linked(model, tmp_path, n_slots=1) as links:
+        spart = SPart(model, links)
+        first, decode, *_ = steps(1)
+        run(spart.step(StepBatch(0, first)))
+        decoding = spart.step(StepBatch(0, decode))
+        real = Exchange.run_layers
+
+        def losing(*args):
+            reduction.leave()
+            return real(*args)
+
+        monkeypatch.setattr(Exchange, "run_layers", losing)
+        with pytest.raises(RankError, match="rank 0 has left"):
+            run(decoding)
+    assert calls == [0, 0]
 
 
 async def test_a_late_r_node_is_lost(model, tmp_path):

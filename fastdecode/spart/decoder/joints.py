@@ -19,6 +19,7 @@ from fastdecode.spart.decoder.experts import MLP
 from fastdecode.spart.decoder.weights import Layer
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.prefill.prompt_attention import NativePrompts
+from fastdecode.spart.ranks.reduction import Reduction
 from fastdecode.spart.threads import pool_threads
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,14 @@ log = logging.getLogger(__name__)
 class LayerJoints:
     """The joints of a model's layers: joint i is between the attention of layers i - 1 and i."""
 
-    def __init__(self, config: ModelConfig, layers: Sequence[Layer], act_dtype: str):
-        """The layers of a model for which why_no_joints returned None, and the dtype of its activations. Raises
-        ValueError if the sizes of its linears are not those of `config`."""
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[Layer], act_dtype: str, reduction: Reduction | None = None
+    ):
+        """The layers of a model for which why_no_joints returned None, and the dtype of its activations. Where a
+        `reduction` sums over ranks, `config` counts the heads and the MLP's columns of this rank.
+
+        Raises ValueError if the sizes of its linears are not those of `config`.
+        """
         self._layers = tuple(layers)
         self._native = _native.Joints(
             ACT_DTYPES.index(act_dtype),
@@ -41,6 +47,7 @@ class LayerJoints:
             config.norm_eps,
             config.residual_scale,
             tuple(map(_native_layer, layers)),
+            None if reduction is None else reduction.native,
         )
 
     def rows(
@@ -150,11 +157,13 @@ def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -
     return None
 
 
-def make_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -> LayerJoints | None:
+def make_joints(
+    config: ModelConfig, layers: Sequence[Layer], ops: BlockOps, reduction: Reduction | None = None
+) -> LayerJoints | None:
     """The joints of a model's layers, or None if it has none."""
     reason = why_no_joints(config, layers, ops)
     if reason is not None:
         log.debug("the decoder runs operation by operation: %s", reason)
         return None
     assert isinstance(ops, NativeBlockOps)
-    return LayerJoints(config, layers, ops.act_dtype)
+    return LayerJoints(config, layers, ops.act_dtype, reduction)

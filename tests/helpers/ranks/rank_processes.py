@@ -15,6 +15,15 @@ from fastdecode.spart.ranks.reduction import RankError, Reduction, create_segmen
 _CONTEXT = multiprocessing.get_context("fork")
 
 
+def make_reductions(n: int) -> list[Reduction]:
+    """The ends of a segment's `n` ranks, all in this process: a sum leaves the GIL, so threads can be ranks."""
+    segment = create_segment(n)
+    try:
+        return [Reduction(segment, rank, n) for rank in range(n)]
+    finally:
+        os.close(segment)
+
+
 class RankProcesses:
     """`n` processes that call body(reduction, *args); they are killed at the end of the `with`."""
 
