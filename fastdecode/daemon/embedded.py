@@ -69,9 +69,9 @@ class Split:
 def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
     """Choose the threads of both parts and the number of mini-batches, where the command line leaves them open.
 
-    On a CPU both parts take turns on all cores, with one mini-batch. Two mini-batches of half the size would read the
-    weights twice, and with half of the cores each part would take twice as long. With --tune auto an S-node
-    measures at start whether another split is faster (tuning.py).
+    On a CPU both parts take turns on all cores, with one mini-batch, also if options name these numbers. Two
+    mini-batches of half the size would read the weights twice, and with half of the cores each part would take twice as
+    long. With --tune auto an S-node measures at start whether another split is faster (tuning.py).
 
     The parts work side by side if the S-Part runs on a GPU, if the command line gives one of the parts its own cores,
     or if it asks for more mini-batches. The embedded R-node then gets half of the cores (rounded down, at least one),
@@ -80,7 +80,8 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
     cores = len(usable_cpus())
     if config.uses_r_nodes:
         return Split(config.s_threads or cores, 0, config.mini_batches or 2)
-    side_by_side = config.threads or config.cpus or config.s_threads or config.numa_node is not None
+    named = {config.threads, config.s_threads} - {None}
+    side_by_side = named - {cores} or config.cpus or config.numa_node is not None
     if not s_on_gpu and not side_by_side and (config.mini_batches or 1) == 1:
         return Split(cores, cores, 1, in_turns=True)
     r_threads = config.threads or (len(config.cpus) if config.cpus else None)

@@ -387,6 +387,8 @@ def test_the_split_of_the_cores_between_both_parts(monkeypatch):
     monkeypatch.setattr(embedded, "usable_cpus", lambda: list(range(16)))
     split = embedded.split_machine
     assert split(NodeConfig(), s_on_gpu=False) == embedded.Split(16, 16, 1, in_turns=True)
+    for named in ({"s_threads": 16, "threads": 16}, {"s_threads": 16}, {"threads": 16, "mini_batches": 1}):
+        assert split(NodeConfig(**named), s_on_gpu=False) == split(NodeConfig(), s_on_gpu=False)
     assert split(NodeConfig(s_threads=12, threads=8), s_on_gpu=False) == embedded.Split(12, 8, 2, in_turns=True)
     assert split(NodeConfig(mini_batches=2), s_on_gpu=False) == embedded.Split(8, 8, 2)
     assert split(NodeConfig(threads=4), s_on_gpu=False) == embedded.Split(12, 4, 2)
