@@ -50,7 +50,7 @@ class Reduction:
         Numbers are added in fp32 in the order of the ranks, so that all ranks get the same bits. Other Python threads
         run meanwhile. Raises RankError, also in every later call, if a rank has ended, left, or does not arrive.
         """
-        assert x.is_contiguous() and x.device.type == "cpu"
+        assert x.is_contiguous() and x.is_cpu
         self.native.sum(x.data_ptr(), x.numel(), act_code(x.dtype), pool_threads())
         return x
 
