@@ -7,8 +7,9 @@
 #include "delta.h"
 #include "row_ops_simd.h"
 
-/* Rows of a state that are read together. They lie side by side, so memory is read from its first byte to its last. */
-enum { DELTA_ROWS = 8, DELTA_VECTORS = 4 };
+/* Rows of a state that are read together, and how many vectors of each: all of a row of 128 where registers hold their
+ * sums, so that memory is read from its first byte to its last. */
+enum { DELTA_ROWS = 8, DELTA_VECTORS = LANES == 8 ? 4 : 8 };
 
 FD_INLINE float delta_silu(float x) { return x / (1.0f + expf(-x)); }
 FD_INLINE float delta_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
@@ -64,20 +65,24 @@ FD_INLINE void set_length(float *x, size_t n, float eps, float length) {
     for (size_t i = 0; i < n; i++) x[i] *= factor;
 }
 
+/* The channels of the heads of Q lie side by side, as those of K and of V do: each of the three is convolved from its
+ * first head to its last, so that memory is read in long runs. */
 FD_INLINE void delta_convolve(const uint32_t dtype, const fd_delta_t *d, const fd_delta_rows_t *r, size_t head,
                               size_t n) {
-    const size_t k_width = d->k_heads * d->k_size, v_size = d->v_heads / d->k_heads * d->v_size;
-    const size_t channels = fd_delta_channels(d);
-    for (size_t h = head; h < head + n; h++) {
-        const size_t q = h * d->k_size, k = k_width + q, v = 2 * k_width + h * v_size;
-        for (size_t i = 0; i < r->n; i++) {
-            const void *y = at(dtype, r->y, (size_t)r->rows[i] * r->y_stride);
-            convolve_channels(dtype, d, r, i, q, at(dtype, y, d->q.first + h * d->q.step), d->k_size);
-            convolve_channels(dtype, d, r, i, k, at(dtype, y, d->k.first + h * d->k.step), d->k_size);
-            convolve_channels(dtype, d, r, i, v, at(dtype, y, d->v.first + h * d->v.step), v_size);
-            float *out = r->scratch + i * channels;
-            set_length(out + q, d->k_size, d->unit_eps, 1.0f / sqrtf((float)d->k_size));
-            set_length(out + k, d->k_size, d->unit_eps, 1.0f);
+    const size_t k_size = d->k_size, v_size = d->v_heads / d->k_heads * d->v_size, end = head + n;
+    const size_t channels = fd_delta_channels(d), first_k = d->k_heads * k_size, first_v = 2 * first_k;
+    for (size_t i = 0; i < r->n; i++) {
+        const void *y = at(dtype, r->y, (size_t)r->rows[i] * r->y_stride);
+        float *q = r->scratch + i * channels, *k = q + first_k;
+        for (size_t h = head; h < end; h++)
+            convolve_channels(dtype, d, r, i, h * k_size, at(dtype, y, d->q.first + h * d->q.step), k_size);
+        for (size_t h = head; h < end; h++)
+            convolve_channels(dtype, d, r, i, first_k + h * k_size, at(dtype, y, d->k.first + h * d->k.step), k_size);
+        for (size_t h = head; h < end; h++)
+            convolve_channels(dtype, d, r, i, first_v + h * v_size, at(dtype, y, d->v.first + h * d->v.step), v_size);
+        for (size_t h = head; h < end; h++) {
+            set_length(q + h * k_size, k_size, d->unit_eps, 1.0f / sqrtf((float)k_size));
+            set_length(k + h * k_size, k_size, d->unit_eps, 1.0f);
         }
     }
 }
@@ -154,11 +159,11 @@ FD_INLINE void delta_advance(const uint32_t dtype, const fd_delta_t *d, const fd
                              size_t n) {
     const size_t k_size = d->k_size, v_size = d->v_size, group = d->v_heads / d->k_heads, k_width = d->k_heads * k_size;
     const size_t channels = fd_delta_channels(d), state = k_size * v_size;
-    for (size_t h = head; h < head + n; h++) {
-        const size_t shared = h / group, own = h % group;
-        for (size_t i = 0; i < r->n; i++) {
-            const void *y = at(dtype, r->y, (size_t)r->rows[i] * r->y_stride);
-            const float *row = r->scratch + i * channels;
+    for (size_t i = 0; i < r->n; i++) {
+        const void *y = at(dtype, r->y, (size_t)r->rows[i] * r->y_stride);
+        const float *row = r->scratch + i * channels;
+        for (size_t h = head; h < head + n; h++) {
+            const size_t shared = h / group, own = h % group;
             const float *q = row + shared * k_size, *k = q + k_width, *v = row + 2 * k_width + h * v_size;
             float *u = r->scratch + r->n * channels + h * 2 * v_size, *o = u + v_size;
             const float beta = delta_sigmoid(load_one(dtype, y, d->beta.first + shared * d->beta.step + own));
@@ -167,8 +172,8 @@ FD_INLINE void delta_advance(const uint32_t dtype, const fd_delta_t *d, const fd
             const float *from = r->sums + ((size_t)r->sources[i] * d->v_heads + h) * state;
             float *to = r->sums + ((size_t)r->targets[i] * d->v_heads + h) * state;
             const float *next = NULL;
-            if (i + 1 < r->n) next = r->sums + ((size_t)r->sources[i + 1] * d->v_heads + h) * state;
-            else if (h + 1 < head + n) next = r->sums + ((size_t)r->sources[0] * d->v_heads + h + 1) * state;
+            if (h + 1 < head + n) next = from + state;
+            else if (i + 1 < r->n) next = r->sums + ((size_t)r->sources[i + 1] * d->v_heads + head) * state;
             look_up(from, next, k_size, v_size, k, q, u, o);
             const float qk = dot(q, k, k_size);
             for (size_t c = 0; c < v_size; c++) u[c] = beta * (v[c] - fade * u[c]);
