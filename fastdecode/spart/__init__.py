@@ -8,6 +8,7 @@
     sampler/      the next tokens of a step
     exchange/     the ways of a step's Q, K, V and O rows to the slots of its links and back
     exchange_kernels/  CUDA kernels with which a stream moves these rows
+    ranks/        the share of a model that each process of a tensor-parallel S-Part has
     resident/     KV pages on the S-Part's own device, whose rows cross no link
     prefill/      attention of prompts, which the S-node computes
     states/       layers that keep a state of each sequence in place of K and V

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastdecode.spart.hf.config import HFConfig
     from fastdecode.spart.hf.model import HFModel
     from fastdecode.spart.lora.files import Adapter
+    from fastdecode.spart.ranks.share import Share
     from fastdecode.transports.base import DataPath
 
 
@@ -41,16 +42,18 @@ class Backend:
         weights: str = "auto",
         adapters: Sequence[Adapter] = (),
         calibration: Sequence[int] | None = None,
+        share: Share | None = None,
     ) -> Model | HFModel:
         """Load the weights, or quantise them: `weights` is "auto", "int8" or "int4". `progress` shows a progress bar on
         stderr. `adapters` are LoRA adapters that chunks may use. `calibration` are the tokens of a text by which the
-        native decoder rounds to int4; see load_model. Raises CheckpointError."""
+        native decoder rounds to int4; see load_model. `share`: the rank of a native model to load. Raises
+        CheckpointError."""
         if self.name == "native":
             from fastdecode.spart.loader import load_model
 
             assert isinstance(self.config, ModelConfig)
             mtp = self.config.mtp
-            return load_model(self.source, device, dtype, progress, weights, adapters, calibration, mtp)
+            return load_model(self.source, device, dtype, progress, weights, adapters, calibration, mtp, share)
         from fastdecode.spart.hf.model import load_hf_model
 
         return load_hf_model(self.source.path, device, dtype, progress, weights, adapters, self.config.mtp)

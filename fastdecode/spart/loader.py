@@ -36,6 +36,9 @@ from fastdecode.spart.linears.quantised import BITS, Quantised, activation_bits,
 from fastdecode.spart.linears.stack import make_experts, make_linear, quantised_embedding, tied_quantised
 from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
 from fastdecode.spart.lora.files import Adapter
+from fastdecode.spart.ranks.cut import cut_config
+from fastdecode.spart.ranks.share import CutCheckpoint, Share
+from fastdecode.spart.ranks.vocabulary import SharedEmbedding, SharedHead
 from fastdecode.spart.served import TORCH_DTYPES, with_sinks
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ def load_model(
     adapters: Sequence[Adapter] = (),
     calibration: Sequence[int] | None = None,
     mtp: int = 0,
+    share: Share | None = None,
 ) -> Model:
     """Load a checkpoint for inference.
 
@@ -61,8 +65,8 @@ def load_model(
     `dtype`), "int8" or "int4" (rounded at load). `progress` shows a progress bar on stderr. `adapters` are LoRA
     adapters that chunks may use. `calibration` are the tokens of a text by which "int4" rounds the blocks
     (calibration.py); without them each weight is rounded to the nearest number. `mtp`: the tokens that the model's MTP
-    head drafts in a step; 0: the head is left aside. Raises CheckpointError; if a tensor is missing or has another
-    shape, the message names it.
+    head drafts in a step; 0: the head is left aside. `share`: the rank whose share of the model to load. Raises
+    CheckpointError; if a tensor is missing or has another shape, the message names it.
     """
     source, device = open_source(model), torch.device(device)
     config = read_config(source)
@@ -76,6 +80,10 @@ def load_model(
     adapter_set = AdapterSet(adapters)
     adapter_set.check(block_linears(config))
     parameters = sum(map(math.prod, wanted.shapes.values()))
+    if share is not None:
+        whole, config = config, cut_config(config, share.rank, share.n)
+        blueprint = Blueprint(config, blueprint.own_head)
+        checkpoint = CutCheckpoint(checkpoint, whole, wanted.shapes, _wanted(blueprint).shapes, share)
     units: dict[str, Any] = {"unit": "", "unit_scale": True}
     with (
         torch.inference_mode(),
@@ -86,6 +94,9 @@ def load_model(
         loading = _Loading(checkpoint, config, device, dtype, weights, adapter_set, bar, tokens)
         loaded = blueprint.weights(loading)
         loading.settle_head(loaded)
+        if share is not None:
+            loaded.embedding = SharedEmbedding(loaded.embedding, config.vocab_size, share)
+            loaded.head = SharedHead(loaded.head, config.vocab_size, share)
     config = replace(config, options=with_sinks(config.options, [layer.sinks for layer in loaded.layers]))
     return Model(
         config=config,
@@ -95,6 +106,7 @@ def load_model(
         parameters=parameters,
         weight_bytes=_weight_bytes(loaded),
         adapters=adapter_set.names,
+        reduction=None if share is None else share.reduction,
     )
 
 
@@ -115,33 +127,33 @@ def check_tensors(source: ModelSource, config: ModelConfig) -> None:
 
 
 def _matched(blueprint: Blueprint, checkpoint: Checkpoint, config: ModelConfig) -> _Wanted:
+    wanted = _wanted(blueprint)
+    _match(wanted.shapes, checkpoint, config)
+    return wanted
+
+
+def _wanted(blueprint: Blueprint) -> _Wanted:
     wanted = _Wanted()
     blueprint.weights(wanted)
-    _match(wanted.shapes, checkpoint, config)
     return wanted
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of a checkpoint, by its name. An LM head that is tied to the embedding has none."""
-    wanted = _Wanted()
-    Blueprint(config, own_head=not config.tied).weights(wanted)
-    return wanted.shapes
+    return _wanted(Blueprint(config, own_head=not config.tied)).shapes
 
 
 def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(out, in) of each linear of the model's blocks as the checkpoint stores it, by its name. These are the linears
     that adapters may change."""
-    wanted = _Wanted()
-    Blueprint(config, own_head=not config.tied).weights(wanted)
+    wanted = _wanted(Blueprint(config, own_head=not config.tied))
     first = config.names.block.partition("{i}")[0]
     return {name: shape for name, shape in wanted.linears.items() if name.startswith(first)}
 
 
 def parameter_count(config: ModelConfig) -> int:
     """How many numbers a model has; a tied LM head counts once."""
-    wanted = _Wanted()
-    Blueprint(config, own_head=not config.tied).weights(wanted)
-    return sum(map(math.prod, wanted.shapes.values()))
+    return sum(map(math.prod, tensor_shapes(config).values()))
 
 
 def choose_device(name: str) -> torch.device:

@@ -55,7 +55,7 @@ class DecoderLayers:
         self.model, self.weights = model, model.weights
         self.layers = model.weights.layers
         self.ops = make_block_ops(config, model.device, model.dtype)
-        self.joints = make_joints(config, self.layers, self.ops)
+        self.joints = make_joints(config, self.layers, self.ops, model.reduction)
         rope, dtype = config.rope, self.ops.angle_dtype
         self.rope = RotaryEmbedding(rope, config.head_size, model.device, dtype) if rope else None
         #: The blocks with a state before each layer, and behind the last one, with their rules.
@@ -68,6 +68,10 @@ class DecoderLayers:
                 self.between[-1].append((block, rule))
             else:
                 self.between.append([])
+
+    def summed(self, y: torch.Tensor) -> torch.Tensor:
+        """The output of a sublayer, [n, hidden_size], from this rank's summand `y`, which is overwritten."""
+        return y if self.model.reduction is None else self.model.reduction.sum_(y)
 
     @property
     def state_tensors(self) -> list[Sequence[StateTensor]]:
@@ -217,11 +221,13 @@ class StepState:
     def keep(self, rows: torch.Tensor) -> bool:
         """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a
         prompt have no token drawn after them, and nothing else needs what the last layer makes of them. False if all
-        rows are kept, as in a step without joints."""
-        if self._joints is None or self._joint_rows is None or not self._prompts:
+        rows are kept, as in a step without joints, unless ranks share the model: these sum the same rows, and one of
+        them may have joints."""
+        if not self._prompts or (self._joint_rows is None and self._decoder.model.reduction is None):
             return False
         self.x, self._o = self.x.index_select(0, rows), self._o.index_select(0, rows)
-        self._joint_rows = self._joints.last_rows(self.x, self._o)
+        if self._joints is not None and self._joint_rows is not None:
+            self._joint_rows = self._joints.last_rows(self.x, self._o)
         return True
 
     def advance(self, index: int) -> None:
@@ -283,12 +289,14 @@ class StepState:
 
     def _end_block(self, block: Block, mixed: torch.Tensor) -> None:
         """Add the output of attention, or of what the block has in its place, to the residual stream; then the MLP."""
+        summed = self._decoder.summed
+        mixed = summed(mixed)
         if self._config.norm_first:
             h = self._ops.add_norm(self.x, mixed, block.mlp_norm)
-            self.x.add_(self._mlp(block.mlp, h), alpha=self._config.residual_scale)
+            self.x.add_(summed(self._mlp(block.mlp, h)), alpha=self._config.residual_scale)
         else:
             self.x = self._ops.add_norm(self.x, mixed, block.attention_norm)
-            self.x = self._ops.add_norm(self.x, self._mlp(block.mlp, self.x), block.mlp_norm)
+            self.x = self._ops.add_norm(self.x, summed(self._mlp(block.mlp, self.x)), block.mlp_norm)
 
     def _mlp(self, mlp: MLP | Mixture, h: torch.Tensor) -> torch.Tensor:
         """h [n, hidden_size] -> [n, hidden_size]."""

@@ -16,6 +16,7 @@ from fastdecode.spart.checkpoints.config import DeltaRule, ModelConfig
 from fastdecode.spart.decoder.experts import MLP, Mixture, SharedExpert
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.experts import ExpertLinears
+from fastdecode.spart.ranks.reduction import Reduction
 from fastdecode.spart.served import ServedModel
 from fastdecode.spart.states.delta import DeltaWeights, step_bytes
 from fastdecode.transports.base import HadamardHeads
@@ -118,6 +119,7 @@ class Model(ServedModel):
 
     config: ModelConfig
     weights: Weights
+    reduction: Reduction | None = None  # sums over the ranks that share the model
 
     @property
     def pooled(self) -> bool:
@@ -194,11 +196,11 @@ class Blueprint:
     """
 
     def __init__(self, config: ModelConfig, own_head: bool):
-        self._config, self._own_head = config, own_head
+        self._config, self.own_head = config, own_head
 
     def weights(self, reader: ParameterReader) -> Weights:
         c, names = self._config, self._config.names
-        if self._own_head:
+        if self.own_head:
             embedding = reader.embedding(names.embedding, c.vocab_size, c.embed_size)
             head = reader.linear([names.head], [c.vocab_size], c.embed_size, bias=False, head=True)
         else:

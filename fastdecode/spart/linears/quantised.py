@@ -8,6 +8,7 @@ almost normally, and their 4 bits are LEVELS.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -91,6 +92,22 @@ class Quantised:
         """The matrix of the rows `index`."""
         mins = None if self.mins is None else self.mins[index]
         return replace(self, q=self.q[index], scales=self.scales[index], mins=mins)
+
+    def slice_inputs(self, inputs: slice) -> Quantised:
+        """The matrix of the inputs from `inputs.start` to before `inputs.stop`, in smaller groups where these cut one.
+        Raises ValueError if no groups are small enough."""
+        stop = self.scales.shape[1] * self.group if inputs.stop == self.q.shape[1] else inputs.stop
+        group = math.gcd(self.group, inputs.start, stop)
+        if self.order is not None:
+            raise ValueError("its inputs are in an order of their own (act-order)")
+        if group % GROUP:
+            raise ValueError(f"the inputs {inputs.start} to {inputs.stop} are not whole groups of {GROUP}")
+
+        def of_groups(values: torch.Tensor) -> torch.Tensor:
+            return values.repeat_interleave(self.group // group, 1)[:, inputs.start // group : stop // group]
+
+        mins = None if self.mins is None else of_groups(self.mins)
+        return replace(self, q=self.q[:, inputs], scales=of_groups(self.scales), mins=mins, group=group)
 
     def select_inputs(self, index: torch.Tensor) -> Quantised:
         """The matrix whose input i is the input index[i] of this one. `index` has each input once; the matrix has no

@@ -1,0 +1,61 @@
+"""The model that each rank of a tensor-parallel S-Part has (Shoeybi et al., arXiv 1909.08053). Imports no torch.
+
+The outputs of Q, K and V are cut by heads, those of `up` by columns, and the inputs of O and of `down` like the outputs
+before them. After O and after `down` each rank has a summand of the rows, and the ranks sum them. Experts are cut like
+an MLP. Norms and routers are whole on every rank, and the vocabulary is cut as vocabulary.py says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
+
+#: Columns are cut between blocks of as many, because those of a quantised matrix share a scale.
+_BLOCK = 32
+
+
+def part_of(size: int, rank: int, n: int) -> slice:
+    """The part of `size` rows or columns that rank `rank` of `n` has: whole blocks, where there are enough."""
+    block = _BLOCK if size % _BLOCK == 0 and size // _BLOCK >= n else 1
+    return slice(size // block * rank // n * block, size // block * (rank + 1) // n * block)
+
+
+def why_not_shared(config: ModelConfig, n: int) -> str | None:
+    """The reason why `n` ranks cannot share a model, or None if they can."""
+    experts = config.experts
+    if config.delta is not None:
+        return f"the layers of {config.architecture} keep states, which ranks do not share"
+    if config.mtp:
+        return "ranks do not share an MTP head"
+    if config.n_kv_heads % n:
+        return f"{n} ranks cannot share the {config.n_kv_heads} KV heads of {config.architecture} evenly"
+    sizes = [config.intermediate_size]
+    if experts is not None:
+        sizes = [experts.intermediate_size, *([experts.shared_size] if experts.shared_size else [])]
+        sizes += [config.intermediate_size] if experts.dense_layers else []
+    for size in sizes:
+        if part_of(size, 0, n).stop == 0:
+            return f"{n} ranks cannot share the {size} columns of an MLP of {config.architecture}"
+    return None
+
+
+def cut_config(config: ModelConfig, rank: int, n: int) -> ModelConfig:
+    """The model that rank `rank` of `n` has. Raises CheckpointError if the ranks cannot share the model."""
+    if reason := why_not_shared(config, n):
+        raise CheckpointError(reason)
+
+    def columns(size: int) -> int:
+        return len(range(size)[part_of(size, rank, n)])
+
+    experts = config.experts
+    if experts is not None:
+        size, shared = columns(experts.intermediate_size), columns(experts.shared_size)
+        experts = replace(experts, intermediate_size=size, shared_size=shared)
+    return replace(
+        config,
+        n_q_heads=config.n_q_heads // n,
+        n_kv_heads=config.n_kv_heads // n,
+        intermediate_size=columns(config.intermediate_size),
+        experts=experts,
+    )

@@ -1,0 +1,142 @@
+"""Share: what one rank of a tensor-parallel S-Part has of a model (Shoeybi et al., arXiv 1909.08053).
+
+A rank's model is one with fewer heads and columns (cut.py). The shapes of the tensors that its blueprint asks for show
+where to cut those of the checkpoint: in the only axis in which the two shapes differ.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
+from fastdecode.spart.checkpoints.tensors import Checkpoint
+from fastdecode.spart.linears.quantised import Quantised
+from fastdecode.spart.ranks.cut import part_of
+from fastdecode.spart.ranks.reduction import Reduction
+
+#: Seconds that a rank waits for the others at a sum. One that ends is noticed at once (daemon/ranks.py); one whose
+#: R-node does not answer comes later.
+_PATIENCE_S = 3600.0
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Rank `rank` of `n`, and the memory that the ranks share."""
+
+    rank: int
+    n: int
+    reduction: Reduction
+    logits: torch.Tensor  # uint8 [bytes]: room for the logits of a step, in any dtype
+
+    @classmethod
+    def join(cls, rank: int, n: int, segment: int, logits: int) -> Share:
+        """The share of a rank that joins the memory behind two descriptors, which may be closed afterwards: a segment
+        of create_segment, and memory for logits."""
+        reduction = Reduction(segment, rank, n, timeout_s=_PATIENCE_S)
+        return cls(rank, n, reduction, torch.frombuffer(mmap.mmap(logits, 0), dtype=torch.uint8))
+
+    def part(self, size: int) -> slice:
+        """The rank's part of `size` rows or columns."""
+        return part_of(size, self.rank, self.n)
+
+
+class _Cut(NamedTuple):
+    axis: int
+    sizes: tuple[int, ...]  # of the stacked tensors of which the rank has a part each
+    even: bool = False  # heads: all ranks have as many. Otherwise columns, which Share.part cuts
+    step: int = 1  # so many neighbours belong to one column
+
+    def slices(self, share: Share) -> list[slice]:
+        slices = []
+        for start, size in zip(accumulate(self.sizes, initial=0), self.sizes, strict=False):
+            if self.even:
+                part, step = slice(share.rank, share.rank + 1), size // share.n
+            else:
+                part, step = share.part(size // self.step), self.step
+            slices.append(slice(start + part.start * step, start + part.stop * step))
+        return slices
+
+
+class CutCheckpoint(Checkpoint):
+    """A rank's share of the tensors of a checkpoint, of which it reads no more than that."""
+
+    def __init__(self, whole: Checkpoint, config: ModelConfig, shapes: Shapes, cut: Shapes, share: Share):
+        """`config` and `shapes` are those of the whole model, `cut` the shapes of a rank's."""
+        self._whole, self._share = whole, share
+        names = config.names
+        self._cuts = {name: _cut(shape, cut[name], share.n) for name, shape in shapes.items() if cut[name] != shape}
+        q, kv = config.n_q_heads * config.head_size, config.n_kv_heads * config.head_size
+        if len(names.qkv) == 1:
+            self._change(names.qkv[0], sizes=(q, kv, kv))
+        if len(names.up) == 1 and config.gated:
+            self._change(names.up[0], sizes=(config.intermediate_size,) * 2)
+        if len(names.expert_up) == 1:
+            self._change(names.expert_up[0], step=2)  # columns of gate and up alternate
+        for name in (names.embedding, names.head):
+            self._cuts[f"{name}.weight"] = _Cut(0, (config.vocab_size,))
+        # The ranks' summands are added, so only one of them may have the bias.
+        self._added = tuple(f"{name}.bias" for name in (names.o, names.down))
+        if names.expert_down is not None:
+            self._added += (f"{names.expert_down}_bias",)
+
+    def _change(self, module: str, **changes: Any) -> None:
+        """Change the cuts of `module` in every block."""
+        for name, cut in self._cuts.items():
+            if name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias").endswith(module):
+                self._cuts[name] = cut._replace(**changes)
+
+    def names(self) -> set[str]:
+        return self._whole.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = list(self._whole.shape(name))
+        if name in self._cuts:
+            cut = self._cuts[name]
+            shape[cut.axis] = sum(part.stop - part.start for part in cut.slices(self._share))
+        return tuple(shape)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor = self._whole.tensor(name)
+        if name.endswith(self._added) and self._share.rank:
+            return torch.zeros_like(tensor)
+        return self._part(tensor, self._cuts[name]) if name in self._cuts else tensor
+
+    def matrix(self, name: str) -> torch.Tensor | Quantised:
+        matrix = self._whole.matrix(name)
+        return self._part_of(matrix, self._cuts[name], name) if name in self._cuts else matrix
+
+    def expert(self, name: str, index: int) -> torch.Tensor | Quantised:
+        cut = self._cuts[name]  # of the tensor [experts, in, out]; the matrix is [out, in]
+        return self._part_of(self._whole.expert(name, index), cut._replace(axis=2 - cut.axis), name)
+
+    def _part_of(self, matrix: torch.Tensor | Quantised, cut: _Cut, name: str) -> torch.Tensor | Quantised:
+        if isinstance(matrix, torch.Tensor):
+            return self._part(matrix, cut)
+        slices = cut.slices(self._share)
+        if cut.axis == 0:
+            return matrix.select_rows(torch.cat([torch.arange(part.start, part.stop) for part in slices]))
+        try:
+            return matrix.slice_inputs(slices[0])
+        except ValueError as error:
+            raise CheckpointError(f"{self._share.n} ranks cannot share the tensor {name!r}: {error}") from None
+
+    def _part(self, tensor: torch.Tensor, cut: _Cut) -> torch.Tensor:
+        parts = [tensor.narrow(cut.axis, part.start, part.stop - part.start) for part in cut.slices(self._share)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, cut.axis)
+
+    @property
+    def quantisation(self) -> str | None:
+        return self._whole.quantisation
+
+
+def _cut(whole: Sequence[int], part: Sequence[int], n: int) -> _Cut:
+    [axis] = [i for i, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]]
+    return _Cut(axis, (whole[axis],), even=whole[axis] == n * part[axis])
