@@ -7,6 +7,7 @@ _Geometry = Sequence[int]
 
 #: Most threads of an REngine.
 MAX_THREADS: int
+MAX_RANKS: int
 
 # ---- instruction sets (cpu/isa.h) ----
 

@@ -106,12 +106,14 @@ class Team(Link):
     def __init__(self, links: Sequence[Link], hello: Hello):
         """Member i of n is `links[i]`, which was opened with part_of(hello, i, n). Owns the links, and starts on the
         running event loop. Raises RegionError."""
-        n = len(links)
         self._region = Region.create(hello.geometry)
         super().__init__(" + ".join(link.url for link in links), self._region)
-        self._links = tuple(links)
+        self._begin(links, [Member(link, self._columns(hello, i, len(links))) for i, link in enumerate(links)])
+
+    def _begin(self, links: Sequence[Link], members: Sequence[Member]) -> None:
+        """Be the team of these links, whose data path are `members`."""
+        self._links, self._members = tuple(links), tuple(members)
         self.lease = self._common_lease([link.lease for link in links])
-        self._members = tuple(Member(link, self._columns(hello, i, n)) for i, link in enumerate(links))
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[LinkDown | None] = loop.create_future()
         self._task = loop.create_task(self._run(), name=f"team {self.url}")
@@ -225,7 +227,10 @@ class Team(Link):
             self.steps.clear()
             self._ended.set_result(error)
             await freeing
-            self._region.close()
+            self._end_region()
+
+    def _end_region(self) -> None:
+        self._region.close()
 
     async def leaving(self) -> None:
         waiting = [asyncio.ensure_future(link.leaving()) for link in self.links]

@@ -10,7 +10,7 @@ from fastdecode.daemon.config_sources import flag
 from fastdecode.daemon.machine import huge_pages, numa_nodes, total_memory, usable_cpus
 from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.daemon.options import NodeOptions
-from fastdecode.kernels._native import MAX_THREADS
+from fastdecode.kernels._native import MAX_RANKS, MAX_THREADS
 from fastdecode.region.contract import MAX_ROWS, MAX_SLOTS
 
 #: Options that are numbers, and the largest each may be.
@@ -19,6 +19,7 @@ _MOST = {
     "max_batch_tokens": MAX_ROWS,
     "threads": MAX_THREADS,
     "s_threads": 512,
+    "tensor_parallel": MAX_RANKS,
     "spin_us": 60_000_000,
     "step_spin_us": 60_000_000,
     "trim_idle_s": 10**9,
@@ -27,6 +28,8 @@ _MOST = {
 }
 #: Options of an R-node for pages in the host's memory, and threads that attend.
 _HOST_OPTIONS = ("threads", "cpus", "huge_pages", "prefault", "trim_idle_s")
+#: Options that an S-node of several ranks does not have yet.
+_NOT_OF_RANKS = ("lora", "partition", "prefill_at", "prefill_file", "prefill_listen", "cpus", "numa_node")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
 EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
 
@@ -83,6 +86,18 @@ _CHECKS = (
             f"{_given(c, *_HOST_OPTIONS)[0]} is for an R-node on CPUs: with --device cuda a GPU holds the pages and "
             "attends"
         ),
+    ),
+    _Check(
+        lambda c: c.tensor_parallel > 1 and _given(c, *_NOT_OF_RANKS),
+        lambda c: f"--tensor-parallel and {_given(c, *_NOT_OF_RANKS)[0]} are not supported together",
+    ),
+    _Check(
+        lambda c: c.tensor_parallel > 1 and (c.device == "cuda" or c.backend == "transformers"),
+        lambda c: "--tensor-parallel is for the native backend on CPUs: no --device cuda, no --backend transformers",
+    ),
+    _Check(
+        lambda c: c.tensor_parallel > 1 and c.weights == "int4" and not c.no_calibration,
+        lambda c: "--tensor-parallel and --weights int4 need --no-calibration: ranks do not round by a text",
     ),
     _Check(
         lambda c: c.cpus is not None and c.threads is not None and len(c.cpus) != c.threads,

@@ -56,7 +56,7 @@ class Split:
 
     def for_model(self, config: NodeConfig, parameters: int) -> Split:
         """The division for a model with this number of parameters, on a CPU: one for small models, or this one."""
-        if parameters >= SMALL_MODEL or config.s_threads is not None:
+        if parameters >= SMALL_MODEL or config.s_threads is not None or config.tensor_parallel > 1:
             return self
         cpus = usable_cpus()
         if config.uses_r_nodes or config.threads or config.cpus or config.numa_node is not None or len(cpus) == 1:
@@ -77,7 +77,7 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
     or if it asks for more mini-batches. The embedded R-node then gets half of the cores (rounded down, at least one),
     or all cores but one if the S-Part runs on a GPU; bound to a NUMA node, it gets at most the cores of that node.
     """
-    cores = len(usable_cpus())
+    cores = max(1, len(usable_cpus()) // config.tensor_parallel)  # of each rank
     if config.uses_r_nodes:
         return Split(config.s_threads or cores, 0, config.mini_batches or 2)
     named = {config.threads, config.s_threads} - {None}
@@ -119,6 +119,10 @@ class EmbeddedRNode:
             config = replace(config, spin_us=0)
         if config.step_spin_us is None and split.s_on_gpu:
             config = replace(config, step_spin_us=_GPU_STEP_SPIN_US)
+        if config.tensor_parallel > 1:  # each rank has an R-node like this one
+            from fastdecode.daemon.rnode_start import kv_memory
+
+            config = replace(config, kv_memory=kv_memory(config) // config.tensor_parallel, tensor_parallel=1)
         chosen = config.cpus is not None or config.numa_node is not None
         self._run: _RNodeThreads | _RNodeProcess
         if split.in_turns and split.mini_batches == 1 and not chosen:

@@ -10,6 +10,7 @@ from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import region_layout
 from fastdecode.spart import ModelConfig
+from fastdecode.spart.ranks.cut import why_not_shared
 from fastdecode.transports.base import TransportError
 from fastdecode.transports.team import check_parts
 from fastdecode.transports.token_team import check_tokens
@@ -25,6 +26,7 @@ def check_for_model(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
             f"--max-model-len {config.max_model_len} is more than the model's {model.max_positions} positions"
         )
     _check_kv_dtype(config, model)
+    _check_ranks(config, model)
     _check_partition(config, model)
     _check_states(config, model)
     _check_kv_memory(config, model)
@@ -37,6 +39,21 @@ def _check_kv_dtype(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
             f"--kv-dtype {config.kv_dtype} is not supported for {model.architecture}, whose V is a part of K and is "
             f"stored with it: use one of {', '.join(model.kv_dtypes)}"
         )
+
+
+def _check_ranks(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+    """Raise ConfigError if the ranks of `--tensor-parallel` cannot share the model."""
+    if config.tensor_parallel == 1:
+        return
+    if not isinstance(model, ModelConfig):
+        raise ConfigError(
+            f"--tensor-parallel {config.tensor_parallel}: {model.architecture} runs by the transformers backend, whose "
+            "models ranks do not share"
+        )
+    if config.kv_dtype.endswith("int4"):
+        raise ConfigError(f"--tensor-parallel and --kv-dtype {config.kv_dtype} are not supported together")
+    if reason := why_not_shared(model, config.tensor_parallel):
+        raise ConfigError(f"--tensor-parallel {config.tensor_parallel}: {reason}")
 
 
 def _check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:

@@ -96,7 +96,7 @@ TOPICS = (
     Topic(
         "processors",
         ("device", "threads"),
-        ("s_threads", "cpus", "numa_node", "spin_us", "step_spin_us", "exchange", "tune"),
+        ("s_threads", "tensor_parallel", "cpus", "numa_node", "spin_us", "step_spin_us", "exchange", "tune"),
     ),
     Topic("log and end", ("log_level",), ("log_format", "drain_seconds")),
 )

@@ -311,6 +311,13 @@ class NodeOptions:
         parse=option_values.positive,
     )
 
+    tensor_parallel: int = _s_option(
+        "processes of this machine that share the weights: each has a part of the heads and of the columns, threads of "
+        "its own (--s-threads), and links of its own to the R-nodes. On CPUs, for models of the native backend",
+        1,
+        parse=option_values.positive,
+        metavar="N",
+    )
     tune: str = _s_option(
         "threads and mini-batches of an S-Part on a CPU with an embedded R-node, unless an option says them. auto: the "
         "fastest in a measurement of some seconds at the first start, remembered for the machine and the model; "

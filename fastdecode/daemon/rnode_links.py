@@ -21,6 +21,7 @@ from fastdecode.transports.teams import connect_team
 if TYPE_CHECKING:
     from fastdecode.daemon.config import NodeConfig
     from fastdecode.daemon.embedded import EmbeddedRNode
+    from fastdecode.daemon.ranks import Ranks
     from fastdecode.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -65,15 +66,17 @@ class RNodeLinks:
         config: NodeConfig,
         embedded: EmbeddedRNode | None = None,
         first_position: int = 0,
+        ranks: Ranks | None = None,
     ):
         """`embedded` is the R-node behind the only URL, which is started again when it is lost. The engine's positions
-        before `first_position` are of other links."""
+        before `first_position` are of other links. Each of the S-node's `ranks` gets links of its own."""
         self._r_nodes = r_nodes
         self._hello = hello
         self._secret = secret
         self._config = config
         self._embedded = embedded
         self._first_position = first_position
+        self._ranks = ranks
         self._members: list[_Member] = []
         self._leaving: dict[str, _Member] = {}
         self._following: asyncio.Task[None] | None = None
@@ -106,6 +109,8 @@ class RNodeLinks:
         link.peer_url = peer_url or None
         if self._embedded:
             self._embedded.remove_socket()
+        if self._ranks is not None:
+            link = await self._ranks.team(link, None if self._embedded else address, self._hello)
         for member in link.links:
             lease = member.lease
             block = lease.full_sections + lease.limited_sections

@@ -27,7 +27,7 @@ def make_r_node(config: NodeConfig, threads: int, *, stand_in: bool = False, qui
     gpu = open_gpu() if config.device == "cuda" and config.role == "r" else None
     return RNode(
         threads=threads,
-        kv_bytes=_kv_memory(config) if gpu is None else gpu_memory(config, gpu),
+        kv_bytes=kv_memory(config) if gpu is None else gpu_memory(config, gpu),
         cpus=config.cpus,
         spin_us=config.spin_us,
         step_spin_us=config.step_spin_us or 0,
@@ -53,7 +53,7 @@ def gpu_memory(config: NodeConfig, gpu: RNodeGpu) -> int:
     return config.kv_memory or int(free * _GPU_SHARE)
 
 
-def _kv_memory(config: NodeConfig) -> int:
+def kv_memory(config: NodeConfig) -> int:
     """Bytes for the KV-cache: --kv-memory, else half of the available memory, or all free pages of the hugetlb pool.
 
     Raises ConfigError if --prefault asks for more than is free.

@@ -31,10 +31,11 @@ from fastdecode.daemon.device_plan import (
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.gpu_kv import open_gpu_kv, with_gpu_kv
-from fastdecode.daemon.option_values import format_bytes, guesses
+from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
 from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes, model_digest
 from fastdecode.daemon.process import announce, freeze, wait_for_shutdown
 from fastdecode.daemon.prompt_rows import prompt_seconds
+from fastdecode.daemon.ranks import Ranks
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.tuning import choose_split
@@ -46,6 +47,7 @@ from fastdecode.region.contract import MAX_ROWS, MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, SPart, choose_dtype
 from fastdecode.spart.backend import Backend
+from fastdecode.spart.decoder.rank_steps import LeadSPart
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.int4.balance import balance_digest, balance_for
 from fastdecode.spart.lora.files import read_adapter
@@ -79,16 +81,25 @@ def serve_model(
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
     split = split_machine(config, s_on_gpu=device.type != "cpu")
     set_threads(split.s_threads)
-    with contextlib.closing(node_exchange(config, device, split.mini_batches)) as exchange:
+    if config.tensor_parallel > 1 and device.type != "cpu":
+        raise ConfigError("--tensor-parallel is for S-Parts on CPUs: give --device cpu")
+    with contextlib.ExitStack() as stack:
+        exchange = stack.enter_context(contextlib.closing(node_exchange(config, device, split.mini_batches)))
         check_fits(config, backend, device, str(dtype).removeprefix("torch."))
         _check_vocabulary(settings.tokenizer, backend.config)
         # They start while the weights are loaded.
+        ranks: Ranks | None = None
+        if config.tensor_parallel > 1:
+            ranks = stack.enter_context(contextlib.closing(Ranks(config, backend.config.vocab_size)))
+        share = None if ranks is None else ranks.share
         api_processes = ApiProcesses(config, sockets) if config.api_processes else None
         calibration = calibration_tokens(settings.tokenizer)
         fitted_to = None if config.no_calibration else calibration
         # The S-Part's thread is to be the only one with OpenMP threads.
         progress = sys.stderr.isatty()
-        model = in_own_thread(backend.load, device, dtype, progress, config.weights, adapters, fitted_to)
+        model = in_own_thread(backend.load, device, dtype, progress, config.weights, adapters, fitted_to, share)
+        if ranks is not None:
+            ranks.wait_until_loaded()
         log.info(
             "%s by the %s backend, %s in %s, activations in %s",
             backend.config.architecture,
@@ -104,7 +115,7 @@ def serve_model(
         in_own_thread(balance_for, model, config.kv_dtype, calibration)
         set_threads(split.s_threads, model)
         log.info("exchange: %s", exchange)
-        uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret))
+        uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret, ranks))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> None:
@@ -138,6 +149,7 @@ async def _serve(
     api: ApiProcesses | list[socket.socket],
     split: Split,
     secret: bytes | None,
+    ranks: Ranks | None,
 ) -> None:
     """Run the engine, and the API in its processes, or in this one on bound sockets."""
     if split.r_cpus:
@@ -183,7 +195,7 @@ async def _serve(
             await embedded.start()
             r_nodes = FixedSet((embedded.url,))
         first: list[Link] = [] if resident is None else [resident]
-        r_node_links = RNodeLinks(r_nodes, hello, secret, config, embedded, first_position=len(first))
+        r_node_links = RNodeLinks(r_nodes, hello, secret, config, embedded, first_position=len(first), ranks=ranks)
         stack.push_async_callback(r_node_links.close)
         opening = asyncio.create_task(r_node_links.open())
         stack.callback(opening.cancel)
@@ -200,7 +212,12 @@ async def _serve(
         if prefill_nodes is not None and config.prefill_file is not None:
             followed = FileSet(config.prefill_file, ("tcp",), may_be_empty=True)
             stack.callback(asyncio.create_task(prefill_nodes.follow(followed)).cancel)
-        spart = backend.make_spart(model, links, exchange, slots)
+        spart: SPart
+        if ranks is None:
+            spart = backend.make_spart(model, links, exchange, slots)
+        else:
+            assert isinstance(model, Model), "model_checks.py has refused other models"
+            spart = LeadSPart(model, links, ranks.followers)
         if exchange.bypass is not None:
             await asyncio.to_thread(exchange.bypass.prepare, spart, split.mini_batches)
         ends = _end_tokens(settings.tokenizer, backend.config)
@@ -247,7 +264,7 @@ def _make_hello(config: NodeConfig, model: Model | HFModel, split: Split, length
         n_slots=split.mini_batches + prompts_apart(model.device),
         max_rows=min(MAX_ROWS, config.step_rows + second_rows),
         kv_dtype=config.kv_dtype,
-        kv_bytes=config.kv_lease,
+        kv_bytes=None if config.kv_lease is None else config.kv_lease // config.tensor_parallel,
         # As many sequences again may be kept: paused ones, and ended ones in the prefix cache.
         max_seqs=min(MAX_SEQS, 2 * split.mini_batches * config.max_batch_size),
     )

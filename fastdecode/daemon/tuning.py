@@ -57,7 +57,8 @@ def candidates(config: NodeConfig, rule: Split, parameters: int) -> list[Split]:
     if options fix the split, or if nothing is left to choose."""
     cpus = len(usable_cpus())
     fixed = config.uses_r_nodes or config.threads or config.s_threads or config.mini_batches or config.cpus
-    if fixed or config.numa_node is not None or parameters < SMALL_MODEL or cpus == 1 or config.max_batch_size == 1:
+    fixed = fixed or config.tensor_parallel > 1 or config.numa_node is not None
+    if fixed or parameters < SMALL_MODEL or cpus == 1 or config.max_batch_size == 1:
         return [rule]
     shares = [cpus // 2, cpus // 4] if cpus >= _MANY_CPUS else [cpus // 2]
     return [rule, *(Split(cpus - share, share, 2) for share in shares)]

@@ -107,5 +107,6 @@ bool fd_reduction_add_types(PyObject *module) {
                                            "A rank of a tensor-parallel S-Part does not take part any more.",
                                            PyExc_RuntimeError, NULL);
     return rank_error && PyModule_AddObjectRef(module, "RankError", rank_error) == 0 &&
+           PyModule_AddIntConstant(module, "MAX_RANKS", FD_MOST_RANKS) == 0 &&
            fd_py_add_type(module, &spec, &reduction_type);
 }

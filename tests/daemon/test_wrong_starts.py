@@ -31,6 +31,12 @@ S_STARTS = [
     ("--lora french", "argument --lora: 'french' is not a name and a directory"),
     ("--r-node http://127.0.0.1:7300", "'http://127.0.0.1:7300' does not begin with a known transport"),
     ("--r-node tcp://127.0.0.1", "argument --r-node: 'tcp://127.0.0.1' is not a URL such as tcp://host:port"),
+    ("--tensor-parallel 65", "--tensor-parallel is at most 64"),
+    ("--tensor-parallel 2 --device cuda", "--tensor-parallel is for the native backend on CPUs"),
+    ("--tensor-parallel 2 --backend transformers", "--tensor-parallel is for the native backend on CPUs"),
+    ("--tensor-parallel 2 --lora a={empty}", "--tensor-parallel and --lora are not supported together"),
+    ("--tensor-parallel 2 --numa-node 0", "--tensor-parallel and --numa-node are not supported together"),
+    ("--tensor-parallel 2 --weights int4", "--tensor-parallel and --weights int4 need --no-calibration"),
     ("--config {none}", "--config {none}: No such file or directory"),
     ("--config {text}", "must be a mapping of options and values"),
     # files
@@ -58,6 +64,8 @@ S_STARTS = [
     ("--max-model-len 5000", "--max-model-len 5000 is more than the model's 1024 positions"),
     ("--kv-memory 1.1MiB", "--kv-memory 1.1 MiB is too small for 128 tokens of LlamaForCausalLM"),
     ("--partition heads --r-node {open} --r-node {open} --r-node {open}", "3 R-nodes cannot share the 2 KV heads"),
+    ("--tensor-parallel 3", "--tensor-parallel 3: 3 ranks cannot share the 2 KV heads of LlamaForCausalLM evenly"),
+    ("--tensor-parallel 2 --kv-dtype int4", "--tensor-parallel and --kv-dtype int4 are not supported together"),
     # R-nodes
     (
         "--r-node shm://{none} --connect-seconds 0",

@@ -85,7 +85,7 @@ class PrefillClient:
             len(seq.tokens) > LEAST_TOKENS
             and placement.source is None
             and not (seq.prefill_locally or seq.long or seq.params.prompt_logprobs is not None)
-            and len(node.link.members) == 1
+            and len(node.link.links) == 1
             and all(n_blocks <= group.most for group in node.groups.groups)  # all of its pages are needed at once
             and self._nodes.ready()
         )

@@ -73,7 +73,7 @@ class Rebalancer:
         """Candidates of which one should migrate, each with its target R-node, the best first."""
         scheduler, nodes = self._scheduler, self._cluster.nodes
         s_part = scheduler.step_times.s_part
-        single = [node for node in nodes if node.open and len(node.link.members) == 1]
+        single = [node for node in nodes if node.open and len(node.link.links) == 1]
         if s_part is None or len(single) < 2 or any(not n.bandwidth.bytes_per_second for n in single if n.n_sequences):
             return []
         running, allowed = [seq for seq in scheduler.running if not seq.placed_on.resident], set(candidates)

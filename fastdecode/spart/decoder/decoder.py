@@ -25,7 +25,7 @@ from fastdecode.spart.decoder.layer_pass import DecoderLayers, LayerPass, StepSt
 from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.decoder.weights import Model
-from fastdecode.spart.exchange import Appender, RowExchange, SlotViews, StepExchange, make_exchange
+from fastdecode.spart.exchange import Appender, Exchange, RowExchange, SlotViews, StepExchange, make_exchange
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.prefill.prompt import PromptCache
 from fastdecode.spart.states.pool import StatePool
@@ -40,6 +40,8 @@ class SPart:
 
     Steps of different slots may be interleaved; they must not run at the same time in several threads.
     """
+
+    _goes_on = False  # True: a step goes on when all of its links have failed, because other ranks wait for it
 
     def __init__(
         self,
@@ -84,6 +86,8 @@ class SPart:
             return (yield from bypass.step(self, rows, batch, keep_logits))
         rows.upload(self.model.device)
         exchange = make_exchange(batch.slot, rows.link_rows, self.model.device, self._appender)
+        if isinstance(exchange, Exchange):
+            exchange.goes_on = self._goes_on
         clock = StepClock(self.timeline, batch.slot, rows.started)
         try:
             exchange.arm()
@@ -94,7 +98,7 @@ class SPart:
             drawn: list[Sampled] | None = None
             if self._config.mtp:
                 scores = rows.scorer(state.scored_logits, rows.uploaded)
-                drawn = _draw(logits, rows)
+                drawn = self._draw(logits, rows)
                 passes = state.draft(rows.following(drawn), batch.drafts if drawn else 0, timeout)
                 drafts = yield from _exchanged(passes, exchange, clock, timeout)
                 for one, tokens in zip(drawn, drafts.tolist(), strict=True):
@@ -111,7 +115,7 @@ class SPart:
         link_costs = exchange.disarm()
         self._end_chunks(rows, exchange)
         if drawn is None:
-            drawn = _draw(logits, rows)
+            drawn = self._draw(logits, rows)
             scores = rows.scorer(state.scored_logits, rows.uploaded)
         clock.interval_ended()
         return StepOutput(
@@ -128,6 +132,11 @@ class SPart:
     def _begin(self, rows: StepRows, exchange: StepExchange) -> LayerPass:
         """The way of a step's rows through the layers of the model's own backend."""
         return StepState(self._layers, rows.uploaded, exchange, rows.prompts, rows.adapters, rows.states)
+
+    def _draw(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled]:
+        """Draw a token after each chunk that asks for one, and after its drafts, from logits [rows.n_drawn, vocab_size]
+        in fp32 or the activation dtype."""
+        return rows.sampler(logits, rows.uploaded) if rows.n_drawn else []
 
     def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor:
         """All layers of a step without prompts, on a device that waits for the R-nodes itself.
@@ -211,12 +220,6 @@ class SPart:
                 raise ValueError(f"the link to {link.url} has geometry {link.geometry}; the model needs {wanted}")
             views = self._views[index, slot] = SlotViews(link, slot)
         return views
-
-
-def _draw(logits: torch.Tensor, rows: StepRows) -> list[Sampled]:
-    """Draw a token after each chunk that asks for one, and after its drafts, from logits [rows.n_drawn, vocab_size] in
-    fp32 or the activation dtype."""
-    return rows.sampler(logits, rows.uploaded) if rows.n_drawn else []
 
 
 def _exchanged(

@@ -52,7 +52,7 @@ class _Cut(NamedTuple):
     axis: int
     sizes: tuple[int, ...]  # of the stacked tensors of which the rank has a part each
     even: bool = False  # heads: all ranks have as many. Otherwise columns, which Share.part cuts
-    step: int = 1  # so many neighbours belong to one column
+    step: int = 1  # elements of the axis for each column
 
     def slices(self, share: Share) -> list[slice]:
         slices = []

@@ -1,0 +1,171 @@
+"""A rank of `--tensor-parallel N` other than rank 0: it follows the steps of the S-node that has started it.
+
+    python -m fastdecode.daemon.rank_process RANK,FDS OPTIONS
+
+FDS are the numbers of open descriptors: the connections for steps and for requests, and the memory of Share.join.
+OPTIONS are the S-node's. The process ends with the S-node, or when the S-node closes the connection for steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Coroutine
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
+from fastdecode.daemon.process import freeze, set_up_logging
+from fastdecode.daemon.ranks import HEARTBEAT_SECONDS
+from fastdecode.demo import model_dir
+from fastdecode.spart import Model, choose_dtype
+from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.checkpoints.config_file import open_source
+from fastdecode.spart.decoder.rank_steps import FollowingSPart
+from fastdecode.spart.own_thread import in_own_thread
+from fastdecode.spart.ranks.share import Share
+from fastdecode.spart.threads import set_threads
+from fastdecode.transports.base import Hello, Link, TransportError
+from fastdecode.transports.rank_team import LinkFailure, Opened, described
+from fastdecode.transports.registry import connect
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    # A service manager sends these to all processes of the S-node, which says itself when the end has come.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    rank, steps, control, *memory = map(int, sys.argv[1].split(","))
+    config = NodeConfig.from_args(sys.argv[2:])
+    set_up_logging(config.log_level, config.log_format)
+    lead, requests = Connection(steps), Connection(control)
+    split = split_machine(config, s_on_gpu=False)
+    set_threads(split.s_threads)
+    try:
+        model = _load(config, Share.join(rank, config.tensor_parallel, *memory))
+    except Exception as error:
+        log.debug("rank %d has not loaded its weights", rank, exc_info=True)
+        requests.send(("failed", 0, str(error)))
+        sys.exit(1)
+    set_threads(split.s_threads, model)
+    freeze()
+    requests.send(("loaded",))
+    asyncio.run(_Follower(config, split, model, rank, lead, requests).run())
+
+
+def _load(config: NodeConfig, share: Share) -> Model:
+    """Load the rank's share of the model. Raises what Backend.load raises."""
+    backend = choose_backend(config.backend, open_source(config.model_path() or model_dir()))
+    import torch
+
+    device = torch.device("cpu")
+    dtype = choose_dtype(config.dtype, backend.config.dtype, device)
+    model = in_own_thread(backend.load, device, dtype, weights=config.weights, share=share)
+    assert isinstance(model, Model), "model_checks.py has refused a model of the transformers backend"
+    return model
+
+
+class _Follower:
+    """The rank's event loop."""
+
+    def __init__(
+        self, config: NodeConfig, split: Split, model: Model, rank: int, lead: Connection, requests: Connection
+    ):
+        self._config, self._split, self._model = config, split, model
+        self._rank, self._lead, self._requests = rank, lead, requests
+        self._links: dict[int, Link] = {}
+        self._embedded: EmbeddedRNode | None = None
+        self._secret = config.read_secret()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lock = threading.Lock()  # of sending
+
+    async def run(self) -> None:
+        """Serve rank 0 until it closes the connection for steps."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(self._requests.fileno(), self._take)
+        threading.Thread(target=self._follow, args=(loop, ended), daemon=True, name="fastdecode-s-part").start()
+        threading.Thread(target=self._beat, daemon=True).start()
+        await ended.wait()
+        loop.remove_reader(self._requests.fileno())
+        for link in self._links.values():
+            await link.close()
+        if self._embedded is not None:
+            await self._embedded.stop()
+
+    def _follow(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+        try:
+            FollowingSPart(self._model, self._rank).follow(self._lead, self._links)
+        except BaseException:
+            log.exception("a step failed in rank %d", self._rank)
+            os._exit(1)  # the sums of the step cannot be completed; rank 0 ends too
+        loop.call_soon_threadsafe(ended.set)
+
+    def _beat(self) -> None:
+        while True:
+            self._send("beat")
+            time.sleep(HEARTBEAT_SECONDS)
+
+    def _send(self, *message: object) -> None:
+        with self._lock:
+            self._requests.send(message)
+
+    def _take(self) -> None:
+        try:
+            number, *message = self._requests.recv()
+        except EOFError:  # rank 0 has ended
+            os._exit(1)
+        self._spawn(self._answer(number, *message))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, number: int, what: object, *arguments: Any) -> None:
+        """Answer a request of rank 0."""
+        value: object
+        try:
+            if isinstance(what, int):  # a link's number; a method and its arguments follow
+                method, *rest = arguments
+                value = await getattr(self._links[what], method)(*rest)
+            else:
+                value = await self._open(*arguments)
+        except (TransportError, OSError, RuntimeError) as error:
+            value = described(error) if isinstance(error, TransportError) else LinkFailure(None, str(error))
+        self._send("answer", number, value)
+
+    async def _open(self, number: int, url: str | None, hello: Hello) -> Opened:
+        """Open the link that rank 0 asks an R-node for, with the options of this rank's heads."""
+        g = hello.geometry
+        own = self._model.hello(g.n_slots, g.max_rows, hello.kv_dtype, hello.kv_bytes, hello.max_seqs)
+        address = await self._embedded_url() if url is None else url
+        link = await connect(address, own, self._secret, spin_us=self._config.spin_us)
+        if self._embedded is not None:
+            self._embedded.remove_socket()
+        self._links[number] = link
+        self._spawn(self._watch(number, link))
+        return Opened(link.url, link.lease, link.region_bytes)
+
+    async def _embedded_url(self) -> str:
+        if self._embedded is None:
+            self._embedded = EmbeddedRNode(self._config, self._split)
+            await self._embedded.start()
+        else:  # rank 0 has lost a link, which has ended those of all ranks
+            await self._embedded.restart()
+        return self._embedded.url
+
+    async def _watch(self, number: int, link: Link) -> None:
+        error = await link.closed()
+        self._send("ended", number, None if error is None else described(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The ranks of `--tensor-parallel N`: the S-node is rank 0, and starts the others as child processes.
+
+Two connections lead to each rank. Over one, the thread that computes follows the steps of rank 0; over the other, the
+rank's event loop opens links and passes requests on to R-nodes, and tells every second that the process lives. A rank
+that ends or falls silent ends the S-node at once: the sums of its steps cannot be completed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import fields
+from functools import partial
+from multiprocessing import Pipe
+from typing import Any, TypeVar
+
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.config_sources import without_options
+from fastdecode.daemon.process import die_with_parent
+from fastdecode.spart.decoder.rank_steps import Followers
+from fastdecode.spart.ranks.reduction import create_segment
+from fastdecode.spart.ranks.share import Share
+from fastdecode.transports.base import Hello, Link, LinkDown
+from fastdecode.transports.rank_team import LinkFailure, Opened, RankTeam, RemoteLink, restored
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+HEARTBEAT_SECONDS = 1.0
+_SILENT_BEATS = 4  # after which a rank is lost
+_END_SECONDS = 5.0  # within which a rank ends whose connections are closed
+
+
+class _Rank:
+    """The process of another rank."""
+
+    def __init__(self, config: NodeConfig, rank: int, memory: Sequence[int]):
+        """`memory`: see Share.join. To be called in the thread with whose end the S-node ends."""
+        self.steps, their_steps = Pipe()
+        self._control, their_control = Pipe()
+        self._rank, self._n = rank, config.tensor_parallel
+        fds = [their_steps.fileno(), their_control.fileno(), *memory]
+        arguments = [",".join(map(str, [rank, *fds]))]
+        arguments += config.to_args([f.name for f in fields(config) if f.name != "config"])
+        self._process = subprocess.Popen(
+            # -P: the child must not import a folder `fastdecode` in the working directory
+            [sys.executable, "-P", "-m", "fastdecode.daemon.rank_process", *arguments],
+            stdin=subprocess.DEVNULL,
+            env=without_options(fields(NodeConfig), os.environ),
+            pass_fds=fds,
+            preexec_fn=die_with_parent,
+        )
+        their_steps.close()
+        their_control.close()
+        self.loaded: Future[None] = Future()
+        self._ids = itertools.count()
+        self._answers: dict[int, Callable[[object], None]] = {}
+        self._links: dict[int, Callable[[LinkDown | None], None]] = {}
+        self._ending = False
+        threading.Thread(target=self._listen, daemon=True, name=f"rank {rank}").start()
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self._rank} of --tensor-parallel {self._n} (pid {self._process.pid})"
+
+    def _listen(self) -> None:
+        """Take the rank's messages until it ends, which ends the S-node unless `end` was called."""
+        silent, how = 0, "has ended"
+        with contextlib.suppress(EOFError, OSError):
+            while silent < _SILENT_BEATS or not self.loaded.done():
+                if self._control.poll(HEARTBEAT_SECONDS):
+                    silent = 0
+                    self._take(*self._control.recv())
+                else:
+                    silent += 1
+            how = "does not answer"
+        if self._ending:
+            return
+        if not self.loaded.done():
+            self.loaded.set_exception(RuntimeError(f"{self._name} {how} before it had loaded its weights"))
+            return
+        log.critical("%s %s, and with it the S-node", self._name, how)
+        os._exit(1)
+
+    def _take(self, kind: str, number: int = 0, value: object = None) -> None:
+        if kind == "loaded":
+            self.loaded.set_result(None)
+        elif kind == "failed":
+            self._ending = True
+            self.loaded.set_exception(RuntimeError(f"{self._name}: {value}"))
+        elif kind == "answer":
+            self._answers.pop(number)(value)
+        elif kind == "ended" and number in self._links:
+            self._links.pop(number)(LinkDown(value.message) if isinstance(value, LinkFailure) else None)
+
+    async def call(self, *message: object) -> Any:
+        """Let the rank's event loop do something, and return its answer. Raises CallRefused, LinkDown."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[object] = loop.create_future()
+        number = next(self._ids)
+        self._answers[number] = partial(_set_soon, loop, answer)
+        self._control.send((number, *message))
+        if isinstance(value := await answer, LinkFailure):
+            raise restored(value)
+        return value
+
+    async def open(self, url: str | None, hello: Hello) -> RemoteLink:
+        """Let the rank open a link. Raises LinkDown."""
+        loop, number = asyncio.get_running_loop(), next(self._ids)
+        ended: asyncio.Future[LinkDown | None] = loop.create_future()
+        self._links[number] = partial(_set_soon, loop, ended)
+        opened: Opened = await self.call("open", number, url, hello)
+        return RemoteLink(number, opened, self._n, self.call, ended)
+
+    def end(self) -> None:
+        """Close the connection for steps, and wait until the process has ended. Idempotent."""
+        self._ending = True
+        self.steps.close()
+        if not self.loaded.done():
+            self._process.kill()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _set_soon(loop: asyncio.AbstractEventLoop, future: asyncio.Future[_T], value: _T) -> None:
+    def answer() -> None:
+        if not future.done():
+            future.set_result(value)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(answer)
+
+
+class Ranks:
+    """All ranks of the S-node."""
+
+    def __init__(self, config: NodeConfig, vocab_size: int):
+        """Start the other ranks, which load their weights."""
+        n, rows = config.tensor_parallel, config.step_rows
+        segment = create_segment(n)
+        logits = os.memfd_create("fastdecode-logits", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(logits, rows * vocab_size * 4)
+            self._others = [_Rank(config, rank, (segment, logits)) for rank in range(1, n)]
+            self.share = Share.join(0, n, segment, logits)
+        finally:
+            os.close(segment)
+            os.close(logits)
+        self.followers = Followers([rank.steps for rank in self._others])
+
+    def wait_until_loaded(self) -> None:
+        """Wait until the other ranks have their weights. Raises RuntimeError if one could not load them."""
+        for rank in self._others:
+            rank.loaded.result()
+
+    async def team(self, own: Link, url: str | None, hello: Hello) -> RankTeam:
+        """Let the other ranks open links to the R-node of rank 0's link `own`. `url` None: each rank has an embedded
+        R-node of its own. Raises what connect_team raises."""
+        opening = [asyncio.ensure_future(rank.open(url, hello)) for rank in self._others]
+        done = await asyncio.gather(*opening, return_exceptions=True)
+        links = [link for link in done if isinstance(link, RemoteLink)]
+        if errors := [error for error in done if isinstance(error, BaseException)]:
+            for link in [own, *links]:
+                await link.close()
+            raise errors[0]
+        return RankTeam(own, links)
+
+    def close(self) -> None:
+        """End the other ranks. Idempotent."""
+        for rank in self._others:
+            rank.end()

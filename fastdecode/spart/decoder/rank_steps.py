@@ -1,0 +1,206 @@
+"""The steps of a tensor-parallel S-Part: rank 0 schedules them, the others follow.
+
+Each step's batch goes to the other ranks as rank 0 begins it. With several mini-batches, rank 0 also tells which step
+it resumes: the ranks must meet at the same sum, and the order in which R-nodes answer differs between ranks. A rank
+whose link has failed goes on without the link's rows, so that the other ranks do not wait for it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+
+from fastdecode.spart.decoder.decoder import SPart
+from fastdecode.spart.decoder.step_rows import StepRows
+from fastdecode.spart.decoder.weights import Model
+from fastdecode.spart.step.batch import Chunk, Sampled, SampleSpec, StepBatch, StepOutput
+from fastdecode.transports.base import DataPath, Pending, StepCost
+from fastdecode.transports.rank_team import LinkFailure, RankTeam, described, restored
+
+
+class BeginStep(NamedTuple):
+    """Begin a step."""
+
+    batch: StepBatch
+    links: Mapping[int, Sequence[int]]  # by the index of each link of the batch: its number at each of the other ranks
+    alone: bool  # no other step can be in progress: run it to its end
+
+
+class ResumeStep(NamedTuple):
+    """Go on with the step of a slot, up to its next yield."""
+
+    slot: int
+
+
+class CloseStep(NamedTuple):
+    """Close the step of a slot, which the runner has given up."""
+
+    slot: int
+
+
+class DropPrompt(NamedTuple):
+    """See SPart.drop."""
+
+    link: int
+    seq_index: int
+    tag: int
+
+
+class RankOutput(NamedTuple):
+    """A rank's result of a step, by the index of each link."""
+
+    failures: dict[int, LinkFailure]
+    costs: dict[int, StepCost]
+
+
+class Followers:
+    """The connections to the threads in which the other ranks compute."""
+
+    def __init__(self, connections: Sequence[Connection]):
+        self._connections = connections
+        self._lock = threading.Lock()  # the event loop drops prompts while the S-Part's thread runs steps
+
+    def send(self, message: NamedTuple) -> None:
+        data = pickle.dumps(message)
+        with self._lock:
+            for connection in self._connections:
+                connection.send_bytes(data)
+
+    def ended(self) -> list[RankOutput]:
+        """Wait until all have ended the step that rank 0 has ended."""
+        return [connection.recv() for connection in self._connections]
+
+
+class LeadSPart(SPart):
+    """The S-Part of rank 0."""
+
+    _goes_on = True
+
+    def __init__(self, model: Model, links: Sequence[DataPath], followers: Followers):
+        super().__init__(model, links)
+        self._followers = followers
+
+    def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, float | None, StepOutput]:
+        teams = {i: self.links[i] for i in {chunk.link for chunk in batch.chunks}}
+        numbers = {i: team.numbers for i, team in teams.items() if isinstance(team, RankTeam)}
+        alone = all(team.geometry.n_slots == 1 for team in teams.values())
+        self._followers.send(BeginStep(_for_followers(batch), numbers, alone))
+        step, idle_since = super().step(batch, keep_logits), None
+        try:
+            while True:
+                idle_since = yield step.send(idle_since)
+                if not alone:
+                    self._followers.send(ResumeStep(batch.slot))
+        except StopIteration as end:
+            output: StepOutput = end.value
+        except GeneratorExit:
+            self._followers.send(CloseStep(batch.slot))
+            step.close()
+            raise
+        except BaseException:
+            self._leave()
+            raise
+        for ended in self._followers.ended():
+            for i, failure in ended.failures.items():
+                output.failures.setdefault(teams[i], restored(failure, teams[i]))
+            for i, cost in ended.costs.items():
+                if teams[i] in output.link_costs:
+                    output.link_costs[teams[i]] = StepCost.of_members([output.link_costs[teams[i]], cost])
+        output.link_costs = {link: cost for link, cost in output.link_costs.items() if link not in output.failures}
+        output.kv_bytes = sum(cost.kv_bytes for cost in output.link_costs.values())
+        return output
+
+    def _leave(self) -> None:
+        """The other ranks wait in the step that has failed here: end them, which ends the S-node."""
+        assert self.model.reduction is not None
+        self.model.reduction.leave()
+
+    def drop(self, link: int, seq_index: int, tag: int) -> None:
+        super().drop(link, seq_index, tag)
+        self._followers.send(DropPrompt(link, seq_index, tag))
+
+
+def _for_followers(batch: StepBatch) -> StepBatch:
+    """The batch for ranks that draw no tokens."""
+
+    def chunk_for(chunk: Chunk) -> Chunk:
+        return chunk if chunk.sample is None else replace(chunk, sample=SampleSpec(temperature=0.0))
+
+    return replace(batch, chunks=[chunk_for(chunk) for chunk in batch.chunks])
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that a rank follows."""
+
+    work: Generator[Pending, float | None, StepOutput]
+    alone: bool
+    links: dict[int, DataPath]
+
+    def advance(self) -> StepOutput | None:
+        """ResumeStep the step. Returns its output if it has ended."""
+        try:
+            next(self.work)
+            while self.alone:
+                next(self.work)
+        except StopIteration as end:
+            output: StepOutput = end.value
+            return output
+        return None
+
+    def ended(self, output: StepOutput) -> RankOutput:
+        index = {link: i for i, link in self.links.items()}
+        return RankOutput(
+            {index[link]: described(error) for link, error in output.failures.items()},
+            {index[link]: cost for link, cost in output.link_costs.items()},
+        )
+
+
+class FollowingSPart(SPart):
+    """The S-Part of another rank than 0."""
+
+    _goes_on = True
+
+    def __init__(self, model: Model, rank: int):
+        self._own_links: list[DataPath] = []
+        super().__init__(model, self._own_links)
+        self._rank = rank
+
+    def _draw(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled]:
+        return [Sampled(-1) for _ in range(rows.n_drawn)]
+
+    def follow(self, lead: Connection, links: Mapping[int, DataPath]) -> None:
+        """Run the steps of rank 0 until it closes the connection. `links` by their numbers at this rank. Raises what
+        steps raise."""
+        steps: dict[int, _Step] = {}
+        while True:
+            try:
+                message = lead.recv()
+            except EOFError:
+                return
+            if isinstance(message, DropPrompt):
+                self.drop(*message)
+                continue
+            if isinstance(message, BeginStep):
+                own = {i: links[numbers[self._rank - 1]] for i, numbers in message.links.items()}
+                self._use(own)
+                step = steps[message.batch.slot] = _Step(self.step(message.batch), message.alone, own)
+            else:
+                step = steps[message.slot]
+            if isinstance(message, CloseStep):
+                step.work.close()
+            elif (output := step.advance()) is not None:
+                lead.send(step.ended(output))
+
+    def _use(self, links: dict[int, DataPath]) -> None:
+        """Let the links of rank 0 with these indexes be these of this rank."""
+        for i, link in links.items():
+            while len(self._own_links) <= i:
+                self._own_links.append(link)
+            self._own_links[i] = link
