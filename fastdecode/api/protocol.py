@@ -331,7 +331,8 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
     if is_integer(prompt[0]):
         prompt = [prompt]
     if not all(isinstance(p, str) for p in prompt) and not all(is_token_ids(p) for p in prompt):
-        raise invalid("prompt", "must be all strings or all lists of token ids, and no list may be empty")
+        message = f"must be all strings or all lists of token ids from 0 to {_MAX_INT}, and no list may be empty"
+        raise invalid("prompt", message)
     if len(prompt) > MAX_CHOICES:
         raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
     prompts: list[str] | list[list[int]] = prompt

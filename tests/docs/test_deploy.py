@@ -213,7 +213,8 @@ def test_the_cluster_of_kuberay_is_one_and_fits_its_workers(tmp_path):
         [*_, command] = container["lifecycle"]["preStop"]["exec"]["command"]
         words = shlex.split(command)
         assert words[0] == "fastdecode-cluster" and cluster_parser().parse_args(words[1:]).command == "drain"
-        assert Path(words[-1]).parent in [Path(mount["mountPath"]) for mount in container["volumeMounts"]]
+        read = (words[-1], config.secret_file, s.options["api-key-file"])
+        assert {Path(file).parent for file in read} <= {Path(mount["mountPath"]) for mount in container["volumeMounts"]}
 
 
 # ---- Grafana, the image ----
