@@ -584,6 +584,11 @@ class PageLists:
     def drop_blocks(self, seq_index: int, tag: int, n_blocks: int, /) -> None:
         """Give back the pages of the first blocks of a sequence, whose tokens lie elsewhere from now on. Raises
         ValueError."""
+    def receive(self, seq_index: int, tag: int, length: int, /) -> None:
+        """See REngineLink.receive."""
+    def restore_blocks(self, src: int, src_tag: int, dst: int, dst_tag: int, /) -> None:
+        """Give the pages of `src`, which has whole blocks alone, to `dst`, in the place of the last of the blocks that
+        it has given back. `src` is empty then. Raises ValueError."""
     def fork(self, src: int, src_tag: int, dst: int, dst_tag: int, length: int, /) -> None:
         """See REngineLink.fork."""
     def append(self, entries: Buffer, /) -> bytes:

@@ -343,6 +343,12 @@ class Link(DataPath, ABC):
         LinkDown.
         """
 
+    async def offer(self, seq: tuple[int, int], token: str) -> None:
+        """Let this S-node fetch pages of a sequence, a handle, over a migration connection that presents `token`
+        (OFFER), until the sequence is freed or offered again. Raises CallRefused, which links do that are not to a
+        single R-node, and LinkDown."""
+        raise CallRefused(Status.BAD_CALL, f"no pages are fetched over the link {self.url}", self)
+
     @abstractmethod
     async def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
         """Give sequences keys, 64 hexadecimal digits each, by which another link may adopt them (KEEP): triples of
@@ -391,6 +397,27 @@ class Link(DataPath, ABC):
 
 
 class MigrationTarget(Protocol):
+    """What a migration connection is for (migration.py)."""
+
+    async def run(self, conn: Any) -> None:
+        """Serve `conn`, a FrameSocket, until the sequence is complete or fetched. Raises TransportError, OSError."""
+
+
+class OfferedPages(Protocol):
+    """A sequence whose pages may be fetched over a migration connection (migration.py)."""
+
+    page_bytes: int
+
+    def check(self, first: int, n_pages: int) -> None:
+        """Raise CallRefused if the sequence has no such pages."""
+
+    def send(self, fd: int, first: int, n_pages: int, offset: int) -> int:
+        """Send what the socket `fd` takes of these pages from byte `offset` on. Returns the number of bytes. Raises
+        CallRefused, OSError."""
+        ...
+
+
+class IncomingPages(Protocol):
     """A sequence that another R-node may send over a migration connection (migration.py)."""
 
     page_bytes: int
@@ -408,9 +435,6 @@ class MigrationTarget(Protocol):
 
     def finish(self, length: int) -> None:
         """All pages have come: the sequence has `length` tokens. Raises CallRefused."""
-
-    async def run(self, conn: Any) -> None:
-        """Receive pages over `conn`, a FrameSocket, until the sequence is complete. Raises TransportError, OSError."""
 
 
 class LinkService(Protocol):
@@ -431,14 +455,14 @@ class LinkService(Protocol):
         """
 
     def migration_target(self, token: str, page_bytes: int) -> MigrationTarget:
-        """The sequence that `token` admits a migration connection for, once. Raises LinkRefused."""
+        """What `token` admits a migration connection for, once. Raises LinkRefused."""
 
 
 class LinkGrant(Protocol):
     """A link that an R-node has granted: the lease, and the operations on it.
 
-    `free`, `trim`, `fork`, `admit_migration`, `migrate`, `keep`, `adopt`, `resize` and `stats` do what the methods of
-    Link with these names do, and raise CallRefused; so does `find` if there is no such sequence.
+    `free`, `trim`, `fork`, `admit_migration`, `migrate`, `offer`, `keep`, `adopt`, `resize` and `stats` do what the
+    methods of Link with these names do, and raise CallRefused; so does `find` if there is no such sequence.
     """
 
     lease: Lease
@@ -451,6 +475,7 @@ class LinkGrant(Protocol):
     def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None: ...
     def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None: ...
     async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None: ...
+    def offer(self, seq: tuple[int, int], token: str) -> None: ...
     def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None: ...
     def find(self, key: str, length: int) -> None: ...
     async def adopt(self, seq: tuple[int, int], length: int, key: str) -> None: ...

@@ -14,9 +14,9 @@ on a connection that asks whether the R-node would open a link, before the S-nod
     S  PROBE      version, nonce, proof
     R  ACCEPTED   proof   - or -   REFUSED  a reason in plain text
 
-on a migration connection, from one R-node to another (migration.py):
+on a migration connection, from one R-node, or an S-node, to another R-node (migration.py):
     R  CHALLENGE  as above
-    R  DELIVER    version, nonce, proof, the token of a RECEIVE
+    R  DELIVER    version, nonce, proof, the token of a RECEIVE or an OFFER
     R  ACCEPTED   proof   - or -   REFUSED  a reason in plain text
 
 between two S-nodes (fastdecode/daemon/prefill_nodes.py), the first of which takes the part of the R-node:
@@ -172,7 +172,7 @@ async def probe(conn: FrameSocket, secret: bytes | None) -> None:
 
 
 async def open_migration(conn: FrameSocket, token: str, page_bytes: int, secret: bytes | None) -> None:
-    """Make `conn` a migration connection, from this R-node to the one that has admitted `token`.
+    """Make `conn` a migration connection to the R-node that has admitted `token`, for pages of `page_bytes`.
 
     Raises LinkRefused, LinkDown, ProtocolError.
     """

@@ -25,6 +25,7 @@ from .messages import (
     Fork,
     Free,
     Keep,
+    Offer,
     Ok,
     PingMessage,
     ProtocolError,
@@ -125,6 +126,9 @@ class RegionLink(Link):
                 token=token,
             )
         )
+
+    async def offer(self, seq: tuple[int, int], token: str) -> None:
+        await self._request(Offer(id=next(self._ids), seq_index=seq[0], tag=seq[1], token=token))
 
     async def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
         for i in range(0, len(sequences), MAX_KEYS):

@@ -102,11 +102,12 @@ class Probe(Proved, frozen=True):
 # A migration connection, over which an R-node sends pages of a sequence to another one (migration.py). The receiving
 # R-node sends CHALLENGE, the sending one DELIVER, the receiving one ACCEPTED or REFUSED. Each PAGES is followed by the
 # pages' bytes, and answered with OK or ERROR. Behind a whole sequence NEXT may announce another one; it is answered in
-# the same way.
+# the same way. With the token of an OFFER the end that has connected sends FETCH instead, which is answered with PAGES
+# and the pages' bytes, or with ERROR.
 
 
 class Deliver(Proved, frozen=True):
-    """`token` is that of a RECEIVE, and is valid once. Both ends must have pages of `page_bytes`."""
+    """`token` is that of a RECEIVE or an OFFER, and is valid once. Both ends must have pages of `page_bytes`."""
 
     version: wire.U32
     nonce: wire.Hex32
@@ -158,6 +159,13 @@ class Pages(ControlMessage, frozen=True):
     first: wire.U32
     n_pages: wire.U32
     length: wire.U32
+
+
+class Fetch(ControlMessage, frozen=True):
+    """Ask for `n_pages` pages from page `first` on."""
+
+    first: wire.U32
+    n_pages: wire.U32
 
 
 class RefusedMessage(ControlMessage, frozen=True):
@@ -239,6 +247,14 @@ class Push(_Numbered, frozen=True):
     token: wire.Hex32
 
 
+class Offer(_Numbered, frozen=True):
+    """Let the end of a migration connection that presents `token` FETCH pages of a sequence, until it is freed."""
+
+    seq_index: wire.U32
+    tag: wire.U32
+    token: wire.Hex32
+
+
 class Keep(_Numbered, frozen=True):
     """`sequences` are (seq_index, tag, key) triples. Whoever knows the key of a sequence may ADOPT it, also for some
     seconds after this link has ended. A key of null takes the key away; so does FREE."""
@@ -290,8 +306,8 @@ class ErrorMessage(_Numbered, frozen=True):
 
 Question = HelloMessage | Attach | Probe | Deliver | Entrust
 HandShake = Challenge | Question | Welcome | Attached | Accepted | RefusedMessage
-Request = Free | Trim | Fork | Receive | Push | Keep | Find | Adopt | Resize | Stats | PingMessage
-Message = HandShake | EndpointMessage | Pages | Next | PromptMessage | Request | Ok | ErrorMessage
+Request = Free | Trim | Fork | Receive | Push | Offer | Keep | Find | Adopt | Resize | Stats | PingMessage
+Message = HandShake | EndpointMessage | Pages | Next | Fetch | PromptMessage | Request | Ok | ErrorMessage
 
 _KINDS: dict[str, type[Message]] = {kind.TYPE: kind for kind in get_args(Message)}
 

@@ -7,6 +7,9 @@ goes on, then the rest. The connection then waits for the next sequence, because
 sequence would cost more than its bytes. The source's pages stay as they are: if a migration breaks, the sequence goes
 on at the source.
 
+An S-node fetches pages of a sequence to the device of its S-Part. OFFER lets it present a token over a migration
+connection that it opens itself, and each FETCH brings pages.
+
 C copies the bytes between the socket and the pages (kernels/engine/transfer.c), at most 1 MiB at a time, on the event
 loop. So a sequence that is freed, or a link that ends, stops its migration at once. Another thread faults in memory
 that was never touched, from the RECEIVE on, because that may take the OS tens of milliseconds for a huge page.
@@ -15,13 +18,14 @@ that was never touched, from the RECEIVE on, because that may take the OS tens o
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 
 from . import handshake
-from .base import CallRefused, LinkDown, MigrationTarget, TransportError
+from .base import CallRefused, IncomingPages, LinkDown, OfferedPages, TransportError
 from .frames import FrameSocket
-from .messages import ErrorMessage, Message, Next, Ok, Pages, ProtocolError
+from .messages import ErrorMessage, Fetch, Message, Next, Ok, Pages, ProtocolError
 from .registry import dial
 
 #: Seconds in which at least one byte must be copied.
@@ -36,7 +40,7 @@ _RECEIVER_IDLE_S = 2 * IDLE_S
 PIECE_BYTES = 1 << 20
 
 
-async def receive_sequence(conn: FrameSocket, target: MigrationTarget) -> None:
+async def receive_sequence(conn: FrameSocket, target: IncomingPages) -> None:
     """Receive pages until the sequence is complete. Raises TransportError, OSError."""
     length = 0
     while not length:
@@ -54,6 +58,28 @@ async def receive_sequence(conn: FrameSocket, target: MigrationTarget) -> None:
             await conn.write(ErrorMessage(id=0, status=error.status, message=str(error)))
             raise
         await conn.write(Ok(id=0, stats=None))
+
+
+async def send_fetched(conn: FrameSocket, offered: OfferedPages) -> None:
+    """Send the pages that the other end fetches, until it closes the connection or is silent for too long. Raises
+    TransportError, OSError."""
+    while True:
+        try:
+            async with asyncio.timeout(_RECEIVER_IDLE_S):
+                message = await conn.read()
+        except (LinkDown, TimeoutError):
+            return
+        if not isinstance(message, Fetch):
+            raise ProtocolError(f"{message.TYPE} has no place on a connection that fetches pages")
+        first, n_pages = message.first, message.n_pages
+        try:
+            offered.check(first, n_pages)
+        except CallRefused as error:
+            await conn.write(ErrorMessage(id=0, status=error.status, message=str(error)))
+            raise
+        await conn.write(Pages(first=first, n_pages=n_pages, length=0))
+        copy = partial(offered.send, conn.sock.fileno(), first, n_pages)
+        await _copy(n_pages * offered.page_bytes, copy, conn.writable)
 
 
 async def next_sequence(conn: FrameSocket) -> Next | None:
@@ -92,6 +118,25 @@ async def _copy(
             raise LinkDown(f"the other R-node has moved no byte for {STALLED_S:.0f} s") from None
 
 
+def send_bytes(data: memoryview, fd: int, offset: int) -> int:
+    """Send bytes from `offset` on over a non-blocking socket; their number. Raises OSError."""
+    try:
+        return os.write(fd, data[offset : offset + PIECE_BYTES])
+    except BlockingIOError:
+        return 0
+
+
+def receive_bytes(data: memoryview, fd: int, offset: int) -> int:
+    """Receive bytes from `offset` on over a non-blocking socket; their number. Raises OSError."""
+    try:
+        n = os.readv(fd, [data[offset : offset + PIECE_BYTES]])
+    except BlockingIOError:
+        return 0
+    if not n:
+        raise ConnectionResetError("the stream has ended")
+    return n
+
+
 class MigrationSender:
     """The sending end of a migration connection."""
 
@@ -101,17 +146,7 @@ class MigrationSender:
     @classmethod
     async def open(cls, url: str, token: str, page_bytes: int, secret: bytes | None) -> MigrationSender:
         """Connect to the R-node at `url`, which has granted `token`. Raises TransportError."""
-        try:
-            async with asyncio.timeout(handshake.DEADLINE_S):
-                conn = await dial(url)
-                try:
-                    await handshake.open_migration(conn, token, page_bytes, secret)
-                except BaseException:
-                    conn.close()
-                    raise
-        except TimeoutError:
-            raise LinkDown(f"{url} did not finish the hand-shake within {handshake.DEADLINE_S:.0f} s") from None
-        return cls(conn, page_bytes)
+        return cls(await _connect(url, token, page_bytes, secret), page_bytes)
 
     async def next(self, token: str) -> None:
         """Go on with the sequence that `token` admits, behind a whole one. Raises TransportError."""
@@ -152,3 +187,46 @@ class MigrationSender:
     def close(self) -> None:
         """Close the connection; nothing may be sending. Idempotent."""
         self._conn.close()
+
+
+class PageFetcher:
+    """The fetching end of a migration connection."""
+
+    def __init__(self, conn: FrameSocket, page_bytes: int):
+        self._conn, self._page_bytes = conn, page_bytes
+
+    @classmethod
+    async def open(cls, url: str, token: str, page_bytes: int, secret: bytes | None) -> PageFetcher:
+        """Connect to the R-node at `url`, which has offered a sequence with `token`. Raises TransportError."""
+        return cls(await _connect(url, token, page_bytes, secret), page_bytes)
+
+    async def fetch(self, first: int, n_pages: int, receive: Callable[[int, int], int]) -> None:
+        """Fetch pages. `receive(fd, offset)` receives bytes from `offset` on and returns how many; 0: there are none
+        yet. Raises TransportError, OSError."""
+        await self._conn.write(Fetch(first=first, n_pages=n_pages))
+        answer = await self._conn.read()
+        if isinstance(answer, ErrorMessage):
+            raise CallRefused(answer.status, answer.message)
+        if not isinstance(answer, Pages):
+            raise ProtocolError(f"the R-node answered FETCH with {answer.TYPE}")
+        copy = partial(receive, self._conn.sock.fileno())
+        await _copy(n_pages * self._page_bytes, copy, self._conn.readable)
+
+    def close(self) -> None:
+        """Close the connection; nothing may be receiving. Idempotent."""
+        self._conn.close()
+
+
+async def _connect(url: str, token: str, page_bytes: int, secret: bytes | None) -> FrameSocket:
+    """Open a migration connection to the R-node at `url`, which has granted `token`. Raises TransportError."""
+    try:
+        async with asyncio.timeout(handshake.DEADLINE_S):
+            conn = await dial(url)
+            try:
+                await handshake.open_migration(conn, token, page_bytes, secret)
+            except BaseException:
+                conn.close()
+                raise
+    except TimeoutError:
+        raise LinkDown(f"{url} did not finish the hand-shake within {handshake.DEADLINE_S:.0f} s") from None
+    return conn

@@ -44,6 +44,7 @@ from .messages import (
     Free,
     Keep,
     Message,
+    Offer,
     Ok,
     PingMessage,
     Probe,
@@ -234,6 +235,8 @@ class LinkSession:
                 self._grant.fork(src, dst, request.length)
             case Receive():
                 self._grant.admit_migration((request.seq_index, request.tag), request.length, request.token)
+            case Offer():
+                self._grant.offer((request.seq_index, request.tag), request.token)
             case Push() | Adopt():
                 raise CallRefused(Status.BAD_CALL, f"{MAX_PUSHES} PUSHes and ADOPTs of this link are under way")
             case Keep():

@@ -47,7 +47,7 @@ def refusals() -> Iterator[None]:
 
 
 class IncomingSequence:
-    """A sequence that may migrate here (a transports.base.MigrationTarget)."""
+    """A sequence that may migrate here (a transports.base.IncomingPages)."""
 
     def __init__(self, link: REngineLink, seq: tuple[int, int], length: int, page_bytes: int):
         self.page_bytes = page_bytes
@@ -118,13 +118,45 @@ class IncomingSequence:
             self._task.cancel()
 
 
+class OfferedSequence:
+    """A sequence whose pages may be fetched (a transports.base.OfferedPages)."""
+
+    def __init__(self, link: REngineLink, seq: tuple[int, int], page_bytes: int):
+        self.page_bytes = page_bytes
+        self.claimed = False  # a migration connection has presented its token
+        self._link, self._seq = link, seq
+        self._task: asyncio.Task[None] | None = None
+
+    def check(self, first: int, n_pages: int) -> None:
+        with refusals():
+            n_blocks = -(-self._link.length(*self._seq) // PAGE_TOKENS)
+        if not n_pages or first + n_pages > n_blocks:
+            raise CallRefused(Status.BAD_SEQUENCE, f"the sequence has {n_blocks} pages")
+
+    def send(self, fd: int, first: int, n_pages: int, offset: int) -> int:
+        with refusals():
+            return self._link.send_pages(fd, *self._seq, first, n_pages, offset)
+
+    async def run(self, conn: FrameSocket) -> None:
+        self._task = asyncio.current_task()
+        try:
+            await migration.send_fetched(conn, self)
+        finally:
+            self._task = None
+
+    def end(self) -> None:
+        """Send no more: the sequence is about to be freed."""
+        if self._task is not None:
+            self._task.cancel()
+
+
 class Inbox:
-    """The sequences that may migrate to an R-node, by token."""
+    """The sequences that may migrate to an R-node or be fetched from it, by token."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, IncomingSequence] = {}
+        self.waiting: dict[str, IncomingSequence | OfferedSequence] = {}
 
-    def take(self, token: str, page_bytes: int) -> IncomingSequence:
+    def take(self, token: str, page_bytes: int) -> IncomingSequence | OfferedSequence:
         """The sequence that `token` admits. Raises LinkRefused."""
         incoming = self.waiting.get(token)
         if incoming is None or incoming.claimed:
@@ -142,7 +174,8 @@ class Migrations:
         self._link, self._page_bytes, self._inbox, self._secret = lease.link, page_bytes, inbox, secret
         self._format, self._orphans = lease.format, orphans
         self._adopting: dict[int, IncomingSequence] = {}  # by sequence index
-        self._tokens: dict[int, str] = {}  # of sequences that may migrate here, by sequence index
+        #: Of the sequences that may migrate here or are offered, by sequence index.
+        self._tokens: dict[int, str] = {}
         #: Migration connections that wait for the rest of a sequence, by sequence index, each with its token.
         self._deliveries: dict[int, tuple[str, MigrationSender]] = {}
         #: Migration connections that wait for another sequence, by the R-node's URL, each with the timer that closes
@@ -160,6 +193,17 @@ class Migrations:
         self._forget(seq[0])
         self._tokens[seq[0]] = token
         self._inbox.waiting[token] = IncomingSequence(self._link, seq, length, self._page_bytes)
+
+    def offer(self, seq: tuple[int, int], token: str) -> None:
+        """Let pages of a sequence be fetched with `token`. Raises CallRefused."""
+        if token in self._inbox.waiting:
+            raise CallRefused(Status.BAD_CALL, "this token is in use")
+        with refusals():
+            if not self._link.length(*seq):
+                raise ValueError(f"sequence {seq[0]} is empty")
+        self._forget(seq[0])
+        self._tokens[seq[0]] = token
+        self._inbox.waiting[token] = OfferedSequence(self._link, seq, self._page_bytes)
 
     def freed(self, handles: Sequence[tuple[int, int]]) -> None:
         """Stop receiving and sending sequences that are about to be freed."""
@@ -230,7 +274,10 @@ class Migrations:
         """Copy pages to the sequence that waits for `token` on this R-node. Raises LinkRefused, CallRefused."""
         incoming = self._local.get(seq[0])
         if incoming is None or self._inbox.waiting[token] is not incoming:
-            incoming = self._local[seq[0]] = self._inbox.take(token, self._page_bytes)
+            taken = self._inbox.take(token, self._page_bytes)
+            if not isinstance(taken, IncomingSequence):
+                raise LinkRefused("the sequence of this token receives no pages")
+            incoming = self._local[seq[0]] = taken
         incoming.check(pages.start, len(pages), length)
         await incoming.copy(self._link, seq, pages, lambda: self._inbox.waiting.get(token) is incoming)
         if length:

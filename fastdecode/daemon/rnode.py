@@ -18,7 +18,7 @@ from typing import Any
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
-from fastdecode.daemon.migrations import Inbox, IncomingSequence, Migrations, refusals
+from fastdecode.daemon.migrations import Inbox, IncomingSequence, Migrations, OfferedSequence, refusals
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.daemon.orphans import KeptLease, Orphans, kv_format
 from fastdecode.daemon.rnode_gpu import RNodeGpu
@@ -247,7 +247,7 @@ class RNode:
             f"them may lease {self._max_lease}, and {PAGE_TOKENS} tokens of this model take {pages.block_bytes}"
         )
 
-    def migration_target(self, token: str, page_bytes: int) -> IncomingSequence:
+    def migration_target(self, token: str, page_bytes: int) -> IncomingSequence | OfferedSequence:
         """The sequence that `token` admits a migration connection for. Raises LinkRefused."""
         return self._inbox.take(token, page_bytes)
 
@@ -350,6 +350,9 @@ class REngineGrant:
 
     async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
         await self._migrations.push(seq, pages, length, url, token)
+
+    def offer(self, seq: tuple[int, int], token: str) -> None:
+        self._migrations.offer(seq, token)
 
     def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
         """Give sequences keys. Raises CallRefused for the first that could not get one, at the end."""

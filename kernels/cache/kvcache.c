@@ -151,6 +151,14 @@ static void drop_page(fd_kvcache_t *kv, uint32_t page) {
     kv->swept = 0;
 }
 
+/* The sequence, which holds no pages, is empty. */
+static void forget_list(fd_kvcache_t *kv, fd_sequence_t *s) {
+    free(s->pages);
+    s->pages = NULL;
+    s->capacity = s->floor = s->dropped = 0;
+    kv->n_seqs--;
+}
+
 /* Drops the last page first, so that the first page's stretch is the next to be taken. */
 static void shrink(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t length) {
     const uint32_t keep = fd_pages_for(length);
@@ -161,12 +169,7 @@ static void shrink(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t length) {
             else drop_page(kv, page);
         }
     s->length = length;
-    if (!length) {
-        free(s->pages);
-        s->pages = NULL;
-        s->capacity = s->floor = s->dropped = 0;
-        kv->n_seqs--;
-    }
+    if (!length) forget_list(kv, s);
 }
 
 /* Raises the floor of a sequence and gives back the pages that no row from it on sees. */
@@ -315,6 +318,27 @@ fd_status_t fd_kvcache_drop_blocks(fd_kvcache_t *kv, uint32_t seq_index, uint32_
             kv->n_given_back++;
         }
     s->floor = s->dropped * FD_PAGE_TOKENS;
+    return FD_OK;
+}
+
+fd_status_t fd_kvcache_restore_blocks(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
+                                      fd_error_t *error) {
+    fd_sequence_t *from, *to;
+    fd_status_t status = find(kv, src, src_tag, &from, error);
+    if (status == FD_OK) status = find(kv, dst, dst_tag, &to, error);
+    if (status != FD_OK) return status;
+    if (from == to || !from->length || from->length % FD_PAGE_TOKENS || from->floor || from->n_blocks > to->dropped)
+        return FD_FAIL(FD_BAD_SEQUENCE,
+                       "sequence %u, which has %u tokens, cannot fill the %u blocks that sequence %u "
+                       "has given back",
+                       src, from->length, to->dropped, dst);
+    const uint32_t n_sections = kv->planes.n_sections, n = from->n_blocks * n_sections;
+    to->dropped -= from->n_blocks;
+    to->floor = to->dropped * FD_PAGE_TOKENS;
+    memcpy(page_at(kv, to, to->dropped, 0), from->pages, n * sizeof *from->pages);
+    kv->n_given_back -= n;
+    from->n_blocks = from->length = 0;
+    forget_list(kv, from);
     return FD_OK;
 }
 

@@ -104,6 +104,10 @@ fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t ta
  * whose layers see all tokens. */
 fd_status_t fd_kvcache_drop_blocks(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t n_blocks,
                                    fd_error_t *error);
+/* Gives the pages of `src`, which has whole blocks alone, to `dst`, in the place of the last of the blocks whose pages
+ * it has given back. `src` is empty then. */
+fd_status_t fd_kvcache_restore_blocks(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
+                                      fd_error_t *error);
 /* Sets *length to the sequence's tokens; 0: it is empty. */
 fd_status_t fd_kvcache_length(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t *length, fd_error_t *error);
 /* Points *pages at the sequence's [*n] page numbers, the first block's first; FD_NO_PAGE stands for a page given back.

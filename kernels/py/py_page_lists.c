@@ -90,6 +90,20 @@ static PyObject *lists_drop_blocks(page_lists_t *self, PyObject *args) {
     return done(fd_kvcache_drop_blocks(&self->kv, seq_index, tag, n_blocks, &error), &error);
 }
 
+static PyObject *lists_restore_blocks(page_lists_t *self, PyObject *args) {
+    unsigned src, src_tag, dst, dst_tag;
+    fd_error_t error;
+    if (!PyArg_ParseTuple(args, "IIII", &src, &src_tag, &dst, &dst_tag)) return NULL;
+    return done(fd_kvcache_restore_blocks(&self->kv, src, src_tag, dst, dst_tag, &error), &error);
+}
+
+static PyObject *lists_receive(page_lists_t *self, PyObject *args) {
+    unsigned seq_index, tag, length;
+    fd_error_t error;
+    if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
+    return done(fd_kvcache_receive(&self->kv, seq_index, tag, length, &error), &error);
+}
+
 static PyObject *lists_append(page_lists_t *self, PyObject *entries) {
     Py_buffer table;
     if (!fd_py_view(entries, "entries", 0, &table)) return NULL;
@@ -178,6 +192,8 @@ static PyMethodDef lists_methods[] = {
     {"free", (PyCFunction)lists_free, METH_VARARGS, "Free a sequence's pages."},
     {"trim", (PyCFunction)lists_trim, METH_VARARGS, "Keep only the first tokens of a sequence."},
     {"drop_blocks", (PyCFunction)lists_drop_blocks, METH_VARARGS, "Give back the pages of a sequence's first blocks."},
+    {"receive", (PyCFunction)lists_receive, METH_VARARGS, "Take pages for an empty sequence."},
+    {"restore_blocks", (PyCFunction)lists_restore_blocks, METH_VARARGS, "Put a sequence's pages before another's."},
     {"fork", (PyCFunction)lists_fork, METH_VARARGS, "Let an empty sequence share the first tokens of another."},
     {"append", (PyCFunction)lists_append, METH_O, "Take pages for the rows of a step."},
     {"end_copies", (PyCFunction)lists_end_copies, METH_O, "The copies that a step has begun with are complete."},

@@ -41,7 +41,7 @@ GROWTH = 6 << 20
 
 REQUESTS = [
     BY_TYPE[name]
-    for name in ("FREE", "TRIM", "FORK", "RECEIVE", "PUSH", "KEEP", "FIND", "ADOPT", "RESIZE", "STATS", "PING")
+    for name in ("FREE", "TRIM", "FORK", "RECEIVE", "PUSH", "OFFER", "KEEP", "FIND", "ADOPT", "RESIZE", "STATS", "PING")
 ]
 ANSWERS = [BY_TYPE[name] for name in ("OK", "ERROR")]
 

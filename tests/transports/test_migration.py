@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,42 +14,21 @@ from attention.rengine_peer import SELECT_OWN, SELECT_SHARED
 from nodes.rnode_process import KV_BYTES, LISTEN_URLS, RNodeProcess
 from quick import quick
 from wire.link_driver import HANG_S, SMALL, Driver, hello, in_thread, until
+from wire.moving import SECRET, r_nodes, token, two_links
 from wire.wire_peers import Caller
 
 from fastdecode.daemon.migrations import IncomingSequence
-from fastdecode.daemon.rnode import RNode
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, PROTOCOL_VERSION
 from fastdecode.region.geometry import Geometry
 from fastdecode.transports import migration
 from fastdecode.transports.base import CallRefused, LayerOptions, LinkDown
 from fastdecode.transports.registry import connect
 
-SECRET = b"a secret that is long enough"
 SLOPES = (np.float32(2) ** -np.arange(1, 7, dtype=np.float32)).astype("<f4").tobytes()
 #: Layers with heads of their own share planes.
 DIFFERENT = Geometry(2, 64, 3, n_q_heads=6, n_kv_heads=2, head_size=64, v_size=128, act_dtype="fp32")
 LATENT = Geometry(2, 64, 2, n_q_heads=20, n_kv_heads=1, head_size=40, v_size=32, act_dtype="fp32", v_in_k=True)
 SPARSE = dataclasses.replace(LATENT, index_heads=4, index_size=16, index_topk=60)
-
-
-def token() -> str:
-    return secrets.token_hex(32)
-
-
-@contextlib.asynccontextmanager
-async def two_links(
-    first: str, second: str, wanted=None, secret: bytes | None = None
-) -> AsyncIterator[tuple[Driver, Driver]]:
-    """Links with the same Hello to two R-nodes."""
-    wanted = wanted or hello(kv_bytes=4 << 20)
-    drivers = []
-    try:
-        for seed, url in enumerate((first, second)):
-            drivers.append(Driver(await connect(url, wanted, secret), wanted, seed))
-        yield drivers[0], drivers[1]
-    finally:
-        for driver in drivers:
-            await driver.link.close()
 
 
 async def move(source: Driver, target: Driver, seq: int, to: int, *, rounds=(), url: str | None = None) -> None:
@@ -67,18 +45,6 @@ async def move(source: Driver, target: Driver, seq: int, to: int, *, rounds=(), 
     n_pages = -(-length // PAGE_TOKENS)
     await source.link.migrate(handle, range(sent, n_pages), length, url or target.link.url, admitted)
     target.shadows[to] = type(shadow)(tag, *shadow.cut(length))
-
-
-@contextlib.asynccontextmanager
-async def r_nodes(*urls: str, secret: bytes | None = None) -> AsyncIterator[list[str]]:
-    """R-nodes in this process."""
-    async with contextlib.AsyncExitStack() as stack:
-        bound = []
-        for i, url in enumerate(urls):
-            node = RNode(threads=1, kv_bytes=KV_BYTES, name=f"r{i}", spin_us=20)
-            stack.push_async_callback(node.close)
-            bound += await node.serve([url], secret)
-        yield bound
 
 
 @pytest.mark.parametrize("kv_dtype", quick(KV_DTYPES, "int8"))

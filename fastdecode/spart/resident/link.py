@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,9 +16,9 @@ from fastdecode.region.geometry import geometry_tuple, region_layout
 from fastdecode.spart.resident.arena import PageArena
 from fastdecode.spart.resident.kernels import ResidentKernels
 from fastdecode.transports.base import CallRefused, Hello, Lease, Link, LinkDown, Member, TransportError
-from fastdecode.transports.migration import PIECE_BYTES, MigrationSender
+from fastdecode.transports.migration import MigrationSender, PageFetcher, receive_bytes, send_bytes
 
-#: Pinned memory that holds pages on their way to an R-node.
+#: Pinned memory that holds pages on their way to or from an R-node.
 _PINNED_BYTES = 16 << 20
 
 
@@ -92,14 +91,42 @@ class ResidentLink(Link):
             try:
                 for blocks in self._pinned.pieces(pages):
                     staged = await asyncio.to_thread(self._pinned.download, self._page_numbers(seq[0], blocks))
-                    move = partial(_send, staged)
+                    move = partial(send_bytes, staged)
                     await sender.send(blocks.start, len(blocks), length if blocks.stop == pages.stop else 0, move)
             finally:
                 sender.close()
         except (TransportError, OSError, RuntimeError) as error:  # RuntimeError: of torch
-            if isinstance(error, CallRefused):
-                raise
-            raise CallRefused(Status.LINK_CLOSED, str(error), self) from None
+            raise self._refused(error) from None
+
+    def receive(self, seq: tuple[int, int], length: int) -> None:
+        """Take pages for an empty sequence of `length` tokens. Raises CallRefused."""
+        with refusals(self):
+            self.arena.lists.receive(*seq, length)
+
+    async def fetch(
+        self, seq_index: int, pages: range, url: str, token: str, pause: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Bring `pages` of the sequence that the R-node at `url` has offered with `token` to the first pages of a
+        sequence here, at most _PINNED_BYTES at once. `pause` is awaited between two such pieces. Raises CallRefused,
+        and what `pause` raises."""
+        try:
+            fetcher = await PageFetcher.open(url, token, self._block_bytes, self.secret)
+            try:
+                for blocks in self._pinned.pieces(pages):
+                    if blocks.start > pages.start:
+                        await pause()
+                    staged = self._pinned.memory(len(blocks) * self._block_bytes)
+                    move = partial(receive_bytes, memoryview(staged.numpy()))
+                    await fetcher.fetch(blocks.start, len(blocks), move)
+                    own = range(blocks.start - pages.start, blocks.stop - pages.start)
+                    await asyncio.to_thread(self._pinned.upload, staged, self._page_numbers(seq_index, own))
+            finally:
+                fetcher.close()
+        except (TransportError, OSError, RuntimeError) as error:  # RuntimeError: of torch
+            raise self._refused(error) from None
+
+    def _refused(self, error: Exception) -> CallRefused:
+        return error if isinstance(error, CallRefused) else CallRefused(Status.LINK_CLOSED, str(error), self)
 
     def _page_numbers(self, seq_index: int, blocks: range) -> list[int]:
         """The pages of some blocks of a sequence, in the order in which R-nodes send them."""
@@ -119,6 +146,12 @@ class ResidentLink(Link):
         """Give back the pages of a sequence's first blocks, whose tokens lie on an R-node. Raises CallRefused."""
         with refusals(self):
             self.arena.lists.drop_blocks(*seq, n_blocks)
+
+    def restore_blocks(self, src: tuple[int, int], seq: tuple[int, int]) -> None:
+        """Give the pages of `src` to a sequence, in the place of the last blocks that it has given back; `src` is empty
+        then. Raises CallRefused."""
+        with refusals(self):
+            self.arena.lists.restore_blocks(*src, *seq)
 
     async def resize(self, n_pages: int) -> dict[str, int]:
         return await self.stats()
@@ -149,42 +182,54 @@ class ResidentLink(Link):
 
 
 class PinnedPages:
-    """Pinned memory through which pages of an arena go to the host."""
+    """Pinned memory through which pages of an arena go to the host and come from it."""
 
     def __init__(self, arena: PageArena):
         self._arena = arena
         self._stream: torch.Stream | None = None
 
     def pieces(self, blocks: range) -> Iterator[range]:
-        """Ranges of blocks that `download` takes at once."""
+        """Ranges of blocks that are copied at once."""
         lists = self._arena.lists
         n = max(1, _PINNED_BYTES // (self._arena.page_bytes * lists.n_sections))
         return (blocks[i : i + n] for i in range(0, len(blocks), n))
 
+    def memory(self, n_bytes: int) -> torch.Tensor:
+        """uint8 [n_bytes]."""
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+
     def download(self, pages: Sequence[int]) -> memoryview:
-        """The bytes of whole pages, plane by plane, valid until the next call. Blocks; on a stream of its own."""
-        memory = self._arena.memory
-        with torch.inference_mode():
-            if self._stream is None:
-                self._stream = torch.Stream(memory.device)
-            with self._stream:
-                n_bytes = len(pages) * self._arena.page_bytes
-                staged = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
-                rows = staged.view(len(pages), memory.shape[0], memory.shape[2])
-                for row, page in zip(rows, pages, strict=True):
-                    row.copy_(memory[:, page], non_blocking=True)
-                copied = torch.Event(memory.device)
-                copied.record()
-            copied.synchronize()
+        """The bytes of whole pages, plane by plane. Blocks; on a stream of its own."""
+        with self._copying():
+            staged = self.memory(len(pages) * self._arena.page_bytes)
+            for row, page in self._rows(staged, pages):
+                row.copy_(page, non_blocking=True)
         return memoryview(staged.numpy())
 
+    def upload(self, staged: torch.Tensor, pages: Sequence[int]) -> None:
+        """Copy the bytes of whole pages, plane by plane, to the device. Blocks; on a stream of its own."""
+        with self._copying():
+            for row, page in self._rows(staged, pages):
+                page.copy_(row, non_blocking=True)
 
-def _send(data: memoryview, fd: int, offset: int) -> int:
-    """Send bytes from `offset` on over a non-blocking socket; their number."""
-    try:
-        return os.write(fd, data[offset : offset + PIECE_BYTES])
-    except BlockingIOError:
-        return 0
+    def _rows(self, staged: torch.Tensor, pages: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The bytes of each page in pinned memory and in the arena, [planes, bytes]."""
+        memory = self._arena.memory
+        rows = staged.view(len(pages), memory.shape[0], memory.shape[2])
+        return ((row, memory[:, page]) for row, page in zip(rows, pages, strict=True))
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Start copies, and wait for them at the end."""
+        device = self._arena.memory.device
+        with torch.inference_mode():
+            if self._stream is None:
+                self._stream = torch.Stream(device)
+            with self._stream:
+                yield
+                copied = torch.Event(device)
+                copied.record()
+            copied.synchronize()
 
 
 @contextmanager

@@ -43,6 +43,8 @@ MESSAGES: list[dict] = [
     {"type": "NEXT", "token": "70" * 32, "page_bytes": 4096},
     {"type": "PAGES", "first": 0, "n_pages": 1, "length": 100},
     {"type": "RECEIVE", "id": 7, "seq_index": 3, "tag": 1, "length": 100, "token": "70" * 32},
+    {"type": "OFFER", "id": 15, "seq_index": 0, "tag": 1, "token": "71" * 32},
+    {"type": "FETCH", "first": 0, "n_pages": 1},
     {
         "type": "PUSH",
         "id": 8,
