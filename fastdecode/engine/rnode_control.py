@@ -121,6 +121,7 @@ class RNodeControl:
             if wanted > node.n_pages:
                 node.resizing = True
                 self._spawn(self._resize(node, wanted))
+        self.spiller.keep_reserve()
 
     async def _free(self, node: RNodeLedger) -> None:
         """Free the released sequences, all that have accumulated in one frame, until none is left."""

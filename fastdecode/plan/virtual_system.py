@@ -43,7 +43,7 @@ class VirtualLink:
         resident: bool = False,
         gbps: float = 1.0,
     ):
-        """`resident`: the pages lie on the S-node's GPU, from where they leave at `gbps` GB/s."""
+        """`resident`: the pages lie on the S-node's GPU, which they leave, and come back to, at `gbps` GB/s."""
         windows = [reads.window for reads in model.reads] or [0]
         full, limited = sum(not window for window in windows), sum(window > 0 for window in windows)
         layers = gcd(full, limited)  # of a page
@@ -71,11 +71,22 @@ class VirtualLink:
         await asyncio.sleep(_CONTROL_SECONDS)
 
     async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        await self._pass(pages)
+
+    async def offer(self, seq: tuple[int, int], token: str) -> None:
+        await asyncio.sleep(_CONTROL_SECONDS)
+
+    async def fetch(self, seq_index: int, pages: range, url: str, token: str, pause: object) -> None:
+        await self._pass(pages)
+
+    async def _pass(self, pages: range) -> None:
         sections = self.lease.full_sections + self.lease.limited_sections
         await asyncio.sleep(len(pages) * sections * self.lease.page_bytes / (1e9 * self._gbps))
 
-    def drop_blocks(self, seq: tuple[int, int], n_blocks: int) -> None:
+    def receive(self, seq: tuple[int, int], length: int) -> None:
         """The account of the pages is the scheduler's."""
+
+    drop_blocks = restore_blocks = receive
 
     async def closed(self) -> None:
         await asyncio.get_running_loop().create_future()

@@ -90,7 +90,7 @@ def test_a_shared_prefix_is_computed_once():
 
 
 def test_sequences_that_outgrow_the_gpu_are_cut_and_read_in_both_places():
-    """Two sequences of up to 512 tokens on a GPU of five pages: one is cut. The GPU reads ten times as fast as the
+    """Two sequences of up to 512 tokens on a GPU of five pages are cut. The GPU reads ten times as fast as the
     R-node, so the steps tell where tokens were read."""
     system = dataclasses.replace(toy_system(FLAT, 1e-5), gpu_bytes_per_second=64 / 1e-6)
     load = [(0.0, 200, 300), (0.0, 200, 300)]
@@ -98,7 +98,7 @@ def test_sequences_that_outgrow_the_gpu_are_cut_and_read_in_both_places():
     assert not any(run.preemptions for run in (resident, cut, remote))
     assert all(step.read_tokens == 0 for step in resident.steps)
     on_r_node = [step.read_tokens for step in cut.steps]
-    assert on_r_node[0] == 0 and on_r_node[-1] == 256  # a prefix of two of its four pages
+    assert on_r_node[0] == 0 and on_r_node[-1] == 384  # three of eight pages
     assert resident.run.seconds < cut.run.seconds < remote.run.seconds
 
 

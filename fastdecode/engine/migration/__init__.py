@@ -2,7 +2,8 @@
 
 migrator        migrates running sequences from one R-node to another
 rebalance       which of them migrate because steps wait for their R-node
-spiller         cuts sequences on the S-Part's device, whose oldest pages go to R-nodes
+spiller         when the oldest pages of sequences on the S-Part's device go to R-nodes, and come back
+cut_moves       moves of the page border that divides a sequence between the device and an R-node
 adopter         lets streams of other S-nodes go on with the K and V that they have on R-nodes
 prefill_client  asks a prefill S-node to compute a prompt whose pages it migrates here
 prefill_worker  computes prompts for other S-nodes and migrates their pages

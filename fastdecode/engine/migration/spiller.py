@@ -1,24 +1,21 @@
-"""Spills the oldest pages of sequences on the S-Part's device to R-nodes while they decode.
+"""Decides when pages of sequences on the S-Part's device move to R-nodes, and back.
 
-When a running sequence lacks a page there, the longest one gives up half of its whole blocks, the oldest: the sequence
-is cut. The R-node then attends to the tokens before the cut and the device to the others, to which new tokens are
-appended (spart/step/batch.RemotePrefix). K and V of a whole page do not change, so they are copied while the sequence
-decodes; the cut moves between two steps, and only then are the device's pages free. If anything breaks before, the
-sequence goes on as it was.
-
-A prefix that grows is a FORK of the old one, which steps use until the cut moves.
+Nothing moves while the device's free pages exceed what its running sequences need in the next steps. Below that
+reserve a sequence gives up its oldest whole pages, at most half of them: one that is cut already, else the longest. The
+R-node then attends to the tokens before the cut and the device to the others, to which new tokens are appended
+(spart/step/batch.RemotePrefix). When the device has more free pages than its sequences need for many steps, the newest
+pages of the shortest cut come back. One cut moves at a time (cut_moves.py).
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Coroutine
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
-from fastdecode.engine.state.sequence import SpilledPrefix
+from fastdecode.engine.migration.cut_moves import CutMove, MoveCancelled, Refill, Spill
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import CallRefused, LinkDown
 
@@ -26,18 +23,23 @@ if TYPE_CHECKING:
     from fastdecode.engine.migration.migrator import Migrator
     from fastdecode.engine.scheduling.scheduler import Scheduler
     from fastdecode.engine.state.ledger import RNodeLedger
-    from fastdecode.engine.state.prefixes import Handle
     from fastdecode.engine.state.sequence import Sequence
     from fastdecode.spart.resident.link import ResidentLink
 
 log = logging.getLogger(__name__)
 
-#: Nothing is spilled for this many seconds after a spill that has failed.
+#: Nothing moves for this many seconds after a move that has failed.
 _FAILED_SECONDS = 1.0
-
-
-class _SpillCancelled(Exception):
-    """The spill has no more use: the sequence has left the device, or the R-node is lost."""
+#: Where no pages could be spilled ahead of need, they are looked for again after this many changes of the schedule.
+_LOOK_EVERY = 16
+#: Pages are spilled when fewer are free than running sequences need in `_SPILL_STEPS` steps, until the free ones
+#: suffice for `_REFILL_STEPS`. Pages come back as long as the free ones suffice for `_REFILL_STEPS` still. A page that
+#: has come back therefore stays for the difference at least, unless sequences start meanwhile.
+_SPILL_STEPS, _REFILL_STEPS = PAGE_TOKENS // 2, 2 * PAGE_TOKENS
+#: Most bytes that come back at once.
+_REFILL_BYTES = 64 << 20
+#: Longest time between two pieces of them. Without it, sequences that wait for the end of the move would wait for ever.
+_PAUSE_SECONDS = 0.1
 
 
 class Spiller:
@@ -52,44 +54,80 @@ class Spiller:
         lost: Callable[[RNodeLedger, Exception], None],
     ):
         """`spawn` and `on_change`: see RNodeControl. `lost` is called for an R-node whose link is down."""
-        self.spilled = 0  # cuts
+        self.spilled_bytes = self.refilled_bytes = 0
+        self.move: CutMove | None = None  # under way
         self._scheduler, self._cluster, self._migrator = scheduler, scheduler.cluster, migrator
         self._spawn, self._on_change, self._lost = spawn, on_change, lost
-        self._spilling: Sequence | None = None
-        self._failed: float | None = None  # when a spill has failed last
+        self._failed: float | None = None  # when a move has failed last
+        self._passed = _LOOK_EVERY  # calls of `keep_reserve` since it last found no pages to spill
+        self._cut: dict[Sequence, None] = {}  # the sequences that have been cut, except those known to be whole again
 
-    def spill(self, node: RNodeLedger) -> bool:
-        """Begin to spill pages of a sequence on the S-Part's device `node`, which lacks some. True if pages are being
-        spilled now."""
-        if self._spilling is not None:
-            return True
-        if self._failed is not None and time.monotonic() - self._failed < _FAILED_SECONDS:
-            return False
-        candidates = [seq for seq in self._scheduler.running.on_node(node) if self._blocks(seq)]
-        for seq in sorted(candidates, key=self._blocks, reverse=True):
-            target = self._target(seq)
+    def keep_reserve(self) -> None:
+        """Begin to spill pages ahead of need, or to bring pages back."""
+        device = self._cluster.nodes[0]
+        if not (device.resident and device.alive) or self.move is not None:
+            return
+        unused = device.unused_pages
+        if unused < device.n_sequences * device.groups.block and unused < self._need(device, _SPILL_STEPS):
+            self._passed += 1
+            if self._passed >= _LOOK_EVERY and not self.spill(device):
+                self._passed = 0
+        elif self._cut:
+            self._refill(device)
+
+    def spill(self, device: RNodeLedger) -> bool:
+        """Begin to spill pages of a sequence on the S-Part's device. True if pages move now."""
+        if self.move is not None or self._has_failed():
+            return self.move is not None
+        candidates = [seq for seq in self._scheduler.running if self._blocks(seq)]
+        lacking = self._need(device, _REFILL_STEPS) - device.unused_pages
+        for seq in sorted(candidates, key=lambda seq: (seq.prefix is not None, self._blocks(seq)), reverse=True):
+            blocks = max(1, min(self._blocks(seq), -(-lacking // device.groups.block)))
+            target = self._target(seq, blocks * device.groups.block)
             if target is not None:
-                self._begin(seq, target)
+                self._begin(Spill(self._cluster, seq, target, seq.cut + blocks * PAGE_TOKENS))
                 return True
         return False
 
+    @property
+    def cut(self) -> list[Sequence]:
+        """The sequences that are cut."""
+        self._cut = {seq: None for seq in self._cut if seq.prefix is not None}
+        return list(self._cut)
+
+    def _need(self, device: RNodeLedger, steps: int) -> int:
+        """Pages of the device that its running sequences lack for their next `steps` tokens."""
+        lacking = 0
+        for seq in self._scheduler.running:
+            if seq.node is device and seq.pages.covered < max(seq.cached, seq.prefill_end) + steps:
+                last = max(seq.final_length - 1, seq.cached)
+                lacking += seq.pages.lacking(min(max(seq.cached, seq.prefill_end) + steps, last))
+        return lacking
+
+    def _has_failed(self) -> bool:
+        """True if a move has failed just now."""
+        return self._failed is not None and time.monotonic() - self._failed < _FAILED_SECONDS
+
+    @staticmethod
+    def _may_move(seq: Sequence) -> bool:
+        busy = seq.mini_batch is None or seq.prefilling or seq.cancelled or seq.held or seq.migrating
+        return not busy and seq.placed_on.resident and cast("ResidentLink", seq.placed_on.link).may_cut
+
     def _blocks(self, seq: Sequence) -> int:
-        """The blocks that a sequence would spill, whose pages no other sequence holds; 0: it cannot be cut."""
-        busy = seq.prefilling or seq.cancelled or seq.held or seq.migrating
-        if busy or not cast("ResidentLink", seq.placed_on.link).may_cut:
+        """The most blocks that a sequence would spill, whose pages no other sequence holds; 0: it cannot be cut."""
+        if not self._may_move(seq):
             return 0
         whole = seq.cached // PAGE_TOKENS - seq.cut // PAGE_TOKENS
         blocks = (whole + 1) // 2
         own = all(page.exclusive for page in islice(seq.pages.held[0], blocks))
         return blocks if own else 0
 
-    def _target(self, seq: Sequence) -> RNodeLedger | None:
-        """The R-node with room for the pages of a sequence: the one that has its prefix, else the least loaded one."""
+    def _target(self, seq: Sequence, n_pages: int) -> RNodeLedger | None:
+        """The R-node with room for pages of a sequence: the one that has its prefix, else the least loaded one."""
         nodes = [seq.prefix.node] if seq.prefix is not None else self._cluster.nodes
-        cut = sum(other.prefix is not None for other in self._scheduler.running)
         limits = self._scheduler.limits
-        rows = limits.max_batch_tokens + min(cut + 1, limits.max_seqs)  # a query with a prefix has two rows in a slot
-        needed = self._blocks(seq) * seq.placed_on.groups.block
+        # A query with a prefix has two rows in a slot.
+        rows = limits.max_batch_tokens + min(len(self.cut) + 1, limits.max_seqs)
         fit = [
             node
             for node in nodes
@@ -98,67 +136,74 @@ class Spiller:
             and not node.link.lease.isa.startswith("cuda")  # no GPU's R-engine answers partial rows
             and node.has_free_index
             and rows <= node.link.geometry.max_rows
-            and needed + self._cluster.placer.watermark(node) <= node.free_pages
+            and n_pages + self._cluster.placer.watermark(node) <= node.free_pages
         ]
         return min(fit, key=lambda node: node.load, default=None)
 
-    def _begin(self, seq: Sequence, target: RNodeLedger) -> None:
-        length = seq.cut + self._blocks(seq) * PAGE_TOKENS
-        self._spilling = seq
-        seq.migrating = True
-        shared = None if seq.prefix is None else seq.prefix.pages.share(seq.cut)
-        handle, pages = target.admit(length, shared, length, whole=True)
-        self._spawn(self._spill(seq, SpilledPrefix(target, handle, pages, length)))
+    def _refill(self, device: RNodeLedger) -> None:
+        """Begin to bring back pages of the shortest cut, if there is room."""
+        if self._has_failed() or device.paused or self._scheduler.running.starved or not device.has_free_index:
+            return
+        candidates = [seq for seq in self.cut if self._may_move(seq) and not seq.lost]
+        seq = min(candidates, key=lambda seq: seq.cut, default=None)
+        if seq is None or seq.prefix is None or not seq.prefix.node.has_free_index:
+            return
+        block = device.groups.block
+        room = device.unused_pages - self._need(device, _REFILL_STEPS) - self._cluster.placer.watermark(device)
+        most = max(1, int(_REFILL_BYTES / (device.token_bytes * PAGE_TOKENS)))
+        blocks = min(seq.cut // PAGE_TOKENS, room // block, most)
+        if blocks <= 0:
+            return
+        if blocks * block <= device.free_pages:
+            self._begin(Refill(self._cluster, seq, seq.cut - blocks * PAGE_TOKENS))
+        else:
+            device.evict_for(blocks * block, index=False)
 
-    async def _spill(self, seq: Sequence, prefix: SpilledPrefix) -> None:
-        done, node, handle = False, seq.placed_on, seq.handle
+    def _begin(self, move: CutMove) -> None:
+        self.move = move
+        move.seq.migrating = True
+        self._spawn(self._run(move))
+
+    async def _run(self, move: CutMove) -> None:
+        done, seq = False, move.seq
         try:
-            await self._copy(seq, prefix, node, handle)
-            await self._hold(seq, prefix, node, handle)
+            await move.copy(lambda: self._pause(move))
+            await self._hold(move)
             done = True
-            self._cut(seq, prefix)
-            self.spilled += 1
-        except _SpillCancelled:
+            move.switch()
+            self._count(move)
+        except MoveCancelled:
             pass
         except CallRefused as error:
-            log.warning("pages could not be spilled to R-node %s: %s", prefix.node.url, error)
+            log.warning("pages could not move between the GPU and R-node %s: %s", move.r_node.url, error)
             self._failed = time.monotonic()
         except LinkDown as error:
-            self._lost(prefix.node, error)
+            self._lost(move.r_node, error)
         finally:
             seq.held = seq.migrating = False
-            self._spilling = None
-            if not done:
-                prefix.release()
+            self.move = None
+            move.end(done)
             self._on_change()
 
-    def _cut(self, seq: Sequence, prefix: SpilledPrefix) -> None:
-        """Let a sequence go on with the new prefix, whose pages on the device are free then."""
-        node = seq.placed_on
-        given_back = self._cluster.cut(seq, prefix)
-        cast("ResidentLink", node.link).drop_blocks(seq.handle, prefix.length // PAGE_TOKENS)
-        node.pages.freed(given_back)
+    async def _pause(self, move: CutMove) -> None:
+        """Wait for the start or the end of a step. Raises MoveCancelled."""
+        await self._migrator.change(_PAUSE_SECONDS)
+        move.check()
 
-    async def _copy(self, seq: Sequence, prefix: SpilledPrefix, node: RNodeLedger, handle: Handle) -> None:
-        """Copy the pages from the present cut to the new one; the sequence has a `handle` on the device `node`. Raises
-        CallRefused, LinkDown."""
-        target, token, old = prefix.node, secrets.token_hex(32), seq.prefix
-        first = seq.cut // PAGE_TOKENS
-        if old is not None:
-            await target.link.fork(old.handle, prefix.handle, old.length)
-        await target.link.admit_migration(prefix.handle, prefix.length, token)
-        url = target.link.peer_url or target.url
-        pages = range(first, prefix.length // PAGE_TOKENS)
-        await node.link.migrate(handle, pages, prefix.length, url, token)
+    def _count(self, move: CutMove) -> None:
+        n_bytes = move.n_blocks * round(move.seq.placed_on.token_bytes * PAGE_TOKENS)
+        if isinstance(move, Spill):
+            self.spilled_bytes += n_bytes
+            self._cut[move.seq] = None
+        else:
+            self.refilled_bytes += n_bytes
 
-    async def _hold(self, seq: Sequence, prefix: SpilledPrefix, node: RNodeLedger, handle: Handle) -> None:
+    async def _hold(self, move: CutMove) -> None:
         """Leave a sequence out of further steps, and wait until it is in none and no FORK reads its pages. Raises
-        _SpillCancelled."""
+        MoveCancelled."""
+        seq = move.seq
+        move.check()
         seq.held = True
-        while True:
-            gone = seq.node is not node or seq.handle != handle or seq.mini_batch is None or seq.cancelled
-            if gone or not prefix.node.alive:
-                raise _SpillCancelled
-            if not (seq.in_flight or (seq.entry is not None and seq.entry.pins)):
-                return
+        while seq.in_flight or (seq.entry is not None and seq.entry.pins):
             await self._migrator.change()
+            move.check()

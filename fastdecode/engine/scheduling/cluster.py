@@ -350,6 +350,16 @@ class Cluster:
         seq.decoding = seq.reusable = None
         return given_back
 
+    def refill(self, seq: Sequence, prefix: SpilledPrefix | None, pages: PageTable) -> None:
+        """Let `seq`, which is in no step, have the tokens behind `prefix` on the S-Part's device, in `pages` first of
+        all. These leave the table `pages`."""
+        old = seq.prefix
+        assert old is not None, "the sequence is cut"
+        seq.pages.put_first(pages)
+        old.release()
+        seq.prefix = prefix
+        seq.decoding = seq.reusable = None
+
     def cancel_migration(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: PageTable) -> None:
         """Release the pages that `target.admit` has counted for a sequence that stays on its R-node after all."""
         self._end_running(seq, target)

@@ -144,6 +144,15 @@ class PageTable:
         self.count()
         return pages
 
+    def put_first(self, pages: PageTable) -> None:
+        """Take the pages of the table `pages`, in the place of the blocks before the first one."""
+        for i, held in enumerate(pages.held):
+            self.first[i] -= len(held)
+            self.held[i].extendleft(reversed(held))
+            held.clear()
+        self.count()
+        pages.count()
+
     def unseen(self, pos: int) -> list[int]:
         """The number of pages of each group that no row from `pos` on sees."""
         return [

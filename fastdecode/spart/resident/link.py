@@ -115,7 +115,7 @@ class ResidentLink(Link):
                 for blocks in self._pinned.pieces(pages):
                     if blocks.start > pages.start:
                         await pause()
-                    staged = self._pinned.memory(len(blocks) * self._block_bytes)
+                    staged = await asyncio.to_thread(self._pinned.memory, len(blocks) * self._block_bytes)
                     move = partial(receive_bytes, memoryview(staged.numpy()))
                     await fetcher.fetch(blocks.start, len(blocks), move)
                     own = range(blocks.start - pages.start, blocks.stop - pages.start)
@@ -195,8 +195,9 @@ class PinnedPages:
         return (blocks[i : i + n] for i in range(0, len(blocks), n))
 
     def memory(self, n_bytes: int) -> torch.Tensor:
-        """uint8 [n_bytes]."""
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+        """uint8 [n_bytes]. May block."""
+        with self._on_stream():
+            return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
     def download(self, pages: Sequence[int]) -> memoryview:
         """The bytes of whole pages, plane by plane. Blocks; on a stream of its own."""
@@ -221,15 +222,18 @@ class PinnedPages:
     @contextmanager
     def _copying(self) -> Iterator[None]:
         """Start copies, and wait for them at the end."""
-        device = self._arena.memory.device
-        with torch.inference_mode():
-            if self._stream is None:
-                self._stream = torch.Stream(device)
-            with self._stream:
-                yield
-                copied = torch.Event(device)
-                copied.record()
-            copied.synchronize()
+        with self._on_stream():
+            yield
+            copied = torch.Event(self._arena.memory.device)
+            copied.record()
+        copied.synchronize()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            self._stream = torch.Stream(self._arena.memory.device)
+        with torch.inference_mode(), self._stream:
+            yield
 
 
 @contextmanager

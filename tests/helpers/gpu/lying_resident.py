@@ -3,8 +3,9 @@
 Arguments: a case of CASES, "staged" or "bypass", and a model directory. Prints a JSON object: "equal", whether every
 stream has the tokens of transformers; "resident" and "crossed", how many sequences were placed on the device and on
 R-nodes; "copied", whether a page was copied; "captured", whether a captured step had rows of the device's pages, and
-"merged", whether one had rows of a sequence that was cut; "preemptions"; "spilled", how often a sequence was cut;
-"alive", of each place; "left", the device's pages that are not free once the prefix cache is empty.
+"merged", whether one had rows of a sequence that was cut; "preemptions"; "spilled" and "refilled", bytes that have left
+the device and come back; "alive", of each place; "left", the pages of all live places that are not free once the prefix
+cache is empty.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from nodes.rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
+from fastdecode.engine.migration.cut_moves import Refill, Spill
 from fastdecode.engine.scheduling.cluster import Cluster
 from fastdecode.engine.state.request import SamplingParams, TokenEvent
 from fastdecode.spart import SPart, load_model
@@ -47,12 +49,18 @@ class Case:
     pages: int  # of the device
     r_pages: tuple[int, ...]  # of each R-node
     #: When R-nodes are killed: "begun", the last one once every stream has a token; "cut", the one that has the first
-    #: tokens of a sequence once there is one; "spilling", the one that pages are about to be sent to. "": none.
+    #: tokens of a sequence once there is one; "spilling", the one that pages are on their way to; "refilling", the one
+    #: that pages are on their way from. "": none.
     kill: str = ""
     kills: int = 1  # R-nodes that are killed
     kv_dtype: str = "fp32"
     lengths: tuple[int, ...] = (120, 126, 200, 124, 10, 64, 3, 140, 30)  # of the prompts; some grow beyond a page
     n_new: int = 24
+    n_second: int | None = None  # tokens of the answer to the second prompt; None: as of the others
+
+    def length(self, i: int) -> int:
+        """Tokens of the answer to prompt i."""
+        return self.n_second if i == 1 and self.n_second is not None else self.n_new
 
 
 CASES = {
@@ -62,9 +70,12 @@ CASES = {
     "short of pages": Case(3, (3,)),
     "killed": Case(5, (64, 64), kill="begun"),
     "cut": Case(5, (64,), lengths=LONG, n_new=150),
-    "cut and killed": Case(5, (64, 64), kill="cut", lengths=LONG, n_new=150),
-    "killed while spilling": Case(5, (64, 64), kill="spilling", lengths=LONG, n_new=150),
-    "two killed while spilling": Case(5, (64, 64, 64), kill="spilling", kills=2, lengths=LONG, n_new=150),
+    "cut and killed": Case(5, (64, 64), kill="cut", lengths=LONG, n_new=60),
+    "killed while spilling": Case(5, (64, 64), kill="spilling", lengths=LONG, n_new=60),
+    "two killed while spilling": Case(5, (64, 64, 64), kill="spilling", kills=2, lengths=LONG, n_new=60),
+    "refilled": Case(5, (64,), lengths=LONG[:2], n_new=80, n_second=30),
+    "killed while refilling": Case(5, (64, 64), kill="refilling", lengths=LONG[:2], n_new=80, n_second=30),
+    "two killed while refilling": Case(5, (64, 64), kill="refilling", kills=2, lengths=LONG[:2], n_new=80, n_second=30),
 }
 
 
@@ -92,22 +103,24 @@ def by_transformers(case: Case, directory: Path) -> list[list[int]]:
         tail: list[int] = made[0, len(prompt) :].tolist()
         return tail
 
-    found = [answer(prompt) for prompt in prompts(case)]
+    found = [answer(prompt)[: case.length(i)] for i, prompt in enumerate(prompts(case))]
     return [*found, answer(continued(prompts(case)[-2], found[-2]))]
 
 
 async def generate(case: Case, engine: Engine, halfway: Callable[[], object]) -> list[list[list[int]]]:
     """The answers to all prompts, and, once all of these have ended, to one of them continued. `halfway` is called once
     all streams have a token."""
-    params = SamplingParams(temperature=0.0, max_tokens=case.n_new, ignore_eos=True)
 
     def submit(i: int, prompt: list[int]) -> list[asyncio.Queue[Any]]:
-        queues: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(CHOICES if i == 2 else 1)]
+        params = SamplingParams(temperature=0.0, max_tokens=case.length(i), ignore_eos=True)
+        queues: list[asyncio.Queue[Any]] = [
+            asyncio.Queue() for _ in range(CHOICES if i == 2 < len(case.lengths) else 1)
+        ]
         engine.submit_choices(prompt, params, {f"{i}/{k}": queue.put_nowait for k, queue in enumerate(queues)})
         return queues
 
-    async def rest(queue: asyncio.Queue[Any], tokens: list[int]) -> list[int]:
-        while len(tokens) < case.n_new:
+    async def rest(i: int, queue: asyncio.Queue[Any], tokens: list[int]) -> list[int]:
+        while len(tokens) < case.length(i):
             event = await queue.get()
             if not isinstance(event, TokenEvent):
                 raise event
@@ -117,9 +130,9 @@ async def generate(case: Case, engine: Engine, halfway: Callable[[], object]) ->
     requests = [submit(i, prompt) for i, prompt in enumerate(prompts(case))]
     begun = [[(queue, [(await queue.get()).token]) for queue in queues] for queues in requests]
     halfway()
-    answers = [[await rest(queue, tokens) for queue, tokens in queues] for queues in begun]
+    answers = [[await rest(i, queue, tokens) for queue, tokens in queues] for i, queues in enumerate(begun)]
     [last] = submit(len(requests), continued(prompts(case)[-2], answers[-2][0]))
-    return [*answers, [await rest(last, [])]]
+    return [*answers, [await rest(len(requests), last, [])]]
 
 
 def requests_of(bypass: Bypass, links: list[Link]) -> frozenset[int]:
@@ -160,14 +173,15 @@ async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dic
             tokens = await generate(case, engine, killing.begun)
             killing.end()
             report["preemptions"] = engine.stats.totals.preemptions
-            report["spilled"] = engine.r_nodes.spiller.spilled
+            report["spilled"] = engine.r_nodes.spiller.spilled_bytes
+            report["refilled"] = engine.r_nodes.spiller.refilled_bytes
             report["alive"] = [node.alive for node in engine.stats.nodes]
-            ledger = engine.cluster.nodes[0]
-            ledger.drain()
+            for ledger in engine.cluster.alive:
+                ledger.drain()
             engine.r_nodes.send_pending()
-            while ledger.pages_freeing:
+            while any(ledger.pages_freeing for ledger in engine.cluster.alive):
                 await asyncio.sleep(0.01)
-            report["left"] = case.pages - resident.arena.lists.n_free
+            report["left"] = sum([(await node.link.stats())["pages_used"] for node in engine.cluster.alive])
         for link in crossing:
             await link.close()
     want = by_transformers(case, directory)
@@ -180,11 +194,10 @@ class Killer:
 
     def __init__(self, case: Case, engine: Engine, resident: ResidentLink, nodes: list[RNodeProcess]):
         self._case, self._engine, self._nodes = case, engine, nodes
-        self._migrate = resident.migrate
+        self._memory = resident._pinned.memory
         self._left = case.kills
         self._task = asyncio.create_task(self._once_cut()) if case.kill == "cut" else None
-        if case.kill == "spilling":
-            resident.migrate = self._kill_and_migrate  # type: ignore[method-assign]
+        resident._pinned.memory = self._kill_and_take  # type: ignore[method-assign]
 
     def begun(self) -> None:
         """Every stream has a token."""
@@ -208,10 +221,13 @@ class Killer:
                 if self._left and seq.prefix is not None:
                     self._kill(seq.prefix.node.url)
 
-    async def _kill_and_migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
-        if self._left:
-            self._kill(url)
-        await self._migrate(seq, pages, length, url, token)
+    def _kill_and_take(self, n_bytes: int) -> torch.Tensor:
+        """Take memory for the next pages of a migration connection, which is open."""
+        move = self._engine.r_nodes.spiller.move
+        kind = {Spill: "spilling", Refill: "refilling"}.get(type(move))
+        if self._left and move is not None and self._case.kill == kind:
+            self._kill(move.r_node.url)
+        return self._memory(n_bytes)
 
 
 def count(report: dict[str, Any], resident: ResidentLink) -> None:
