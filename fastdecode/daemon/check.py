@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 from fastdecode import __version__
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, usable_cpus
+from fastdecode.daemon.machine import (
+    available_memory,
+    huge_pages,
+    node_of_rank,
+    numa_nodes,
+    usable_cpus,
+    usable_nodes,
+)
 from fastdecode.daemon.option_values import format_bytes, mtp_drafts
 from fastdecode.kernels import _native
 from fastdecode.transports import rdma_report
@@ -39,6 +46,7 @@ def report(config: NodeConfig) -> str:
         ("memlock", _memlock()),
         ("GPU", _gpu()),
         *([("exchange", _exchange(config, device))] if config.role == "s" else []),
+        *([("ranks", ranks)] if config.role == "s" and device.type == "cpu" and (ranks := _ranks(config)) else []),
         ("RDMA", rdma_report.report()),
     ]
     if path := config.model_path():
@@ -68,6 +76,17 @@ def _numa() -> str:
         f"node {n.number}: {len(n.cpus)} cpu(s), {format_bytes(n.free)} free (without huge pages)" for n in numa_nodes()
     )
     return "\n".join(nodes) or "not supported by this kernel"
+
+
+def _ranks(config: NodeConfig) -> str | None:
+    """Where the ranks of an S-Part on CPUs compute; None for one process on one NUMA node."""
+    n, nodes = config.tensor_parallel, len(usable_nodes())
+    if n == 1:
+        advice = f"1, on the cpus of {nodes} NUMA nodes; --tensor-parallel {nodes} would give each node a rank"
+        return advice if nodes > 1 else None
+    if bound := [node.number for rank in range(n) if (node := node_of_rank(rank, n))]:
+        return ", ".join(f"rank {rank} on NUMA node {number}" for rank, number in enumerate(bound))
+    return f"{n}, on any of the cpus" + (f": {nodes} NUMA nodes cannot have equally many" if nodes > 1 else "")
 
 
 def _huge_pages() -> str:

@@ -52,6 +52,28 @@ def numa_nodes(sysfs: Path = _SYSFS) -> list[NumaNode]:
     return nodes
 
 
+def node_of_rank(rank: int, n_ranks: int) -> NumaNode | None:
+    """The NUMA node whose cpus a rank of --tensor-parallel has to itself and the other ranks of the node. None if all
+    usable cpus are of one node, or their nodes cannot have equally many ranks."""
+    nodes = usable_nodes()
+    return nodes[rank * len(nodes) // n_ranks] if len(nodes) > 1 and n_ranks % len(nodes) == 0 else None
+
+
+def usable_nodes() -> list[NumaNode]:
+    """The NUMA nodes with cpus that this process may use."""
+    usable = os.sched_getaffinity(0)
+    return [node for node in numa_nodes() if usable.intersection(node.cpus)]
+
+
+def stay_on_node(rank: int, n_ranks: int) -> None:
+    """Let this thread, and the threads that it starts from now on, run on the cpus of the rank's NUMA node alone.
+
+    Memory that they touch first then lies on the node while it has room. Binding memory would need a privilege.
+    """
+    if (node := node_of_rank(rank, n_ranks)) is not None:
+        os.sched_setaffinity(0, os.sched_getaffinity(0).intersection(node.cpus))
+
+
 @dataclass(frozen=True, slots=True)
 class HugePages:
     """The machine's huge pages.

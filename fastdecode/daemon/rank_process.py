@@ -21,6 +21,7 @@ from typing import Any
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
+from fastdecode.daemon.machine import stay_on_node
 from fastdecode.daemon.process import freeze, set_up_logging
 from fastdecode.daemon.ranks import HEARTBEAT_SECONDS
 from fastdecode.demo import model_dir
@@ -47,6 +48,7 @@ def main() -> None:
     set_up_logging(config.log_level, config.log_format)
     lead, requests = Connection(steps), Connection(control)
     split = split_machine(config, s_on_gpu=False)
+    stay_on_node(rank, config.tensor_parallel)
     set_threads(split.s_threads)
     try:
         model = _load(config, Share.join(rank, config.tensor_parallel, *memory))

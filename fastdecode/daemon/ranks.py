@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_sources import without_options
+from fastdecode.daemon.machine import stay_on_node
 from fastdecode.daemon.process import die_with_parent
 from fastdecode.spart.decoder.rank_steps import Followers
 from fastdecode.spart.ranks.reduction import create_segment
@@ -154,6 +155,7 @@ class Ranks:
         try:
             os.ftruncate(logits, rows * vocab_size * 4)
             self._others = [_Rank(config, rank, (segment, logits)) for rank in range(1, n)]
+            stay_on_node(0, n)
             self.share = Share.join(0, n, segment, logits)
         finally:
             os.close(segment)

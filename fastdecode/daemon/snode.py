@@ -87,12 +87,12 @@ def serve_model(
         exchange = stack.enter_context(contextlib.closing(node_exchange(config, device, split.mini_batches)))
         check_fits(config, backend, device, str(dtype).removeprefix("torch."))
         _check_vocabulary(settings.tokenizer, backend.config)
-        # They start while the weights are loaded.
+        # They start while the weights are loaded, and the API's may run on all cpus, unlike the ranks.
+        api_processes = ApiProcesses(config, sockets) if config.api_processes else None
         ranks: Ranks | None = None
         if config.tensor_parallel > 1:
             ranks = stack.enter_context(contextlib.closing(Ranks(config, backend.config.vocab_size)))
         share = None if ranks is None else ranks.share
-        api_processes = ApiProcesses(config, sockets) if config.api_processes else None
         calibration = calibration_tokens(settings.tokenizer)
         fitted_to = None if config.no_calibration else calibration
         # The S-Part's thread is to be the only one with OpenMP threads.

@@ -37,7 +37,7 @@ typedef struct {
     uint32_t slot;    /* of the next sum, 0 or 1 */
 } fd_reduction_t;
 
-/* Bytes of a segment, which begins with zeros on a page; 0 if there cannot be so many ranks. */
+/* Bytes of a segment for `n_ranks` ranks, or 0 if FD_MOST_RANKS are fewer. A new segment is zeros and page-aligned. */
 size_t fd_reduction_segment_bytes(uint32_t n_ranks);
 
 /* Joins the segment as one of its ranks; `rank` < `n_ranks`. The calling thread touches the rank's area first, so that

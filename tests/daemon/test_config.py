@@ -16,6 +16,7 @@ import pytest
 from huggingface_hub import try_to_load_from_cache
 
 from fastdecode.daemon import embedded, machine, rnode
+from fastdecode.daemon.check import report
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
 from fastdecode.daemon.node import main
@@ -362,6 +363,31 @@ def test_numa_nodes_of_this_machine_have_its_cpus_and_memory():
         pytest.skip("this kernel knows no NUMA")
     assert os.sched_getaffinity(0) <= {cpu for node in nodes for cpu in node.cpus}
     assert 0 < sum(node.free for node in nodes) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("online", "n_ranks", "nodes", "said"),
+    [
+        ("0-1", 2, [0, 1], "rank 0 on NUMA node 0, rank 1 on NUMA node 1"),
+        ("0-1", 4, [0, 0, 1, 1], "rank 1 on NUMA node 0, rank 2 on NUMA node 1"),
+        ("0-1", 3, [None] * 3, "3, on any of the cpus: 2 NUMA nodes cannot have equally many"),
+        ("0-1", 1, [None], "1, on the cpus of 2 NUMA nodes; --tensor-parallel 2 would give each node a rank"),
+        ("0,2", 2, [None] * 2, "2, on any of the cpus\n"),  # node 2 has no cpus
+        ("0", 2, [None] * 2, "2, on any of the cpus\n"),
+    ],
+)
+def test_ranks_are_spread_over_the_numa_nodes(tmp_path, monkeypatch, online, n_ranks, nodes, said):
+    make_numa(tmp_path, online, {0: "0-3", 1: "4-7", 2: ""})
+    monkeypatch.setattr(machine.numa_nodes, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    kept = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: kept.append(cpus))
+    found = [machine.node_of_rank(rank, n_ranks) for rank in range(n_ranks)]
+    assert [node and node.number for node in found] == nodes
+    for rank in range(n_ranks):
+        machine.stay_on_node(rank, n_ranks)
+    assert kept == [set(node.cpus) for node in found if node]
+    assert said in report(NodeConfig(role="s", tensor_parallel=n_ranks, device="cpu"))
 
 
 def test_an_r_node_binds_only_to_a_numa_node_that_it_may_use(tmp_path, monkeypatch):
