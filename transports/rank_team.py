@@ -125,7 +125,9 @@ class RankTeam(Team):
         self.steps, self._in_flight = {}, set()
         self.numbers = tuple(link.number for link in others)
         self._begin([own, *others], own.members)
-        self.lease = replace(self.lease, node=own.lease.node)
+        lease, n = self.lease, len(self.links)
+        shared = lease.n_pages + (lease.max_pages - lease.n_pages) // n  # the ranks take what the R-node has free
+        self.lease = replace(lease, node=own.lease.node, max_pages=shared)
 
     def _end_region(self) -> None:
         """The region is that of rank 0's own link."""

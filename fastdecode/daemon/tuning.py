@@ -69,7 +69,7 @@ def report(config: NodeConfig, backend: Backend, dtype: torch.dtype, parameters:
     rule = split_machine(config, s_on_gpu=False).for_model(config, parameters)
     splits = candidates(config, rule, parameters)
     if len(splits) == 1 or config.tune == "off":
-        return str(rule)
+        return str(rule) if config.tensor_parallel == 1 else f"{config.tensor_parallel} ranks, each {rule}"
     found = _remembered(config, backend, dtype, splits)
     if found is None or config.tune == "always":
         return f"measured at start: {' or '.join(map(str, splits))}"
