@@ -9,8 +9,8 @@
  *   FD_ARM       S to R   `arm`, the first n_entries of the row table; arm_bell
  *   FD_LAYER     S to R   n_attend_rows Q rows, n_rows KV rows; layer_request
  *   FD_VERDICT   R to S   `report`; armed_bell
- *   FD_REPLY     R to S   n_attend_rows O rows unless layer_reply is FD_POISON; `report` if layer_reply is n_layers or
- *                         FD_POISON; layer_reply
+ *   FD_REPLY     R to S   n_attend_rows O rows unless layer_reply is FD_POISON; `report` if layer_reply is the step's
+ * n_layers or FD_POISON; layer_reply
  *
  * The counts are those of the step that was armed last. No function may block, and none may need Python's GIL.
  */

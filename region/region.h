@@ -56,7 +56,7 @@
 #include "formats.h"
 
 /* Version of this layout, the control messages and the hand-shake together. Both ends must have the same one. */
-#define FD_PROTOCOL_VERSION 14
+#define FD_PROTOCOL_VERSION 15
 #define FD_REGION_MAGIC 0x4e474552u /* "REGN" */
 #define FD_LINE 64u
 #define FD_REGION_PAGE 4096u
@@ -111,13 +111,14 @@ typedef struct {
     uint32_t engine_asleep __attribute__((aligned(64)));
 } fd_region_header_t;
 
-/* What ARM announces: the sizes of a step. They hold for all of its layers. */
+/* What ARM announces: the sizes of a step. The numbers of rows hold for all of its layers. */
 typedef struct {
     uint64_t number;    /* of the step; equals the arm bell */
     uint32_t n_entries; /* of the row table */
     uint32_t n_rows;
     uint32_t n_attend_rows; /* <= n_rows */
-    uint32_t reserved[11];  /* 0 */
+    uint32_t n_layers;      /* the step runs the first ones of the link: 1 to the geometry's n_layers */
+    uint32_t reserved[10];  /* 0 */
 } fd_arm_t;
 
 enum {                     /* fd_row_t.flags */
@@ -266,7 +267,8 @@ static inline const char *fd_arm_error(const fd_geometry_t *g, const fd_arm_t *a
     if (a->n_rows < 1 || a->n_rows > g->max_rows) return "rows outside the slot";
     if (a->n_attend_rows > a->n_rows) return "more attending rows than rows";
     if (a->n_entries < 1 || a->n_entries > a->n_rows) return "row table longer than the rows";
-    for (int i = 0; i < 11; i++)
+    if (a->n_layers < 1 || a->n_layers > g->n_layers) return "layers beyond the model";
+    for (int i = 0; i < 10; i++)
         if (a->reserved[i]) return "reserved field is not zero";
     return NULL;
 }

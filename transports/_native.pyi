@@ -91,8 +91,9 @@ class StepGroup:
         kv: Buffer | None = None,
         o: Buffer | None = None,
     ) -> None: ...
-    def arm(self) -> _Failures:
-        """Publish the step to every link. Returns at once. Raises ValueError if a slot has a message in flight."""
+    def arm(self, n_layers: int = 0, /) -> _Failures:
+        """Publish the step, which runs the first `n_layers` layers of the links, to every link; 0: all layers. Returns
+        at once. Raises ValueError if a slot has a message in flight."""
     def ring(self, layer: int, kv: Buffer | None = None, /) -> _Failures:
         """Copy every member's rows into its slot and ask for the layer, the step's next one. Returns at once. `kv`: the
         layer's K and V rows, instead of those in the step's buffer. Raises ValueError if it is another layer, a slot

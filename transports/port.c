@@ -32,8 +32,8 @@ const fd_carrier_ops_t fd_shm_s_ops_standing_in = {.send = leave_to_waiter, .ser
 static void loopback_send(void *self, uint32_t index, fd_message_t message) {
     fd_port_t *port = self;
     fd_slot_t *slot = fd_port_slot(port, index);
-    if (message == FD_ARM || slot->layer_request == port->geometry.n_layers)
-        slot->report = (fd_report_t){.number = slot->arm.number, .n_layers = port->geometry.n_layers};
+    if (message == FD_ARM || slot->layer_request == slot->arm.n_layers)
+        slot->report = (fd_report_t){.number = slot->arm.number, .n_layers = slot->arm.n_layers};
     if (message == FD_ARM) fd_bell_store(&slot->armed_bell, slot->arm.number);
     else fd_word_store(&slot->layer_reply, slot->layer_request);
 }
@@ -70,7 +70,7 @@ void fd_port_poison(fd_port_t *port) {
 
 /* ---- arming and asking ---- */
 
-const char *fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *rows, size_t n_entries) {
+const char *fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *rows, size_t n_entries, uint32_t n_layers) {
     if (index >= port->geometry.n_slots) return "the slot is beyond the region";
     if (n_entries > port->geometry.max_rows) return "the row table is longer than the slot allows";
     fd_port_slot_t *state = &port->slots[index];
@@ -85,7 +85,8 @@ const char *fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *rows, s
     fd_arm_t arm = {.number = state->arm.number + 1,
                     .n_entries = (uint32_t)n_entries,
                     .n_rows = (uint32_t)n_rows,
-                    .n_attend_rows = (uint32_t)n_attend_rows};
+                    .n_attend_rows = (uint32_t)n_attend_rows,
+                    .n_layers = n_layers};
     const char *wrong = fd_arm_error(&port->geometry, &arm);
     if (wrong) return wrong;
 
@@ -104,7 +105,7 @@ const char *fd_port_ask(fd_port_t *port, uint32_t index, uint32_t layer) {
     if (state->phase == FD_SLOT_ASKED || state->phase == FD_SLOT_ARMING)
         return "the slot's last message has not been waited for";
     if (state->phase != FD_SLOT_ARMED) return "no step is armed in the slot";
-    if (layer >= port->geometry.n_layers) return "layer beyond the model";
+    if (layer >= state->arm.n_layers) return "layer beyond the step";
     if (layer != state->asked) return "the layers of a step are asked for in order";
     state->phase = FD_SLOT_ASKED;
     state->asked = layer + 1;
@@ -201,7 +202,7 @@ void fd_port_look(fd_awaited_t *a) {
 
 bool fd_port_disarm(fd_port_t *port, uint32_t index, fd_report_t *report) {
     fd_port_slot_t *state = &port->slots[index];
-    const bool whole = state->phase == FD_SLOT_ARMED && state->asked == port->geometry.n_layers;
+    const bool whole = state->phase == FD_SLOT_ARMED && state->asked == state->arm.n_layers;
     if (!fd_link_is_down(&port->link) && (state->phase == FD_SLOT_ARMING || state->phase == FD_SLOT_ASKED))
         return false;
     state->phase = FD_SLOT_IDLE;

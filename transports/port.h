@@ -47,10 +47,10 @@ typedef enum {
 /* The caller sets `carrier` afterwards. Returns 0, or -1 with errno if no descriptor is free. */
 int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint32_t spin_us);
 
-/* Copies the row table `rows` into the slot and publishes the step. Returns at once: NULL, or what the caller did
- * wrong, and then it has sent nothing. To be called for a port that is up: at the end of a link a slot may wait for
- * ever. */
-const char *fd_port_arm(fd_port_t *port, uint32_t slot, const fd_row_t *rows, size_t n_entries);
+/* Copies the row table `rows` into the slot and publishes the step, which runs the first `n_layers` layers of the
+ * link. Returns at once: NULL, or what the caller did wrong, and then it has sent nothing. To be called for a port that
+ * is up: at the end of a link a slot may wait for ever. */
+const char *fd_port_arm(fd_port_t *port, uint32_t slot, const fd_row_t *rows, size_t n_entries, uint32_t n_layers);
 
 /* Asks for the step's next layer, which must be `layer` and whose rows must be in the slot; fd_port_send makes the
  * R-engine see it. Returns like fd_port_arm. */

@@ -47,7 +47,7 @@ static bool carry(driven_t *d) {
     if (carrier->ops->poll) carrier->ops->poll(carrier->self, true);
     fd_port_slot_t *state = &port->slots[d->slot];
     const uint32_t request = fd_word_read(&slot->layer_request);
-    if (request <= state->asked || request > port->geometry.n_layers) return false;
+    if (request <= state->asked || request > state->arm.n_layers) return false;
     state->asked = request;
     d->asked_ns = fd_now_ns();
     carrier->ops->send(carrier->self, d->slot, FD_LAYER);
@@ -229,7 +229,8 @@ fd_port_result_t fd_proxy_end(fd_proxy_t *p, fd_port_t *port, uint32_t slot, fd_
     fd_awaited_t look = {.port = port, .slot = slot, .result = FD_PORT_PENDING};
     fd_port_look(&look);
     *report = port->reports[slot];
-    if (look.result == FD_PORT_OK && port->slots[slot].asked < port->geometry.n_layers) look.result = FD_PORT_PENDING;
+    if (look.result == FD_PORT_OK && port->slots[slot].asked < port->slots[slot].arm.n_layers)
+        look.result = FD_PORT_PENDING;
     port->slots[slot].phase = look.result == FD_PORT_OK || look.result == FD_PORT_PENDING ? FD_SLOT_ARMED
                                                                                           : FD_SLOT_IDLE;
     return look.result;

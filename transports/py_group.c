@@ -219,15 +219,19 @@ static bool may_send(fd_awaited_t *a) {
     return a->result == FD_PORT_PENDING;
 }
 
-static PyObject *group_arm(GroupObject *self, PyObject *unused) {
+static PyObject *group_arm(GroupObject *self, PyObject *args) {
     size_t n;
     const char *misuse = NULL;
+    unsigned int n_layers = 0;
+    if (!PyArg_ParseTuple(args, "|I:arm", &n_layers)) return NULL;
     if (!fd_py_group_begin(self, &n)) return NULL;
     PyThreadState *state = fd_py_group_leave_python(self, n);
     for (size_t k = 0; k < n && !misuse; k++) {
         const Py_buffer *table = &self->members[self->member_of[k]].table;
         fd_awaited_t *a = &self->awaited[k];
-        if (may_send(a)) misuse = fd_port_arm(a->port, a->slot, table->buf, (size_t)table->len / sizeof(fd_row_t));
+        if (may_send(a))
+            misuse = fd_port_arm(a->port, a->slot, table->buf, (size_t)table->len / sizeof(fd_row_t),
+                                 n_layers ? n_layers : a->port->geometry.n_layers);
     }
     fd_py_group_return_to_python(self, n, state);
     return fd_py_group_end(self, n, misuse);
@@ -391,7 +395,7 @@ static PyObject *group_disarm(GroupObject *self, PyObject *unused) {
 }
 
 static PyMethodDef group_methods[] = {
-    {"arm", (PyCFunction)group_arm, METH_NOARGS, NULL},
+    {"arm", (PyCFunction)group_arm, METH_VARARGS, NULL},
     {"ring", (PyCFunction)group_ring, METH_VARARGS, NULL},
     {"wait", FD_PY_KEYWORDS(group_wait), NULL},
     {"disarm", (PyCFunction)group_disarm, METH_NOARGS, NULL},

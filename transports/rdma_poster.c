@@ -186,7 +186,7 @@ static const char *used_bytes(fd_poster_t *p, uint32_t index, fd_message_t messa
     case FD_REPLY:
         chain->word = fd_word_read(&slot->layer_reply);
         if (chain->word != FD_POISON) used[FIRST] = arm->n_attend_rows * y->o_row_bytes;
-        if (chain->word == FD_POISON || chain->word == p->geometry.n_layers) used[SECOND] = sizeof(fd_report_t);
+        if (chain->word == FD_POISON || chain->word == arm->n_layers) used[SECOND] = sizeof(fd_report_t);
         break;
     }
     used[WORD] = p->shapes[kind_of(message)].most[WORD];

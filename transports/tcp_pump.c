@@ -29,7 +29,7 @@ size_t fd_frame_body(const fd_pump_t *p, const fd_frame_t *frame, const fd_arm_t
     case FD_VERDICT: parts[FIRST] = (struct iovec){report, sizeof *report}; break;
     case FD_REPLY:
         if (frame->word != FD_POISON) parts[FIRST] = (struct iovec){base + y->o, arm->n_attend_rows * y->o_row_bytes};
-        if (frame->word == FD_POISON || frame->word == p->geometry.n_layers)
+        if (frame->word == FD_POISON || frame->word == arm->n_layers)
             parts[SECOND] = (struct iovec){report, sizeof *report};
         break;
     }

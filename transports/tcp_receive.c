@@ -65,7 +65,7 @@ static const char *check_phase(const fd_pump_t *p, const fd_frame_t *frame, cons
     case FD_LAYER:
         if (state->phase == ASKED) return "a layer was asked for in a slot whose last layer is not answered";
         if (state->phase != ARMED) return "a layer was asked for in a slot that has no step";
-        if (frame->word != state->asked + 1 || frame->word > p->geometry.n_layers) return "a layer is out of order";
+        if (frame->word != state->asked + 1 || frame->word > arm->n_layers) return "a layer is out of order";
         return NULL;
     case FD_VERDICT: return state->phase == ARMING ? NULL : "a verdict arrived that answers nothing";
     case FD_REPLY:
@@ -125,9 +125,10 @@ static const char *finish_frame(fd_pump_t *p) {
         fd_wake_engine(&((fd_region_header_t *)p->region)->engine_asleep, p->wake_fd);
         return NULL;
     }
-    const bool reported = frame->kind == FD_VERDICT || frame->word == FD_POISON || frame->word == p->geometry.n_layers;
     pthread_mutex_lock(&p->lock);
     fd_pump_slot_t *state = &p->slots[frame->slot];
+    const bool last = frame->word == FD_POISON || frame->word == state->arm.n_layers;
+    const bool reported = frame->kind == FD_VERDICT || last;
     const char *error = reported ? check_report(frame, state, &p->rx.head.report) : NULL;
     const uint64_t number = state->arm.number;
     const bool failed = reported && p->rx.head.report.status != FD_OK;

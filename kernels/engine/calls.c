@@ -51,6 +51,7 @@ static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *s
     step->n_entries = arm->n_entries;
     step->n_rows = arm->n_rows;
     step->n_attend_rows = arm->n_attend_rows;
+    step->n_layers = arm->n_layers;
     fd_copy_out(step->table, slot + link->work.layout.table, arm->n_entries * sizeof(fd_row_t));
     uint32_t partial = 0;
     for (uint32_t i = 0; link->gpu && i < step->n_entries; i++) partial += step->table[i].flags & FD_ROW_PARTIAL;
@@ -139,13 +140,13 @@ bool fd_slot_begin_layer(fd_link_t *link, uint32_t slot) {
     fd_slot_state_t *state = &link->slots[slot];
     link->last_call_ns = fd_now_ns();
     state->layer = state->served;
-    if (state->request <= link->work.g.n_layers) {
+    if (state->request <= state->step.n_layers) {
         state->step.plan = &state->step.plans[link->work.kinds[state->layer]];
         return true;
     }
     state->step.valid = 0;
     count(&link->stats.refused, 1);
-    report(link, slot, FD_BAD_CALL, "layer beyond the model");
+    report(link, slot, FD_BAD_CALL, "layer beyond the step");
     reply(link, slot, FD_POISON);
     return false;
 }
@@ -165,14 +166,13 @@ void fd_slot_fail(fd_link_t *link, uint32_t slot, const char *why) {
 
 void fd_slot_end_layer(fd_link_t *link, uint32_t slot, uint64_t kv_bytes, uint64_t busy_ns) {
     fd_slot_state_t *state = &link->slots[slot];
-    const uint32_t n_layers = link->work.g.n_layers;
     count(&link->stats.calls, 1);
     count(&link->stats.rows, state->step.n_rows);
     count(&link->stats.kv_bytes, kv_bytes);
     count(&link->stats.busy_ns, busy_ns);
     state->kv_bytes += kv_bytes;
     state->busy_ns += busy_ns;
-    if (++state->served == n_layers) {
+    if (++state->served == state->step.n_layers) {
         state->step.valid = 0;
         report(link, slot, FD_OK, "");
     }

@@ -87,7 +87,7 @@ typedef struct {
 
 /* The step of a slot. Thread 0 owns it; the other threads read it while a call is served. */
 typedef struct {
-    uint32_t valid, n_entries, n_rows, n_attend_rows, n_plans, n_sections;
+    uint32_t valid, n_entries, n_rows, n_attend_rows, n_layers, n_plans, n_sections;
     fd_row_t *table; /* [max_rows] private copy of the row table */
     fd_row_t *kept;  /* [max_rows] the table with positions and rows as the cache has them */
     fd_part_t part;

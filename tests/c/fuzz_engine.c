@@ -91,7 +91,7 @@ static void good_call(target_t *good) {
         memcpy(good->v[good->length + j], kv + j * 2 * HEAD + HEAD, sizeof good->v[0]);
     }
     *(fd_row_t *)((uint8_t *)slot + y.table) = (fd_row_t){1, 7, good->length, n, FD_ROW_ATTEND, 0};
-    slot->arm = (fd_arm_t){.number = ++good->number, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
+    slot->arm = (fd_arm_t){.number = ++good->number, .n_entries = 1, .n_rows = n, .n_attend_rows = n, .n_layers = 1};
     s_side_ring_arm(good->link, good->region, slot, good->number);
     REQUIRE(s_side_verdict(slot, good->number)->status == FD_OK);
     s_side_ask(good->link, good->region, slot, 1);
@@ -117,7 +117,8 @@ typedef struct {
     struct {
         uint64_t bell;   /* of the last step */
         bool armed;      /* a step is in progress */
-        uint32_t served; /* its layers */
+        uint32_t layers; /* that it runs */
+        uint32_t served; /* its layers that are answered */
     } slots[2];
 } hostile_t;
 
@@ -201,12 +202,13 @@ static void mutate_row(input_t *in, fd_row_t *r, uint32_t max_rows) {
 }
 
 static void mutate_header(input_t *in, fd_arm_t *header, const fd_geometry_t *g) {
-    switch (take(in, 1) % 5) {
+    switch (take(in, 1) % 6) {
     case 0: header->number += edgy(in, 2); break;
     case 1: header->n_entries = edgy(in, g->max_rows); break;
     case 2: header->n_rows = edgy(in, g->max_rows); break;
     case 3: header->n_attend_rows = edgy(in, g->max_rows); break;
-    default: header->reserved[take(in, 1) % 11] = take(in, 1);
+    case 4: header->n_layers = edgy(in, g->n_layers); break;
+    default: header->reserved[take(in, 1) % 10] = take(in, 1);
     }
 }
 
@@ -295,7 +297,7 @@ static void hostile_arm(hostile_t *h, input_t *in, uint32_t slot) {
     uint32_t mode = take(in, 1) % 8;
     fd_row_t *table = calloc(h->g.max_rows, sizeof *table);
     REQUIRE(table);
-    fd_arm_t header = {0};
+    fd_arm_t header = {.n_layers = 1 + take(in, 1) % h->g.n_layers};
     good_step(h, in, table, &header);
     uint64_t bell = h->slots[slot].bell + 1;
     header.number = bell;
@@ -318,6 +320,7 @@ static void hostile_arm(hostile_t *h, input_t *in, uint32_t slot) {
     answers[report.status]++;
     h->slots[slot].armed = report.status == FD_OK && !racing; /* after a race nothing is known of the step */
     h->slots[slot].served = 0;
+    h->slots[slot].layers = header.n_layers;
     if (report.status == FD_OK) note_armed(h, table, &header); /* after a race this is only likely */
     free(table);
 }
@@ -327,8 +330,8 @@ static void hostile_layer(hostile_t *h, input_t *in, uint32_t slot) {
     fd_slot_t *s = fd_slot_at(h->region, &h->y, slot);
     uint8_t *rows = slot_part(h, slot, h->y.q);
     for (uint32_t n = take(in, 1) % 16; n; n--) rows[take(in, 2) % (h->y.o - h->y.q)] = (uint8_t)take(in, 1);
-    const uint32_t served = h->slots[slot].served, what = take(in, 1) % 8;
-    const uint32_t word = what ? served + 1 : take(in, 1) % 2 ? edgy(in, h->g.n_layers) : take(in, 4);
+    const uint32_t layers = h->slots[slot].layers, served = h->slots[slot].served, what = take(in, 1) % 8;
+    const uint32_t word = what ? served + 1 : take(in, 1) % 2 ? edgy(in, layers) : take(in, 4);
     s_side_ask(h->link, h->region, s, word);
     if (what == 2) control(h, in); /* while the engine works on the layer */
     if (what == 1) {               /* whether the word is seen before it is overwritten is not known */
@@ -337,9 +340,9 @@ static void hostile_layer(hostile_t *h, input_t *in, uint32_t slot) {
         return;
     }
     if (word <= served) return; /* asks for nothing */
-    const bool good = s_side_replied(s, word <= h->g.n_layers ? word : FD_POISON) && word <= h->g.n_layers;
-    REQUIRE(good == (word <= h->g.n_layers));
-    if (!good || word == h->g.n_layers) {
+    const bool good = s_side_replied(s, word <= layers ? word : FD_POISON) && word <= layers;
+    REQUIRE(good == (word <= layers));
+    if (!good || word == layers) {
         REQUIRE(s->report.number == h->slots[slot].bell && s->report.status == (good ? FD_OK : FD_BAD_CALL));
         h->slots[slot].armed = false;
     }

@@ -121,7 +121,7 @@ static bool receive_message(end_t *e, message_t *m) {
 /* Changes a field or a byte of a message's frame head, step header or report, one to three times. */
 static void mutate(message_t *m, input_t *in, fd_side_t side) {
     const size_t head = side == FD_SIDE_R ? sizeof m->arm : sizeof m->report;
-    uint32_t *counts[] = {&m->arm.n_entries, &m->arm.n_rows, &m->arm.n_attend_rows};
+    uint32_t *counts[] = {&m->arm.n_entries, &m->arm.n_rows, &m->arm.n_attend_rows, &m->arm.n_layers};
     for (uint32_t n = 1 + take(in, 1) % 3; n; n--) {
         switch (take(in, 1) % 8) {
         case 0: m->frame.slot = (uint16_t)edgy(in, geometry.n_slots); break;
@@ -131,7 +131,7 @@ static void mutate(message_t *m, input_t *in, fd_side_t side) {
         case 4: m->frame.word = edgy(in, geometry.n_layers); break;
         case 5: m->frame.kind = (uint16_t)edgy(in, FD_REPLY); break;
         default:
-            if (side == FD_SIDE_R) *counts[take(in, 1) % 3] = edgy(in, geometry.max_rows);
+            if (side == FD_SIDE_R) *counts[take(in, 1) % 4] = edgy(in, geometry.max_rows);
             else m->report.status = edgy(in, FD_INTERNAL);
         }
     }
@@ -154,7 +154,7 @@ static void expect_the_end(end_t *e) {
 typedef struct {
     uint64_t number;
     bool armed;
-    uint32_t asked, rows, attend;
+    uint32_t asked, rows, attend, layers;
 } step_t;
 
 static void hostile_steps(input_t *in) {
@@ -173,7 +173,11 @@ static void hostile_steps(input_t *in) {
             const uint32_t rows = 1 + take(in, 1) % geometry.max_rows, attend = take(in, 1) % 4 ? rows : 0;
             row = (fd_row_t){s, 1, length[s], rows, attend ? FD_ROW_ATTEND : 0, 0};
             if (take(in, 1) % 8 == 0) ((uint8_t *)&row)[take(in, 1) % sizeof row] ^= (uint8_t)take(in, 1);
-            m.arm = (fd_arm_t){.number = step->number + 1, .n_entries = 1, .n_rows = rows, .n_attend_rows = attend};
+            m.arm = (fd_arm_t){.number = step->number + 1,
+                               .n_entries = 1,
+                               .n_rows = rows,
+                               .n_attend_rows = attend,
+                               .n_layers = 1 + take(in, 1) % geometry.n_layers};
             memcpy(&m.arm + 1, &row, sizeof row);
             m.frame = (fd_frame_t){FD_FRAME_MAGIC, FD_ARM, (uint16_t)slot, 0, 0, sizeof m.arm + sizeof row};
         } else {
@@ -204,6 +208,7 @@ static void hostile_steps(input_t *in) {
             step->asked = 0;
             step->rows = m.arm.n_rows;
             step->attend = m.arm.n_attend_rows;
+            step->layers = m.arm.n_layers;
             if (step->armed) {
                 REQUIRE(row.seq_index < 4);
                 length[row.seq_index] = row.pos + row.n_rows;
@@ -212,7 +217,7 @@ static void hostile_steps(input_t *in) {
             }
         } else {
             REQUIRE(r.frame.kind == FD_REPLY && r.frame.word == ++step->asked);
-            step->armed = step->asked < geometry.n_layers;
+            step->armed = step->asked < step->layers;
             REQUIRE(r.frame.length == step->attend * e.y.o_row_bytes + (step->armed ? 0 : sizeof(fd_report_t)));
             n_answered++;
         }
@@ -226,7 +231,7 @@ static void hostile_steps(input_t *in) {
 static void hostile_replies(input_t *in) {
     end_t e;
     uint64_t number[FD_MAX_SLOTS] = {0};
-    uint32_t asked[FD_MAX_SLOTS] = {0}, rows[FD_MAX_SLOTS] = {0};
+    uint32_t asked[FD_MAX_SLOTS] = {0}, rows[FD_MAX_SLOTS] = {0}, layers[FD_MAX_SLOTS] = {0};
     open_end(&e, FD_SIDE_S);
     while (in->at < in->end) {
         const uint32_t slot = take(in, 1) % geometry.n_slots;
@@ -237,7 +242,8 @@ static void hostile_replies(input_t *in) {
             asked[slot] = 0;
             number[slot]++;
             const fd_row_t row = {1, 2, 3, rows[slot], FD_ROW_ATTEND, 0};
-            REQUIRE(!fd_port_arm(&e.port, slot, &row, 1));
+            layers[slot] = 1 + take(in, 1) % geometry.n_layers;
+            REQUIRE(!fd_port_arm(&e.port, slot, &row, 1, layers[slot]));
             REQUIRE(receive_message(&e, &m) && m.frame.kind == FD_ARM && m.frame.slot == slot);
             REQUIRE(m.frame.length == sizeof m.arm + sizeof row && !memcmp(&m.arm + 1, &row, sizeof row));
         } else {
@@ -248,7 +254,7 @@ static void hostile_replies(input_t *in) {
         }
         const uint32_t status = take(in, 1) % 4 ? FD_OK : 1 + take(in, 1) % FD_INTERNAL;
         const uint32_t word = status == FD_OK ? asked[slot] : FD_POISON;
-        const bool last = !arms && (status != FD_OK || word == geometry.n_layers);
+        const bool last = !arms && (status != FD_OK || word == layers[slot]);
         const size_t o_bytes = arms || status != FD_OK ? 0 : rows[slot] * e.y.o_row_bytes;
         fd_report_t report = {.number = number[slot], .status = status, .n_layers = asked[slot]};
         memset(report.message, take(in, 1), sizeof report.message);

@@ -176,7 +176,8 @@ static void put_step(pair_t *p, uint32_t slot, uint64_t number) {
     s->arm = (fd_arm_t){.number = number,
                         .n_entries = 1 + (uint32_t)rand() % rows,
                         .n_rows = rows,
-                        .n_attend_rows = (uint32_t)rand() % (rows + 1)};
+                        .n_attend_rows = (uint32_t)rand() % (rows + 1),
+                        .n_layers = 1 + (uint32_t)rand() % p->g.n_layers};
     s->arm_bell = number;
     fill((uint8_t *)s + p->y.table, p->y.slot_bytes - p->y.table);
 }
@@ -216,7 +217,7 @@ static void step(pair_t *p, uint32_t slot, uint64_t number) {
     REQUIRE(s->armed_bell == number && !memcmp(&s->report, &r->report, sizeof s->report));
     REQUIRE(!memcmp(before + y->table, (uint8_t *)s + y->table, y->slot_bytes - y->table));
 
-    for (uint32_t word = 1; word <= p->g.n_layers; word++) {
+    for (uint32_t word = 1; word <= s->arm.n_layers; word++) {
         memcpy(before, r, y->slot_bytes);
         fill((uint8_t *)s + y->q, y->o - y->q);
         s->layer_request = word;
@@ -233,7 +234,7 @@ static void step(pair_t *p, uint32_t slot, uint64_t number) {
         memcpy(before, s, y->slot_bytes);
         fd_poster_ops.send(p->r.poster, slot, FD_REPLY);
         REQUIRE(s->layer_reply == r->layer_reply);
-        REQUIRE((s->report.busy_ns == r->report.busy_ns) == (poisoned || word == p->g.n_layers));
+        REQUIRE((s->report.busy_ns == r->report.busy_ns) == (poisoned || word == s->arm.n_layers));
         arrived(p, &p->r, &p->s, before, slot, y->o, poisoned ? 0 : a->n_attend_rows * y->o_row_bytes, y->slot_bytes);
         REQUIRE(!memcmp(before + y->table, (uint8_t *)s + y->table, y->o - y->table));
         if (poisoned) break;
@@ -310,7 +311,7 @@ static void meddling_is_noticed(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);
     fd_slot_t *r = slot_of(&p, &p.r, 0);
-    r->arm = (fd_arm_t){.number = 1, .n_entries = 1, .n_rows = 1, .n_attend_rows = 0xffffffff};
+    r->arm = (fd_arm_t){.number = 1, .n_entries = 1, .n_rows = 1, .n_attend_rows = 0xffffffff, .n_layers = 1};
     r->armed_bell = 1;
     fd_poster_ops.send(p.r.poster, 0, FD_VERDICT); /* a refusal, which goes out */
     r->layer_reply = 1;

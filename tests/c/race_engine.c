@@ -89,7 +89,8 @@ static void arm(s_node_t *s, uint32_t slot, const step_t *step) {
     at->arm = (fd_arm_t){.number = ++s->numbers[slot],
                          .n_entries = step->n_entries,
                          .n_rows = step->n_rows,
-                         .n_attend_rows = step->n_attend_rows};
+                         .n_attend_rows = step->n_attend_rows,
+                         .n_layers = LAYERS};
     s_side_ring_arm(s->link, s->region, at, s->numbers[slot]);
 }
 

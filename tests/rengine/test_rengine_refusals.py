@@ -43,6 +43,9 @@ def still_good(link: Link) -> None:
         ((0, 1, 1), 0, "row table longer than the rows"),
         ((2, 1, 1), 0, "row table longer than the rows"),
         ((2**32 - 1, PAGE_TOKENS, 1), 0, "row table longer than the rows"),
+        ((1, 1, 1, 0), 0, "layers beyond the model"),
+        ((1, 1, 1, 3), 0, "layers beyond the model"),
+        ((1, 1, 1, 2**32 - 1), 0, "layers beyond the model"),
         ((1, 1, 1), 7, "reserved field is not zero"),
     ],
 )
@@ -130,7 +133,7 @@ def test_a_layer_beyond_the_model_poisons_the_step(link, word, done):
     link.ring_layer(0, word)
     report = link.wait(0, 1 + done)
     assert (report.status, report.number) == (Status.BAD_CALL, link.numbers[0])
-    assert (report.message, link.layer_reply(0)) == ("layer beyond the model", POISON)
+    assert (report.message, link.layer_reply(0)) == ("layer beyond the step", POISON)
     link.ring_layer(0, 1 + done)  # the step is over
     time.sleep(0.01)
     assert link.layer_reply(0) == POISON
@@ -138,6 +141,25 @@ def test_a_layer_beyond_the_model_poisons_the_step(link, word, done):
     for kind in (link.shadows[0].k, link.shadows[0].v):
         kind[:] = [rows[:5] for rows in kind]
     still_good(link)
+
+
+def test_a_step_of_fewer_layers_ends_with_its_last_one(link):
+    step = link.begin(0, [(0, 2, True)])
+    assert link.arm(0, 1, 2, 2, 1).status == Status.OK
+    step.write(0)
+    link.ring_layer(0, 1)
+    report = link.wait(0, 1)
+    assert (report.status, report.n_layers, report.number) == (Status.OK, 1, link.numbers[0])
+    assert report.kv_bytes > 0
+    link.ring_layer(0, 2)  # the step is over
+    time.sleep(0.01)
+    assert link.layer_reply(0) == 1
+    link.table(0, [(0, link.shadows[0].tag, 7, 1, ROW_ATTEND)])
+    assert link.arm(0, 1, 1, 1, 1).status == Status.OK
+    link.ring_layer(0, 2)
+    report = link.wait(0, 2)
+    assert (report.status, report.message, link.layer_reply(0)) == (Status.BAD_CALL, "layer beyond the step", POISON)
+    link.shadows.clear()
 
 
 def test_a_word_that_jumps_gets_all_layers_up_to_it(link):

@@ -62,6 +62,7 @@ async def test_the_drafts_are_those_of_the_head(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3.5", "glm_moe_dsa"])
 async def test_only_the_drafts_that_are_wanted_are_made(name, tmp_path):
+    """An R-node serves a layer for each draft, and one if there is none."""
     directory = make_checkpoint(name) if name in NATIVE else save_model(name, tmp_path)
     head = make_head(directory)
     backend = choose_backend("auto", head.save(directory, tmp_path / "m")).with_mtp(PASSES)
@@ -72,7 +73,10 @@ async def test_only_the_drafts_that_are_wanted_are_made(name, tmp_path):
         for wanted in (0, 2, 0, 0, 1, 3):
             pos = 0 if len(tokens) == 40 else len(tokens) - 1
             chunk = Chunk(0, 0, 1, pos, tokens[pos:], pos == 0, GREEDY, 40, state=1)
+            before = (await links[0].stats())["calls"]
             [sampled] = run(spart.step(StepBatch(0, [chunk], drafts=wanted))).sampled
+            calls = (await links[0].stats())["calls"] - before
+            assert calls == model.config.n_layers - PASSES + max(1, wanted)
             tokens.append(sampled.token)
             assert list(sampled.drafts) == head.drafts(tokens, wanted)
 

@@ -21,7 +21,7 @@ import torch
 
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.experts import Mixture
-from fastdecode.spart.decoder.layer_pass import DecoderLayers, LayerPass, StepState
+from fastdecode.spart.decoder.layer_pass import DecoderLayers, LayerPass, StepState, draft_passes
 from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.decoder.weights import Model
@@ -90,7 +90,8 @@ class SPart:
             exchange.goes_on = self._goes_on
         clock = StepClock(self.timeline, batch.slot, rows.started)
         try:
-            exchange.arm()
+            n_drafts = batch.drafts if rows.n_drawn else 0
+            exchange.arm(self._config.n_layers - self._config.mtp + draft_passes(self._config.mtp, n_drafts))
             state = self._begin(rows, exchange)
             timeout = batch.layer_timeout
             yield from _exchanged(state.layers(clock, timeout), exchange, clock, timeout)
@@ -99,7 +100,7 @@ class SPart:
             if self._config.mtp:
                 scores = rows.scorer(state.scored_logits, rows.uploaded)
                 drawn = self._draw(logits, rows)
-                passes = state.draft(rows.following(drawn), batch.drafts if drawn else 0, timeout)
+                passes = state.draft(rows.following(drawn), n_drafts, timeout)
                 drafts = yield from _exchanged(passes, exchange, clock, timeout)
                 for one, tokens in zip(drawn, drafts.tolist(), strict=True):
                     one.drafts = tokens

@@ -42,9 +42,14 @@ class LayerPass(Protocol):
 
         Returns the `n` tokens that the head expects after each drawn token, int64 [drawn rows, n]. The first pass
         stores K and V of all rows. Later passes go on from the drawn rows alone: their queries attend to the K and V of
-        the first pass. Passes beyond the n-th only complete the step. Each pass has `timeout` seconds, and stops as
-        `layers` does.
+        the first pass. There are `draft_passes` passes; each has `timeout` seconds, and stops as `layers` does.
         """
+
+
+def draft_passes(most: int, n: int) -> int:
+    """The passes of an MTP head that drafts up to `most` tokens, 0 without a head, in a step that drafts `n`: the first
+    one stores K and V, so no step leaves it out."""
+    return min(most, max(1, n))
 
 
 class DecoderLayers:
@@ -180,13 +185,12 @@ class StepState:
         self.x = self._mtp_inputs(following, self._ops.norm(self.x, w.final_norm))
         self.project(w.mtp.layer)
         drafts = []
-        for i in range(self._config.mtp):
+        for i in range(draft_passes(self._config.mtp, n)):
             exchange.post(len(self._layers) + i, timeout)
-            if i == 0 or i < n:  # the first pass also stages the K and V of prompts
-                self.attend_prompts(len(self._layers) + i)
+            self.attend_prompts(len(self._layers) + i)  # the first pass also stages the K and V of prompts
             yield
             if i >= n:
-                continue
+                break
             if i == 0:
                 self._narrow(drawn)
             self._o = exchange.o.index_select(0, drawn)

@@ -224,10 +224,10 @@ class StepLinks:
         assert isinstance(team, TokenTeam)
         return team
 
-    def arm(self) -> None:
-        """Publish the step to every link. Returns at once: the R-nodes plan it while the S-Part computes the first
-        layer's rows."""
-        self._check(self._group.arm())
+    def arm(self, n_layers: int = 0) -> None:
+        """Publish the step, which runs the first `n_layers` layers of the links, to every link; 0: all layers. Returns
+        at once: the R-nodes plan it while the S-Part computes the first layer's rows."""
+        self._check(self._group.arm(n_layers))
 
     def judge(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for the R-nodes' verdicts on the step, which come once."""
@@ -286,7 +286,7 @@ class StepExchange(RowExchange, Protocol):
     def pending(self) -> Pending: ...
     @property
     def ready(self) -> bool: ...
-    def arm(self) -> None: ...
+    def arm(self, n_layers: int = 0) -> None: ...
     def finish(self) -> None: ...
     def finished(self) -> None: ...
     def settle(self, timeout: float) -> None: ...

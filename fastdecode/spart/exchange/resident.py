@@ -60,8 +60,8 @@ class Resident:
     def ready(self) -> bool:
         return self._others.ready
 
-    def arm(self) -> None:
-        self._others.arm()
+    def arm(self, n_layers: int = 0) -> None:
+        self._others.arm(n_layers)
         self._own.arm()
         self._own.upload(None if self._prefixes is None else self._prefixes.answers)
 

@@ -113,17 +113,12 @@ class _Forward:
         """See LayerPass."""
         self.adapters = None  # the head is not adapted
         passes = self._pausing(partial(self._drafts, following, n), timeout)
-        drafts = following.new_empty(len(self._inputs["last rows"]), 0)
         if n:
-            drafts = yield from passes
-        else:  # the first pass only posts its K and V
-            with closing(passes):
-                next(passes)
-                yield
-        for layer in range(self._layer, self._config.n_layers):
-            self._exchange.post(layer, timeout)
+            return (yield from passes)
+        with closing(passes):  # the first pass only posts its K and V
+            next(passes)
             yield
-        return drafts
+        return following.new_empty(len(self._inputs["last rows"]), 0)
 
     def _drafts(self, following: torch.Tensor, n: int) -> torch.Tensor:
         """The first `n` passes of the MTP head."""

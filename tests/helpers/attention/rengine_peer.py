@@ -37,7 +37,7 @@ KV_INT8, KV_INT4, KV_INT8_INT4 = KV_DTYPES.index("int8"), KV_DTYPES.index("int4"
 #: LayerOptions.selections
 SELECT_OWN, SELECT_SHARED = 1, 2
 
-_ARM = struct.Struct("<QIII11I")
+_ARM = struct.Struct("<QIIII10I")
 _ROW = struct.Struct("<6I")
 _REPORT = struct.Struct("<QIIQQ224s")
 # Offsets within a slot's head: each word and each header begins a cache line of its own.
@@ -138,6 +138,7 @@ class Peer:
         self.words = np.frombuffer(self.map, "<u8")
         self.halves = np.frombuffer(self.map, "<u4")
         self.numbers = [0] * g.n_slots  # of the last step armed in each slot
+        self.n_layers = [0] * g.n_slots  # of that step
         self.refused: dict[int, Reply] = {}
         self.wake_fd = -1
 
@@ -148,8 +149,9 @@ class Peer:
         self.map[offset : offset + len(data)] = data
 
     def header(self, slot: int, number: int, *counts: int, reserved: int = 0) -> None:
-        """counts: entries, rows, attending rows."""
-        self.put(self.at(slot) + _ARM_AT, _ARM.pack(number, *counts, reserved, *[0] * 10))
+        """counts: entries, rows, attending rows, and layers if not all of the link."""
+        *rows, self.n_layers[slot] = counts if len(counts) == 4 else (*counts, self.g.n_layers)
+        self.put(self.at(slot) + _ARM_AT, _ARM.pack(number, *rows, self.n_layers[slot], reserved, *[0] * 9))
 
     def table(self, slot: int, rows: list[tuple[int, ...]]) -> None:
         """rows: (seq_index, tag, pos, n_rows, flags[, reserved])."""
@@ -179,7 +181,7 @@ class Peer:
         return Reply(*numbers, text.split(b"\0")[0].decode())
 
     def arm(self, slot: int, *counts: int, seconds: float = 20.0) -> Reply:
-        """Arm the step whose table is in the slot; counts: entries, rows, attending rows. Returns the verdict."""
+        """Arm the step whose table is in the slot; `counts` as for `header`. Returns the verdict."""
         self.numbers[slot] += 1
         self.header(slot, self.numbers[slot], *counts)
         self.ring_arm(slot, self.numbers[slot])
@@ -201,7 +203,7 @@ class Peer:
         while (reply := self.layer_reply(slot)) != word and reply != POISON:
             assert time.monotonic() < deadline, f"no reply to layer request {word}"
             time.sleep(0)
-        if reply == POISON or reply == self.g.n_layers:
+        if reply in (POISON, self.n_layers[slot]):
             return self.report(slot)
         return Reply(self.numbers[slot], Status.OK, reply, 0, 0, "")
 
