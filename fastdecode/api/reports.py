@@ -83,6 +83,7 @@ class ClusterReport:
             "running": stats.running,
             "waiting": stats.waiting,
             "kv_cache_usage": stats.kv_usage,
+            "cut_sequences": stats.cut_sequences,
             "totals": asdict(stats.totals),
             "nodes": [asdict(node) for node in stats.nodes],
             "timeline": _relative(report.timeline),

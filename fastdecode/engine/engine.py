@@ -480,6 +480,8 @@ class Engine:
         self.totals.recomputed = self.scheduler.running.recomputed
         self.totals.migrated = self.r_nodes.migrator.migrated
         self.totals.remote_prefills = self.r_nodes.remote_prefills
+        spiller = self.r_nodes.spiller
+        self.totals.spilled_bytes, self.totals.refilled_bytes = spiller.spilled_bytes, spiller.refilled_bytes
         if (adopter := self.r_nodes.adopter) is not None:
             self.totals.adopted = adopter.adopted
             self.totals.not_adopted = adopter.recomputed + self.cluster.placer.adoptions_given_up
@@ -493,6 +495,7 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             kv_usage=sum(n.pages_used for n in nodes) / max(1, sum(n.obtainable for n in nodes)),
             nodes=[stats for node in self.cluster.nodes if not node.retired for stats in self.r_nodes.stats(node)],
+            cut_sequences=len(spiller.cut),
             exchange=str(self.spart.exchange),
             totals=self.totals,
             expert_load=self.spart.expert_load,

@@ -65,6 +65,7 @@ class EngineStats:
     waiting: int
     kv_usage: float  # pages used / pages that the leases of all live R-nodes could have, 0..1
     nodes: list[NodeStats] = field(default_factory=list)
+    cut_sequences: int = 0  # running sequences on the S-Part's device whose first tokens are on an R-node
     exchange: str = ""  # how rows pass between the S-Part and the R-nodes, and why not in a faster way
     totals: Totals = field(default_factory=lambda: Totals())
     #: Rows that each expert has had, by the layer; empty for models without experts.
@@ -91,5 +92,7 @@ class Totals:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # the tokens found there
     kv_bytes: int = 0  # KV-cache bytes that the R-nodes have read
+    spilled_bytes: int = 0  # of pages that have gone from the S-Part's device to R-nodes
+    refilled_bytes: int = 0  # of pages that have come back
     guessed: int = 0  # tokens guessed by speculation
     guessed_right: int = 0  # guesses that the model has drawn

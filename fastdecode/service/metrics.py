@@ -177,6 +177,12 @@ _ENGINE_METRICS: _Table[EngineStats] = (
         "Part of the KV-cache pages that all live R-nodes could give which is in use (1 is full).",
         lambda stats: stats.kv_usage,
     ),
+    (
+        _GAUGE,
+        "cut_sequences",
+        "Running sequences on the S-node's GPU whose first tokens are on an R-node.",
+        lambda stats: stats.cut_sequences,
+    ),
 )
 #: Counters of the engine: their name, documentation and field of Totals.
 _TOTALS = (
@@ -201,6 +207,8 @@ _TOTALS = (
     ("s_seconds", "Time the S-Part computed.", "s_seconds"),
     ("s_wait_for_r_seconds", "Time the S-Part waited for R-nodes.", "r_wait_seconds"),
     ("kv_bytes_read", "KV-cache bytes the R-nodes read.", "kv_bytes"),
+    ("kv_bytes_spilled", "Bytes of cache pages that went from the S-node's GPU to R-nodes.", "spilled_bytes"),
+    ("kv_bytes_refilled", "Bytes of cache pages that came back to the S-node's GPU.", "refilled_bytes"),
 )
 _NODE_METRICS: _Table[NodeStats] = (
     (_GAUGE, "alive", "1 while the R-node is connected.", lambda n: float(n.alive)),

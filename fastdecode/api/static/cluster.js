@@ -76,11 +76,12 @@ export class Cluster {
     const written = `${number(totals.generated_tokens)} since the start`;
     const others = `${report.waiting} waiting, ${number(totals.rejected)} refused`;
     const used = Math.round(100 * report.kv_cache_usage);
+    const cut = report.cut_sequences ? `, ${number(report.cut_sequences)} cut between GPU and R-node` : "";
     return [
       tile("Output", number(rates.output), "tokens/s", written, this.lines.output),
       tile("Prompts", number(rates.prompt), "tokens/s", cached, this.lines.prompt),
       tile("Requests", report.running, "running", others, this.lines.running),
-      tile("KV-cache", used, "% in use", count(totals.preemptions, "preemption"), this.lines.kv),
+      tile("KV-cache", used, "% in use", count(totals.preemptions, "preemption") + cut, this.lines.kv),
     ];
   }
 }

@@ -172,9 +172,9 @@ async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dic
             killing = Killer(case, engine, resident, nodes)
             tokens = await generate(case, engine, killing.begun)
             killing.end()
-            report["preemptions"] = engine.stats.totals.preemptions
-            report["spilled"] = engine.r_nodes.spiller.spilled_bytes
-            report["refilled"] = engine.r_nodes.spiller.refilled_bytes
+            totals = engine.stats.totals
+            report["preemptions"] = totals.preemptions
+            report["spilled"], report["refilled"] = totals.spilled_bytes, totals.refilled_bytes
             report["alive"] = [node.alive for node in engine.stats.nodes]
             for ledger in engine.cluster.alive:
                 ledger.drain()
@@ -218,7 +218,7 @@ class Killer:
         while self._left:
             await asyncio.sleep(0.005)
             for seq in self._engine.scheduler.running:
-                if self._left and seq.prefix is not None:
+                if self._left and self._engine.stats.cut_sequences and seq.prefix is not None:
                     self._kill(seq.prefix.node.url)
 
     def _kill_and_take(self, n_bytes: int) -> torch.Tensor:
