@@ -71,6 +71,20 @@ def test_a_sequence_that_outgrows_the_device_has_its_first_pages_on_an_r_node():
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("then", ["paused", "recomputed"])
+def test_a_cut_sequence_is_preempted(then):
+    report = run(f"cut and {then}", "staged")
+    assert report["spilled"] and report["preemptions"] and (report["recomputed"] > 0) == (then == "recomputed")
+
+
+@pytest.mark.timeout(180)
+def test_choices_that_share_a_prompt_are_cut():
+    """Beside sequences whose steps guess tokens."""
+    report = run("cut forks", "staged")
+    assert report["spilled"] and report["guessed"]
+
+
+@pytest.mark.timeout(180)
 def test_pages_come_back_when_the_device_has_room_again():
     report = run("refilled", "bypass")
     assert report["merged"] and report["refilled"] == report["spilled"] > 0

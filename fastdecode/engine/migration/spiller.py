@@ -1,8 +1,9 @@
 """Decides when pages of sequences on the S-Part's device move to R-nodes, and back.
 
 Nothing moves while the device's free pages exceed what its running sequences need in the next steps. Below that
-reserve a sequence gives up its oldest whole pages, at most half of them: one that is cut already, else the longest. The
-R-node then attends to the tokens before the cut and the device to the others, to which new tokens are appended
+reserve a sequence gives up its oldest whole pages, at most half of its unshared pages: one that is cut
+already, else the longest. Pages that it shares, with its siblings say, are copied but stay for the others. The R-node
+then attends to the tokens before the cut and the device to the others, to which new tokens are appended
 (spart/step/batch.RemotePrefix). When the device has more free pages than its sequences need for many steps, the newest
 pages of the shortest cut come back. One cut moves at a time (cut_moves.py).
 """
@@ -79,10 +80,11 @@ class Spiller:
         """Begin to spill pages of a sequence on the S-Part's device. True if pages move now."""
         if self.move is not None or self._has_failed():
             return self.move is not None
-        candidates = [seq for seq in self._scheduler.running if self._blocks(seq)]
         lacking = self._need(device, _REFILL_STEPS) - device.unused_pages
-        for seq in sorted(candidates, key=lambda seq: (seq.prefix is not None, self._blocks(seq)), reverse=True):
-            blocks = max(1, min(self._blocks(seq), -(-lacking // device.groups.block)))
+        wanted = max(1, -(-lacking // device.groups.block))
+        found = ((seq, *self._blocks(seq, wanted)) for seq in self._scheduler.running)
+        candidates = [(seq, blocks, gain) for seq, blocks, gain in found if gain]
+        for seq, blocks, _ in sorted(candidates, key=lambda one: (one[0].prefix is not None, one[2]), reverse=True):
             target = self._target(seq, blocks * device.groups.block)
             if target is not None:
                 self._begin(Spill(self._cluster, seq, target, seq.cut + blocks * PAGE_TOKENS))
@@ -113,14 +115,15 @@ class Spiller:
         busy = seq.mini_batch is None or seq.prefilling or seq.cancelled or seq.held or seq.migrating
         return not busy and seq.placed_on.resident and cast("ResidentLink", seq.placed_on.link).may_cut
 
-    def _blocks(self, seq: Sequence) -> int:
-        """The most blocks that a sequence would spill, whose pages no other sequence holds; 0: it cannot be cut."""
+    def _blocks(self, seq: Sequence, wanted: int) -> tuple[int, int]:
+        """How many blocks a sequence would spill, and how many of them no other running sequence uses: `wanted` blocks,
+        or half of its unshared ones. (0, 0): it cannot be cut."""
         if not self._may_move(seq):
-            return 0
+            return 0, 0
         whole = seq.cached // PAGE_TOKENS - seq.cut // PAGE_TOKENS
-        blocks = (whole + 1) // 2
-        own = all(page.exclusive for page in islice(seq.pages.held[0], blocks))
-        return blocks if own else 0
+        own = [i for i, page in enumerate(islice(seq.pages.held[0], whole), 1) if page.users == 1]
+        gain = min((len(own) + 1) // 2, wanted)
+        return (own[gain - 1], gain) if gain else (0, 0)
 
     def _target(self, seq: Sequence, n_pages: int) -> RNodeLedger | None:
         """The R-node with room for pages of a sequence: the one that has its prefix, else the least loaded one."""

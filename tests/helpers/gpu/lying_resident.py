@@ -3,9 +3,9 @@
 Arguments: a case of CASES, "staged" or "bypass", and a model directory. Prints a JSON object: "equal", whether every
 stream has the tokens of transformers; "resident" and "crossed", how many sequences were placed on the device and on
 R-nodes; "copied", whether a page was copied; "captured", whether a captured step had rows of the device's pages, and
-"merged", whether one had rows of a sequence that was cut; "preemptions"; "spilled" and "refilled", bytes that have left
-the device and come back; "alive", of each place; "left", the pages of all live places that are not free once the prefix
-cache is empty.
+"merged", whether one had rows of a sequence that was cut; "preemptions"; "recomputed", tokens; "guessed", tokens;
+"spilled" and "refilled", bytes that have left the device and come back; "alive", of each place; "left", the pages of
+all live places that are not free once the prefix cache is empty.
 """
 
 from __future__ import annotations
@@ -53,9 +53,13 @@ class Case:
     #: that pages are on their way from. "": none.
     kill: str = ""
     kills: int = 1  # R-nodes that are killed
+    preempts: str = (
+        ""  # "paused": the first sequence that is cut is paused at once; "recomputed": it loses its cache, too
+    )
     kv_dtype: str = "fp32"
     lengths: tuple[int, ...] = (120, 126, 200, 124, 10, 64, 3, 140, 30)  # of the prompts; some grow beyond a page
     n_new: int = 24
+    guesses: int = 0  # most tokens of a sequence that a step guesses
     n_second: int | None = None  # tokens of the answer to the second prompt; None: as of the others
 
     def length(self, i: int) -> int:
@@ -70,6 +74,9 @@ CASES = {
     "short of pages": Case(3, (3,)),
     "killed": Case(5, (64, 64), kill="begun"),
     "cut": Case(5, (64,), lengths=LONG, n_new=150),
+    "cut and paused": Case(5, (64,), lengths=LONG[:2], n_new=40, preempts="paused"),
+    "cut and recomputed": Case(5, (64,), lengths=LONG[:2], n_new=40, preempts="recomputed"),
+    "cut forks": Case(7, (64,), lengths=(3, 3, 380), n_new=40, guesses=2),
     "cut and killed": Case(5, (64, 64), kill="cut", lengths=LONG, n_new=60),
     "killed while spilling": Case(5, (64, 64), kill="spilling", lengths=LONG, n_new=60),
     "two killed while spilling": Case(5, (64, 64, 64), kill="spilling", kills=2, lengths=LONG, n_new=60),
@@ -168,12 +175,13 @@ async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dic
             if bypassed:
                 bypass.prepare(spart, 2, least=8)
         count(report, resident)
-        async with started(spart, OnDevice, prefix_cache=True, max_uncached_suffix=256) as engine:
+        async with started(spart, OnDevice, prefix_cache=True, max_uncached_suffix=256, guesses=case.guesses) as engine:
             killing = Killer(case, engine, resident, nodes)
             tokens = await generate(case, engine, killing.begun)
             killing.end()
             totals = engine.stats.totals
-            report["preemptions"] = totals.preemptions
+            report["preemptions"], report["guessed"] = totals.preemptions, totals.guessed
+            report["recomputed"] = engine.scheduler.recomputed_tokens
             report["spilled"], report["refilled"] = totals.spilled_bytes, totals.refilled_bytes
             report["alive"] = [node.alive for node in engine.stats.nodes]
             for ledger in engine.cluster.alive:
@@ -190,13 +198,15 @@ async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dic
 
 
 class Killer:
-    """Kills R-nodes of a running engine, when the case says."""
+    """Kills R-nodes of a running engine, or preempts its sequences, when the case says."""
 
     def __init__(self, case: Case, engine: Engine, resident: ResidentLink, nodes: list[RNodeProcess]):
         self._case, self._engine, self._nodes = case, engine, nodes
         self._memory = resident._pinned.memory
         self._left = case.kills
         self._task = asyncio.create_task(self._once_cut()) if case.kill == "cut" else None
+        self._cut = engine.cluster.cut
+        engine.cluster.cut = self._cut_and_preempt  # type: ignore[method-assign]
         resident._pinned.memory = self._kill_and_take  # type: ignore[method-assign]
 
     def begun(self) -> None:
@@ -220,6 +230,18 @@ class Killer:
             for seq in self._engine.scheduler.running:
                 if self._left and self._engine.stats.cut_sequences and seq.prefix is not None:
                     self._kill(seq.prefix.node.url)
+
+    def _cut_and_preempt(self, seq: Any, prefix: Any) -> Any:
+        """Cut a sequence, which is in no step until the callbacks that are due have run, and pause it then."""
+        if self._case.preempts and not self._engine.scheduler.preemptions:
+            asyncio.get_running_loop().call_soon(self._preempt, seq)
+        return self._cut(seq, prefix)
+
+    def _preempt(self, seq: Any) -> None:
+        self._engine.scheduler.pauses._pause(seq)
+        if self._case.preempts == "recomputed":
+            seq.placed_on.drop_paused(seq)
+        self._engine._on_change()
 
     def _kill_and_take(self, n_bytes: int) -> torch.Tensor:
         """Take memory for the next pages of a migration connection, which is open."""
