@@ -33,6 +33,14 @@ os.environ.setdefault("FASTDECODE_TUNE", "off")
 os.environ["PYTHONSAFEPATH"] = "1"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin a session, whose worker processes share its folder."""
+    from session_folder import begin_session
+
+    if not hasattr(config, "workerinput"):
+        begin_session()
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """A run of single files or tests has no workers: it begins sooner, and -s shows what the tests print."""
     return 0 if any(".py" in argument for argument in config.args) else None

@@ -6,16 +6,14 @@ module that captures with torch on a GPU (fastdecode/spart/exchange/graph.py) is
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu import cuda_driver
 from models.checkpoints import make_checkpoint
+from nodes.forked import run_script
 from sources.compiled import compile_all
 
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(240)]
@@ -39,11 +37,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(libraries: Path, *arguments: str, script: str = "bypass_on_driver.py") -> Any:
     """What the script prints."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPTS / script), *arguments]
     environment = os.environ | {"FASTDECODE_COMPILED": str(libraries)}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return run_script(SCRIPTS / script, *arguments, seconds=200, env=environment)
 
 
 @pytest.mark.parametrize(("queues", "n_links"), [(1, 2), (8, 1), (32, 2)])

@@ -3,14 +3,12 @@ missing later, beside the steps, which are staged until then."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models.checkpoints import make_checkpoint
+from nodes.forked import run_script
 
 SCRIPT = Path(__file__).parents[1] / "helpers/gpu/lying_captures.py"
 LAYERS = 3  # of the model
@@ -19,10 +17,7 @@ KINDS = 4  # of sampling, with that of tokens drawn behind the graph
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(make_checkpoint("llama-gqa"))]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return run_script(SCRIPT, str(make_checkpoint("llama-gqa")))
 
 
 def test_every_class_is_captured_at_start_and_the_first_step_runs_it(found):

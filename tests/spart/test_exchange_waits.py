@@ -6,23 +6,18 @@ of an abandoned step. The runner's waits order nothing: a step that is resumed t
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from models.checkpoints import make_checkpoint
+from nodes.forked import run_script
 
 SCRIPT = Path(__file__).parents[1] / "helpers/gpu/lying_steps.py"
 
 
 def run(exchange: str, left_out: tuple[str, ...]) -> list[bool]:
     """Whether the tokens are those of the CPU, for each of `left_out`; see lying_steps.py."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), exchange, "1", ",".join(left_out)]
-    process = subprocess.run([*command, str(make_checkpoint("llama-gqa"))], capture_output=True, text=True, timeout=110)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return run_script(SCRIPT, exchange, "1", ",".join(left_out), str(make_checkpoint("llama-gqa")))
 
 
 def test_staged_steps_wait_for_the_r_nodes_and_for_both_copies():

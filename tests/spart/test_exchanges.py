@@ -7,15 +7,13 @@ needed: without it they are not. The device belongs to the whole process, so the
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models.checkpoints import make_checkpoint
 from models.hf_models import save_model
+from nodes.forked import run_script
 
 SCRIPTS = Path(__file__).parents[1] / "helpers/gpu"
 
@@ -25,10 +23,7 @@ MODELS = ("llama-gqa", "mistral", "qwen3", "opt")
 
 
 def run(*arguments: str, script: str = "lying_steps.py") -> list[Any]:
-    command = [sys.executable, "-W", "ignore", str(SCRIPTS / script), *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return run_script(SCRIPTS / script, *arguments)
 
 
 @pytest.mark.parametrize(("n_links", "models"), [(1, MODELS[:1]), (2, MODELS)], ids=["one link", "two links"])

@@ -6,13 +6,11 @@ The lying device belongs to the whole process, so each test runs it in a process
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from models.checkpoints import make_checkpoint
+from nodes.forked import run_script
 
 SCRIPT = Path(__file__).parents[1] / "helpers/gpu/lying_engine.py"
 
@@ -22,10 +20,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers/gpu/lying_engine.py"
 def test_streams_go_on_with_the_same_tokens_when_a_step_loses_an_r_node(scheme, how):
     """In a captured step the device's stream is let go with poison. The R-node's sequences are computed again on the
     other one, and later steps are captured for the R-node that is left."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), scheme, how, str(make_checkpoint("llama-gqa"))]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert process.returncode == 0, process.stderr
-    report = json.loads(process.stdout)
+    report = run_script(SCRIPT, scheme, how, str(make_checkpoint("llama-gqa")))
     reason = report.pop("reason")
     assert report == {"equal": True, "alive": [True, False], "after": True}
     assert ("has not come within" in reason) == (how == "stall"), reason

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from models.checkpoints import make_checkpoint
+from nodes.forked import run_script
 
 from fastdecode.kernels import _native
 from fastdecode.spart import load_model
@@ -58,10 +57,7 @@ def test_no_step_takes_more_memory_than_its_bound(name, rows, decoding, tmp_path
     times what they take."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
     dtype = MODELS[name]["torch_dtype"]
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), dtype, str(rows), str(decoding)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert run.returncode == 0, run.stderr
-    steps = json.loads(run.stdout)
+    steps = run_script(SCRIPT, str(tmp_path), dtype, str(rows), str(decoding))
     assert len(steps) == 4
     for step, (peak, bound) in steps.items():
         assert bound / 6 < peak <= bound, step

@@ -6,9 +6,6 @@ is seen on a GPU only; tests/gpu/test_packed_kernels.py compiles them.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ import torch
 from models.checkpoints import make_checkpoint, make_model, reference
 from models.gguf_made import random_blocks, write_gguf
 from models.quantised_made import make, make_mxfp4
+from nodes.forked import run_script
 
 from fastdecode.gguf.file import TYPES, GGUFTensor, ModelSource
 from fastdecode.spart import read_config
@@ -141,10 +139,8 @@ def test_a_device_without_kernels_is_named_in_the_log_once(caplog, monkeypatch):
 
 def check_tokens(models: list[Path], references: list, weights: str = "auto") -> None:
     """Steps on the device draw the four greedy tokens behind each prompt that transformers computes."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), weights, *map(str, models)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert process.returncode == 0, process.stderr
-    for path, model, (prompts, drawn) in zip(models, references, json.loads(process.stdout), strict=True):
+    found = run_script(SCRIPT, weights, *map(str, models))
+    for path, model, (prompts, drawn) in zip(models, references, found, strict=True):
         with torch.no_grad():
             assert drawn == [continued(model, tokens) for tokens in prompts], path
 

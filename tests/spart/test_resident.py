@@ -6,29 +6,19 @@ test runs it in a process of its own.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models.checkpoints import make_checkpoint
+from nodes.forked import run_script
 
 SCRIPTS = Path(__file__).parents[1] / "helpers/gpu"
 ENGINE, CUTS = SCRIPTS / "lying_resident.py", SCRIPTS / "lying_cuts.py"
 
 
-def run_script(script: Path, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", str(script), *arguments, str(make_checkpoint("llama-gqa"))]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=170)
-    assert process.returncode == 0, process.stderr
-    report: dict[str, Any] = json.loads(process.stdout)
-    return report
-
-
 def run(case: str, exchange: str) -> dict[str, Any]:
-    report = run_script(ENGINE, case, exchange)
+    report: dict[str, Any] = run_script(ENGINE, case, exchange, str(make_checkpoint("llama-gqa")), seconds=170)
     assert report.pop("equal"), "the tokens are not those of transformers"
     assert report.pop("left") == 0 and report.pop("captured") == (exchange == "bypass")
     return report
@@ -109,5 +99,5 @@ def test_streams_go_on_when_r_nodes_with_first_pages_are_killed(case, exchange, 
 @pytest.mark.parametrize(("exchange", "kv_dtype"), [("staged", "fp32"), ("bypass", "fp32"), ("staged", "fp16")])
 def test_tokens_are_those_of_transformers_with_a_cut_at_every_page_border(exchange, kv_dtype):
     """Several queries of the sequence in a step, beside sequences wholly on the device and wholly on the R-node."""
-    report = run_script(CUTS, exchange, kv_dtype)
+    report = run_script(CUTS, exchange, kv_dtype, str(make_checkpoint("llama-gqa")), seconds=170)
     assert report["equal"] and report["cuts"] == 2 and (report["waited"] > 0) == (exchange == "bypass")

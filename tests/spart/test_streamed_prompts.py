@@ -6,14 +6,12 @@ which stand still or are killed while a prompt is computed.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models.checkpoints import make_checkpoint
+from nodes.forked import run_script
 
 SCRIPT = Path(__file__).parents[1] / "helpers/gpu/lying_prompts.py"
 LAYERS = 3  # of the model
@@ -21,10 +19,7 @@ LAYERS = 3  # of the model
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(make_checkpoint("llama-gqa"))]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return run_script(SCRIPT, str(make_checkpoint("llama-gqa")))
 
 
 def test_an_append_that_is_held_up_holds_up_no_layer(found):

@@ -5,14 +5,12 @@ tests/helpers/gpu/fake_device.py says what such a run shows. It shows nothing of
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models.checkpoints import VARIANTS, make_checkpoint
+from nodes.forked import run_script
 
 SCRIPT = Path(__file__).parents[1] / "helpers/gpu/fake_device.py"
 #: Of the native families, with and without windows, biases, QK norm, projections, states.
@@ -20,18 +18,10 @@ MODELS = ("llama-gqa", "mistral", "qwen2-window", "qwen3", "qwen3.5", "phi3", "g
 CASES = [(model, "float16") for model in MODELS] + [("opt-projected", "float32")]
 
 
-def run_script(*arguments: str) -> Any:
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=110
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
 @pytest.fixture(scope="module")
 def reports() -> dict[tuple[str, str], Any]:
     assert {model for model, _ in CASES} <= set(VARIANTS)
-    found = run_script(*(f"{dtype}:{make_checkpoint(model)}" for model, dtype in CASES))
+    found = run_script(SCRIPT, *(f"{dtype}:{make_checkpoint(model)}" for model, dtype in CASES))
     return dict(zip(CASES, found, strict=True))
 
 
@@ -47,7 +37,7 @@ def test_a_step_synchronises_once(case: tuple[str, str], reports: Any) -> None:
 
 
 def test_the_counter_sees_what_synchronises() -> None:
-    found = run_script("--detect")
+    found = run_script(SCRIPT, "--detect")
     quiet = ["pinned upload", "arithmetic", "a tensor made on the device"]
     assert [name for name, seen in found.items() if not seen] == quiet
     assert "FakeTensorDeviceMismatchError" in found["mixed devices"]

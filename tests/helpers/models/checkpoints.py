@@ -3,21 +3,19 @@
     from models.checkpoints import VARIANTS, make_checkpoint
     directory = make_checkpoint("llama-gqa")
 
-A variant is made once a session. Its weights are wide enough that logits stand apart, so rounding does not
-decide greedy tokens. Norms, biases and positions are random too, so that no mistake is hidden by a zero or a one.
+A variant is made once a session, for all processes. Its weights are wide enough that logits stand apart, so rounding
+does not decide greedy tokens. Norms, biases and positions are random too, so that no mistake is hidden by a zero or a
+one.
 """
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from session_folder import made_once
 
 VOCAB_SIZE = 384
 MAX_POSITIONS = 1024
@@ -135,23 +133,16 @@ STATEFUL = ("qwen3-next", "qwen3.5", "qwen3.5-last", "qwen3.5-moe")
 MIXTURES = ("mixtral", "gpt-oss")
 
 
-@functools.cache
-def _root() -> Path:
-    root = Path(tempfile.mkdtemp(prefix="fastdecode-checkpoints-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    return root
-
-
-@functools.cache
 def make_checkpoint(name: str, seed: int = 0) -> Path:
     """Directory of the variant `name` of VARIANTS: config.json, safetensors, generation_config.json, tokenizer.json."""
-    directory = _root() / f"{name}-{seed}"
-    model = make_model(name, seed)
     _, _, storage = VARIANTS[name]
-    model.to(storage.get("dtype", torch.float32))
-    model.save_pretrained(directory, max_shard_size="64KB" if storage.get("shards") else "1GB")
-    write_tokenizer(directory)
-    return directory
+
+    def save(directory: Path) -> None:
+        model = make_model(name, seed).to(storage.get("dtype", torch.float32))
+        model.save_pretrained(directory, max_shard_size="64KB" if storage.get("shards") else "1GB")
+        write_tokenizer(directory)
+
+    return made_once(f"checkpoints/{name}-{seed}", save)
 
 
 def make_model(name: str, seed: int = 0) -> Any:

@@ -1,11 +1,10 @@
-"""A fastdecode-node process, as users run it."""
+"""A fastdecode-node process with the options of users."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
@@ -15,6 +14,8 @@ from typing import Any
 
 import orjson
 from openai import OpenAI
+
+from nodes.forked import LINKS, MODELS, Forked
 
 #: The programs, each as a module.
 PROGRAMS = {"node": "fastdecode.daemon.node", "router": "fastdecode.router.main"}
@@ -29,13 +30,13 @@ class Node:
         self.log = tmp_path / f"node-{time.monotonic_ns()}.log"
         with self.log.open("wb") as out:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary(tmp_path))}
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAMS[program], *argv],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+            self.process = Forked(
+                ["-m", PROGRAMS[program], *argv],
+                LINKS if program == "router" or "r" in argv else MODELS,
+                stdout=out.fileno(),
+                stderr=out.fileno(),
                 env=env,
-                process_group=0 if own_group else None,
+                own_group=own_group,
             )
 
     def wait_for(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:

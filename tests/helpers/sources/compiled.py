@@ -1,10 +1,11 @@
-"""The shared libraries that tests load: compiled from C, or taken from $FASTDECODE_COMPILED.
+"""The shared libraries that tests load: compiled from C, each once a session, or taken from $FASTDECODE_COMPILED.
 
 An emulated machine needs minutes to compile them, so the machine that starts it compiles them all (`compile_all`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -14,12 +15,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from session_folder import made_once
 
 from fastdecode.kernels.gpu.cupy_kernels import joined
 from fastdecode.spart import block_kernels, exchange_kernels
 from sources.folders import ROOT
 
 _SHARED = ["gcc", "-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread"]
+_CXX = ["g++", "-std=c++17", "-fPIC", "-pthread", "-w", "-U_FORTIFY_SOURCE"]  # longjmp goes to other stacks
 _KERNEL = re.compile(r"^FD_KERNEL(?:_OF\([^)]*\))?\s(\w+)\(([^)]*)\)", re.MULTILINE)
 
 
@@ -44,6 +47,11 @@ def _kernels(source: Path, definition: str, library: Path) -> None:
 
 def compile_kernels(source: str, definitions: Sequence[str], library: Path) -> None:
     """The CUDA kernels in the text of a source, compiled for the host (tests/c/cuda_on_host.h)."""
+    key = hashlib.sha256("\0".join([source, *definitions]).encode()).hexdigest()
+    shutil.copyfile(made_once(f"kernels/{key}.so", partial(_compile_kernels, source, definitions)), library)
+
+
+def _compile_kernels(source: str, definitions: Sequence[str], library: Path) -> None:
     lines, table = [f'#include "{ROOT}/tests/c/cuda_on_host.h"', source], []
     for name, declared in _KERNEL.findall(source):
         # "const uint4 *q" is an argument of type "const uint4 *"
@@ -56,13 +64,17 @@ def compile_kernels(source: str, definitions: Sequence[str], library: Path) -> N
         lines.append(f"static const unsigned {name}_pointers[] = {{{', '.join(str(int('*' in t)) for t in types)}}};")
         table.append(f'{{"{name}", {len(types)}, {name}_sizes, {name}_pointers, run_{name}}},')
     lines.append(f'extern "C" kernel_t kernels[] = {{{" ".join(table)} {{}}}};\n')
-    text, objects, machine = (library.with_suffix(ending) for ending in (".cpp", ".o", ".machine.o"))
+    text, objects = (library.with_suffix(ending) for ending in (".cpp", ".o"))
     text.write_text("\n".join(lines))
-    options = ["g++", "-std=c++17", "-fPIC", "-pthread", "-w", "-U_FORTIFY_SOURCE"]  # longjmp goes to other stacks
-    _run(*options, "-O2", "-c", ROOT / "tests/c/cuda_on_host.cpp", "-o", machine)
-    _run(*options, "-O1", "-fsanitize=thread", *definitions, "-c", text, "-o", objects)
+    machine = made_once("kernels/cuda_on_host.o", _machine)
+    _run(*_CXX, "-O1", "-fsanitize=thread", *definitions, "-c", text, "-o", objects)
     # Linked by itself: GCC would link ThreadSanitizer's own library.
     _run("g++", "-shared", "-Wl,-Bsymbolic", objects, machine, "-lm", "-o", library)
+
+
+def _machine(objects: Path) -> None:
+    """The machine that runs the kernels' grids."""
+    _run(*_CXX, "-O2", "-c", ROOT / "tests/c/cuda_on_host.cpp", "-o", objects)
 
 
 def _run(*command: str | Path) -> None:
@@ -78,12 +90,12 @@ _BUILDERS: dict[str, Callable[[Path], None]] = {
 
 
 def compiled(name: str, folder: Path) -> Path:
-    """The library, compiled in `folder` if it has to be. Skips the test if there is no compiler."""
+    """The library, in `folder` if it has to be compiled. Skips the test if there is no compiler."""
     if before := os.environ.get("FASTDECODE_COMPILED"):
         return Path(before, name)
     if not shutil.which("g++"):
         pytest.skip("needs gcc and g++")
-    _BUILDERS[name](folder / name)
+    shutil.copyfile(made_once(f"libraries/{name}", _BUILDERS[name]), folder / name)
     return folder / name
 
 
