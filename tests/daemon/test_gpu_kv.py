@@ -47,7 +47,6 @@ def test_there_are_no_pages_on_the_gpu_where_there_can_be_none(options, device, 
         with_gpu_kv(replace(config, gpu_kv=1 << 30), model_on(device))
 
 
-@pytest.mark.timeout(120)
 def test_a_node_serves_sequences_on_the_device_and_beyond_it(tmp_path, monkeypatch):
     """Ten pages on the device, and twelve prompts at once that take two each."""
     directory = make_checkpoint("llama-gqa")

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
 
 import openai
 import orjson
@@ -174,7 +173,7 @@ def test_killed_s_node_frees_its_lease(start, tmp_path):
     assert refused.process.wait(START_SECONDS) == 1
     assert "no memory for a KV-cache" in refused.log.read_text()
     first.end(signal.SIGKILL)
-    time.sleep(5)
+    r_node.wait_for(r"lease of \d+ pages ended")
     second = start(*everything)
     assert complete(second.api()) == text
 

@@ -19,7 +19,7 @@ import pytest
 from sources.folders import ROOT
 from wire.cut_wire import enter
 
-pytestmark = [pytest.mark.tools, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.tools
 
 PAGE = (ROOT / "docs/operations.md").read_text().partition("### WireGuard")[2].partition("\n## ")[0]
 TOOLS = ("ip", "nft", "nsenter", "unshare", "wg", "wg-quick")

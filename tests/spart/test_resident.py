@@ -18,13 +18,12 @@ ENGINE, CUTS = SCRIPTS / "lying_resident.py", SCRIPTS / "lying_cuts.py"
 
 
 def run(case: str, exchange: str) -> dict[str, Any]:
-    report: dict[str, Any] = run_script(ENGINE, case, exchange, str(make_checkpoint("llama-gqa")), seconds=170)
+    report: dict[str, Any] = run_script(ENGINE, case, exchange, str(make_checkpoint("llama-gqa")))
     assert report.pop("equal"), "the tokens are not those of transformers"
     assert report.pop("left") == 0 and report.pop("captured") == (exchange == "bypass")
     return report
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", ["all", "kernels"])
 def test_tokens_are_those_of_transformers_with_all_sequences_on_the_device(case):
     """Forked prompts, choices, and a sequence that goes on in the middle of another one's page; in fp32 by a reference,
@@ -33,13 +32,11 @@ def test_tokens_are_those_of_transformers_with_all_sequences_on_the_device(case)
     assert report["crossed"] == 0 and report["copied"]
 
 
-@pytest.mark.timeout(180)
 def test_tokens_are_those_of_transformers_with_a_device_that_is_too_small():
     report = run("too small", "staged")
     assert report["resident"] and report["crossed"]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("exchange", ["staged", "bypass"])
 def test_tokens_are_those_of_transformers_when_all_pages_are_taken(exchange):
     """On a busy machine sequences may follow each other so that none must be paused."""
@@ -47,40 +44,34 @@ def test_tokens_are_those_of_transformers_when_all_pages_are_taken(exchange):
     assert report["resident"] and report["crossed"]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("exchange", ["staged", "bypass"])
 def test_streams_go_on_when_an_r_node_is_killed_beside_the_device(exchange):
     report = run("killed", exchange)
     assert report["resident"] and report["crossed"] and report["alive"] == [True, True, False]
 
 
-@pytest.mark.timeout(180)
 def test_a_sequence_that_outgrows_the_device_has_its_first_pages_on_an_r_node():
     """The cut grows while the sequence decodes."""
     assert run("cut", "staged")["spilled"]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("then", ["paused", "recomputed"])
 def test_a_cut_sequence_is_preempted(then):
     report = run(f"cut and {then}", "staged")
     assert report["spilled"] and report["preemptions"] and (report["recomputed"] > 0) == (then == "recomputed")
 
 
-@pytest.mark.timeout(180)
 def test_choices_that_share_a_prompt_are_cut():
     """Beside sequences whose steps guess tokens."""
     report = run("cut forks", "staged")
     assert report["spilled"] and report["guessed"]
 
 
-@pytest.mark.timeout(180)
 def test_pages_come_back_when_the_device_has_room_again():
     report = run("refilled", "bypass")
     assert report["merged"] and report["refilled"] == report["spilled"] > 0
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("case", "exchange", "left"),
     [
@@ -95,9 +86,8 @@ def test_streams_go_on_when_r_nodes_with_first_pages_are_killed(case, exchange, 
     assert sum(run(case, exchange)["alive"][1:]) == left
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("exchange", "kv_dtype"), [("staged", "fp32"), ("bypass", "fp32"), ("staged", "fp16")])
 def test_tokens_are_those_of_transformers_with_a_cut_at_every_page_border(exchange, kv_dtype):
     """Several queries of the sequence in a step, beside sequences wholly on the device and wholly on the R-node."""
-    report = run_script(CUTS, exchange, kv_dtype, str(make_checkpoint("llama-gqa")), seconds=170)
+    report = run_script(CUTS, exchange, kv_dtype, str(make_checkpoint("llama-gqa")))
     assert report["equal"] and report["cuts"] == 2 and (report["waited"] > 0) == (exchange == "bypass")

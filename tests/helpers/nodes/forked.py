@@ -27,11 +27,11 @@ from typing import Any
 
 #: Of an R-node, and of the S side of a link.
 LINKS = ("numpy", "uvloop", "fastdecode.daemon.rnode", "wire.link_driver")
-#: Of an S-node, and of a script that has transformers compute the same.
+#: Of an S-node.
+S_NODE = ("fastdecode.daemon.snode_start", "fastdecode.engine.engine", "fastdecode.spart")
+#: Of a script with an S-Part that has transformers compute the same.
 MODELS = (
-    "fastdecode.daemon.snode_start",
-    "fastdecode.engine.engine",
-    "fastdecode.spart",
+    *S_NODE,
     "torch._dynamo",  # which torch imports for tensors on its meta device
     "torch._meta_registrations",
     "transformers.models.llama.modeling_llama",
@@ -92,7 +92,7 @@ class Forked:
         self.send_signal(signal.SIGTERM)
 
 
-def run_script(script: Path, *arguments: str, seconds: float = 110, env: dict[str, str] | None = None) -> Any:
+def run_script(script: Path, *arguments: str, seconds: float = 220, env: dict[str, str] | None = None) -> Any:
     """The JSON that a script with a model prints. Fails with the script's standard error."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = Forked([str(script), *arguments], MODELS, stdout=out.fileno(), stderr=err.fileno(), env=env)

@@ -15,12 +15,12 @@ from typing import Any
 import orjson
 from openai import OpenAI
 
-from nodes.forked import LINKS, MODELS, Forked
+from nodes.forked import LINKS, S_NODE, Forked
 
 #: The programs, each as a module.
 PROGRAMS = {"node": "fastdecode.daemon.node", "router": "fastdecode.router.main"}
 NODE = [sys.executable, "-m", "fastdecode.daemon.node"]
-START_SECONDS = 60
+START_SECONDS = 120
 
 
 class Node:
@@ -32,7 +32,7 @@ class Node:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary(tmp_path))}
             self.process = Forked(
                 ["-m", PROGRAMS[program], *argv],
-                LINKS if program == "router" or "r" in argv else MODELS,
+                LINKS if program == "router" or "r" in argv else S_NODE,
                 stdout=out.fileno(),
                 stderr=out.fileno(),
                 env=env,
