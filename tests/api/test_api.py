@@ -29,7 +29,7 @@ def chat_prompt(tokenizer, messages):
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -89,7 +89,7 @@ async def test_without_the_header_events_have_no_ids_and_a_client_that_leaves_en
     path, body = ask(CHAT)
     async with client.http.post(path, json=body) as answer:
         assert (await answer.content.readline()).startswith(b"data: ")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await engine.streams[0].cancelled.wait()
 
 
@@ -97,7 +97,7 @@ async def test_a_stream_waits_for_its_client_for_a_time(waiting):
     client, engine, _ = waiting
     source = await begun(EventSource(*ask(COMPLETION)), client.http)
     assert not engine.streams[0].cancelled.is_set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await engine.streams[0].cancelled.wait()
     await source.read(client.http)
     assert source.status == 404 and "--resume-seconds" in source.error
@@ -108,7 +108,7 @@ async def test_what_a_client_has_not_read_is_sent_again(waiting):
     client, engine, go_on = waiting
     source = await begun(EventSource(*ask(COMPLETION)), client.http, 1)
     go_on.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not engine.streams[0].ended:
             await asyncio.sleep(0.01)
     await source.read(client.http)

@@ -79,7 +79,7 @@ async def test_a_link_is_opened_again_after_a_restart(split: Split):
     await node.start()
     link = await checked_link(node)
     await node.restart()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert isinstance(await link.closed(), LinkDown)
     await link.close()
     await (await checked_link(node)).close()

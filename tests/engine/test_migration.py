@@ -88,9 +88,9 @@ async def test_a_step_waits_for_a_sequence_that_is_about_to_change_its_place():
         await work
         seq = Held()
         mover._migrating.add(seq)
-        engine.scheduler.step_times.base = 100.0  # seconds, of which a step waits a quarter
+        engine.scheduler.step_times.base = 1000.0  # seconds, of which a step waits a quarter
         waits = asyncio.create_task(mover.settle(1))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await mover.settle(0)  # the sequence is in the other mini-batch
             engine.scheduler.step_times.base = 0.01
             await mover.settle(1)  # it has not changed its place in a quarter of a step

@@ -111,7 +111,7 @@ async def test_a_call_is_served_though_its_waiter_comes_late(node: StandInNode):
     async def armed() -> bool:
         return (await link.stats())["pages_used"] > 0
 
-    await until(armed, 5.0)
+    await until(armed, HANG_S)
     link.wait(0, HANG_S)
     for layer in range(wanted.geometry.n_layers):
         link.ring(0, layer)

@@ -77,7 +77,7 @@ async def test_stop_ends_the_request_and_keeps_the_text(page, chat_tokenizer, sc
         await say(page, "Hi")
         await expect(page.locator(f"{ANSWER} .text")).to_have_text("half")
         await page.click("#stop")
-        await asyncio.wait_for(engine.streams[0].cancelled.wait(), 10)
+        await asyncio.wait_for(engine.streams[0].cancelled.wait(), 60)
         await expect(page.locator(ANSWER)).to_contain_text("stopped")
         await expect(page.locator(f"{ANSWER} .text")).to_have_text("half")
 
@@ -139,7 +139,7 @@ async def test_several_conversations_are_kept_until_they_are_deleted(page, chat_
         await expect(page.locator(f"{ANSWER} .text")).to_have_text("half of green")
         # Another conversation is opened while this one is being written: what is written so far is kept.
         await page.get_by_role("button", name="Paint", exact=True).click()
-        await asyncio.wait_for(engine.streams[1].cancelled.wait(), 10)
+        await asyncio.wait_for(engine.streams[1].cancelled.wait(), 60)
         await expect(page.locator("#stop")).to_be_hidden()
         await expect(page.locator(f"{ANSWER} .text")).to_have_text("red")
         await page.get_by_role("button", name="Draw", exact=True).click()
@@ -165,7 +165,7 @@ async def test_a_reload_keeps_what_was_written(page, chat_tokenizer, script):
         await say(page, "Hi")
         await expect(page.locator(f"{ANSWER} .text")).to_have_text("half")
         await page.reload()
-        await asyncio.wait_for(engine.streams[0].cancelled.wait(), 10)
+        await asyncio.wait_for(engine.streams[0].cancelled.wait(), 60)
         await expect(page.locator(f"{ANSWER} .text")).to_have_text("half")
         await expect(page.get_by_role("button", name="Continue")).to_be_visible()
 

@@ -35,7 +35,7 @@ async def routed(*urls, nodes=None, secret=SECRET, continue_seconds=30.0):
         )
         url = f"http://127.0.0.1:{server.port}"
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while sum(s_node.healthy for s_node in pool.s_nodes) < len(urls):
                     await asyncio.sleep(0.01)
             async with (

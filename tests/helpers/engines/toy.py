@@ -39,7 +39,7 @@ def continuation(prompt: list[int], n: int, ends: frozenset[int] = frozenset()) 
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -20,7 +20,7 @@ from fastdecode.transports.base import CallRefused, Hello, LayerOptions, Link
 
 #: Set on emulated machines, which take half a minute for a call of LARGE's full size.
 SLOW = "FASTDECODE_SLOW" in os.environ
-HANG_S = 300.0 if SLOW else 20.0
+HANG_S = 300.0 if SLOW else 60.0
 #: Tests divide their numbers of repetitions by this.
 FEWER = 4 if SLOW else 1
 

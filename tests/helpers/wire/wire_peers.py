@@ -16,7 +16,7 @@ from fastdecode.region.contract import PROTOCOL_VERSION, ROW_ATTEND
 from fastdecode.region.geometry import Geometry, region_layout
 from wire.link_driver import SMALL
 
-HANG_S = 20.0
+HANG_S = 60.0
 
 
 class Caller:
