@@ -53,14 +53,15 @@ class Case:
     #: that pages are on their way from. "": none.
     kill: str = ""
     kills: int = 1  # R-nodes that are killed
-    preempts: str = (
-        ""  # "paused": the first sequence that is cut is paused at once; "recomputed": it loses its cache, too
-    )
+    #: "paused": the first sequence that is cut is paused at once; "recomputed": it loses its cache, too.
+    preempts: str = ""
     kv_dtype: str = "fp32"
     lengths: tuple[int, ...] = (120, 126, 200, 124, 10, 64, 3, 140, 30)  # of the prompts; some grow beyond a page
     n_new: int = 24
     guesses: int = 0  # most tokens of a sequence that a step guesses
-    n_second: int | None = None  # tokens of the answer to the second prompt; None: as of the others
+    #: Tokens of the answer to the second prompt, which comes once the first one has a token: so the sequence that ends
+    #: last is the one to be cut. None: as many as of the others, and all prompts come at once.
+    n_second: int | None = None
 
     def length(self, i: int) -> int:
         """Tokens of the answer to prompt i."""
@@ -80,9 +81,11 @@ CASES = {
     "cut and killed": Case(5, (64, 64), kill="cut", lengths=LONG, n_new=60),
     "killed while spilling": Case(5, (64, 64), kill="spilling", lengths=LONG, n_new=60),
     "two killed while spilling": Case(5, (64, 64, 64), kill="spilling", kills=2, lengths=LONG, n_new=60),
-    "refilled": Case(5, (64,), lengths=LONG[:2], n_new=80, n_second=30),
-    "killed while refilling": Case(5, (64, 64), kill="refilling", lengths=LONG[:2], n_new=80, n_second=30),
-    "two killed while refilling": Case(5, (64, 64), kill="refilling", kills=2, lengths=LONG[:2], n_new=80, n_second=30),
+    "refilled": Case(5, (64,), lengths=LONG[:2], n_new=120, n_second=30),
+    "killed while refilling": Case(5, (64, 64), kill="refilling", lengths=LONG[:2], n_new=120, n_second=30),
+    "two killed while refilling": Case(
+        5, (64, 64), kill="refilling", kills=2, lengths=LONG[:2], n_new=120, n_second=30
+    ),
 }
 
 
@@ -134,12 +137,18 @@ async def generate(case: Case, engine: Engine, halfway: Callable[[], object]) ->
             tokens.append(event.token)
         return tokens
 
-    requests = [submit(i, prompt) for i, prompt in enumerate(prompts(case))]
-    begun = [[(queue, [(await queue.get()).token]) for queue in queues] for queues in requests]
+    async def first(queues: list[asyncio.Queue[Any]]) -> list[tuple[asyncio.Queue[Any], list[int]]]:
+        return [(queue, [(await queue.get()).token]) for queue in queues]
+
+    if case.n_second is None:
+        requests = [submit(i, prompt) for i, prompt in enumerate(prompts(case))]
+        begun = [await first(queues) for queues in requests]
+    else:
+        begun = [await first(submit(i, prompt)) for i, prompt in enumerate(prompts(case))]
     halfway()
     answers = [[await rest(i, queue, tokens) for queue, tokens in queues] for i, queues in enumerate(begun)]
-    [last] = submit(len(requests), continued(prompts(case)[-2], answers[-2][0]))
-    return [*answers, [await rest(len(requests), last, [])]]
+    [last] = submit(len(begun), continued(prompts(case)[-2], answers[-2][0]))
+    return [*answers, [await rest(len(begun), last, [])]]
 
 
 def requests_of(bypass: Bypass, links: list[Link]) -> frozenset[int]:
