@@ -311,7 +311,7 @@ static void meddling_is_noticed(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);
     fd_slot_t *r = slot_of(&p, &p.r, 0);
-    r->arm = (fd_arm_t){.number = 1, .n_entries = 1, .n_rows = 1, .n_attend_rows = 0xffffffff, .n_layers = 1};
+    r->arm = (fd_arm_t){.number = 1, .n_entries = 1, .n_rows = 1, .n_attend_rows = 0xffffffff, .n_layers = 2};
     r->armed_bell = 1;
     fd_poster_ops.send(p.r.poster, 0, FD_VERDICT); /* a refusal, which goes out */
     r->layer_reply = 1;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +12,6 @@ from ranks.rank_processes import make_reductions
 
 from fastdecode.kernels import _native
 from fastdecode.spart import SPart, load_model
-from fastdecode.spart.decoder import layer_pass
-from fastdecode.spart.decoder.joints import make_joints
 from fastdecode.spart.decoder.layer_pass import DecoderLayers
 from fastdecode.spart.decoder.weights import Balance
 from fastdecode.spart.exchange.base import Exchange
@@ -158,7 +156,7 @@ async def test_an_r_node_that_is_lost_on_the_way_costs_the_others_nothing(model,
 
 async def test_a_lost_rank_ends_the_step(model, tmp_path, calls, monkeypatch):
     (reduction,) = make_reductions(1)
-    monkeypatch.setattr(layer_pass, "make_joints", partial(make_joints, reduction=reduction))
+    model = replace(model, reduction=reduction)
     async with linked(model, tmp_path, n_slots=1) as links:
         spart = SPart(model, links)
         first, decode, *_ = steps(1)

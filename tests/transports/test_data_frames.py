@@ -74,6 +74,9 @@ async def read_frame(caller: Caller) -> tuple[int, int, int, bytes]:
         (arm(arm_header(counts=(1, 1, 2))), "more attending rows"),
         (arm(arm_header(counts=(2**31, 1, 1))), "row table longer"),
         (arm(arm_header(reserved=1)), "reserved field"),
+        (arm(arm_header(n_layers=0)), "layers beyond the model"),
+        (arm(arm_header(n_layers=SMALL.n_layers + 1)), "layers beyond the model"),
+        (arm(arm_header(n_layers=2**32 - 1)), "layers beyond the model"),
         (arm(arm_header(number=2)), "step is out of order"),
         (arm(arm_header(number=0)), "step is out of order"),
         (layer(), "slot that has no step"),
@@ -204,7 +207,7 @@ async def test_a_peer_that_reads_no_replies_holds_up_only_itself(r_node, bystand
         async with asyncio.timeout(HANG_S):
             for seq_index in range(32):  # each reply has 2 MiB; this end guesses that its steps were accepted
                 table = struct.pack("<6I", seq_index, 1, 0, rows, 1, 0)
-                caller.send(arm(arm_header(seq_index + 1, (1, rows, rows)), table))
+                caller.send(arm(arm_header(seq_index + 1, (1, rows, rows), n_layers=LARGE.n_layers), table))
                 reason = await counted(seq_index, seq_index + 1)
                 if reason is None:
                     caller.send(layer(1, bytes(rows * row_bytes)))

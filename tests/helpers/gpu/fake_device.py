@@ -89,7 +89,7 @@ class DeviceRows:
 
     pending, ready = None, True
 
-    def arm(self) -> None:
+    def arm(self, n_layers: int) -> None:
         pass
 
     def post(self, layer: int, timeout: float = 0.0) -> None:

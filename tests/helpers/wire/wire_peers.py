@@ -219,8 +219,10 @@ KV_ROW_BYTES = 2 * SMALL.n_kv_heads * SMALL.head_size * 4
 ARM, LAYER, VERDICT, REPLY = range(4)
 
 
-def arm_header(number: int = 1, counts: tuple[int, int, int] = (1, 1, 1), reserved: int = 0) -> bytes:
-    return struct.pack("<Q4I10I", number, *counts, reserved, *[0] * 10)
+def arm_header(
+    number: int = 1, counts: tuple[int, int, int] = (1, 1, 1), reserved: int = 0, n_layers: int = SMALL.n_layers
+) -> bytes:
+    return struct.pack("<Q4I10I", number, *counts, n_layers, reserved, *[0] * 9)
 
 
 def frame(
