@@ -82,10 +82,10 @@ class PrefillNodesConfig(SNodesConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """The routers, on as many machines as there are, or on those that offer Ray the resource `router`. The first one
-    listens on the machine where `up` was run, if it is one of them, as long as that machine lives. Where several are on
-    one machine, they take the ports from `port` on; 0: any free ones. `file`: where each router's machine has a list of
-    the URLs of all routers."""
+    """The routers. They are spread over all machines, or over the machines that offer Ray the resource `router`. The
+    first router listens on the machine where `up` was run, if that machine is one of them and as long as it lives.
+    Several routers of one machine take the ports from `port` on; 0: any free ports. `file`: where each router's machine
+    has a list of the URLs of all routers."""
 
     count: int = 1
     host: str = "127.0.0.1"

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.device_plan import KERNEL_BYTES
-from fastdecode.engine.scheduling.ways import SLOWDOWN, BatchTimes, Way, best, rates
 from fastdecode.plan.configurations import Goal
 from fastdecode.plan.equations import System, Work, mean_read, stage_times, steady
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.profile import Profile, ProfileError
+from fastdecode.plan.ways import SLOWDOWN, BatchTimes, Way, best, rates
 
 #: Assumed of steps and their captured graphs, bytes of the GPU's memory.
 _STEP_BYTES = 1e9
@@ -26,7 +26,7 @@ class Capacity:
     sequences: int  # of the goal's mean length, at once
     tokens_per_second: float  # of all of them
     tpot: float  # of a sequence on the GPU, or of all if none is there
-    way: str = ""  # of the hybrid; see fastdecode/engine/scheduling/ways.py
+    way: str = ""  # of the hybrid; see ways.py
     far_tpot: float | None = None  # of a sequence on R-nodes; None: there is none, or it waits for room on the GPU
 
 
@@ -43,8 +43,8 @@ def capacities(
 ) -> list[Capacity]:
     """GPU-only, hybrid and split on a GPU with `memory` bytes, as far as they hold a sequence of the goal's length.
 
-    As many prompts are prefilled as sequences end. The hybrid goes the scheduler's best way, with the slowdown that it
-    allows by default. Raises ProfileError without times of resident KV.
+    As many prompts are prefilled as sequences end. The hybrid goes the best way of ways.py, which no node chooses
+    yet. Raises ProfileError without times of resident KV.
     """
     system = System.from_profile(profile, transport, model, kv_dtype, 1)
     if not system.gpu_bytes_per_second:
@@ -78,7 +78,8 @@ def capacities(
 
 
 def _times(system: System, goal: Goal, near: int, far: int) -> BatchTimes:
-    """A step of `near` sequences on the GPU and `far` ones on R-nodes, with the prompts that follow those that end."""
+    """The times of a step with `near` sequences on the GPU and `far` sequences on R-nodes, and with as many prompts as
+    sequences end."""
     read, ends, n = mean_read(system.model, goal.n_prompt, goal.n_output), (near + far) / goal.n_output, goal.n_prompt
     work = Work(
         near + far,

@@ -96,7 +96,7 @@ def test_a_cluster_loses_its_directory_and_a_host_and_goes_down_under_load(tmp_p
                 model="fastdecode-demo",
                 prompt="It was",
                 max_tokens=1000,
-                n=32,  # so many that they do not end within drain-seconds
+                n=32,  # choices, which together take longer than drain-seconds
                 stream=True,
                 extra_body={"ignore_eos": True},
             )

@@ -14,7 +14,8 @@ _VARIABLE = "TESTS_SESSION_FOLDER"
 
 
 def begin_session() -> None:
-    """Make the folder for this process and those that it starts from now on, and remove it when this process ends."""
+    """Make a folder for this process and the processes that it starts from now on. The folder is removed when this
+    process ends."""
     os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="fastdecode-tests-")
     atexit.register(shutil.rmtree, os.environ[_VARIABLE], ignore_errors=True)
 

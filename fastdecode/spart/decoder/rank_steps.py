@@ -157,7 +157,7 @@ class _Step:
     links: dict[int, DataPath]
 
     def advance(self) -> StepOutput | None:
-        """ResumeStep the step. Returns its output if it has ended."""
+        """Go on with the step, up to its next yield. Returns the output of a step that has ended."""
         try:
             next(self.work)
             while self.alone:

@@ -20,8 +20,8 @@ from fastdecode.spart.linears.quantised import Quantised
 from fastdecode.spart.ranks.cut import part_of
 from fastdecode.spart.ranks.reduction import Reduction
 
-#: Seconds that a rank waits for the others at a sum. One that ends is noticed at once (daemon/ranks.py); one whose
-#: R-node does not answer comes later.
+#: Seconds that a rank waits for the others at a sum. A rank that ends is noticed at once (daemon/ranks.py). A rank
+#: whose R-node does not answer arrives late.
 _PATIENCE_S = 3600.0
 
 Shapes = dict[str, tuple[int, ...]]

@@ -1,7 +1,7 @@
 """The three ways in which sequences on the S-Part's GPU and sequences on R-nodes can decode together.
 
-The near batch has the rows whose K and V all lie on the GPU, the far batch those that R-nodes attend to, in whole or in
-part. Pure arithmetic, for the scheduler and for `fastdecode-plan`.
+The near batch has the rows whose K and V all lie on the GPU. The far batch has the rows that R-nodes attend to, in
+whole or in part. A node does not choose among the ways yet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Rate(NamedTuple):
     period: float = 0.0  # of Way.APART: seconds from one far step's beginning to the next one's
 
 
-#: By default near steps may take this share longer because of far rows.
+#: Near steps may take this share longer because of far rows.
 SLOWDOWN = 0.03
 
 #: Near steps after which far rows are served whatever the rate.
