@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -46,15 +47,38 @@ def refusals() -> Iterator[None]:
         raise CallRefused(Status.LINK_CLOSED, str(error)) from None
 
 
-class IncomingSequence:
-    """A sequence that may migrate here (a transports.base.IncomingPages)."""
+class _MigratingSequence(ABC):
+    """A sequence whose pages go over a migration connection."""
 
-    def __init__(self, link: REngineLink, seq: tuple[int, int], length: int, page_bytes: int):
+    def __init__(self, link: REngineLink, seq: tuple[int, int], page_bytes: int):
         self.page_bytes = page_bytes
         self.claimed = False  # a migration connection has presented its token
         self._link, self._seq = link, seq
-        self._n_pages = -(-length // PAGE_TOKENS)
         self._task: asyncio.Task[None] | None = None
+
+    async def run(self, conn: FrameSocket) -> None:
+        """Serve the connection until it ends, or `end` is called."""
+        self._task = asyncio.current_task()
+        try:
+            await self._run(conn)
+        finally:
+            self._task = None
+
+    @abstractmethod
+    async def _run(self, conn: FrameSocket) -> None: ...
+
+    def end(self) -> None:
+        """Move no more pages: the sequence is about to be freed."""
+        if self._task is not None:
+            self._task.cancel()
+
+
+class IncomingSequence(_MigratingSequence):
+    """A sequence that may migrate here (a transports.base.IncomingPages)."""
+
+    def __init__(self, link: REngineLink, seq: tuple[int, int], length: int, page_bytes: int):
+        super().__init__(link, seq, page_bytes)
+        self._n_pages = -(-length // PAGE_TOKENS)
         self._faulted = 0  # bytes from the first page on that have memory
         self._more = asyncio.Event()
         self._faulting = asyncio.create_task(self._fault_in())
@@ -103,29 +127,18 @@ class IncomingSequence:
         with refusals():
             self._link.trim(*self._seq, length)
 
-    async def run(self, conn: FrameSocket) -> None:
-        self._task = asyncio.current_task()
-        try:
-            await migration.receive_sequence(conn, self)
-        finally:
-            self._task = None
+    async def _run(self, conn: FrameSocket) -> None:
+        await migration.receive_sequence(conn, self)
 
     def end(self) -> None:
         """Receive no more: nothing is written to the sequence's pages after this."""
         self._faulting.cancel()
         self._have_memory(self._n_pages * self.page_bytes)  # a caller that waits for it continues, and is refused
-        if self._task is not None:
-            self._task.cancel()
+        super().end()
 
 
-class OfferedSequence:
+class OfferedSequence(_MigratingSequence):
     """A sequence whose pages may be fetched (a transports.base.OfferedPages)."""
-
-    def __init__(self, link: REngineLink, seq: tuple[int, int], page_bytes: int):
-        self.page_bytes = page_bytes
-        self.claimed = False  # a migration connection has presented its token
-        self._link, self._seq = link, seq
-        self._task: asyncio.Task[None] | None = None
 
     def check(self, first: int, n_pages: int) -> None:
         with refusals():
@@ -137,17 +150,8 @@ class OfferedSequence:
         with refusals():
             return self._link.send_pages(fd, *self._seq, first, n_pages, offset)
 
-    async def run(self, conn: FrameSocket) -> None:
-        self._task = asyncio.current_task()
-        try:
-            await migration.send_fetched(conn, self)
-        finally:
-            self._task = None
-
-    def end(self) -> None:
-        """Send no more: the sequence is about to be freed."""
-        if self._task is not None:
-            self._task.cancel()
+    async def _run(self, conn: FrameSocket) -> None:
+        await migration.send_fetched(conn, self)
 
 
 class Inbox:

@@ -150,14 +150,6 @@ FD_INLINE size_t fd_chunk_end(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t 
 /* A stored integer represents scale * (stored - zero point) + centre; scale and centre come from an affine word. */
 static inline int fd_zero_point(fd_kv_dtype_t format) { return format == FD_KV_INT8 ? 128 : 8; }
 
-static inline float fd_affine_scale(fd_kv_dtype_t format, uint32_t word) {
-    return fd_bits_float(format == FD_KV_INT8 ? word : word & 0xffff0000u);
-}
-
-static inline float fd_affine_centre(fd_kv_dtype_t format, uint32_t word) {
-    return format == FD_KV_INT8 ? 0.0f : fd_bits_float(word << 16);
-}
-
 /* Whether a kernel transforms Q and K, and whether it transforms V and O (cpu/hadamard.h). `hadamard` says what its
  * caller does. */
 FD_INLINE int fd_transforms_qk(fd_kv_dtype_t dtype, uint32_t hadamard) {
