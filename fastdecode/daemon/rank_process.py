@@ -19,10 +19,23 @@ from collections.abc import Coroutine
 from multiprocessing.connection import Connection
 from typing import Any
 
+from msgspec.msgpack import encode
+
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import stay_on_node
 from fastdecode.daemon.process import freeze, set_up_logging
+from fastdecode.daemon.rank_messages import (
+    TO_RANK,
+    Beat,
+    FromRank,
+    LinkEnded,
+    Loaded,
+    NotLoaded,
+    OpenLink,
+    RankAnswer,
+    ToRank,
+)
 from fastdecode.daemon.ranks import HEARTBEAT_SECONDS
 from fastdecode.demo import model_dir
 from fastdecode.spart import Model, choose_dtype
@@ -32,7 +45,7 @@ from fastdecode.spart.decoder.rank_steps import FollowingSPart
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.ranks.share import Share
 from fastdecode.spart.threads import set_threads
-from fastdecode.transports.base import Hello, Link, TransportError
+from fastdecode.transports.base import Link, TransportError
 from fastdecode.transports.rank_team import LinkFailure, Opened, described
 from fastdecode.transports.registry import connect
 
@@ -54,11 +67,11 @@ def main() -> None:
         model = _load(config, Share.join(rank, config.tensor_parallel, *memory))
     except Exception as error:
         log.debug("rank %d has not loaded its weights", rank, exc_info=True)
-        requests.send(("failed", 0, str(error)))
+        requests.send_bytes(encode(NotLoaded(str(error))))
         sys.exit(1)
     set_threads(split.s_threads, model)
     freeze()
-    requests.send(("loaded",))
+    requests.send_bytes(encode(Loaded()))
     asyncio.run(_Follower(config, split, model, rank, lead, requests).run())
 
 
@@ -112,48 +125,48 @@ class _Follower:
 
     def _beat(self) -> None:
         while True:
-            self._send("beat")
+            self._send(Beat())
             time.sleep(HEARTBEAT_SECONDS)
 
-    def _send(self, *message: object) -> None:
+    def _send(self, message: FromRank) -> None:
         with self._lock:
-            self._requests.send(message)
+            self._requests.send_bytes(encode(message))
 
     def _take(self) -> None:
         try:
-            number, *message = self._requests.recv()
+            request = TO_RANK.decode(self._requests.recv_bytes())
         except EOFError:  # rank 0 has ended
             os._exit(1)
-        self._spawn(self._answer(number, *message))
+        self._spawn(self._serve(request))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, number: int, what: object, *arguments: Any) -> None:
-        """Answer a request of rank 0."""
-        value: object
+    async def _serve(self, request: ToRank) -> None:
+        """RankAnswer a request of rank 0."""
+        answer = RankAnswer(request.number)
         try:
-            if isinstance(what, int):  # a link's number; a method and its arguments follow
-                method, *rest = arguments
-                value = await getattr(self._links[what], method)(*rest)
+            if isinstance(request, OpenLink):
+                answer.opened = await self._open(request)
             else:
-                value = await self._open(*arguments)
-        except (TransportError, OSError, RuntimeError) as error:
-            value = described(error) if isinstance(error, TransportError) else LinkFailure(None, str(error))
-        self._send("answer", number, value)
+                answer.value = await getattr(self._links[request.link], request.method)(*request.arguments)
+        except TransportError as error:
+            answer.failure = described(error)
+        except (OSError, RuntimeError) as error:
+            answer.failure = LinkFailure(None, str(error))
+        self._send(answer)
 
-    async def _open(self, number: int, url: str | None, hello: Hello) -> Opened:
+    async def _open(self, request: OpenLink) -> Opened:
         """Open the link that rank 0 asks an R-node for, with the options of this rank's heads."""
-        g = hello.geometry
-        own = self._model.hello(g.n_slots, g.max_rows, hello.kv_dtype, hello.kv_bytes, hello.max_seqs)
-        address = await self._embedded_url() if url is None else url
+        own = self._model.hello(request.n_slots, request.max_rows, request.kv_dtype, request.kv_bytes, request.max_seqs)
+        address = await self._embedded_url() if request.url is None else request.url
         link = await connect(address, own, self._secret, spin_us=self._config.spin_us)
         if self._embedded is not None:
             self._embedded.remove_socket()
-        self._links[number] = link
-        self._spawn(self._watch(number, link))
+        self._links[request.link] = link
+        self._spawn(self._watch(request.link, link))
         return Opened(link.url, link.lease, link.region_bytes)
 
     async def _embedded_url(self) -> str:
@@ -166,7 +179,7 @@ class _Follower:
 
     async def _watch(self, number: int, link: Link) -> None:
         error = await link.closed()
-        self._send("ended", number, None if error is None else described(error))
+        self._send(LinkEnded(number, None if error is None else described(error)))
 
 
 if __name__ == "__main__":

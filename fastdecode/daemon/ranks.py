@@ -20,17 +20,30 @@ from concurrent.futures import Future
 from dataclasses import fields
 from functools import partial
 from multiprocessing import Pipe
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_sources import without_options
 from fastdecode.daemon.machine import stay_on_node
 from fastdecode.daemon.process import die_with_parent
+from fastdecode.daemon.rank_messages import (
+    FROM_RANK,
+    CallLink,
+    FromRank,
+    LinkEnded,
+    Loaded,
+    NotLoaded,
+    OpenLink,
+    RankAnswer,
+    ToRank,
+)
 from fastdecode.spart.decoder.rank_steps import Followers
 from fastdecode.spart.ranks.reduction import create_segment
 from fastdecode.spart.ranks.share import Share
 from fastdecode.transports.base import Hello, Link, LinkDown
-from fastdecode.transports.rank_team import LinkFailure, Opened, RankTeam, RemoteLink, restored
+from fastdecode.transports.rank_team import RankTeam, RemoteLink, restored
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +77,7 @@ class _Rank:
         their_control.close()
         self.loaded: Future[None] = Future()
         self._ids = itertools.count()
-        self._answers: dict[int, Callable[[object], None]] = {}
+        self._answers: dict[int, Callable[[RankAnswer], None]] = {}
         self._links: dict[int, Callable[[LinkDown | None], None]] = {}
         self._ending = False
         threading.Thread(target=self._listen, daemon=True, name=f"rank {rank}").start()
@@ -80,7 +93,7 @@ class _Rank:
             while silent < _SILENT_BEATS or not self.loaded.done():
                 if self._control.poll(HEARTBEAT_SECONDS):
                     silent = 0
-                    self._take(*self._control.recv())
+                    self._take(FROM_RANK.decode(self._control.recv_bytes()))
                 else:
                     silent += 1
             how = "does not answer"
@@ -92,35 +105,44 @@ class _Rank:
         log.critical("%s %s, and with it the S-node", self._name, how)
         os._exit(1)
 
-    def _take(self, kind: str, number: int = 0, value: object = None) -> None:
-        if kind == "loaded":
-            self.loaded.set_result(None)
-        elif kind == "failed":
-            self._ending = True
-            self.loaded.set_exception(RuntimeError(f"{self._name}: {value}"))
-        elif kind == "answer":
-            self._answers.pop(number)(value)
-        elif kind == "ended" and number in self._links:
-            self._links.pop(number)(LinkDown(value.message) if isinstance(value, LinkFailure) else None)
+    def _take(self, message: FromRank) -> None:
+        match message:
+            case Loaded():
+                self.loaded.set_result(None)
+            case NotLoaded():
+                self._ending = True
+                self.loaded.set_exception(RuntimeError(f"{self._name}: {message.reason}"))
+            case RankAnswer():
+                self._answers.pop(message.number)(message)
+            case LinkEnded() if message.link in self._links:
+                failure = message.failure
+                self._links.pop(message.link)(None if failure is None else LinkDown(failure.message))
 
-    async def call(self, *message: object) -> Any:
+    async def _ask(self, request: ToRank) -> RankAnswer:
         """Let the rank's event loop do something, and return its answer. Raises CallRefused, LinkDown."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[object] = loop.create_future()
-        number = next(self._ids)
-        self._answers[number] = partial(_set_soon, loop, answer)
-        self._control.send((number, *message))
-        if isinstance(value := await answer, LinkFailure):
-            raise restored(value)
-        return value
+        answered: asyncio.Future[RankAnswer] = loop.create_future()
+        self._answers[request.number] = partial(_set_soon, loop, answered)
+        self._control.send_bytes(msgspec.msgpack.encode(request))
+        answer = await answered
+        if answer.failure is not None:
+            raise restored(answer.failure)
+        return answer
+
+    async def _call(self, link: int, method: str, *arguments: object) -> bool | dict[str, int] | None:
+        return (await self._ask(CallLink(next(self._ids), link, method, arguments))).value
 
     async def open(self, url: str | None, hello: Hello) -> RemoteLink:
         """Let the rank open a link. Raises LinkDown."""
-        loop, number = asyncio.get_running_loop(), next(self._ids)
+        loop, number, g = asyncio.get_running_loop(), next(self._ids), hello.geometry
         ended: asyncio.Future[LinkDown | None] = loop.create_future()
         self._links[number] = partial(_set_soon, loop, ended)
-        opened: Opened = await self.call("open", number, url, hello)
-        return RemoteLink(number, opened, self._n, self.call, ended)
+        request = OpenLink(
+            next(self._ids), number, url, g.n_slots, g.max_rows, hello.kv_dtype, hello.kv_bytes, hello.max_seqs
+        )
+        opened = (await self._ask(request)).opened
+        assert opened is not None, "a rank answers OpenLink with a link"
+        return RemoteLink(number, opened, self._n, self._call, ended)
 
     def end(self) -> None:
         """Close the connection for steps, and wait until the process has ended. Idempotent."""

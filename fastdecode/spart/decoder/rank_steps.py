@@ -7,65 +7,108 @@ whose link has failed goes on without the link's rows, so that the other ranks d
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
+import msgspec
 import torch
+from msgspec.msgpack import Decoder, Encoder
 
 from fastdecode.spart.decoder.decoder import SPart
 from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.weights import Model
-from fastdecode.spart.step.batch import Chunk, Sampled, SampleSpec, StepBatch, StepOutput
+from fastdecode.spart.step.batch import Chunk, Sampled, SampleSpec, ScoreSpec, StepBatch, StepOutput
 from fastdecode.transports.base import DataPath, Pending, StepCost
 from fastdecode.transports.rank_team import LinkFailure, RankTeam, described, restored
 
-#: A chunk's fields, in place of its `sample` whether it has one. Tuples pickle faster than objects.
-_Packed: TypeAlias = tuple[Any, ...]
-_fields_of = attrgetter(*(field.name for field in fields(Chunk)))
 _ANY_SAMPLE = SampleSpec(temperature=0.0)
-_SAMPLE = [field.name for field in fields(Chunk)].index("sample")
 
 
-def _packed(chunk: Chunk) -> _Packed:
-    values = _fields_of(chunk)
-    return *values[:_SAMPLE], values[_SAMPLE] is not None, *values[_SAMPLE + 1 :]
+class RankChunk(msgspec.Struct, array_like=True):
+    """What a rank that draws no tokens needs to know of a Chunk."""
+
+    link: int
+    seq_index: int
+    tag: int
+    pos: int
+    tokens: list[int]
+    prefill: bool
+    sample: bool  # a token is drawn after the chunk
+    prompt_length: int
+    score: ScoreSpec | None
+    drafts: int
+    cut: bool
+    long: bool
+    following: int | None
+    slide: bool
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> RankChunk:
+        """The message for a chunk of rank 0."""
+        return cls(
+            chunk.link,
+            chunk.seq_index,
+            chunk.tag,
+            chunk.pos,
+            chunk.tokens,
+            chunk.prefill,
+            chunk.sample is not None,
+            chunk.prompt_length,
+            chunk.score,
+            chunk.drafts,
+            chunk.cut,
+            chunk.long,
+            chunk.following,
+            chunk.slide,
+        )
+
+    @property
+    def chunk(self) -> Chunk:
+        """The chunk for another rank."""
+        return Chunk(
+            self.link,
+            self.seq_index,
+            self.tag,
+            self.pos,
+            self.tokens,
+            self.prefill,
+            _ANY_SAMPLE if self.sample else None,
+            self.prompt_length,
+            self.score,
+            drafts=self.drafts,
+            cut=self.cut,
+            long=self.long,
+            following=self.following,
+            slide=self.slide,
+        )
 
 
-def _unpacked(values: _Packed) -> Chunk:
-    """The chunk for a rank that draws no tokens."""
-    chunk = Chunk(*values)
-    chunk.sample = _ANY_SAMPLE if chunk.sample else None
-    return chunk
-
-
-class BeginStep(NamedTuple):
+class BeginStep(msgspec.Struct, array_like=True, tag=True):
     """Begin a step."""
 
     slot: int
     layer_timeout: float
-    chunks: list[_Packed]
-    links: Mapping[int, Sequence[int]]  # by the index of each link of the batch: its number at each of the other ranks
+    chunks: list[RankChunk]
+    links: dict[int, tuple[int, ...]]  # by the index of each link of the batch: its number at each of the other ranks
     alone: bool  # no other step can be in progress: run it to its end
 
 
-class ResumeStep(NamedTuple):
+class ResumeStep(msgspec.Struct, array_like=True, tag=True):
     """Go on with the step of a slot, up to its next yield."""
 
     slot: int
 
 
-class CloseStep(NamedTuple):
+class CloseStep(msgspec.Struct, array_like=True, tag=True):
     """Close the step of a slot, which the runner has given up."""
 
     slot: int
 
 
-class DropPrompt(NamedTuple):
+class DropPrompt(msgspec.Struct, array_like=True, tag=True):
     """See SPart.drop."""
 
     link: int
@@ -73,7 +116,10 @@ class DropPrompt(NamedTuple):
     tag: int
 
 
-class RankOutput(NamedTuple):
+StepMessage: TypeAlias = BeginStep | ResumeStep | CloseStep | DropPrompt
+
+
+class RankOutput(msgspec.Struct, array_like=True):
     """A rank's result of a step, by the index of each link."""
 
     failures: dict[int, LinkFailure]
@@ -85,17 +131,18 @@ class Followers:
 
     def __init__(self, connections: Sequence[Connection]):
         self._connections = connections
+        self._encoder, self._decoder = Encoder(), Decoder(RankOutput)
         self._lock = threading.Lock()  # the event loop drops prompts while the S-Part's thread runs steps
 
-    def send(self, message: NamedTuple) -> None:
-        data = pickle.dumps(message)
+    def send(self, message: StepMessage) -> None:
         with self._lock:
+            data = self._encoder.encode(message)
             for connection in self._connections:
                 connection.send_bytes(data)
 
     def ended(self) -> list[RankOutput]:
         """Wait until all have ended the step that rank 0 has ended."""
-        return [connection.recv() for connection in self._connections]
+        return [self._decoder.decode(connection.recv_bytes()) for connection in self._connections]
 
 
 class LeadSPart(SPart):
@@ -111,7 +158,7 @@ class LeadSPart(SPart):
         teams = {i: self.links[i] for i in {chunk.link for chunk in batch.chunks}}
         numbers = {i: team.numbers for i, team in teams.items() if isinstance(team, RankTeam)}
         alone = all(team.geometry.n_slots == 1 for team in teams.values())
-        chunks = [_packed(chunk) for chunk in batch.chunks]
+        chunks = [RankChunk.of(chunk) for chunk in batch.chunks]
         self._followers.send(BeginStep(batch.slot, batch.layer_timeout, chunks, numbers, alone))
         step, idle_since = super().step(batch, keep_logits), None
         try:
@@ -192,18 +239,19 @@ class FollowingSPart(SPart):
         """Run the steps of rank 0 until it closes the connection. `links` by their numbers at this rank. Raises what
         steps raise."""
         steps: dict[int, _Step] = {}
+        decoder, encoder = Decoder(StepMessage), Encoder()
         while True:
             try:
-                message = lead.recv()
+                message = decoder.decode(lead.recv_bytes())
             except EOFError:
                 return
             if isinstance(message, DropPrompt):
-                self.drop(*message)
+                self.drop(message.link, message.seq_index, message.tag)
                 continue
             if isinstance(message, BeginStep):
                 own = {i: links[numbers[self._rank - 1]] for i, numbers in message.links.items()}
                 self._use(own)
-                chunks = [_unpacked(values) for values in message.chunks]
+                chunks = [one.chunk for one in message.chunks]
                 work = self.step(StepBatch(message.slot, chunks, message.layer_timeout))
                 step = steps[message.slot] = _Step(work, message.alone, own)
             else:
@@ -211,7 +259,7 @@ class FollowingSPart(SPart):
             if isinstance(message, CloseStep):
                 step.work.close()
             elif (output := step.advance()) is not None:
-                lead.send(step.ended(output))
+                lead.send_bytes(encoder.encode(step.ended(output)))
 
     def _use(self, links: dict[int, DataPath]) -> None:
         """Let the links of rank 0 with these indexes be these of this rank."""
