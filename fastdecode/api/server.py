@@ -29,9 +29,14 @@ class ApiServer:
         self.port = port
 
     async def listen(self, sockets: list[socket.socket], arrivals: Arrivals, tls: ssl.SSLContext | None) -> None:
-        """Accept connections on bound sockets. Raises OSError."""
+        """Accept connections on bound sockets. Raises OSError, whose message is a sentence."""
         loop = asyncio.get_running_loop()
         for sock in sockets:
+            try:
+                # Two processes may have bound one port while neither listened. uvloop would drop this error.
+                sock.listen(_BACKLOG)
+            except OSError as error:
+                raise OSError(f"cannot serve the API on port {self.port}: {error.strerror}") from None
             self._listening.append(await loop.create_server(arrivals, sock=sock, ssl=tls, backlog=_BACKLOG))
 
     async def drain(self, grace: float) -> None:
@@ -134,5 +139,7 @@ async def serve(
         await server.listen(sockets, arrivals, tls)
     except OSError:
         await server.close()
+        for sock in sockets:
+            sock.close()
         raise
     return server

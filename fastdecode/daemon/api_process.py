@@ -44,7 +44,11 @@ async def _serve(settings: ApiSettings, engine_socket: socket.socket, listening:
         engine = await RemoteEngine.open(engine_socket)
     except NotReady:
         return 1  # the engine's process has ended before it was ready, and has said why
-    server = await serve(settings.app(engine), listening, tls=settings.tls)
+    try:
+        server = await serve(settings.app(engine), listening, tls=settings.tls)
+    except OSError as error:
+        log.critical("%s", error)
+        return 1
     freeze()
     engine.serving()
     seconds = await engine.drain_asked

@@ -127,6 +127,18 @@ async def test_the_address_for_all_of_ipv6_is_one_for_all_of_ipv4_too(tokenizer)
         await server.close(grace=0)
 
 
+async def test_of_two_servers_that_have_bound_one_port_the_second_fails(tokenizer):
+    first = bind("127.0.0.1", 0)
+    port = first[0].getsockname()[1]
+    second = bind("127.0.0.1", port)  # the first may read weights for minutes before it listens
+    server = await serve(make_app(ScriptedEngine(), tokenizer, MODEL), first)
+    try:
+        with pytest.raises(OSError, match=f"cannot serve the API on port {port}: Address already in use"):
+            await serve(make_app(ScriptedEngine(), tokenizer, MODEL), second)
+    finally:
+        await server.close(grace=0)
+
+
 async def test_tls(tokenizer, tmp_path):
     authority = Authority(tmp_path, "authority")
     cert, key = authority.sign("s-node", "IP:127.0.0.1")
