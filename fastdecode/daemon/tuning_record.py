@@ -34,11 +34,10 @@ class Speed(msgspec.Struct, frozen=True):
 
     split: Split
     tokens_per_s: float  # of many sequences
-    one_sequence: float | None = msgspec.field(default=None, name="of_one")  # tokens a second
+    one_sequence: float = msgspec.field(name="of_one")  # tokens a second
 
     def __str__(self) -> str:
-        one = "" if self.one_sequence is None else f", {self.one_sequence:.4g} with one sequence"
-        return f"{self.split}: {self.tokens_per_s:.4g} tokens/s{one}"
+        return f"{self.split}: {self.tokens_per_s:.4g} tokens/s, {self.one_sequence:.4g} with one sequence"
 
 
 class Record(msgspec.Struct, frozen=True):
