@@ -64,7 +64,7 @@ S_STARTS = [
     ("--max-model-len 5000", "--max-model-len 5000 is more than the model's 1024 positions"),
     ("--kv-memory 1.1MiB", "--kv-memory 1.1 MiB is too small for 128 tokens of LlamaForCausalLM"),
     ("--partition heads --r-node {open} --r-node {open} --r-node {open}", "3 R-nodes cannot share the 2 KV heads"),
-    ("--tensor-parallel 3", "--tensor-parallel 3: 3 ranks cannot share the 2 KV heads of LlamaForCausalLM evenly"),
+    ("--tensor-parallel 3", "--tensor-parallel 3: 3 ranks cannot share the 8 query heads and 2 KV heads"),
     ("--tensor-parallel 2 --kv-dtype int4", "--tensor-parallel and --kv-dtype int4 are not supported together"),
     # R-nodes
     (

@@ -79,10 +79,15 @@ async def error_of(ranks, theirs, tmp_path) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize(
-    ("variant", "n"),
-    [*((variant, 2) for variant in (*FAMILIES, *MIXTURES, "llama-llama3", "granite-bias")), ("llama-mha", 4)],
-)
+#: With two KV heads, two of four ranks have the same one. Three ranks have one or two of four heads.
+CASES = [
+    *((variant, 4) for variant in (*FAMILIES, *MIXTURES, "llama-llama3", "granite-bias")),
+    ("llama-mha", 3),
+    ("llama-mqa", 2),
+]
+
+
+@pytest.mark.parametrize(("variant", "n"), CASES)
 async def test_logits_equal_transformers(variant, n, tmp_path):
     directory = make_checkpoint(variant)
     assert await error_of(Ranks(directory, n, dtype="fp32"), reference(directory), tmp_path) < EXACT
@@ -102,11 +107,11 @@ async def test_mxfp4_experts_equal_transformers_with_the_same_numbers(tmp_path):
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 async def test_weights_that_are_rounded_at_load_lose_no_more_than_at_one_rank(weights, tmp_path):
     directory = make_checkpoint("mistral")
-    one, two = [
+    one, four = [
         await error_of(Ranks(directory, n, dtype="fp32", weights=weights), reference(directory), tmp_path / str(n))
-        for n in (1, 2)
+        for n in (1, 4)
     ]
-    assert EXACT < two < 1.5 * one
+    assert EXACT < four < 1.5 * one
 
 
 def test_groups_that_are_torn_apart_are_refused_by_name(tmp_path):
@@ -118,9 +123,13 @@ def test_groups_that_are_torn_apart_are_refused_by_name(tmp_path):
 
 def test_models_that_ranks_cannot_share():
     for variant, n, why in (
-        ("llama-gqa", 4, "4 ranks cannot share the 2 KV heads of LlamaForCausalLM evenly"),
+        (
+            "llama-gqa",
+            3,
+            "3 ranks cannot share the 4 query heads and 2 KV heads .*; possible numbers of ranks are 2, 4",
+        ),
         ("qwen3.5", 2, "keep states"),
         ("gpt-oss", 2, None),
     ):
         reason = why_not_shared(read_config(make_checkpoint(variant)), n)
-        assert reason is None if why is None else why in reason
+        assert reason is None if why is None else re.search(why, reason)

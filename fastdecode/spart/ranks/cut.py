@@ -2,7 +2,8 @@
 
 The outputs of Q, K and V are cut by heads, those of `up` by columns, and the inputs of O and of `down` like the outputs
 before them. After O and after `down` each rank has a summand of the rows, and the ranks sum them. Experts are cut like
-an MLP. Norms and routers are whole on every rank, and the vocabulary is cut as vocabulary.py says.
+an MLP. Norms and routers are whole on every rank, and the vocabulary is cut as vocabulary.py says. Of fewer KV heads
+than ranks, each is on several ranks, which share its query heads.
 """
 
 from __future__ import annotations
@@ -21,6 +22,20 @@ def part_of(size: int, rank: int, n: int) -> slice:
     return slice(size // block * rank // n * block, size // block * (rank + 1) // n * block)
 
 
+def heads_of_rank(config: ModelConfig, rank: int, n: int) -> tuple[slice, slice]:
+    """The query heads and the KV heads of each layer that rank `rank` of `n` has."""
+    n_q, n_kv = config.n_q_heads, config.n_kv_heads
+    kv = slice(n_kv * rank // n, max(n_kv * (rank + 1) // n, n_kv * rank // n + 1))
+    if n > n_kv:
+        return slice(n_q // n * rank, n_q // n * (rank + 1)), kv
+    group = n_q // n_kv
+    return slice(kv.start * group, kv.stop * group), kv
+
+
+def _can_share_heads(config: ModelConfig, n: int) -> bool:
+    return n <= config.n_kv_heads or (n % config.n_kv_heads == 0 and config.n_q_heads % n == 0)
+
+
 def why_not_shared(config: ModelConfig, n: int) -> str | None:
     """The reason why `n` ranks cannot share a model, or None if they can."""
     experts = config.experts
@@ -28,8 +43,12 @@ def why_not_shared(config: ModelConfig, n: int) -> str | None:
         return f"the layers of {config.architecture} keep states, which ranks do not share"
     if config.mtp:
         return "ranks do not share an MTP head"
-    if config.n_kv_heads % n:
-        return f"{n} ranks cannot share the {config.n_kv_heads} KV heads of {config.architecture} evenly"
+    if not _can_share_heads(config, n):
+        possible = [str(m) for m in range(2, config.n_q_heads + 1) if _can_share_heads(config, m)]
+        return (
+            f"{n} ranks cannot share the {config.n_q_heads} query heads and {config.n_kv_heads} KV heads of "
+            f"{config.architecture}; possible numbers of ranks are {', '.join(possible) or 'none'}"
+        )
     sizes = [config.intermediate_size]
     if experts is not None:
         sizes = [experts.intermediate_size, *([experts.shared_size] if experts.shared_size else [])]
@@ -48,14 +67,15 @@ def cut_config(config: ModelConfig, rank: int, n: int) -> ModelConfig:
     def columns(size: int) -> int:
         return len(range(size)[part_of(size, rank, n)])
 
+    q, kv = heads_of_rank(config, rank, n)
     experts = config.experts
     if experts is not None:
         size, shared = columns(experts.intermediate_size), columns(experts.shared_size)
         experts = replace(experts, intermediate_size=size, shared_size=shared)
     return replace(
         config,
-        n_q_heads=config.n_q_heads // n,
-        n_kv_heads=config.n_kv_heads // n,
+        n_q_heads=q.stop - q.start,
+        n_kv_heads=kv.stop - kv.start,
         intermediate_size=columns(config.intermediate_size),
         experts=experts,
     )

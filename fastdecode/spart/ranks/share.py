@@ -7,17 +7,15 @@ where to cut those of the checkpoint: in the only axis in which the two shapes d
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
 from fastdecode.spart.checkpoints.tensors import Checkpoint
 from fastdecode.spart.linears.quantised import Quantised
-from fastdecode.spart.ranks.cut import part_of
+from fastdecode.spart.ranks.cut import heads_of_rank, part_of
 from fastdecode.spart.ranks.reduction import Reduction
 
 #: Seconds that a rank waits for the others at a sum. A rank that ends is noticed at once (daemon/ranks.py). A rank
@@ -50,19 +48,7 @@ class Share:
 
 class _Cut(NamedTuple):
     axis: int
-    sizes: tuple[int, ...]  # of the stacked tensors of which the rank has a part each
-    even: bool = False  # heads: all ranks have as many. Otherwise columns, which Share.part cuts
-    step: int = 1  # elements of the axis for each column
-
-    def slices(self, share: Share) -> list[slice]:
-        slices = []
-        for start, size in zip(accumulate(self.sizes, initial=0), self.sizes, strict=False):
-            if self.even:
-                part, step = slice(share.rank, share.rank + 1), size // share.n
-            else:
-                part, step = share.part(size // self.step), self.step
-            slices.append(slice(start + part.start * step, start + part.stop * step))
-        return slices
+    parts: tuple[slice, ...]  # of the axis, one of each of the stacked tensors
 
 
 class CutCheckpoint(Checkpoint):
@@ -70,28 +56,41 @@ class CutCheckpoint(Checkpoint):
 
     def __init__(self, whole: Checkpoint, config: ModelConfig, shapes: Shapes, cut: Shapes, share: Share):
         """`config` and `shapes` are those of the whole model, `cut` the shapes of a rank's."""
-        self._whole, self._share = whole, share
+        self._whole, self._config, self._share = whole, config, share
         names = config.names
-        self._cuts = {name: _cut(shape, cut[name], share.n) for name, shape in shapes.items() if cut[name] != shape}
-        q, kv = config.n_q_heads * config.head_size, config.n_kv_heads * config.head_size
-        if len(names.qkv) == 1:
-            self._change(names.qkv[0], sizes=(q, kv, kv))
-        if len(names.up) == 1 and config.gated:
-            self._change(names.up[0], sizes=(config.intermediate_size,) * 2)
-        if len(names.expert_up) == 1:
-            self._change(names.expert_up[0], step=2)  # columns of gate and up alternate
+        self._cuts = {}
+        for name, shape in shapes.items():
+            if cut[name] != shape:
+                [axis] = [i for i, sizes in enumerate(zip(shape, cut[name], strict=True)) if sizes[0] != sizes[1]]
+                self._cuts[name] = _Cut(axis, self._parts(name, shape[axis]))
         for name in (names.embedding, names.head):
-            self._cuts[f"{name}.weight"] = _Cut(0, (config.vocab_size,))
+            self._cuts[f"{name}.weight"] = _Cut(0, (share.part(config.vocab_size),))
         # The ranks' summands are added, so only one of them may have the bias.
         self._added = tuple(f"{name}.bias" for name in (names.o, names.down))
         if names.expert_down is not None:
             self._added += (f"{names.expert_down}_bias",)
 
-    def _change(self, module: str, **changes: Any) -> None:
-        """Change the cuts of `module` in every block."""
-        for name, cut in self._cuts.items():
-            if name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias").endswith(module):
-                self._cuts[name] = cut._replace(**changes)
+    def _parts(self, name: str, size: int) -> tuple[slice, ...]:
+        """The rank's parts of the axis, of `size`, in which the tensor `name` is cut."""
+        config, names, share = self._config, self._config.names, self._share
+        module = name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias")
+        q_heads, kv_heads = heads_of_rank(config, share.rank, share.n)
+        q, kv = _scaled(q_heads, config.head_size), _scaled(kv_heads, config.head_size)
+        if names.sinks is not None and module.endswith(names.sinks):
+            return (q_heads,)
+        if module.endswith(names.qkv) and len(names.qkv) == 1:
+            n_q, n_kv = config.n_q_heads * config.head_size, config.n_kv_heads * config.head_size
+            return q, _moved(kv, n_q), _moved(kv, n_q + n_kv)
+        if module.endswith((names.qkv[0], names.o)):
+            return (q,)
+        if module.endswith(names.qkv):
+            return (kv,)
+        if len(names.up) == 1 and config.gated and module.endswith(names.up[0]):
+            columns = share.part(size // 2)
+            return columns, _moved(columns, size // 2)
+        if len(names.expert_up) == 1 and module.endswith(names.expert_up[0]):
+            return (_scaled(share.part(size // 2), 2),)  # columns of gate and up alternate
+        return (share.part(size),)
 
     def names(self) -> set[str]:
         return self._whole.names()
@@ -100,7 +99,7 @@ class CutCheckpoint(Checkpoint):
         shape = list(self._whole.shape(name))
         if name in self._cuts:
             cut = self._cuts[name]
-            shape[cut.axis] = sum(part.stop - part.start for part in cut.slices(self._share))
+            shape[cut.axis] = sum(part.stop - part.start for part in cut.parts)
         return tuple(shape)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -120,16 +119,15 @@ class CutCheckpoint(Checkpoint):
     def _part_of(self, matrix: torch.Tensor | Quantised, cut: _Cut, name: str) -> torch.Tensor | Quantised:
         if isinstance(matrix, torch.Tensor):
             return self._part(matrix, cut)
-        slices = cut.slices(self._share)
         if cut.axis == 0:
-            return matrix.select_rows(torch.cat([torch.arange(part.start, part.stop) for part in slices]))
+            return matrix.select_rows(torch.cat([torch.arange(part.start, part.stop) for part in cut.parts]))
         try:
-            return matrix.slice_inputs(slices[0])
+            return matrix.slice_inputs(cut.parts[0])
         except ValueError as error:
             raise CheckpointError(f"{self._share.n} ranks cannot share the tensor {name!r}: {error}") from None
 
     def _part(self, tensor: torch.Tensor, cut: _Cut) -> torch.Tensor:
-        parts = [tensor.narrow(cut.axis, part.start, part.stop - part.start) for part in cut.slices(self._share)]
+        parts = [tensor.narrow(cut.axis, part.start, part.stop - part.start) for part in cut.parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, cut.axis)
 
     @property
@@ -137,6 +135,9 @@ class CutCheckpoint(Checkpoint):
         return self._whole.quantisation
 
 
-def _cut(whole: Sequence[int], part: Sequence[int], n: int) -> _Cut:
-    [axis] = [i for i, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]]
-    return _Cut(axis, (whole[axis],), even=whole[axis] == n * part[axis])
+def _scaled(part: slice, step: int) -> slice:
+    return slice(part.start * step, part.stop * step)
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
