@@ -27,7 +27,6 @@ from fastdecode.spart.threads import set_threads
 COMMAND = ("reduction", "microseconds of a sum over ranks, and of gloo's")
 
 _BATCH = 10  # calls between two looks at the clock
-_TIMEOUT_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +88,7 @@ def _rank(
     """Sum as one of the ranks; rank 0 sends the medians."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     set_threads(args.threads)
-    reduction = Reduction(segment, rank, n_ranks, timeout_s=_TIMEOUT_S)
+    reduction = Reduction(segment, rank, n_ranks)
     distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=n_ranks)
     ways: dict[str, Callable[[torch.Tensor], object]] = {"us": reduction.sum_, "gloo_us": distributed.all_reduce}
     times: dict[tuple[int, str], list[float]] = {(rows, way): [] for rows in args.rows for way in ways}

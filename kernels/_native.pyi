@@ -319,15 +319,19 @@ class RankError(RuntimeError):
 class RankReduction:
     """A rank's end of the sums over the ranks of a tensor-parallel S-Part (reduction.h). One thread at a time sums."""
 
-    def __new__(cls, segment: Buffer, rank: int, n_ranks: int, timeout: float) -> RankReduction:
+    def __new__(cls, segment: Buffer, rank: int, n_ranks: int, limit: float) -> RankReduction:
         """`segment` is writable memory that all ranks share, of `segment_bytes` bytes, zeros before the first
-        rank joined. `timeout` is in seconds. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError."""
+        rank joined. `limit` is in seconds. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError."""
     @staticmethod
     def segment_bytes(n_ranks: int, /) -> int:
         """Bytes of the segment. Raises ValueError for too many ranks."""
     def sum(self, address: int, n: int, act_dtype: int, threads: int, /) -> None:
         """Replace `n` numbers, whose memory is not checked, by their sums over all ranks. Other Python threads run
         meanwhile. Raises RankError."""
+    def look(self, rank: int, /) -> None:
+        """Look at a rank that this rank waits for elsewhere, in the thread that sums. Raises RankError."""
+    def fault(self) -> str | None:
+        """Why the reduction is broken; None if it is not. From any thread."""
     def leave(self) -> None:
         """Let all other ranks out of their sums with a RankError; from any thread."""
 

@@ -40,10 +40,10 @@ class Loaded(msgspec.Struct, array_like=True, tag=True):
     """The rank has its weights."""
 
 
-class NotLoaded(msgspec.Struct, array_like=True, tag=True):
-    """The rank cannot load its weights, and ends."""
+class Failed(msgspec.Struct, array_like=True, tag=True):
+    """The rank cannot load its weights, or cannot go on, and ends."""
 
-    reason: str
+    how: str  # a sentence without its full stop
 
 
 class Beat(msgspec.Struct, array_like=True, tag=True):
@@ -67,6 +67,6 @@ class LinkEnded(msgspec.Struct, array_like=True, tag=True):
 
 
 ToRank: TypeAlias = OpenLink | CallLink
-FromRank: TypeAlias = Loaded | NotLoaded | Beat | RankAnswer | LinkEnded
+FromRank: TypeAlias = Loaded | Failed | Beat | RankAnswer | LinkEnded
 TO_RANK: Decoder[ToRank] = Decoder(ToRank)
 FROM_RANK: Decoder[FromRank] = Decoder(FromRank)

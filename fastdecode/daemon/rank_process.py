@@ -28,10 +28,10 @@ from fastdecode.daemon.process import freeze, set_up_logging
 from fastdecode.daemon.rank_messages import (
     TO_RANK,
     Beat,
+    Failed,
     FromRank,
     LinkEnded,
     Loaded,
-    NotLoaded,
     OpenLink,
     RankAnswer,
     ToRank,
@@ -43,6 +43,7 @@ from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config_file import open_source
 from fastdecode.spart.decoder.rank_steps import FollowingSPart
 from fastdecode.spart.own_thread import in_own_thread
+from fastdecode.spart.ranks.reduction import RankError
 from fastdecode.spart.ranks.share import Share
 from fastdecode.spart.threads import set_threads
 from fastdecode.transports.base import Link, TransportError
@@ -50,6 +51,8 @@ from fastdecode.transports.rank_team import LinkFailure, Opened, described
 from fastdecode.transports.registry import connect
 
 log = logging.getLogger(__name__)
+
+_END_SECONDS = 1.0  # within which rank 0 ends if another rank has failed
 
 
 def main() -> None:
@@ -67,7 +70,7 @@ def main() -> None:
         model = _load(config, Share.join(rank, config.tensor_parallel, *memory))
     except Exception as error:
         log.debug("rank %d has not loaded its weights", rank, exc_info=True)
-        requests.send_bytes(encode(NotLoaded(str(error))))
+        requests.send_bytes(encode(Failed(f"rank {rank} (pid {os.getpid()}) has failed: {error}")))
         sys.exit(1)
     set_threads(split.s_threads, model)
     freeze()
@@ -118,9 +121,12 @@ class _Follower:
     def _follow(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
         try:
             FollowingSPart(self._model, self._rank).follow(self._lead, self._links)
-        except BaseException:
-            log.exception("a step failed in rank %d", self._rank)
-            os._exit(1)  # the sums of the step cannot be completed; rank 0 ends too
+        except BaseException as error:
+            if not isinstance(error, RankError):
+                log.exception("a step has failed in rank %d", self._rank)
+            self._send(Failed(f"a step has failed in rank {self._rank}: {error}"))
+            time.sleep(_END_SECONDS)  # rank 0 ends, and with it this process
+            os.kill(os.getppid(), signal.SIGKILL)  # it is rank 0 that does not go on
         loop.call_soon_threadsafe(ended.set)
 
     def _beat(self) -> None:

@@ -2,7 +2,8 @@
 
 Two connections lead to each rank. Over one, the thread that computes follows the steps of rank 0; over the other, the
 rank's event loop opens links and passes requests on to R-nodes, and tells every second that the process lives. A rank
-that ends or falls silent ends the S-node at once: the sums of its steps cannot be completed.
+that ends, falls silent, or does not go on in a step (kernels/decoder/rank_watch.h) ends the S-node: the sums of its
+steps cannot be completed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import fields
 from functools import partial
 from multiprocessing import Pipe
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -31,16 +32,16 @@ from fastdecode.daemon.process import die_with_parent
 from fastdecode.daemon.rank_messages import (
     FROM_RANK,
     CallLink,
+    Failed,
     FromRank,
     LinkEnded,
     Loaded,
-    NotLoaded,
     OpenLink,
     RankAnswer,
     ToRank,
 )
 from fastdecode.spart.decoder.rank_steps import Followers
-from fastdecode.spart.ranks.reduction import create_segment
+from fastdecode.spart.ranks.reduction import RankError, create_segment
 from fastdecode.spart.ranks.share import Share
 from fastdecode.transports.base import Hello, Link, LinkDown
 from fastdecode.transports.rank_team import RankTeam, RemoteLink, restored
@@ -57,11 +58,12 @@ _END_SECONDS = 5.0  # within which a rank ends whose connections are closed
 class _Rank:
     """The process of another rank."""
 
-    def __init__(self, config: NodeConfig, rank: int, memory: Sequence[int]):
-        """`memory`: see Share.join. To be called in the thread with whose end the S-node ends."""
+    def __init__(self, config: NodeConfig, rank: int, memory: Sequence[int], lost: Callable[[str], NoReturn]):
+        """`memory`: see Share.join. `lost` is called with a sentence if the rank fails or ends after it has loaded its
+        weights. To be called in the thread with whose end the S-node ends."""
         self.steps, their_steps = Pipe()
         self._control, their_control = Pipe()
-        self._rank, self._n = rank, config.tensor_parallel
+        self._n, self._lost = config.tensor_parallel, lost
         fds = [their_steps.fileno(), their_control.fileno(), *memory]
         arguments = [",".join(map(str, [rank, *fds]))]
         arguments += config.to_args([f.name for f in fields(config) if f.name != "config"])
@@ -75,6 +77,7 @@ class _Rank:
         )
         their_steps.close()
         their_control.close()
+        self._name = f"rank {rank} (pid {self._process.pid})"
         self.loaded: Future[None] = Future()
         self._ids = itertools.count()
         self._answers: dict[int, Callable[[RankAnswer], None]] = {}
@@ -82,12 +85,8 @@ class _Rank:
         self._ending = False
         threading.Thread(target=self._listen, daemon=True, name=f"rank {rank}").start()
 
-    @property
-    def _name(self) -> str:
-        return f"rank {self._rank} of --tensor-parallel {self._n} (pid {self._process.pid})"
-
     def _listen(self) -> None:
-        """Take the rank's messages until it ends, which ends the S-node unless `end` was called."""
+        """Take the rank's messages until it ends."""
         silent, how = 0, "has ended"
         with contextlib.suppress(EOFError, OSError):
             while silent < _SILENT_BEATS or not self.loaded.done():
@@ -97,21 +96,21 @@ class _Rank:
                 else:
                     silent += 1
             how = "does not answer"
-        if self._ending:
-            return
-        if not self.loaded.done():
-            self.loaded.set_exception(RuntimeError(f"{self._name} {how} before it had loaded its weights"))
-            return
-        log.critical("%s %s, and with it the S-node", self._name, how)
-        os._exit(1)
+        if not self._ending:
+            self._failed(f"{self._name} {how}")
+
+    def _failed(self, how: str) -> None:
+        if self.loaded.done():
+            self._lost(how)
+        self._ending = True
+        self.loaded.set_exception(RuntimeError(f"{how} before all ranks had loaded their weights"))
 
     def _take(self, message: FromRank) -> None:
         match message:
             case Loaded():
                 self.loaded.set_result(None)
-            case NotLoaded():
-                self._ending = True
-                self.loaded.set_exception(RuntimeError(f"{self._name}: {message.reason}"))
+            case Failed():
+                self._failed(message.how)
             case RankAnswer():
                 self._answers.pop(message.number)(message)
             case LinkEnded() if message.link in self._links:
@@ -176,13 +175,24 @@ class Ranks:
         logits = os.memfd_create("fastdecode-logits", os.MFD_CLOEXEC)
         try:
             os.ftruncate(logits, rows * vocab_size * 4)
-            self._others = [_Rank(config, rank, (segment, logits)) for rank in range(1, n)]
+            self._others = [_Rank(config, rank, (segment, logits), self._lost) for rank in range(1, n)]
             stay_on_node(0, n)
             self.share = Share.join(0, n, segment, logits)
         finally:
             os.close(segment)
             os.close(logits)
-        self.followers = Followers([rank.steps for rank in self._others])
+        self.followers = Followers([rank.steps for rank in self._others], self._step_failed)
+
+    def _step_failed(self, error: BaseException) -> NoReturn:
+        """End the S-node, because a step of rank 0 has failed for good."""
+        if not isinstance(error, (RankError, EOFError)):
+            log.error("a step has failed", exc_info=error)
+        self._lost("a rank has ended")
+
+    def _lost(self, how: str) -> NoReturn:
+        """End the S-node: the sums of its steps cannot be completed."""
+        log.critical("the S-node ends, because %s", self.share.reduction.fault or how)
+        os._exit(1)
 
     def wait_until_loaded(self) -> None:
         """Wait until the other ranks have their weights. Raises RuntimeError if one could not load them."""

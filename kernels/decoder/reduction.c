@@ -14,7 +14,7 @@ enum {
     CHUNK = 64 /* numbers that one thread adds up at least: whole cache lines of every dtype */
 };
 #define SPIN_NS 200000u        /* a waiter looks this long before it sleeps */
-#define SLEEP_MAX_NS 50000000u /* a waiter checks this often whether the rank it waits for is still alive */
+#define SLEEP_MAX_NS 50000000u /* a waiter looks this often at the rank that it waits for */
 /* The ranks share a sum if that spares a rank the reading of more than this: of n ranks it reads two times its own
  * bytes, not n times, but waits twice. */
 #define SHARED_BYTES (1u << 18)
@@ -24,12 +24,13 @@ typedef struct {
     uint32_t arrived;    /* atomic: the barriers that the rank has arrived at */
     uint32_t pid;        /* atomic: 0 until the rank has joined */
     uint64_t addends[2]; /* of each slot: numbers * FD_ACT_DTYPES + dtype */
-    uint8_t pad[LINES_APART - sizeof(uint32_t) * 2 - sizeof(uint64_t) * 2];
+    uint32_t thread;     /* atomic: the thread that sums; 0 until the first sum */
+    uint8_t pad[LINES_APART - sizeof(uint32_t) * 3 - sizeof(uint64_t) * 2];
     uint32_t sleepers; /* atomic: the ranks that sleep until this rank arrives */
 } words_t;
 
 /* Why a reduction is broken. */
-typedef enum { WHOLE = 0, ENDED, STALLED, DIFFERS, LEFT } fault_t;
+typedef enum { WHOLE = 0, ENDED, STALLED, LOOPS, DIFFERS, LEFT } fault_t;
 
 /* The first page of the segment. `broken` is 0, or the fault * FD_MOST_RANKS + its rank. */
 typedef struct {
@@ -67,9 +68,15 @@ size_t fd_reduction_segment_bytes(uint32_t n_ranks) {
     return n_ranks < 1 || n_ranks > FD_MOST_RANKS ? 0 : PAGE + n_ranks * area_bytes;
 }
 
-void fd_reduction_open(fd_reduction_t *r, void *segment, uint32_t rank, uint32_t n_ranks, uint64_t timeout_ns,
+void fd_reduction_open(fd_reduction_t *r, void *segment, uint32_t rank, uint32_t n_ranks, uint64_t limit_ns,
                        fd_isa_t isa) {
-    *r = (fd_reduction_t){segment, rank, n_ranks, timeout_ns, sum_parts_of(isa), 0, 0};
+    *r = (fd_reduction_t){.segment = segment,
+                          .rank = rank,
+                          .n_ranks = n_ranks,
+                          .limit_ns = limit_ns,
+                          .sum_parts = sum_parts_of(isa),
+                          .passed_ns = fd_now_ns(),
+                          .watched = rank};
     memset(slot_of(r, rank, 0), 0, 2 * (size_t)FD_RANK_SLOT_BYTES);
     __atomic_store_n(&words_of(r, rank)->pid, (uint32_t)getpid(), __ATOMIC_RELEASE);
 }
@@ -93,15 +100,18 @@ void fd_reduction_leave(fd_reduction_t *r) { break_with(r, LEFT, r->rank); }
 
 bool fd_reduction_error(const fd_reduction_t *r, char *text, size_t bytes) {
     const uint32_t broken = __atomic_load_n(&head_of(r)->broken, __ATOMIC_ACQUIRE), rank = broken % FD_MOST_RANKS;
+    const uint32_t pid = __atomic_load_n(&words_of(r, rank)->pid, __ATOMIC_ACQUIRE);
+    const double limit_s = (double)r->limit_ns * 1e-9;
+    char why[96];
     switch (broken / FD_MOST_RANKS) {
     case WHOLE: return false;
-    case ENDED: snprintf(text, bytes, "the process of rank %u has ended", rank); break;
-    case STALLED:
-        snprintf(text, bytes, "rank %u has not arrived at a sum for %.1f s", rank, (double)r->timeout_ns * 1e-9);
-        break;
-    case DIFFERS: snprintf(text, bytes, "rank %u sums other numbers than the ranks before it", rank); break;
-    default: snprintf(text, bytes, "rank %u has left the reduction", rank);
+    case ENDED: snprintf(why, sizeof why, "has ended"); break;
+    case STALLED: snprintf(why, sizeof why, "has not gone on for %.1f s, while others wait for it", limit_s); break;
+    case LOOPS: snprintf(why, sizeof why, "computes without end what other ranks have computed"); break;
+    case DIFFERS: snprintf(why, sizeof why, "sums other numbers than the ranks before it"); break;
+    default: snprintf(why, sizeof why, "has left the reduction");
     }
+    snprintf(text, bytes, "rank %u (pid %u) %s", rank, pid, why);
     return true;
 }
 
@@ -113,6 +123,9 @@ static bool has_arrived(const words_t *words, uint32_t barrier) {
 
 static void arrive(fd_reduction_t *r) {
     words_t *own = words_of(r, r->rank);
+    r->own_ns = fd_now_ns() - r->passed_ns;
+    r->watched = r->rank;
+    __atomic_store_n(&own->thread, fd_thread_number(), __ATOMIC_RELAXED);
     __atomic_store_n(&own->arrived, ++r->arrived, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&own->sleepers, __ATOMIC_SEQ_CST)) fd_futex_wake(&own->arrived, true);
 }
@@ -138,8 +151,24 @@ static bool has_ended(uint32_t pid) {
     return has;
 }
 
+bool fd_reduction_look(fd_reduction_t *r, uint32_t rank) {
+    const words_t *words = words_of(r, rank);
+    const uint32_t pid = __atomic_load_n(&words->pid, __ATOMIC_ACQUIRE);
+    const uint32_t thread = __atomic_load_n(&words->thread, __ATOMIC_ACQUIRE);
+    if (is_broken(r)) return false;
+    if (!pid) return true; /* it has not joined */
+    if (has_ended(pid)) return break_with(r, ENDED, rank);
+    if (r->watched != rank) r->watch = (fd_rank_watch_t){0};
+    r->watched = rank;
+    switch (fd_rank_look(&r->watch, pid, thread ? thread : pid, r->limit_ns, r->own_ns)) {
+    case FD_RANK_STALLS: return break_with(r, STALLED, rank);
+    case FD_RANK_LOOPS: return break_with(r, LOOPS, rank);
+    default: return true;
+    }
+}
+
 /* Waits until `rank` has arrived where this rank is. False if the reduction is broken. */
-static bool await_rank(const fd_reduction_t *r, uint32_t rank) {
+static bool await_rank(fd_reduction_t *r, uint32_t rank) {
     words_t *words = words_of(r, rank);
     uint64_t start = 0;
     for (uint32_t i = 1; !has_arrived(words, r->arrived); i++) {
@@ -151,12 +180,9 @@ static bool await_rank(const fd_reduction_t *r, uint32_t rank) {
         const uint64_t now = fd_now_ns();
         if (!start) start = now;
         const uint64_t waited = now - start;
-        if (waited >= r->timeout_ns) return break_with(r, STALLED, rank);
         if (waited >= SPIN_NS) {
-            const uint64_t left = r->timeout_ns - waited;
-            sleep_until_arrived(r, words, left < SLEEP_MAX_NS ? left : SLEEP_MAX_NS);
-            if (!has_arrived(words, r->arrived) && has_ended(__atomic_load_n(&words->pid, __ATOMIC_ACQUIRE)))
-                return break_with(r, ENDED, rank);
+            sleep_until_arrived(r, words, SLEEP_MAX_NS);
+            if (!has_arrived(words, r->arrived) && !fd_reduction_look(r, rank)) return false;
         } else if (waited >= FD_YIELD_AFTER_NS) sched_yield();
     }
     return true;
@@ -166,6 +192,7 @@ static bool pass_barrier(fd_reduction_t *r) {
     arrive(r);
     for (uint32_t i = 0; i < r->n_ranks; i++)
         if (i != r->rank && !await_rank(r, i)) return false;
+    r->passed_ns = fd_now_ns();
     return !is_broken(r);
 }
 

@@ -8,8 +8,8 @@
  *
  * Numbers are added in fp32 in the order of the ranks, so all ranks get the same bits.
  *
- * A rank that does not arrive breaks the reduction: the `broken` word of the segment names it, lets all other ranks out
- * at once, and fails every later sum.
+ * A rank that has ended, or that does not go on (rank_watch.h), breaks the reduction: the `broken` word of the segment
+ * names it, lets all other ranks out at once, and fails every later sum.
  */
 #pragma once
 
@@ -18,6 +18,7 @@
 #include <stdint.h>
 
 #include "cpu/isa.h"
+#include "rank_watch.h"
 #include "region/region.h"
 
 #define FD_MOST_RANKS 64u
@@ -31,10 +32,13 @@ typedef void fd_sum_parts_t(const void *const *parts, uint32_t n_parts, size_t f
 typedef struct {
     uint8_t *segment;
     uint32_t rank, n_ranks;
-    uint64_t timeout_ns; /* a rank that has not arrived after this time is stalled */
+    uint64_t limit_ns; /* a rank that does not go on for this time is lost */
     fd_sum_parts_t *const *sum_parts;
-    uint32_t arrived; /* the barriers that this rank has arrived at */
-    uint32_t slot;    /* of the next sum, 0 or 1 */
+    uint32_t arrived;           /* the barriers that this rank has arrived at */
+    uint32_t slot;              /* of the next sum, 0 or 1 */
+    uint64_t passed_ns, own_ns; /* when the last barrier was passed, and the time from there to the present one */
+    uint32_t watched;           /* the rank that is waited for */
+    fd_rank_watch_t watch;
 } fd_reduction_t;
 
 /* Bytes of a segment for `n_ranks` ranks, or 0 if FD_MOST_RANKS are fewer. A new segment is zeros and page-aligned. */
@@ -42,13 +46,17 @@ size_t fd_reduction_segment_bytes(uint32_t n_ranks);
 
 /* Joins the segment as one of its ranks; `rank` < `n_ranks`. The calling thread touches the rank's area first, so that
  * the memory lies on its NUMA node. */
-void fd_reduction_open(fd_reduction_t *r, void *segment, uint32_t rank, uint32_t n_ranks, uint64_t timeout_ns,
+void fd_reduction_open(fd_reduction_t *r, void *segment, uint32_t rank, uint32_t n_ranks, uint64_t limit_ns,
                        fd_isa_t isa);
 
 /* Replaces data [n], of the activation dtype, by the sum over all ranks, in up to `threads` threads. All ranks call
  * this for as many numbers of the same dtype, in the same order. FD_LINK_CLOSED if the reduction is broken; then `data`
  * is undefined. */
 fd_status_t fd_reduction_sum(fd_reduction_t *r, void *data, size_t n, uint32_t act_dtype, unsigned threads);
+
+/* Looks at a rank that this rank waits for elsewhere, at most every 50 ms. False if the reduction is broken, by this
+ * look or earlier. */
+bool fd_reduction_look(fd_reduction_t *r, uint32_t rank);
 
 /* Breaks the reduction, because this rank ends. Any thread may call this, beside one that sums. */
 void fd_reduction_leave(fd_reduction_t *r);

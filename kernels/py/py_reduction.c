@@ -37,17 +37,17 @@ static PyObject *segment_bytes(PyObject *type, PyObject *args) {
 }
 
 static PyObject *reduction_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"segment", "rank", "n_ranks", "timeout", NULL};
+    static char *keys[] = {"segment", "rank", "n_ranks", "limit", NULL};
     PyObject *segment;
     unsigned rank, n_ranks;
-    double timeout;
+    double limit;
     fd_isa_t isa;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OIId", keys, &segment, &rank, &n_ranks, &timeout) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OIId", keys, &segment, &rank, &n_ranks, &limit) ||
         !fd_py_choose_isa(NULL, &isa))
         return NULL;
     const size_t bytes = fd_reduction_segment_bytes(n_ranks);
     if (rank >= n_ranks || !bytes) return PyErr_Format(PyExc_ValueError, "no rank %u of %u", rank, n_ranks);
-    if (!(timeout > 0 && timeout < 1e9)) return PyErr_Format(PyExc_ValueError, "no such time limit");
+    if (!(limit > 0 && limit < 1e9)) return PyErr_Format(PyExc_ValueError, "no such time limit");
     reduction_t *self = (reduction_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     if (!fd_py_view(segment, "the segment", PyBUF_WRITABLE, &self->segment)) {
@@ -59,7 +59,7 @@ static PyObject *reduction_new(PyTypeObject *type, PyObject *args, PyObject *kwa
         Py_DECREF(self);
         return NULL;
     }
-    fd_reduction_open(&self->reduction, self->segment.buf, rank, n_ranks, (uint64_t)(timeout * 1e9), isa);
+    fd_reduction_open(&self->reduction, self->segment.buf, rank, n_ranks, (uint64_t)(limit * 1e9), isa);
     return (PyObject *)self;
 }
 
@@ -82,6 +82,20 @@ static PyObject *sum(reduction_t *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *look(reduction_t *self, PyObject *args) {
+    unsigned rank;
+    if (!PyArg_ParseTuple(args, "I", &rank)) return NULL;
+    if (rank >= self->reduction.n_ranks) return PyErr_Format(PyExc_ValueError, "no rank %u", rank);
+    if (!fd_reduction_look(&self->reduction, rank)) return fd_py_raise_broken(&self->reduction);
+    Py_RETURN_NONE;
+}
+
+static PyObject *fault(reduction_t *self, PyObject *unused) {
+    char text[128];
+    if (!fd_reduction_error(&self->reduction, text, sizeof text)) Py_RETURN_NONE;
+    return PyUnicode_FromString(text);
+}
+
 static PyObject *leave(reduction_t *self, PyObject *unused) {
     fd_reduction_leave(&self->reduction);
     Py_RETURN_NONE;
@@ -90,6 +104,8 @@ static PyObject *leave(reduction_t *self, PyObject *unused) {
 static PyMethodDef methods[] = {
     {"segment_bytes", segment_bytes, METH_VARARGS | METH_STATIC, "Bytes of the segment of some ranks."},
     {"sum", (PyCFunction)sum, METH_VARARGS, "Sum numbers over all ranks (fd_reduction_sum)."},
+    {"look", (PyCFunction)look, METH_VARARGS, "Look at a rank that is waited for (fd_reduction_look)."},
+    {"fault", (PyCFunction)fault, METH_NOARGS, "Why the reduction is broken, or None (fd_reduction_error)."},
     {"leave", (PyCFunction)leave, METH_NOARGS, "Let all other ranks out (fd_reduction_leave)."},
     {NULL, NULL, 0, NULL},
 };

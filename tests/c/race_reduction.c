@@ -56,8 +56,9 @@ static void *sum(void *data) {
         REQUIRE(!memcmp(x, want, bytes));
         if (rank == 0) n_sums++, n_shared += bytes * (n_ranks - 2) > SHARED_BYTES;
     }
-    char text[100];
-    REQUIRE(fd_reduction_error(&r, text, sizeof text) && !strcmp(text, "rank 0 has left the reduction"));
+    char text[100], want_text[100];
+    snprintf(want_text, sizeof want_text, "rank 0 (pid %d) has left the reduction", getpid());
+    REQUIRE(fd_reduction_error(&r, text, sizeof text) && !strcmp(text, want_text));
     free(x);
     free(want);
     return NULL;

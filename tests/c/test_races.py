@@ -60,7 +60,7 @@ def test_each_part_of_a_loop_runs_once(tmp_path: Path, threads: int) -> None:
 
 @pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
 def test_ranks_race_through_their_sums(tmp_path: Path, sanitizers: str) -> None:
-    names = ("cpu/parallel", "cpu/isa", "decoder/reduction", "decoder/decoder_scalar")
+    names = ("cpu/parallel", "cpu/isa", "decoder/reduction", "decoder/rank_watch", "decoder/decoder_scalar")
     sources = [ROOT / "tests/c/race_reduction.c", *(ROOT / f"kernels/{name}.c" for name in names)]
     sums, shared = counts(build(tmp_path, "race_reduction", sources, sanitizers), 3)
     assert sums > 100 and shared > 20

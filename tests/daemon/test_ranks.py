@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,12 +15,13 @@ import pytest
 import torch
 from models.checkpoints import reference
 from nodes.node_process import Node, gone, health
+from ranks.stopped_thread import busiest_thread, stopped_thread
 
 from fastdecode.demo import model_dir
 from fastdecode.text.tokenizer import Tokenizer
 
-TWO = ("--port", "0", "--tensor-parallel", "2", "--dtype", "fp32", "--kv-dtype", "fp32", "--s-threads", "1")
-EMBEDDED = (*TWO, "--kv-memory", "256MiB", "--threads", "1")
+RANKS = ("--port", "0", "--dtype", "fp32", "--kv-dtype", "fp32", "--s-threads", "1")
+EMBEDDED = (*RANKS, "--kv-memory", "256MiB", "--threads", "1")
 
 
 def rank_processes(node: Node) -> list[int]:
@@ -51,32 +55,62 @@ def check_against_transformers(api) -> None:
     assert answers[4].usage.prompt_tokens_details.cached_tokens == 650
 
 
-@pytest.mark.parametrize(
-    ("mini_batches", "lost", "how"),
-    [("1", signal.SIGKILL, "has ended"), ("2", signal.SIGSTOP, "does not answer")],
-)
-def test_embedded_r_nodes_and_the_loss_of_a_rank(mini_batches, lost, how, start):
-    node = start(*EMBEDDED, "--mini-batches", mini_batches)
+@contextlib.contextmanager
+def streaming(start, n: int, *options: str, check: bool = False) -> Iterator[Node]:
+    """An S-node of `n` ranks with embedded R-nodes that decodes. At the end all of its processes have to be gone."""
+    node = start(*EMBEDDED, "--tensor-parallel", str(n), *options)
     with node.api() as api:
-        check_against_transformers(api)
-        assert [(n["part"], n["alive"]) for n in health(api)["nodes"]] == [("1/2", True), ("2/2", True)]
+        if check:
+            check_against_transformers(api)
+            assert [(r["part"], r["alive"]) for r in health(api)["nodes"]] == [
+                (f"{i}/{n}", True) for i in range(1, n + 1)
+            ]
         stream = greedy(api, "It was", 900, stream=True)
         next(stream)
-        [rank], children = rank_processes(node), node.children()
-        os.kill(rank, lost)
-        assert node.process.wait(8) == 1
+        children = node.children()
+        yield node
         stream.close()
-    assert f"rank 1 of --tensor-parallel 2 (pid {rank}) {how}, and with it the S-node" in node.log.read_text()
     assert all(gone(pid) for pid in children)
+
+
+def test_four_ranks_and_the_kill_of_one(start):
+    with streaming(start, 4, check=True) as node:
+        rank = rank_processes(node)[1]
+        os.kill(rank, signal.SIGKILL)
+        assert node.process.wait(20) == 1
+        assert re.search(rf"the S-node ends, because rank 2 \(pid {rank}\) has ended$", node.log.read_text(), re.M)
+
+
+@pytest.mark.parametrize("hangs", ["rank 0", "rank 1", "rank 1 as a whole"])
+def test_the_s_node_ends_if_a_rank_hangs(hangs, start):
+    """In ranks 0 and 1 the thread that computes stops, while the process's other threads go on."""
+    with streaming(start, 2, "--mini-batches", "2", check=hangs == "rank 1") as node:
+        [rank] = rank_processes(node)
+        pid = node.process.pid if hangs == "rank 0" else rank
+        if hangs == "rank 1 as a whole":
+            os.kill(rank, signal.SIGSTOP)
+            assert node.process.wait(20) == 1
+        else:
+            with stopped_thread(busiest_thread(pid)):
+                assert node.process.wait(20) == 1
+        why = rf"the S-node ends, because rank {hangs[5]} \(pid {pid}\) (has not gone on for 3.0 s|does not answer)"
+        assert re.search(why, node.log.read_text())
 
 
 def test_r_nodes_over_shm_and_tcp_and_their_loss(start, tmp_path):
     """Both R-nodes are killed: the stream goes on when they are back."""
     nodes, urls = zip(*[r_node(start, url) for url in (f"shm://{tmp_path}/r.sock", "tcp://127.0.0.1:0")], strict=True)
-    node = start(*TWO, *(word for url in urls for word in ("--r-node", url)), "--reconnect-seconds", "20")
+    node = start(
+        *RANKS,
+        "--tensor-parallel",
+        "4",
+        *(word for url in urls for word in ("--r-node", url)),
+        "--reconnect-seconds",
+        "20",
+    )
     with node.api() as api:
         check_against_transformers(api)
-        assert [n["url"] for n in health(api)["nodes"]] == [urls[0], urls[0], urls[1], urls[1]]
+        assert [n["url"] for n in health(api)["nodes"]] == [urls[0]] * 4 + [urls[1]] * 4
         undisturbed = greedy(api, "It was", 300).choices[0].text
         stream = greedy(api, "It was", 300, stream=True)
         parts = [next(stream).choices[0].text]
@@ -90,12 +124,4 @@ def test_r_nodes_over_shm_and_tcp_and_their_loss(start, tmp_path):
         node.wait_for("(?s)is back.*is back")
     children = node.children()
     assert node.end() == 0
-    assert all(gone(pid) for pid in children)
-
-
-def test_the_ranks_end_with_the_s_node(start):
-    node = start(*EMBEDDED)
-    node.api().close()
-    children = node.children()
-    node.end(signal.SIGKILL)
     assert all(gone(pid) for pid in children)

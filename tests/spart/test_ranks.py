@@ -30,7 +30,7 @@ class Ranks:
 
     def __init__(self, directory, n, **options):
         segment, logits = create_segment(n), torch.zeros(1 << 22, dtype=torch.uint8)
-        shares = [Share(i, n, Reduction(segment, i, n, timeout_s=60), logits) for i in range(n)]
+        shares = [Share(i, n, Reduction(segment, i, n), logits) for i in range(n)]
         os.close(segment)
         self.threads = ThreadPoolExecutor(n)
         self.models = self.each(lambda share: load_model(directory, share=share, **options), shares)

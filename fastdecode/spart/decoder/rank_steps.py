@@ -8,18 +8,20 @@ whose link has failed goes on without the link's rows, so that the other ranks d
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import msgspec
 import torch
 from msgspec.msgpack import Decoder, Encoder
+from msgspec.structs import asdict
 
 from fastdecode.spart.decoder.decoder import SPart
 from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.weights import Model
+from fastdecode.spart.ranks.reduction import RankError, Reduction
 from fastdecode.spart.step.batch import Chunk, Sampled, SampleSpec, ScoreSpec, StepBatch, StepOutput
 from fastdecode.transports.base import DataPath, Pending, StepCost
 from fastdecode.transports.rank_team import LinkFailure, RankTeam, described, restored
@@ -48,42 +50,13 @@ class RankChunk(msgspec.Struct, array_like=True):
     @classmethod
     def of(cls, chunk: Chunk) -> RankChunk:
         """The message for a chunk of rank 0."""
-        return cls(
-            chunk.link,
-            chunk.seq_index,
-            chunk.tag,
-            chunk.pos,
-            chunk.tokens,
-            chunk.prefill,
-            chunk.sample is not None,
-            chunk.prompt_length,
-            chunk.score,
-            chunk.drafts,
-            chunk.cut,
-            chunk.long,
-            chunk.following,
-            chunk.slide,
-        )
+        values = {name: getattr(chunk, name) for name in cls.__struct_fields__}
+        return cls(**values | {"sample": chunk.sample is not None})
 
     @property
     def chunk(self) -> Chunk:
         """The chunk for another rank."""
-        return Chunk(
-            self.link,
-            self.seq_index,
-            self.tag,
-            self.pos,
-            self.tokens,
-            self.prefill,
-            _ANY_SAMPLE if self.sample else None,
-            self.prompt_length,
-            self.score,
-            drafts=self.drafts,
-            cut=self.cut,
-            long=self.long,
-            following=self.following,
-            slide=self.slide,
-        )
+        return Chunk(**asdict(self) | {"sample": _ANY_SAMPLE if self.sample else None})
 
 
 class BeginStep(msgspec.Struct, array_like=True, tag=True):
@@ -127,10 +100,11 @@ class RankOutput(msgspec.Struct, array_like=True):
 
 
 class Followers:
-    """The connections to the threads in which the other ranks compute."""
+    """The connections to the threads in which the other ranks compute, from rank 1 on."""
 
-    def __init__(self, connections: Sequence[Connection]):
-        self._connections = connections
+    def __init__(self, connections: Sequence[Connection], lost: Callable[[BaseException], NoReturn]):
+        """`lost` ends the process, because a step has failed for good by this error."""
+        self._connections, self.lost = connections, lost
         self._encoder, self._decoder = Encoder(), Decoder(RankOutput)
         self._lock = threading.Lock()  # the event loop drops prompts while the S-Part's thread runs steps
 
@@ -140,9 +114,10 @@ class Followers:
             for connection in self._connections:
                 connection.send_bytes(data)
 
-    def ended(self) -> list[RankOutput]:
-        """Wait until all have ended the step that rank 0 has ended."""
-        return [self._decoder.decode(connection.recv_bytes()) for connection in self._connections]
+    def ended(self, reduction: Reduction) -> list[RankOutput]:
+        """Wait until all have ended the step that rank 0 has ended. Raises RankError, EOFError."""
+        received = [reduction.receive(connection, i) for i, connection in enumerate(self._connections, 1)]
+        return [self._decoder.decode(data) for data in received]
 
 
 class LeadSPart(SPart):
@@ -161,6 +136,8 @@ class LeadSPart(SPart):
         chunks = [RankChunk.of(chunk) for chunk in batch.chunks]
         self._followers.send(BeginStep(batch.slot, batch.layer_timeout, chunks, numbers, alone))
         step, idle_since = super().step(batch, keep_logits), None
+        reduction = self.model.reduction
+        assert reduction is not None
         try:
             while True:
                 idle_since = yield step.send(idle_since)
@@ -172,10 +149,14 @@ class LeadSPart(SPart):
             self._followers.send(CloseStep(batch.slot))
             step.close()
             raise
-        except BaseException:
-            self._leave()
-            raise
-        for ended in self._followers.ended():
+        except BaseException as error:
+            reduction.leave()  # the other ranks wait in this step
+            self._followers.lost(error)
+        try:
+            others = self._followers.ended(reduction)
+        except (RankError, EOFError) as error:
+            self._followers.lost(error)
+        for ended in others:
             for i, failure in ended.failures.items():
                 output.failures.setdefault(teams[i], restored(failure, teams[i]))
             for i, cost in ended.costs.items():
@@ -184,11 +165,6 @@ class LeadSPart(SPart):
         output.link_costs = {link: cost for link, cost in output.link_costs.items() if link not in output.failures}
         output.kv_bytes = sum(cost.kv_bytes for cost in output.link_costs.values())
         return output
-
-    def _leave(self) -> None:
-        """The other ranks wait in the step that has failed here: end them, which ends the S-node."""
-        assert self.model.reduction is not None
-        self.model.reduction.leave()
 
     def drop(self, link: int, seq_index: int, tag: int) -> None:
         super().drop(link, seq_index, tag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -13,6 +14,8 @@ from fastdecode.spart.served import act_code
 from fastdecode.spart.threads import pool_threads
 
 __all__ = ["RankError", "Reduction", "create_segment"]
+
+_LOOK_SECONDS = 0.05
 
 
 def create_segment(n_ranks: int) -> int:
@@ -35,24 +38,36 @@ class Reduction:
     `native` is the C object, for calls that sum within C. One thread at a time sums.
     """
 
-    def __init__(self, segment: int, rank: int, n_ranks: int, *, timeout_s: float = 4.0):
+    def __init__(self, segment: int, rank: int, n_ranks: int, *, limit_s: float = 3.0):
         """Join a segment of create_segment as one of its ranks, once. The calling thread's NUMA node gets the rank's
-        memory. The descriptor may be closed afterwards. A rank that others have waited for `timeout_s` seconds is lost.
+        memory. The descriptor may be closed afterwards. A rank is lost if it has neither computed nor woken up for
+        `limit_s` seconds while others wait for it, or loops (kernels/decoder/rank_watch.h).
 
         Raises ValueError for a segment of another number of ranks, OSError.
         """
         self.rank, self.n_ranks = rank, n_ranks
-        self.native = _native.RankReduction(mmap.mmap(segment, 0), rank, n_ranks, timeout_s)
+        self.native = _native.RankReduction(mmap.mmap(segment, 0), rank, n_ranks, limit_s)
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace x, contiguous, fp32, bf16 or fp16 on a CPU, by the sum over all ranks; returns x.
 
         Numbers are added in fp32 in the order of the ranks, so that all ranks get the same bits. Other Python threads
-        run meanwhile. Raises RankError, also in every later call, if a rank has ended, left, or does not arrive.
+        run meanwhile. Raises RankError, also in every later call, if a rank has ended, left, or does not go on.
         """
         assert x.is_contiguous() and x.is_cpu
         self.native.sum(x.data_ptr(), x.numel(), act_code(x.dtype), pool_threads())
         return x
+
+    def receive(self, connection: Connection, rank: int) -> bytes:
+        """Wait for a message of another rank, in the thread that sums. Raises RankError as `sum_` does; EOFError."""
+        while not connection.poll(_LOOK_SECONDS):
+            self.native.look(rank)
+        return connection.recv_bytes()
+
+    @property
+    def fault(self) -> str | None:
+        """Why no sum will succeed any more, as a sentence that names the lost rank; None while sums do."""
+        return self.native.fault()
 
     def leave(self) -> None:
         """Let all other ranks out of their sums with a RankError, because this rank ends. Any thread may call this."""

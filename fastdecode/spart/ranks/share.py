@@ -18,10 +18,6 @@ from fastdecode.spart.linears.quantised import Quantised
 from fastdecode.spart.ranks.cut import heads_of_rank, part_of
 from fastdecode.spart.ranks.reduction import Reduction
 
-#: Seconds that a rank waits for the others at a sum. A rank that ends is noticed at once (daemon/ranks.py). A rank
-#: whose R-node does not answer arrives late.
-_PATIENCE_S = 3600.0
-
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -38,8 +34,7 @@ class Share:
     def join(cls, rank: int, n: int, segment: int, logits: int) -> Share:
         """The share of a rank that joins the memory behind two descriptors, which may be closed afterwards: a segment
         of create_segment, and memory for logits."""
-        reduction = Reduction(segment, rank, n, timeout_s=_PATIENCE_S)
-        return cls(rank, n, reduction, torch.frombuffer(mmap.mmap(logits, 0), dtype=torch.uint8))
+        return cls(rank, n, Reduction(segment, rank, n), torch.frombuffer(mmap.mmap(logits, 0), dtype=torch.uint8))
 
     def part(self, size: int) -> slice:
         """The rank's part of `size` rows or columns."""

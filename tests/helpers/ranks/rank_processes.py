@@ -27,7 +27,7 @@ def make_reductions(n: int) -> list[Reduction]:
 class RankProcesses:
     """`n` processes that call body(reduction, *args); they are killed at the end of the `with`."""
 
-    def __init__(self, n: int, body: Callable[..., Any], *args: Any, timeout_s: float = 100.0):
+    def __init__(self, n: int, body: Callable[..., Any], *args: Any, limit_s: float = 100.0):
         self._stack = ExitStack()
         segment = create_segment(n)
         self._stack.callback(os.close, segment)
@@ -35,7 +35,7 @@ class RankProcesses:
         for rank in range(n):
             ours, theirs = _CONTEXT.Pipe()
             self._stack.enter_context(ours)
-            process = _CONTEXT.Process(target=_run, args=(theirs, segment, rank, n, timeout_s, body, args))
+            process = _CONTEXT.Process(target=_run, args=(theirs, segment, rank, n, limit_s, body, args))
             process.start()
             theirs.close()
             self._stack.callback(self._end, process)
@@ -63,8 +63,8 @@ class RankProcesses:
         return self._pipes[rank].recv()
 
 
-def _run(pipe: Any, segment: int, rank: int, n: int, timeout_s: float, body: Callable[..., Any], args: Any) -> None:
-    reduction = Reduction(segment, rank, n, timeout_s=timeout_s)
+def _run(pipe: Any, segment: int, rank: int, n: int, limit_s: float, body: Callable[..., Any], args: Any) -> None:
+    reduction = Reduction(segment, rank, n, limit_s=limit_s)
     pipe.send("joined")
     try:
         pipe.send(body(reduction, *args))

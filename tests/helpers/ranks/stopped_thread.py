@@ -1,0 +1,54 @@
+"""A thread that hangs while the other threads of its process go on: another process stops it as a debugger does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+#: It waits for the thread until this ends, because a traced process ends when its tracer has heard of it.
+_TRACER = """
+import ctypes, os, sys
+SEIZE, INTERRUPT, ALL = 0x4206, 0x4207, 0x40000000
+ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+for request in (SEIZE, INTERRUPT):
+    if ptrace(request, int(sys.argv[1]), None, None):
+        sys.exit(os.strerror(ctypes.get_errno()))
+print("stopped", flush=True)
+try:
+    while True:
+        os.waitpid(-1, ALL)
+except ChildProcessError:
+    pass
+"""
+
+
+def _run_ns(pid: int) -> dict[int, int]:
+    """How long each thread of a process but the first has run."""
+    threads = (int(path.name) for path in Path(f"/proc/{pid}/task").iterdir())
+    return {tid: int(Path(f"/proc/{pid}/task/{tid}/schedstat").read_text().split()[0]) for tid in threads if tid != pid}
+
+
+def busiest_thread(pid: int, seconds: float = 0.5) -> int:
+    """The thread of a process, without the first one, that runs most."""
+    before = _run_ns(pid)
+    time.sleep(seconds)
+    ran = {tid: ns - before.get(tid, 0) for tid, ns in _run_ns(pid).items()}
+    return max(ran, key=lambda tid: ran[tid])
+
+
+@contextmanager
+def stopped_thread(tid: int) -> Iterator[None]:
+    """Stop a thread. At the end its process has to be dead. Skips the test where ptrace is not allowed."""
+    command = [sys.executable, "-c", _TRACER, str(tid)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as tracer:
+        assert tracer.stdout is not None
+        if (answer := tracer.stdout.readline()) != b"stopped\n":
+            pytest.skip(f"ptrace: {answer.decode()}")
+        yield
