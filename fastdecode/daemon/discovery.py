@@ -7,10 +7,11 @@ or given up while the S-node or the router runs (rnode_links.py, router/pool.py)
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
@@ -20,6 +21,8 @@ from fastdecode.transports.registry import SCHEMES
 
 if TYPE_CHECKING:
     from fastdecode.daemon.config import NodeConfig
+
+log = logging.getLogger(__name__)
 
 #: Seconds between two looks at a file, and between two questions to the resolver.
 _FILE_SECONDS = 0.5
@@ -40,6 +43,25 @@ class NodeSet(Protocol):
     async def read(self) -> Sequence[str]:
         """The nodes' URLs now, without duplicates. Raises DiscoveryError; the caller then keeps the set it has."""
         ...
+
+
+async def readings(nodes: NodeSet, name: str) -> AsyncGenerator[Sequence[str], None]:
+    """The URLs of a set now, and again after each interval, until the set cannot change. While it cannot be read, the
+    log says once that the `name`, such as "R-nodes", stay as they are."""
+    logged = ""
+    while True:
+        try:
+            urls = await nodes.read()
+        except DiscoveryError as error:
+            if str(error) != logged:
+                logged = str(error)
+                log.warning("the set of %s stays as it is: %s", name, logged)
+        else:
+            logged = ""
+            yield urls
+        if nodes.interval is None:
+            return
+        await asyncio.sleep(nodes.interval)
 
 
 class FixedSet:

@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastdecode.daemon.discovery import DiscoveryError, NodeSet
+from fastdecode.daemon.discovery import NodeSet, readings
 from fastdecode.engine.migration.prefill_client import PrefillOrder
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.state.request import EngineError, InvalidParameter, InvalidPrompt
@@ -77,18 +77,8 @@ class RemotePrefillNodes:
     async def follow(self, nodes: NodeSet) -> None:
         """Ask the S-nodes of this set, as it changes, until the caller cancels. While the set cannot be read, the last
         reading holds; before the first one, there are no S-nodes."""
-        logged = ""
-        while True:
-            try:
-                self.use(await nodes.read())
-                logged = ""
-            except DiscoveryError as error:
-                if str(error) != logged:
-                    logged = str(error)
-                    log.warning("prefill S-nodes: %s", logged)
-            if nodes.interval is None:
-                return
-            await asyncio.sleep(nodes.interval)
+        async for urls in readings(nodes, "prefill S-nodes"):
+            self.use(urls)
 
     def use(self, urls: Sequence[str]) -> None:
         """Send prompts to these S-nodes from now on. A prompt under way on another S-node is still completed."""

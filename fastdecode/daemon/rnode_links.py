@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fastdecode.daemon.discovery import DiscoveryError, NodeSet
+from fastdecode.daemon.discovery import NodeSet, readings
 from fastdecode.daemon.first_answers import first_answers
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.option_values import format_bytes
@@ -139,7 +139,7 @@ class RNodeLinks:
         for member in self._members:
             self._start(member, self._keep(member, engine))
         if self._r_nodes.interval is not None:
-            self._following = asyncio.create_task(self._follow(engine, self._r_nodes.interval))
+            self._following = asyncio.create_task(self._follow(engine))
             self._following.add_done_callback(_log_failure)
 
     @staticmethod
@@ -185,19 +185,9 @@ class RNodeLinks:
             log.log(logging.WARNING if loud else logging.DEBUG, "R-node %s: %s", url, reason)
             return None
 
-    async def _follow(self, engine: Engine, interval: float) -> None:
+    async def _follow(self, engine: Engine) -> None:
         """Follow the changes of the set."""
-        last_message = None
-        while True:
-            await asyncio.sleep(interval)
-            try:
-                urls = await self._r_nodes.read()
-            except DiscoveryError as error:
-                if str(error) != last_message:
-                    last_message = str(error)
-                    log.warning("the set of R-nodes stays as it is: %s", last_message)
-                continue
-            last_message = None
+        async for urls in readings(self._r_nodes, "R-nodes"):
             known = {member.url for member in self._members}
             for member in [m for m in self._members if m.url not in urls]:
                 self._members.remove(member)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import orjson
 
-from fastdecode.daemon.discovery import DiscoveryError, NodeSet
+from fastdecode.daemon.discovery import NodeSet, readings
 
 log = logging.getLogger(__name__)
 
@@ -124,18 +124,8 @@ class Pool:
         s_node.healthy, s_node.why_not = False, why
 
     async def _follow(self) -> None:
-        last_message = None
-        while True:
-            try:
-                self._take(await self._nodes.read())
-                last_message = None
-            except DiscoveryError as error:
-                if str(error) != last_message:
-                    last_message = str(error)
-                    log.warning("the set of S-nodes stays as it is: %s", last_message)
-            if self._nodes.interval is None:
-                return
-            await asyncio.sleep(self._nodes.interval)
+        async for urls in readings(self._nodes, "S-nodes"):
+            self._take(urls)
 
     def _take(self, urls: Sequence[str]) -> None:
         known = {s_node.url for s_node in self.s_nodes}
