@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import fields
 
 from fastdecode.daemon.config import NodeConfig
@@ -52,13 +52,6 @@ class _ApiProcess:
         finally:
             theirs.close()
 
-    def bind(self, cpus: Set[int]) -> None:
-        """Let the process run on these cpus only. Does nothing if there are none, or if the process has ended."""
-        if cpus:
-            with contextlib.suppress(OSError):  # a thread that ends
-                for thread in os.listdir(f"/proc/{self.process.pid}/task"):
-                    os.sched_setaffinity(int(thread), cpus)
-
     async def ended(self) -> str:
         """Wait for the end of the process, kill it if that does not come, and say how it ended."""
         try:
@@ -80,16 +73,12 @@ class ApiProcesses:
         self._children = [_ApiProcess(config, listening) for _ in range(config.api_processes)]
         self._hosts: set[EngineHost] = set()
         self._tasks: list[asyncio.Task[None]] = []  # each keeps the child with its number alive
-        self._cpus: frozenset[int] = frozenset()
         self._ending = asyncio.Event()  # no child is started any more
         self.port: int = listening[0].getsockname()[1]
 
-    async def serve(self, engine: EngineClient, cpus: Iterable[int] = ()) -> None:
-        """Serve `engine`, and return once all processes listen. `cpus`: where they may run; none: where this process
-        may. Raises RuntimeError if one ends before."""
-        self._cpus = frozenset(cpus)
+    async def serve(self, engine: EngineClient) -> None:
+        """Serve `engine`, and return once all processes listen. Raises RuntimeError if one ends before."""
         for number, child in enumerate(self._children):
-            child.bind(self._cpus)
             host = await EngineHost.open(child.socket, engine)
             self._tasks.append(asyncio.create_task(self._keep(number, host, engine)))
             if not await host.serving:
@@ -114,7 +103,6 @@ class ApiProcesses:
             log.error("API process %d ended %s, and with it its requests; starting another", child.process.pid, how)
             if (started := await self._start(pause=not host.serving.result())) is None:
                 return
-            started.bind(self._cpus)
             self._children[number] = started
             host = await EngineHost.open(started.socket, engine)
             if self._ending.is_set():

@@ -32,8 +32,7 @@ _GPU_STEP_SPIN_US = 20_000
 
 
 #: A model of fewer parameters has no product that more threads compute sooner; while they wait for the next one, they
-#: take the cores from the API process. Its one thread has a cpu to itself: the threads of the API and of the R-node
-#: would make it wait, and replace its logits in the cpu's own cache.
+#: take the cores from the API process and the R-node.
 SMALL_MODEL = 1 << 20
 
 
@@ -45,8 +44,6 @@ class Split:
     r_threads: int  # 0 without an embedded R-node
     mini_batches: int
     in_turns: bool = False  # both parts have more threads than there are cores, and take turns on them
-    s_cpu: int | None = None  # that an S-Part of one thread has to itself
-    r_cpus: tuple[int, ...] = ()  # the others, for the embedded R-node and the API processes
     s_on_gpu: bool = False  # the embedded R-node has the cores for itself
 
     def __str__(self) -> str:
@@ -61,9 +58,7 @@ class Split:
         cpus = usable_cpus()
         if config.uses_r_nodes or config.threads or config.cpus or config.numa_node is not None or len(cpus) == 1:
             return replace(self, s_threads=1)
-        s_cpu = cpus[os.getpid() % len(cpus)]  # several S-nodes of one machine should not choose the same one
-        others = tuple(cpu for cpu in cpus if cpu != s_cpu)
-        return Split(1, len(others), self.mini_batches, s_cpu=s_cpu, r_cpus=others)
+        return Split(1, len(cpus) - 1, self.mini_batches)
 
 
 def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
@@ -194,8 +189,6 @@ class _RNodeProcess:
         self.argv = ["--role", "r", "--listen", url, "--threads", str(split.r_threads)]
         self.argv += ["--drain-seconds", "0"]  # it ends after its only S-node
         self.argv += config.to_args([name for name in EMBEDDED_OPTIONS if name != "threads"])
-        if split.r_cpus:
-            self.argv += ["--cpus", ",".join(map(str, split.r_cpus))]
         self.argv += config.to_args(["spin_us", "step_spin_us", "secret_file", "log_level", "log_format"])
 
     async def start(self, url: str) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import socket
 import sys
 from collections.abc import Callable
@@ -41,7 +40,6 @@ from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.tuning import choose_split
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
-from fastdecode.engine.runner import Runner
 from fastdecode.engine.stats import EngineStats
 from fastdecode.region.contract import MAX_ROWS, MAX_SEQS
 from fastdecode.service.local import LocalEngine
@@ -110,8 +108,7 @@ def serve_model(
         )
         if device.type == "cpu" and (for_model := split.for_model(config, model.parameters)) is not split:
             split = for_model
-            where = "" if split.s_cpu is None else f" on cpu {split.s_cpu}, which it has to itself"
-            log.info("the S-Part of only %d parameters computes in one thread%s", model.parameters, where)
+            log.info("the S-Part of only %d parameters computes in one thread", model.parameters)
         in_own_thread(balance_for, model, config.kv_dtype, calibration)
         set_threads(split.s_threads, model)
         log.info("exchange: %s", exchange)
@@ -152,8 +149,6 @@ async def _serve(
     ranks: Ranks | None,
 ) -> None:
     """Run the engine, and the API in its processes, or in this one on bound sockets."""
-    if split.r_cpus:
-        os.sched_setaffinity(0, split.r_cpus)  # the event loop's thread
     shutdown = asyncio.create_task(wait_for_shutdown())
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(api, ApiProcesses):
@@ -242,7 +237,7 @@ async def _serve(
         server: ApiProcesses | ApiServer
         if isinstance(api, ApiProcesses):
             server = api
-            await server.serve(client, split.r_cpus)
+            await server.serve(client)
         else:
             server = await serve(settings.app(client), api, tls=settings.tls)
         stack.push_async_callback(server.close)
@@ -312,7 +307,6 @@ def _make_engine(
         prefill_nodes=prefill_nodes,
         kv_digest=digest if config.uses_r_nodes else None,  # an embedded R-node has no other S-node
         end_token_ids=end_token_ids,
-        start_runner=partial(Runner, cpu=split.s_cpu),
     )
 
 

@@ -60,9 +60,7 @@ class RunnerStopped(Exception):
 class Runner:
     """Runs step generators, interleaved, in one thread of its own. Belongs to the event loop it was created in."""
 
-    def __init__(self, cpu: int | None = None):
-        """`cpu`: the only cpu that the thread may run on; None: any."""
-        self._cpu = cpu
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._inbox: SimpleQueue[_Job | None] = SimpleQueue()  # None asks the thread to end
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # something was put into the inbox
@@ -93,8 +91,6 @@ class Runner:
     # -- in the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._cpu is not None:
-            os.sched_setaffinity(0, {self._cpu})  # 0: this thread
         active: deque[_Job] = deque()  # the job that was resumed longest ago first
         try:
             while (job := self._next(active)) is not None:

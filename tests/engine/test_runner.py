@@ -121,17 +121,3 @@ async def test_an_abandoned_step_does_no_harm():
     async with running_runner() as runner:
         runner.submit(toy_step("gone", 3, [])).cancel()
         assert await runner.submit(toy_step("here", 3, [])) == "here"
-
-
-async def test_the_thread_runs_on_the_cpu_that_it_is_given():
-    cpu = max(os.sched_getaffinity(0))
-
-    def where():
-        yield
-        return os.sched_getaffinity(0)
-
-    runner = Runner(cpu=cpu)
-    try:
-        assert await runner.submit(where()) == {cpu}
-    finally:
-        await asyncio.to_thread(runner.stop)
