@@ -24,9 +24,9 @@ from fastdecode.engine.state.request import EngineError, InvalidParameter, Inval
 from fastdecode.region.contract import Status
 from fastdecode.transports import handshake, tcp
 from fastdecode.transports.base import CallRefused, Hello, LinkDown, LinkRefused, TransportError
+from fastdecode.transports.connections import ConnectionServer, send_last
 from fastdecode.transports.frames import MAX_FRAME_AFTER_AUTH, FrameSocket
 from fastdecode.transports.messages import Entrust, ErrorMessage, Ok, PromptMessage, ProtocolError
-from fastdecode.transports.server import ConnectionServer, send_last
 
 log = logging.getLogger(__name__)
 

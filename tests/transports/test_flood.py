@@ -10,7 +10,7 @@ from wire.link_driver import hello
 from wire.wire_peers import Caller, attach, attach_message, hello_message, open_link
 
 from fastdecode.daemon.rnode import RNode
-from fastdecode.transports import server
+from fastdecode.transports import connections, server
 from fastdecode.transports.registry import connect
 
 #: A flood of 88 connections a second during one round trip of 100 ms.
@@ -40,7 +40,7 @@ class Flood:
 async def test_many_silent_connections_keep_no_s_node_out(r_node, bystander, transport):
     url = getattr(r_node, transport)
     flood = Flood(url)
-    await flood.rise(server.MAX_UNPROVED + 8)
+    await flood.rise(connections.MAX_UNPROVED + 8)
     link = await connect(url, hello(), None)
     await link.close()
     for caller in flood.callers[:8]:
@@ -77,11 +77,11 @@ async def test_hand_shakes_with_long_round_trips_succeed_during_a_flood(r_node, 
 
 async def test_a_flood_from_one_address_costs_another_address_nothing(r_node, bystander, monkeypatch):
     """However slow the S-node at the other address is."""
-    monkeypatch.setattr(server, "MAX_UNPROVED", 16)
+    monkeypatch.setattr(connections, "MAX_UNPROVED", 16)
     flood = Flood(r_node.tcp)
     await flood.rise(8)
     control = await Caller.dial(r_node.tcp, local_addr=("127.0.0.2", 0))
-    await flood.rise(4 * server.MAX_UNPROVED)
+    await flood.rise(4 * connections.MAX_UNPROVED)
     await control.read_message()
     control.send_message(hello_message())
     assert (await control.read_message())["type"] == "WELCOME"
