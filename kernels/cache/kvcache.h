@@ -69,12 +69,6 @@ typedef struct {
     uint64_t swept; /* pages of all planes that fd_kvcache_give_back has visited since a page was taken or dropped */
 } fd_kvcache_t;
 
-/* Bytes of memory that a cache of `n_pages` pages takes. `grows`: it was made with a greater max_pages. Its planes then
- * lie apart, and each takes whole units of memory. */
-uint64_t fd_kvcache_bytes(fd_planes_t planes, uint32_t n_pages, bool grows, fd_huge_t huge);
-/* The most pages that take at most `bytes`. */
-uint64_t fd_kvcache_pages_within(fd_planes_t planes, uint64_t bytes, bool grows, fd_huge_t huge);
-
 /* Makes a cache for `n_layers` layers that store K and V. Returns FD_OK, or FD_INTERNAL if out of memory. The caller
  * has checked the sizes, and n_pages <= max_pages. */
 fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
@@ -85,9 +79,7 @@ fd_status_t fd_kvcache_init_lists(fd_kvcache_t *kv, const fd_stored_t *layers, u
                                   uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_error_t *error);
 void fd_kvcache_destroy(fd_kvcache_t *kv);
 
-/* Growing from kv->n_pages to `n_pages`, at most kv->max_pages, takes two calls. The first takes memory from the OS and
- * needs no mutex; it returns FD_OK, or FD_INTERNAL and has changed nothing. The second hands out the new pages. */
-fd_status_t fd_kvcache_commit(fd_kvcache_t *kv, uint32_t n_pages, fd_error_t *error);
+/* Hands out the pages up to `n_pages`, which fd_kvcache_commit (arena.h) has taken from the OS. */
 void fd_kvcache_grow(fd_kvcache_t *kv, uint32_t n_pages);
 
 /* Freeing an empty sequence does nothing, because the step that should have filled it may have been refused. */
@@ -131,21 +123,6 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
 void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_page_copy_t *copies, uint32_t n_copies);
 /* Copies one plane of a page. Needs no mutex. */
 static inline void fd_kvcache_copy(const fd_kvcache_t *kv, fd_page_copy_t copy, uint32_t plane);
-
-/* Number of parts in which the first `n_pages` pages are faulted in. A part is one plane of a run of pages, 2 MiB or a
- * little more. The parts of all planes of the first pages come first: a cache that fills up needs them first. */
-uint64_t fd_kvcache_parts(const fd_kvcache_t *kv, uint32_t n_pages);
-/* Number of those parts, from the first one on, that growing does not change: all but an incomplete run's. */
-uint64_t fd_kvcache_whole_parts(const fd_kvcache_t *kv, uint32_t n_pages);
-/* Faults in one part, on the calling thread and without the mutex. Returns 0 or errno. */
-int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part);
-
-/* Gives the memory of free pages back to the OS, a limited amount per call. Returns false once nothing is left to give
- * back. No thread may work on a step of this cache meanwhile. Only whole granules are given back: a huge page that
- * still holds a token of any sequence stays. */
-bool fd_kvcache_give_back(fd_kvcache_t *kv);
-/* Bytes of the granules in which a page is in use. */
-uint64_t fd_kvcache_held_bytes(const fd_kvcache_t *kv);
 
 static inline uint32_t fd_pages_for(uint64_t tokens) {
     return (uint32_t)((tokens + FD_PAGE_TOKENS - 1) / FD_PAGE_TOKENS);

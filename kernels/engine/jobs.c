@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cache/arena.h"
+
 enum {
     SPINS_PER_YIELD = 256, /* thread 0 yields its core this often while it waits for helpers */
     RENEWAL = 1 << 20, /* jobs after which thread 0 writes all lanes' words, so that no epoch is too old to compare */

@@ -7,6 +7,7 @@
 #include <sys/eventfd.h>
 
 #include "calls.h"
+#include "cache/arena.h"
 #include "cache/error.h"
 #include "turns.h"
 

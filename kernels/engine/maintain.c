@@ -1,5 +1,6 @@
 /* Maintaining the arenas between calls: faulting them in ahead of use, and giving free pages back to the OS. */
 #include "jobs.h"
+#include "cache/arena.h"
 
 /* Faults in the next parts of a link's arena: one per thread, or one if the threads work on calls. False if no part is
  * left, or if one has failed before. */
