@@ -15,6 +15,7 @@ from fastdecode.bench.load import Cell
 from fastdecode.bench.peer_process import CutOffError, PeerError, PeerProcess
 from fastdecode.bench.peers import ELEMENT_BYTES, Peer
 from fastdecode.daemon.decoding import DecodeShape, kv_bytes
+from fastdecode.kernels._native import loop_times
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 from fastdecode.transports.base import TransportError
@@ -51,6 +52,8 @@ class SplitSystem:
         self._decoding: DecodingInParts | None = None
         self.r_threads, self.isa = 0, ""  # of the R-nodes, from the first cell on
         self.exchange = ""  # of the last cell
+        #: Of each round of the last cell: seconds of the S-Part alone, and the times of the loops of its threads.
+        self.loops: list[tuple[float, dict[str, tuple[int, float, float, float, float]]]] = []
 
     def shape(self, cell: Cell) -> DecodeShape:
         mini_batches = min(self._mini_batches, cell.batch)
@@ -66,6 +69,7 @@ class SplitSystem:
 
     async def start(self, cell: Cell, seconds: float, stop: asyncio.Event) -> None:
         end = time.perf_counter() + seconds
+        self.loops.clear()
         try:
             self._decoding = await DecodingInParts.open(self._model, self._urls, self.shape(cell))
         except (TransportError, ValueError) as error:
@@ -79,7 +83,9 @@ class SplitSystem:
         assert self._decoding
         split = (await self._decoding.split_round()).elapsed
         self.exchange = str(self._decoding.spart.exchange)
-        return {"all": split, "s": await self._decoding.s_round(), "r": await self._decoding.r_round()}
+        s_part = await self._decoding.s_round()
+        self.loops.append((s_part, loop_times()))
+        return {"all": split, "s": s_part, "r": await self._decoding.r_round()}
 
     async def end(self, *, done: bool) -> None:
         if self._decoding:

@@ -52,6 +52,7 @@ def row_of(
     row["step_shares"] = {"s": s_share, "r": r_share, "hand_over": 1 - bound_share}
     if read_bytes is not None and roofline is not None:
         row["s_gbps"], row["s_roofline_gbps"] = s / cell.batch * shape.mini_batches * read_bytes * 1e-9, roofline
+    row["s_loops"] = _loops(split, shape.steps)
     row["kv_step_bytes"] = split.step_bytes(cell)
     row["best_peer"], row["best_ratio"] = _best({n: p["ratio"] for n, p in row["peers"].items() if "ratio" in p})
     dense = {
@@ -62,6 +63,40 @@ def row_of(
     row["dense_ratio"] = _best(dense)[1]
     row["goals"] = _goals(row, weight_bytes)
     return row
+
+
+#: The loops that threads of the S-Part share, as the report has them.
+_LOOPS = {"qkv": "Q, K and V", "o": "O", "up": "gate and up", "down": "down", "other": "head and others"}
+_LOOPS |= {"rows": "norms, gates", "draws": "draws"}
+
+
+def _loops(split: SplitSystem, steps: int) -> dict[str, dict[str, float]]:
+    """For each kind of loops of the S-Part alone: how many there are in a step, their seconds, and the shares of its
+    threads' time before their first part and after their last one. "alone": the rest of the step, in one thread or in
+    threads of torch. Of the round of median length."""
+    if not split.loops:
+        return {}
+    seconds, times = sorted(split.loops, key=lambda loop: loop[0])[len(split.loops) // 2]
+    found = {}
+    for name in _LOOPS:
+        loops, elapsed, late, done, busy = times[name]
+        if loops:
+            threads = late + done + busy
+            found[name] = {"loops": loops, "seconds": elapsed, "late": late / threads, "done": done / threads}
+            seconds -= elapsed
+    found["alone"] = {"loops": 0, "seconds": seconds, "late": 0.0, "done": 0.0}
+    return {
+        name: loop | {"loops": loop["loops"] / steps, "seconds": loop["seconds"] / steps}
+        for name, loop in found.items()
+    }
+
+
+def _print_loops(loops: dict[str, dict[str, float]]) -> None:
+    """Print where the S-Part alone spends a step, and how long its threads wait for each other."""
+    print("  the S-Part alone  us a step  loops  threads that are late  threads that have no part left")
+    for name, loop in loops.items():
+        waits = f"{loop['loops']:7.0f}{100 * loop['late']:21.1f} %{100 * loop['done']:30.1f} %" if loop["loops"] else ""
+        print(f"    {_LOOPS.get(name, 'no loop'):<16}{1e6 * loop['seconds']:9.0f}{waits}")
 
 
 def _speeds(cell: Cell, steps: int, measured: Measured, name: str) -> dict[int, float]:
@@ -128,6 +163,8 @@ def print_one(result: dict[str, Any]) -> None:
         print(
             f"  {'S-Part reads':<14}{gbps:10.1f} GB/s of weights, {100 * gbps / roofline:.0f} % of {roofline:.1f} GB/s"
         )
+    if loops := result.get("s_loops"):
+        _print_loops(loops)
     for name, peer in measured.items():
         print(f"  split / {name}: {peer['ratio']:.2f}x")
     for name, row in [("split", result), *result["peers"].items()]:

@@ -29,6 +29,15 @@ def read_seconds(buffer: Buffer, cpus: Sequence[int], passes: int = 1, variant: 
 def read_variants() -> list[str]:
     """How each variant of `read_seconds` reads: its streams a thread and how far ahead it prefetches."""
 
+# ---- the loops that the S-Part's threads share (cpu/parallel.h), for measurements ----
+
+def time_loops(on: bool, /) -> None:
+    """Add up the times of loops from now on, from zero, or stop."""
+
+def loop_times() -> dict[str, tuple[int, float, float, float, float]]:
+    """For each kind of loops: how many, their seconds, and the seconds of all threads: late, done and busy. A thread is
+    late until it takes its first part, and done after its last one, until the loop ends."""
+
 # ---- quantised linears (linears/linear.h) ----
 
 @final

@@ -8,13 +8,17 @@
 
 #define AWAKE_NS 200000u     /* a worker looks for the next loop this long before it sleeps */
 #define SLEEP_NS 1000000000u /* a sleep's time limit; it is woken when there is a loop */
-enum { MOST_WORKERS = 1023 };
+enum { MOST_WORKERS = 1023, LINE = 64 };
 
 typedef struct {
     void (*body)(void *data, size_t first, size_t n);
     void *data;
-    size_t parts, next;   /* parts from `next` on remain */
-    size_t shares, least; /* a thread takes 1 / `shares` of the remaining parts, but at least `least` */
+    size_t parts;
+    size_t shares, least;         /* a thread takes 1 / `shares` of the remaining parts, but at least `least` */
+    uint64_t began;               /* fd_now_ns if the loop is timed, otherwise 0 */
+    _Alignas(LINE) size_t next;   /* parts from `next` on remain */
+    _Alignas(LINE) uint64_t came; /* sum of the times at which workers came */
+    uint64_t busy_ns, n_came;     /* of the workers */
 } loop_t;
 
 /* The pool's state is one word, so that a worker joins a loop only while its caller is there:
@@ -25,13 +29,24 @@ typedef struct {
 #define IN_LOOP 0x7fffu
 #define OPEN 0x8000u
 
+/* Threads that wait read the state only, and what else changes has lines of its own. */
 static struct {
-    pthread_mutex_t busy; /* held by the caller of the loop in progress */
-    uint64_t state;
+    _Alignas(LINE) uint64_t state;
     loop_t *loop; /* valid for workers in the loop */
-    uint32_t sleepers, bell;
-    uint32_t number, n_workers; /* of the loop in progress, of all workers; under `busy` */
+    _Alignas(LINE) uint32_t sleepers, bell;
+    _Alignas(LINE) pthread_mutex_t busy; /* held by the caller of the loop in progress, and by a reader of `times` */
+    uint32_t number, n_workers;          /* of the loop in progress, of all workers; under `busy` */
+    bool timed;                          /* under `busy` */
+    fd_loop_times_t times[FD_LOOP_KINDS];
 } pool = {.busy = PTHREAD_MUTEX_INITIALIZER};
+
+static _Thread_local fd_loop_kind_t loops_compute;
+
+fd_loop_kind_t fd_loops_compute(fd_loop_kind_t kind) {
+    const fd_loop_kind_t before = loops_compute;
+    loops_compute = kind;
+    return before;
+}
 
 static void take_parts(loop_t *loop) {
     size_t first = __atomic_load_n(&loop->next, __ATOMIC_RELAXED);
@@ -74,7 +89,14 @@ static void *work(void *unused) {
     uint64_t since = fd_now_ns();
     for (;;) {
         if (join(&last)) {
-            take_parts(pool.loop);
+            loop_t *loop = pool.loop;
+            const uint64_t came = loop->began ? fd_now_ns() : 0;
+            take_parts(loop);
+            if (came) {
+                __atomic_fetch_add(&loop->came, came, __ATOMIC_RELAXED);
+                __atomic_fetch_add(&loop->busy_ns, fd_now_ns() - came, __ATOMIC_RELAXED);
+                __atomic_fetch_add(&loop->n_came, 1, __ATOMIC_RELAXED);
+            }
             __atomic_fetch_sub(&pool.state, 1, __ATOMIC_RELEASE);
             since = fd_now_ns();
             continue;
@@ -115,9 +137,23 @@ static void wake_workers(unsigned n) {
     syscall(SYS_futex, &pool.bell, FUTEX_WAKE_PRIVATE, n, NULL, NULL, 0);
 }
 
+/* Adds the times of a loop of up to `workers` workers that has ended. The caller had no more parts at `caller_done`. */
+static void add_times(const loop_t *loop, unsigned workers, uint64_t caller_done) {
+    const uint64_t now = fd_now_ns(), ns = now - loop->began;
+    const uint64_t late = loop->came - loop->n_came * loop->began + (workers - loop->n_came) * ns;
+    const uint64_t busy = loop->busy_ns + caller_done - loop->began;
+    fd_loop_times_t *times = &pool.times[loops_compute];
+    times->loops++;
+    times->ns += ns;
+    times->late_ns += late;
+    times->busy_ns += busy;
+    times->done_ns += (workers + 1) * ns - late - busy;
+}
+
 static void run(loop_t *loop, unsigned workers) {
     while (pool.n_workers < workers && start_worker()) pool.n_workers++;
     pool.loop = loop;
+    loop->began = pool.timed ? fd_now_ns() : 0;
     if (!++pool.number) pool.number = 1; /* 0 is a new worker's last loop */
     const uint64_t state = (uint64_t)pool.number << 32 | (uint64_t)workers << 16 | OPEN;
     __atomic_store_n(&pool.state, state, __ATOMIC_SEQ_CST);
@@ -130,6 +166,7 @@ static void run(loop_t *loop, unsigned workers) {
         if (fd_now_ns() - since > FD_YIELD_AFTER_NS) sched_yield();
         else fd_cpu_relax();
     }
+    if (loop->began) add_times(loop, workers, since);
 }
 
 void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, size_t parts, size_t least,
@@ -139,7 +176,24 @@ void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, s
         body(data, 0, parts);
         return;
     }
-    loop_t loop = {body, data, parts, 0, 2 * threads, least ? least : parts / (threads * 4) + 1};
+    loop_t loop = {.body = body,
+                   .data = data,
+                   .parts = parts,
+                   .shares = 2 * threads,
+                   .least = least ? least : parts / (threads * 4) + 1};
     run(&loop, workers);
+    pthread_mutex_unlock(&pool.busy);
+}
+
+void fd_time_loops(bool on) {
+    pthread_mutex_lock(&pool.busy);
+    if (on) memset(pool.times, 0, sizeof pool.times);
+    pool.timed = on;
+    pthread_mutex_unlock(&pool.busy);
+}
+
+void fd_read_loop_times(fd_loop_times_t times[FD_LOOP_KINDS]) {
+    pthread_mutex_lock(&pool.busy);
+    memcpy(times, pool.times, sizeof pool.times);
     pthread_mutex_unlock(&pool.busy);
 }

@@ -1,5 +1,7 @@
 #include "joint.h"
 
+#include "cpu/parallel.h"
+
 enum { LINE = 64 };
 
 static size_t max(size_t a, size_t b) { return a > b ? a : b; }
@@ -12,21 +14,24 @@ static size_t area_bytes(const fd_joints_t *j, size_t rows) {
 
 size_t fd_joint_scratch(const fd_joints_t *j, size_t rows) { return 2 * area_bytes(j, rows); }
 
-static fd_status_t multiply(const fd_joints_t *j, const fd_products_t *p, const void *x, size_t rows, void *y,
-                            unsigned threads) {
+static fd_status_t multiply(const fd_joints_t *j, fd_loop_kind_t kind, const fd_products_t *p, const void *x,
+                            size_t rows, void *y, unsigned threads) {
     size_t stride = 0, first = 0;
+    fd_status_t status = FD_OK;
+    const fd_loop_kind_t before = fd_loops_compute(kind);
     for (uint32_t i = 0; i < p->n; i++) stride += p->parts[i].outs;
-    for (uint32_t i = 0; i < p->n; first += p->parts[i++].outs) {
+    for (uint32_t i = 0; i < p->n && status == FD_OK; first += p->parts[i++].outs) {
         void *to = (uint8_t *)y + first * j->number_bytes;
-        if (p->parts[i].multiply(p->parts[i].linear, x, rows, to, stride, threads) != FD_OK) return FD_INTERNAL;
+        status = p->parts[i].multiply(p->parts[i].linear, x, rows, to, stride, threads);
     }
-    return FD_OK;
+    fd_loops_compute(before);
+    return status;
 }
 
 /* A product whose outputs the ranks sum. */
-static fd_status_t multiply_and_sum(const fd_joints_t *j, const fd_products_t *p, const void *x, size_t rows, void *y,
-                                    unsigned threads) {
-    const fd_status_t status = multiply(j, p, x, rows, y, threads);
+static fd_status_t multiply_and_sum(const fd_joints_t *j, fd_loop_kind_t kind, const fd_products_t *p, const void *x,
+                                    size_t rows, void *y, unsigned threads) {
+    const fd_status_t status = multiply(j, kind, p, x, rows, y, threads);
     if (status != FD_OK || !j->reduction) return status;
     return fd_reduction_sum(j->reduction, y, rows * j->hidden, j->act_dtype, threads);
 }
@@ -45,12 +50,12 @@ fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows
     fd_status_t status;
     if (layer > 0) {
         const fd_joint_layer_t *l = &j->layers[layer - 1];
-        if ((status = multiply_and_sum(j, &l->o, r->o, r->rows, a, threads)) != FD_OK) return status;
+        if ((status = multiply_and_sum(j, FD_LOOP_O, &l->o, r->o, r->rows, a, threads)) != FD_OK) return status;
         norm(j, r, a, l->mlp_norm, b, threads);
-        if (multiply(j, &l->up, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
+        if (multiply(j, FD_LOOP_UP, &l->up, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
         const fd_gate_rows_t gate = {a, b, j->inner};
         fd_gate_rows(j->ops, &gate, r->rows, threads);
-        if ((status = multiply_and_sum(j, &l->down, b, r->rows, a, threads)) != FD_OK) return status;
+        if ((status = multiply_and_sum(j, FD_LOOP_DOWN, &l->down, b, r->rows, a, threads)) != FD_OK) return status;
         block = a;
     }
     if (layer == j->n_layers) { /* nothing wants the norm */
@@ -59,7 +64,7 @@ fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows
     }
     const fd_joint_layer_t *l = &j->layers[layer];
     norm(j, r, block, l->attention_norm, b, threads);
-    if (multiply(j, &l->qkv, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
+    if (multiply(j, FD_LOOP_QKV, &l->qkv, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
     const fd_rope_rows_t rope = {
         .qkv = a,
         .q_norm = l->q_norm,

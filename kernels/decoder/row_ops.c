@@ -40,13 +40,19 @@ static void run_rope(void *data, size_t first, size_t n) {
     run->ops->rope(run->o, first, n);
 }
 
+static void share(void (*body)(void *, size_t, size_t), run_t *run, size_t rows, unsigned threads) {
+    const fd_loop_kind_t before = fd_loops_compute(FD_LOOP_ROWS);
+    fd_parallel(body, run, rows, 0, threads);
+    fd_loops_compute(before);
+}
+
 void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads) {
-    fd_parallel(run_norm, &(run_t){ops, o}, rows, 0, fd_worth_threads(rows * o->width, threads));
+    share(run_norm, &(run_t){ops, o}, rows, fd_worth_threads(rows * o->width, threads));
 }
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads) {
-    fd_parallel(run_gate, &(run_t){ops, o}, rows, 0, fd_worth_threads(rows * o->width * 4, threads));
+    share(run_gate, &(run_t){ops, o}, rows, fd_worth_threads(rows * o->width * 4, threads));
 }
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads) {
     const size_t width = (o->q_heads + 2 * o->kv_heads) * o->head_size;
-    fd_parallel(run_rope, &(run_t){ops, o}, rows, 0, fd_worth_threads(rows * width, threads));
+    share(run_rope, &(run_t){ops, o}, rows, fd_worth_threads(rows * width, threads));
 }

@@ -8,6 +8,7 @@
 
 extern PyMethodDef fd_engine_methods[];        /* py_engine.c */
 extern PyMethodDef fd_roofline_methods[];      /* py_roofline.c */
+extern PyMethodDef fd_parallel_methods[];      /* py_parallel.c */
 bool fd_engine_add_types(PyObject *module);    /* py_engine.c */
 bool fd_linears_add_types(PyObject *module);   /* py_linears.c */
 bool fd_dense16_add_types(PyObject *module);   /* py_dense16.c */
@@ -39,7 +40,7 @@ static PyMethodDef isa_methods[] = {
 };
 
 static int exec_module(PyObject *module) {
-    PyMethodDef *const methods[] = {isa_methods, fd_engine_methods, fd_roofline_methods};
+    PyMethodDef *const methods[] = {isa_methods, fd_engine_methods, fd_roofline_methods, fd_parallel_methods};
     bool (*const add_types[])(PyObject *) = {
         fd_linears_add_types, fd_dense16_add_types,   fd_row_ops_add_types, fd_delta_add_types, fd_prompt_add_types,
         fd_joints_add_types,  fd_draw_rows_add_types, fd_engine_add_types,  fd_lists_add_types, fd_reduction_add_types,

@@ -34,6 +34,8 @@ static void run_draw(void *data, size_t first, size_t n) {
 fd_status_t fd_draw_rows(const fd_draw_ops_t *ops, const fd_draw_t *o, size_t rows, unsigned threads) {
     draw_run_t run = {ops, o, 0};
     const size_t most = rows * o->vocab / LOGITS_OF_A_THREAD + 1;
+    const fd_loop_kind_t before = fd_loops_compute(FD_LOOP_DRAWS);
     fd_parallel(run_draw, &run, rows, 1, most < threads ? (unsigned)most : threads);
+    fd_loops_compute(before);
     return run.failed ? FD_INTERNAL : FD_OK;
 }

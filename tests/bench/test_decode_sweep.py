@@ -47,6 +47,11 @@ def test_a_sweep_keeps_its_cells_and_goes_on_with_those_it_lacks(tmp_path: Path)
     for row in first:
         assert row["peers"]["transformers"]["ratio"] == row["best_ratio"] > 0 and row["note"] == ""
         assert row["s_gbps"] > 0 and row["s_roofline_gbps"] > 0
+        loops = row["s_loops"]
+        assert all(0 <= loop["late"] + loop["done"] <= 1 and loop["seconds"] >= 0 for loop in loops.values())
+        assert list(loops)[-1] == "alone" and loops["alone"]["seconds"] > 0
+        if "qkv" in loops:  # not with one thread, nor where torch multiplies
+            assert [loops[name]["loops"] for name in ("qkv", "o", "up", "down", "other")] == [5, 5, 5, 5, 1]
         assert row["step_shares"]["s"] + row["step_shares"]["r"] + row["step_shares"]["hand_over"] == pytest.approx(1)
     fp32, int8 = first[:2]  # transformers has one format, so both formats took turns with the same rounds
     assert fp32["spread"]["transformers"] == int8["spread"]["transformers"]
