@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import ceil
 
 from fastdecode.plan.equations import (
@@ -57,22 +59,24 @@ class Configuration:
     kv_bytes: float  # that each R-node needs
     meets: bool  # the goal
     cost: float | None  # of a million output tokens
+    ranks: int = 1  # of the S-Part
 
 
-def choose(model: PlannedModel, profile: Profile, goal: Goal, transport: str, most_r_nodes: int) -> list[Configuration]:
+def choose(
+    model: PlannedModel, profile: Profile, goal: Goal, transport: str, most_r_nodes: int, ranks: Sequence[int] = (1,)
+) -> list[Configuration]:
     """Every configuration with its best batch. Configurations that meet the goal come first: the cheapest, or without
     prices the one of fewest R-nodes if there is a rate to meet. Equal ones follow by throughput.
 
-    `profile` has all sections, as one from `merged` does.
+    `profile` has all sections, as one from `merged` does. `ranks`: numbers of ranks to try. Raises ProfileError.
     """
     assert profile.r_node is not None
     configurations = []
-    for kv_dtype in profile.r_node.kv_gbps:
-        for r_nodes in range(1, most_r_nodes + 1):
-            system = System.from_profile(profile, transport, model, kv_dtype, r_nodes)
-            for mini_batches in _MINI_BATCHES[: 1 if profile.in_turns else None]:
-                if (configuration := _with_best_batch(system, profile, goal, mini_batches)) is not None:
-                    configurations.append(configuration)
+    for n, kv_dtype, r_nodes in product(ranks, profile.r_node.kv_gbps, range(1, most_r_nodes + 1)):
+        system = System.from_profile(profile, transport, model, kv_dtype, r_nodes, n)
+        for mini_batches in _MINI_BATCHES[: 1 if profile.in_turns else None]:
+            if (configuration := _with_best_batch(system, profile, goal, mini_batches, n)) is not None:
+                configurations.append(configuration)
 
     def order(configuration: Configuration) -> tuple[bool, float, float]:
         spent = configuration.cost if configuration.cost is not None else configuration.r_nodes if goal.rate else 0
@@ -81,7 +85,9 @@ def choose(model: PlannedModel, profile: Profile, goal: Goal, transport: str, mo
     return sorted(configurations, key=order)
 
 
-def _with_best_batch(system: System, profile: Profile, goal: Goal, mini_batches: int) -> Configuration | None:
+def _with_best_batch(
+    system: System, profile: Profile, goal: Goal, mini_batches: int, ranks: int
+) -> Configuration | None:
     """The configuration with the batch that the goal asks for; None if not even one sequence a mini-batch fits."""
     assert profile.s_node is not None and profile.r_node is not None
     token_bytes = system.model.token_bytes(system.kv_dtype)
@@ -126,6 +132,7 @@ def _with_best_batch(system: System, profile: Profile, goal: Goal, mini_batches:
         kv_bytes=state.batch * length * token_bytes / system.r_nodes,
         meets=fast_enough and state.tokens_per_second >= wanted,
         cost=cost,
+        ranks=ranks,
     )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fastdecode.plan.colocation import Colocation, ColocationCost, colocation_cost
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.profile import LinkTimes, Profile, SPartTimes
+from fastdecode.plan.ranks import s_part_of_ranks
 
 # -- FastDecode's equations, with its letters --------------------------------------------------------------------------
 # N: layers. S: most tokens of a sequence. B: sequences of a mini-batch. T: seconds of the S-Part of one layer, B rows.
@@ -61,11 +62,14 @@ class System:
     colocations: tuple[Colocation, ...] = ()
 
     @classmethod
-    def from_profile(cls, profile: Profile, transport: str, model: PlannedModel, kv_dtype: str, r_nodes: int) -> System:
+    def from_profile(
+        cls, profile: Profile, transport: str, model: PlannedModel, kv_dtype: str, r_nodes: int, ranks: int = 1
+    ) -> System:
         """The system that a profile with all sections gives a model. R-nodes over shared memory are on the S-node's
-        machine. Raises ProfileError for a format that the profile does not have."""
+        machine. Raises ProfileError for a format that the profile does not have, and for ranks that it does not
+        allow."""
         assert profile.s_node is not None and profile.r_node is not None
-        s_part = profile.s_node.times(model.name, model.parameters)
+        s_part = s_part_of_ranks(profile.s_node, model, ranks)
         speed = profile.r_node.bytes_per_second(kv_dtype, model.group)
         engine = profile.s_node.engine_step, profile.s_node.engine_row, profile.s_node.overlap
         near = [cell for cell in profile.colocations if transport == "shm" and cell.group == model.group]

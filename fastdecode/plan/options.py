@@ -48,6 +48,13 @@ def add_system_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     add_profile_arguments(parser)
     add("--r-nodes", type=int, default=1, metavar="N", help="number of R-nodes")
+    add(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks of the S-Part on the NUMA nodes of the profile",
+    )
     add("--kv-memory", type=parse_bytes, metavar="SIZE", help="of each R-node; default: the profile's")
     add("--kv-dtype", choices=KV_DTYPES, default="fp16")
 
@@ -73,5 +80,5 @@ class PlannedSystem:
         profile, transport = profile_and_transport(args)
         assert profile.r_node is not None
         model = find_planned_model(args.model)
-        system = System.from_profile(profile, transport, model, args.kv_dtype, args.r_nodes)
+        system = System.from_profile(profile, transport, model, args.kv_dtype, args.r_nodes, args.tensor_parallel)
         return cls(profile, system, args.kv_memory or profile.r_node.memory)

@@ -89,12 +89,26 @@ class GpuProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SocketsProfile:
+    """The NUMA nodes of an S-node on CPUs. The times of its S-Part are those of one NUMA node over its own memory."""
+
+    n: int
+    cross_gbps: float  # GB/s at which the cores of one NUMA node read the memory of another one
+    sum_seconds: float  # of a sum over ranks of next to nothing
+    sum_gbps: float  # GB/s of the rows of such a sum
+
+    def __post_init__(self) -> None:
+        _positive(self, "n", "cross_gbps", "sum_seconds", "sum_gbps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SNodeProfile:
     """A machine that runs the S-Part."""
 
     device: str
     s_part: tuple[SPartTimes, ...]
     gpu: GpuProfile | None = None  # None: no KV lies beside the weights
+    sockets: SocketsProfile | None = None  # None: the times are those of the whole machine
     price: float | None = None  # an hour, in any currency
     #: Seconds that scheduling and delivery of tokens take for each step and, besides, for each of its rows.
     engine_step: float = 0.0
@@ -280,8 +294,9 @@ def profile_from_json(value: dict[str, Any]) -> Profile:
         times = [
             SPartTimes(**t | {"rows": tuple((float(n), float(s)) for n, s in t["rows"])}) for t in s_node["s_part"]
         ]
-        gpu = s_node.get("gpu")
-        fields["s_node"] = SNodeProfile(**s_node | {"s_part": tuple(times), "gpu": gpu and GpuProfile(**gpu)})
+        gpu, sockets = s_node.get("gpu"), s_node.get("sockets")
+        parts = {"gpu": gpu and GpuProfile(**gpu), "sockets": sockets and SocketsProfile(**sockets)}
+        fields["s_node"] = SNodeProfile(**s_node | {"s_part": tuple(times)} | parts)
     if r_node := fields.get("r_node"):
         fields["r_node"] = RNodeProfile(**r_node)
     fields["links"] = {name: LinkTimes(**link) for name, link in fields.get("links", {}).items()}

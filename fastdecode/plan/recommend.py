@@ -1,10 +1,10 @@
 """Predicts which R-nodes, batch and KV format serve a model at a rate, from profiles of hardware.
 
-Every number of R-nodes, KV format and number of mini-batches is tried. With --rate, the batch is the smallest that
-keeps up; without, the smallest whose throughput is near the best. Configurations that keep --rate, --tpot and --ttft
-come first. For a GPU that has memory for resident KV, the answer is what it holds, alone and with the RAM beside it
-(cards.py). The figures are predicted, not measured: requests are taken to have mean lengths and to come evenly, so no
-request queues; `fastdecode-plan simulate` shows a trace's bursts.
+Every number of R-nodes, ranks and mini-batches and every KV format is tried. With --rate, the batch is the smallest
+that keeps up; without, the smallest whose throughput is near the best. Configurations that keep --rate, --tpot and
+--ttft come first. For a GPU that has memory for resident KV, the answer is what it holds, alone and with the RAM
+beside it (cards.py). The figures are predicted, not measured: requests are taken to have mean lengths and to come
+evenly, so no request queues; `fastdecode-plan simulate` shows a trace's bursts.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input-tokens", type=int, default=1024, help="mean prompt, without --trace")
     add("--output-tokens", type=int, default=256, help="mean output, without --trace")
     add("--r-nodes", type=int, default=16, metavar="N", help="most R-nodes to try")
+    add("--tensor-parallel", type=int, action="append", metavar="N", help="ranks of the S-Part (repeatable); default: "
+        "1, and one on each NUMA node of the profile")  # fmt: skip
     add("--max-batch-tokens", type=int, default=512, help="most rows of a step")
     add("--s-price", type=float, help="price of the S-node an hour; default: the profile's")
     add("--r-price", type=float, help="price of an R-node an hour; default: the profile's")
@@ -72,6 +74,8 @@ def commands(configuration: Configuration, model: Path | None, max_batch_tokens:
         str(min(max_batch_tokens, ceil(1.25 * configuration.batch / configuration.mini_batches))),
     ]
     argv += ["--max-batch-tokens", str(max_batch_tokens), "--schedule", "stable", "--secret-file", "secret"]
+    if configuration.ranks > 1:
+        argv += ["--device", "cpu", "--tensor-parallel", str(configuration.ranks)]
     for i in range(configuration.r_nodes):
         argv += ["--r-node", f"tcp://r-node-{i + 1}:7300"]
     NodeConfig.from_args(argv)  # a line that the node would refuse must not be printed
@@ -95,7 +99,9 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.plot:
         from fastdecode.plan import plots  # fails here rather than after the work
-    configurations = choose(model, profile, goal, transport, args.r_nodes)
+    sockets = profile.s_node.sockets
+    ranks = args.tensor_parallel or [1, *([sockets.n] if sockets and sockets.n > 1 else [])]
+    configurations = choose(model, profile, goal, transport, args.r_nodes, ranks)
     if not configurations:
         raise ValueError("not even one sequence fits into the KV-cache of the R-nodes")
     if args.plot:
@@ -195,14 +201,15 @@ def _print_table(result: dict[str, Any]) -> None:
     wanted = f"{goal['rate']:g} requests/s of" if goal["rate"] else "as many requests as possible of"
     print(f"{wanted} {goal['n_prompt']:.0f} + {goal['n_output']:.0f} tokens; predicted, not measured")
     print(
-        f"{'R-nodes':>7} {'KV':>9} {'mini-b.':>7} {'batch':>6} {'TPOT ms':>8} {'TTFT s':>7} {'tokens/s':>9} "
-        f"{'binds':>14} {'balance':>8} {'KV GiB':>7} {'per 1M':>7}"
+        f"{'ranks':>5} {'R-nodes':>7} {'KV':>9} {'mini-b.':>7} {'batch':>6} {'TPOT ms':>8} {'TTFT s':>7} "
+        f"{'tokens/s':>9} {'binds':>14} {'balance':>8} {'KV GiB':>7} {'per 1M':>7}"
     )
     for c in result["choices"]:
         cost = "" if c["cost"] is None else f"{c['cost']:.3f}"
         print(
-            f"{c['r_nodes']:7d} {c['kv_dtype']:>9} {c['mini_batches']:7d} {c['batch']:6d} {1e3 * c['tpot']:8.1f} "
-            f"{c['ttft']:7.2f} {c['tokens_per_second']:9.0f} {c['binding']:>14} {c['balance']:8.1f} "
+            f"{c['ranks']:5d} {c['r_nodes']:7d} {c['kv_dtype']:>9} {c['mini_batches']:7d} {c['batch']:6d} "
+            f"{1e3 * c['tpot']:8.1f} {c['ttft']:7.2f} {c['tokens_per_second']:9.0f} {c['binding']:>14} "
+            f"{c['balance']:8.1f} "
             f"{c['kv_bytes'] / _GIB:7.1f} {cost:>7}" + ("" if c["meets"] else "  misses the goal")
         )
     print("\n".join(["", *result["commands"]] if result["commands"] else ["no configuration meets the goal"]))

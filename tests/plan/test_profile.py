@@ -51,6 +51,7 @@ def test_profiles_that_ship_can_be_merged_and_say_what_they_come_from(name):
         ({"s_node": {"device": "s", "s_part": []}}, "no times"),
         ({"s_node": {"device": "s", "s_part": [{"model": "m", "parameters": 1, "rows": [[4, 1], [2, 1]]}]}}, "rise"),
         ({"s_node": {"device": "s", "s_part": [{"model": "m", "parameters": -1, "rows": [[1, 1]]}]}}, "parameters"),
+        ({"s_node": {"device": "s", "s_part": [], "sockets": {"n": 0}}}, "cross_gbps"),
         ({"r_node": {"device": "r", "memory": 1, "kv_gbps": {"fp12": {"1": 1}}}}, "fp12"),
         ({"r_node": {"device": "r", "memory": 1, "kv_gbps": {"fp16": {"1": 0}}}}, "positive GB/s"),
         ({"r_node": {"device": "r", "memory": "1", "kv_gbps": {}}}, "memory"),

@@ -12,8 +12,10 @@ import pytest
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.plan.cli import main
 from fastdecode.plan.configurations import Goal, choose
-from fastdecode.plan.profile import merged, read_profile
+from fastdecode.plan.model import PlannedModel
+from fastdecode.plan.profile import ProfileError, merged, read_profile
 from fastdecode.plan.published import LLAMA_7B
+from fastdecode.plan.ranks import s_part_of_ranks
 from fastdecode.plan.recommend import commands
 
 A10 = merged([read_profile("a10-epyc7452")])
@@ -65,6 +67,43 @@ def test_the_memory_of_the_r_nodes_bounds_the_batch():
     choice = best(Goal(900, 200), small, most=1)[0]
     assert choice.kv_bytes <= 10e9
     assert choice.batch < best(Goal(900, 200), most=1)[0].batch
+
+
+XEON = read_profile("xeon-amx")
+
+
+def test_the_xeon_with_amx_has_the_rates_of_its_data_sheets():
+    """Intel's data sheets: eight channels of DDR5-4800, 56 cores at 2.0 GHz with 1,024 bf16 operations a cycle."""
+    times = XEON.s_node.times("llama-3-8b", 1)
+    read, compute = 8 * 8 * 4.8e9, 56 * 2.0e9 * 1024
+    assert times.seconds(1) == pytest.approx(times.parameters * times.weight_bytes / (0.56 * read), rel=1e-3)
+    assert times.seconds(2048) == pytest.approx(1.1 * 2048 * 2 * times.parameters / (0.5 * compute), rel=1e-3)
+
+
+def test_ranks_read_the_memory_of_their_own_sockets():
+    """Each of two ranks reads half of the weights at the speed of one socket, and sums up 64 times; one rank on both
+    sockets reads half of the weights from the other socket's memory."""
+    model, sockets = PlannedModel.of_shape("llama-3-8b"), XEON.s_node.sockets
+    one, two, four = (s_part_of_ranks(XEON.s_node, model, ranks).seconds(1) for ranks in (1, 2, 4))
+    weights = 2 * 7504657408
+    assert one == pytest.approx(weights / 2 / 102.4e9)
+    assert two == four == pytest.approx(XEON.s_node.s_part[0].seconds(1) / 2 + 64 * (5e-6 + 4096 * 2 / 20e9), rel=1e-6)
+    near = dataclasses.replace(XEON.s_node, sockets=dataclasses.replace(sockets, cross_gbps=1e6))
+    assert s_part_of_ranks(near, model, 1).seconds(1) < two
+    for ranks, reason in ((3, "equally many"), (16, "8 KV heads")):
+        with pytest.raises(ProfileError, match=reason):
+            s_part_of_ranks(XEON.s_node, model, ranks)
+    with pytest.raises(ProfileError, match=r"s_node\.sockets"):
+        s_part_of_ranks(A10.s_node, model, 2)
+
+
+def test_short_steps_want_ranks_and_the_command_starts_them(capsys):
+    argv = ["--model", "llama-3-8b", "--profile", "xeon-amx", "--input-tokens", "512", "--tpot", "0.065", "--json"]
+    main(["recommend", *argv])
+    result = json.loads(capsys.readouterr().out)
+    assert result["choices"][0]["ranks"] == 2 and "--device cpu --tensor-parallel 2" in result["commands"][-1]
+    main(["recommend", *argv, "--tensor-parallel", "1"])
+    assert json.loads(capsys.readouterr().out)["commands"] == []
 
 
 def cards(capsys, *argv):
