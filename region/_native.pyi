@@ -6,7 +6,6 @@ _Geometry = Sequence[int]
 
 # fastdecode.region.contract says what each constant means.
 PROTOCOL_VERSION: int
-REGION_MAGIC: int
 REGION_PAGE: int
 PAGE_TOKENS: int
 MAX_SLOTS: int
@@ -19,7 +18,6 @@ HEAD_SIZE_UNIT: int
 MAX_PAGES: int
 MAX_SEQS: int
 MAX_SECTIONS: int
-MAX_CALL_WORK: int
 POISON: int
 ROW_ATTEND: int
 ROW_CUT: int

@@ -30,11 +30,6 @@ HEAD_SIZE_UNIT = _native.HEAD_SIZE_UNIT
 MAX_PAGES = _native.MAX_PAGES
 MAX_SEQS = _native.MAX_SEQS
 MAX_SECTIONS = _native.MAX_SECTIONS
-#: Limit of the attention of one call: query heads x head size x (attending row, cached token) pairs.
-MAX_CALL_WORK = _native.MAX_CALL_WORK
-
-#: The first four bytes of a region, a little-endian uint32.
-REGION_MAGIC = _native.REGION_MAGIC
 #: Bytes of a region's header page; the parts of a slot are aligned to this size.
 REGION_PAGE = _native.REGION_PAGE
 #: Bytes of a step's header (fd_arm_t), a row table entry (fd_row_t), a report (fd_report_t) and a slot's head

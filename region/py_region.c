@@ -64,7 +64,6 @@ static const struct {
     long long value;
 } integers[] = {
     {"PROTOCOL_VERSION", FD_PROTOCOL_VERSION},
-    {"REGION_MAGIC", FD_REGION_MAGIC},
     {"REGION_PAGE", FD_REGION_PAGE},
     {"PAGE_TOKENS", FD_PAGE_TOKENS},
     {"MAX_SLOTS", FD_MAX_SLOTS},
@@ -77,7 +76,6 @@ static const struct {
     {"MAX_PAGES", FD_MAX_PAGES},
     {"MAX_SEQS", FD_MAX_SEQS},
     {"MAX_SECTIONS", FD_MAX_SECTIONS},
-    {"MAX_CALL_WORK", FD_MAX_CALL_WORK},
     {"POISON", FD_POISON},
     {"ROW_ATTEND", FD_ROW_ATTEND},
     {"ROW_CUT", FD_ROW_CUT},

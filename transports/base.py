@@ -325,15 +325,16 @@ class Link(DataPath, ABC):
         Raises CallRefused, LinkDown.
         """
 
-    @abstractmethod
+    # Only a link to a single R-node implements `admit_migration`, `migrate` and `offer`; the others refuse them.
+
     async def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None:
         """Let the empty sequence `seq`, a handle, hold `length` tokens that another R-node sends (RECEIVE).
 
         `token`, 64 hexadecimal digits drawn by the caller, admits one migration connection (migration.py). No step may
         name the sequence before `migrate` has completed it. Raises CallRefused, LinkDown.
         """
+        raise self._no_migration()
 
-    @abstractmethod
     async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
         """Let the R-node send `pages` of a sequence to the R-node at `url`, which must have admitted `token` (PUSH).
         Returns once that R-node has them.
@@ -342,12 +343,15 @@ class Link(DataPath, ABC):
         must not change meanwhile; they stay here. Raises CallRefused (also if the other R-node cannot be reached),
         LinkDown.
         """
+        raise self._no_migration()
 
     async def offer(self, seq: tuple[int, int], token: str) -> None:
         """Let this S-node fetch pages of a sequence, a handle, over a migration connection that presents `token`
-        (OFFER), until the sequence is freed or offered again. Raises CallRefused, which links do that are not to a
-        single R-node, and LinkDown."""
-        raise CallRefused(Status.BAD_CALL, f"no pages are fetched over the link {self.url}", self)
+        (OFFER), until the sequence is freed or offered again. Raises CallRefused, LinkDown."""
+        raise self._no_migration()
+
+    def _no_migration(self) -> CallRefused:
+        return CallRefused(Status.BAD_CALL, f"the sequences of the link {self.url} do not migrate", self)
 
     @abstractmethod
     async def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:

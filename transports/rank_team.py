@@ -11,8 +11,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fastdecode.region.contract import Status
-
 from .base import CallRefused, DataPath, Lease, Link, LinkDown, TransportError
 from .team import Team
 
@@ -76,12 +74,6 @@ class RemoteLink(Link):
 
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
         await self._ask("fork", src, dst, length)
-
-    async def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None:
-        raise CallRefused(Status.BAD_CALL, "the sequences of ranks do not migrate")
-
-    async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
-        raise CallRefused(Status.BAD_CALL, "the sequences of ranks do not migrate")
 
     async def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
         await self._ask("keep", sequences)

@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from fastdecode.region.contract import Status
 from fastdecode.region.geometry import Geometry, region_layout
 from fastdecode.region.region import Region
 
@@ -159,12 +158,6 @@ class Team(Link):
             with contextlib.suppress(CallRefused):  # of the members that have refused the fork
                 await self.free([dst])
             raise
-
-    async def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None:
-        raise CallRefused(Status.BAD_CALL, "the sequences of a team do not migrate")
-
-    async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
-        raise CallRefused(Status.BAD_CALL, "the sequences of a team do not migrate")
 
     async def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
         n = len(self.links)
