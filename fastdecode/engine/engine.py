@@ -322,9 +322,14 @@ class Engine:
             seconds = self._start_rate.seconds_for(n_waiting, self._clock())
             raise Overloaded(f"{n_waiting} requests are waiting already; try again in {seconds} s", seconds)
 
-    def cancel(self, seq: Sequence) -> None:
-        """End a choice and free its pages; its output gets nothing more. Does nothing to a choice that has ended."""
+    def cancel(self, seq: Sequence, keep_seconds: float = 0.0) -> None:
+        """End a choice and free its pages, after `keep_seconds` in which it is in no new step, but another S-node can
+        adopt its K and V. Its output gets nothing more. Does nothing to a choice that has ended."""
         if seq not in self._live:
+            return
+        if keep_seconds:
+            seq.held = True
+            asyncio.get_running_loop().call_later(keep_seconds, self.cancel, seq)
             return
         self.scheduler.cancel(seq)
         self._end_request(seq, "cancelled")

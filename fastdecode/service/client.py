@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,9 +48,13 @@ class Report:
     latencies: dict[str, dict[str, list[float]]]  # Metrics.latencies
 
 
-#: Ends a choice of a request, counted from 0, before its time. Tokens that are on their way may still come. It does
-#: nothing to a choice that has ended.
-Cancel = Callable[[int], None]
+class Cancel(Protocol):
+    """Ends the choices of a request."""
+
+    def __call__(self, choice: int, keep_seconds: float = 0.0) -> None:
+        """End a choice, counted from 0, before its time. Its K and V stay for `keep_seconds`, so that another S-node
+        can adopt them. Tokens that are on their way may still come. Does nothing to a choice that has ended."""
+        ...
 
 
 class EngineClient(Protocol):

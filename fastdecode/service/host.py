@@ -19,7 +19,7 @@ from fastdecode.service.messages import FROM_API, Connection, Failure, FromApi
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_SECONDS = 1.0
-_ABANDONED_SECONDS = 10.0  # for which streams stay that have lost their API process
+_ABANDONED_SECONDS = 10.0  # for which the K and V of streams stay that have lost their API process
 _MOST_UNANSWERED = 8  # intervals without an answer, after which an API process counts as hung
 
 
@@ -35,8 +35,8 @@ class _Hosted:
 
 
 class EngineHost:
-    """One API process as the engine's process sees it; an Outlet. When the connection ends, so do its requests, but for
-    streams that a router may continue: these stay for a while, because other S-nodes adopt their K and V.
+    """One API process as the engine's process sees it; an Outlet. When the connection ends, so do its requests. The K
+    and V of streams that a router may continue stay for a while, because other S-nodes adopt them.
 
     Choices have the numbers that the API process gave them. The tokens of a step leave in one message, after the engine
     has handed over its next step.
@@ -75,10 +75,7 @@ class EngineHost:
             log.exception("the connection to an API process broke")
         finally:
             for first, hosted in list(self._requests.items()):
-                if hosted.may_leave and hosted.cancel is not None:
-                    asyncio.get_running_loop().call_later(_ABANDONED_SECONDS, self._withdraw, first)
-                else:
-                    self._withdraw(first)
+                self._withdraw(first, _ABANDONED_SECONDS if hosted.may_leave else 0.0)
             for task in self._tasks:
                 task.cancel()
             if not self.serving.done():
@@ -118,9 +115,9 @@ class EngineHost:
                 hosted.queueing = self._spawn(self._submit(message.request, hosted))
             case messages.Withdraw(first):
                 self._withdraw(first)
-            case messages.End(first, choice):
+            case messages.End(first, choice, keep_seconds):
                 if (found := self._requests.get(first)) and found.cancel:
-                    found.cancel(choice)
+                    found.cancel(choice, keep_seconds)
                     self._end(first + choice)
             case messages.Ended(reason, seconds):
                 self._engine.choice_ended(reason, seconds)
@@ -189,8 +186,8 @@ class EngineHost:
         for number in hosted.running:
             self._choices.pop(number, None)
 
-    def _withdraw(self, first: int) -> None:
-        """End a request. Does nothing to one that has ended."""
+    def _withdraw(self, first: int, keep_seconds: float = 0.0) -> None:
+        """End a request, see Cancel. Does nothing to one that has ended."""
         if (hosted := self._requests.get(first)) is None:
             return
         self._forget(hosted)
@@ -199,7 +196,7 @@ class EngineHost:
             hosted.queueing.cancel()
             return
         for number in hosted.running:
-            hosted.cancel(number - first)
+            hosted.cancel(number - first, keep_seconds)
 
     async def _answer(self, ask: messages.Ask) -> None:
         result = await getattr(self._engine, ask.method)(*ask.arguments)

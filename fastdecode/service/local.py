@@ -42,9 +42,9 @@ class LocalEngine:
             params = replace(params, grammar=grammar)
         choices: list[Sequence | None] = []
 
-        def cancel(choice: int) -> None:
+        def cancel(choice: int, keep_seconds: float = 0.0) -> None:
             if (seq := choices[choice]) is not None:
-                self._engine.cancel(seq)
+                self._engine.cancel(seq, keep_seconds)
 
         try:
             for prompt in request.prompts:

@@ -61,10 +61,11 @@ class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """End a choice of the request that was submitted as `first`; it counts from 0."""
+    """End a choice of the request that was submitted as `first`; it counts from 0 (client.Cancel)."""
 
     first: int
     choice: int
+    keep_seconds: float
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -60,10 +60,10 @@ class RemoteEngine:
         assert outlet is self._outlet, "all requests of a RemoteEngine have one outlet"
         numbers = range(first, first + request.n_choices)
 
-        def cancel(choice: int) -> None:
+        def cancel(choice: int, keep_seconds: float = 0.0) -> None:
             if first + choice in self._running:
                 self._running.discard(first + choice)
-                self._connection.send(messages.End(first, choice))
+                self._connection.send(messages.End(first, choice, keep_seconds))
 
         self._running.update(numbers)
         queued = self._queueing[first] = asyncio.get_running_loop().create_future()

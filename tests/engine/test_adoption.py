@@ -93,6 +93,22 @@ async def test_a_stream_is_adopted_from_an_s_node_that_goes_on():
         assert adopted(second) == (1, 0)
 
 
+async def test_k_and_v_of_a_cancelled_stream_stay_as_long_as_asked():
+    """As when its API process has died: it does not end before another S-node has found it."""
+    async with two_s_nodes() as (first, second, _):
+        stream, brief, other = (ContinuedStream(first, prompt(300, seed), GREEDY) for seed in range(3))
+        for running in (stream, brief):
+            await running.has(5)
+        first.cancel(stream.sequences[0], 600)
+        first.cancel(brief.sequences[0], 0.01)
+        await other.end()
+        assert len(stream.tokens[0]) < 60
+        assert await (await stream.goes_on(second, 5)).end() == [continuation(stream.ids, 60)]
+        assert adopted(second) == (1, 0)
+        await until(lambda: len(KEYS) == 1)
+        assert len(brief.tokens[0]) < 60
+
+
 async def test_a_stream_is_adopted_again_and_again():
     async with two_s_nodes() as (first, second, _), started(ToyLink("tcp://r0"), **OPTIONS) as third:
         stream = ContinuedStream(first, prompt(300), GREEDY)

@@ -26,7 +26,7 @@ N_SECONDS = 2  # for which pages wait to be adopted, where nobody does so
 class Nodes:
     """Two R-nodes, two S-nodes and a router."""
 
-    def __init__(self, start, tmp_path, orphan_seconds=20, more=()):
+    def __init__(self, start, tmp_path, orphan_seconds=120, more=()):
         secret = tmp_path / "secret"
         secret.write_bytes(SECRET)
         shared = ("--secret-file", str(secret))
@@ -93,7 +93,7 @@ async def test_streams_of_a_model_with_states_go_on(start, tmp_path, how):
     base = make_checkpoint("qwen3.5")
     model = make_head(base).save(base, tmp_path / "model")
     more = ("--model", str(model), "--served-model-name", "fastdecode-demo", "--dtype", "fp32", "--kv-dtype", "fp32")
-    nodes = await asyncio.to_thread(Nodes, start, tmp_path, 20, (*more, "--speculate", "mtp:2"))
+    nodes = await asyncio.to_thread(Nodes, start, tmp_path, more=(*more, "--speculate", "mtp:2"))
     calm, texts, _ = await calm_and_disturbed(nodes, how)
     assert texts == calm
     assert await asyncio.to_thread(nodes.metric, "adopted_total") == 0

@@ -102,7 +102,7 @@ class Sequence:
     )
     key_due: bool = False  # its R-node gets its key once a step has cached all of its tokens but the last one drawn
     migrating: bool = False  # a migration is under way: it gives back no pages
-    held: bool = False  # it is left out of steps, because it is about to change its R-node
+    held: bool = False  # it is left out of steps, because it is about to change its R-node or its S-node
     cancelled: bool = False  # to be released as soon as it is not in flight
     cached: int = 0  # tokens cached on the R-node
     slides: bool = False  # its step in flight gives back the pages that no later row sees

@@ -83,7 +83,12 @@ class ScriptedEngine:
             self.generated.append(past)
             self.params.append(request.params.for_choice(i % request.n))
             self.streams.append(choices[i])
-        return lambda i: choices[i].cancel() if i in choices else None
+
+        def cancel(choice: int, keep_seconds: float = 0.0) -> None:
+            if choice in choices:
+                choices[choice].cancel()
+
+        return cancel
 
     def choice_ended(self, reason: str, seconds: float) -> None:
         self._metrics.choice_ended(reason, seconds)
