@@ -62,19 +62,28 @@ def pick_cases(head_size: int) -> list[Case]:
     return [case._replace(length=max(case.length, case.q_len)) for case in chosen]
 
 
-def make_inputs(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+@functools.lru_cache(maxsize=2 * len(HEAD_SIZES))
+def many_rows(head_size: int, kv_dtype: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of K and V for all cases of a head size; with a format, their values in a cache, which stores each row by
+    itself."""
+    if kv_dtype:
+        return stored_kv(*many_rows(head_size), kv_dtype)
+    rng = np.random.default_rng(head_size)
+    return normal(rng, 2 * max(LENGTHS), head_size), normal(rng, 2 * max(LENGTHS), head_size)
+
+
+def make_inputs(case: Case, kv_dtype: str | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Q, and K and V or, with a format, their values in a cache."""
     rng = np.random.default_rng(case)
-    q = queries(rng, case.q_len, case.group, case.head_size)
-    return q, normal(rng, case.length, case.head_size), normal(rng, case.length, case.head_size)
+    first = rng.integers(max(LENGTHS))
+    k, v = (x[first : first + case.length] for x in many_rows(case.head_size, kv_dtype))
+    return queries(rng, case.q_len, case.group, case.head_size), k, v
 
 
 @functools.cache
 def expected(case: Case, kv_dtype: str | None) -> Partial:
     """The reference over the cached values, or with None over the values before they were cached."""
-    q, k, v = make_inputs(case)
-    if kv_dtype:
-        k, v = stored_kv(k, v, kv_dtype)
-    return reference(q, k, v, case.length - case.q_len, case.window)
+    return reference(*make_inputs(case, kv_dtype), case.length - case.q_len, case.window)
 
 
 @by_kv_dtype

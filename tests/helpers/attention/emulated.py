@@ -11,12 +11,13 @@ import functools
 import shutil
 import struct
 import subprocess
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from session_folder import made_once
 from sources.folders import INCLUDES, ROOT
 
 from attention import kernel_calls
@@ -48,27 +49,19 @@ def params(isas: list[str]) -> list:
 # ---- building for aarch64 ----
 
 
-@functools.cache
-def _folder() -> Path:
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
-
-
-@functools.cache
 def cross_compile(source: Path) -> Path:
-    target = _folder() / f"{source.stem}.o"
-    subprocess.run([COMPILER, *FLAGS, *INCLUDES, "-c", source, "-o", target], check=True)
-    return target
+    return made_once(f"aarch64/{source.stem}.o", partial(_compile, ["-c", source]))
 
 
 def cross_build(sources: list[Path]) -> Path:
     """A program named after the first source."""
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(cross_compile, sources))
-    program = _folder() / sources[0].stem
-    subprocess.run([COMPILER, "-static", *objects, "-pthread", "-lm", "-o", program], check=True)
-    return program
+    return made_once(f"aarch64/{sources[0].stem}", partial(_compile, ["-static", *objects, "-pthread", "-lm"]))
+
+
+def _compile(arguments: list[str | Path], target: Path) -> None:
+    subprocess.run([COMPILER, *FLAGS, *INCLUDES, *arguments, "-o", target], check=True)
 
 
 # ---- tests/c/kernels_peer.c ----
