@@ -299,6 +299,7 @@ class Link(DataPath, ABC):
     """
 
     peer_url: str | None = None  # at which other R-nodes reach this one, if that is not `url`
+    bytes_per_second: float | None = None  # at which attention reads KV-cache there, if that was measured at start
     lease: Lease
 
     @property

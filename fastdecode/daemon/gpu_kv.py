@@ -14,7 +14,7 @@ from fastdecode.region.contract import KV_DTYPES
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart.resident.layers import attention_layers
 from fastdecode.spart.resident.link import ResidentLink
-from fastdecode.spart.resident.trial import try_kernels
+from fastdecode.spart.resident.trial import measure_reading, try_kernels
 from fastdecode.spart.served import ServedModel
 from fastdecode.transports.base import Hello
 
@@ -58,6 +58,7 @@ def open_gpu_kv(config: NodeConfig, model: ServedModel, hello: Hello, n_bytes: i
     try:
         link = ResidentLink(hello, n_pages, model.device)
         try_kernels(link)
+        link.bytes_per_second = measure_reading(link)
         return link
     except (KernelError, ValueError) as error:
         if config.gpu_kv:

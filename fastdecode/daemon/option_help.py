@@ -79,6 +79,7 @@ TOPICS = (
             "max_lease",
             "orphan_seconds",
             "gpu_kv",
+            "gpu_slowdown",
             "gpu_memory_utilization",
             "staging_memory",
             "state_memory",

@@ -281,6 +281,12 @@ class NodeOptions:
         parse=option_values.gpu_memory,
         metavar="auto|SIZE|0",
     )
+    gpu_slowdown: float = _s_option(
+        "part by which steps of sequences on the S-Part's GPU may become longer for sequences on R-nodes",
+        0.03,
+        parse=option_values.part,
+        metavar="PART",
+    )
     gpu_memory_utilization: float = _s_option(
         "part of a GPU's memory that may be in use: weights, steps, KV pages, and K and V of prompts that take several "
         "steps",

@@ -300,6 +300,7 @@ def _make_engine(
         target_tbt=config.target_tbt_ms / 1000 or None,
         schedule=config.schedule,
         guesses=guesses(config.speculate),
+        gpu_slowdown=config.gpu_slowdown,
         prefix_cache=not config.no_prefix_cache,
         max_uncached_suffix=None if on_cpu else _MAX_UNCACHED_SUFFIX,
         grow_leases=_leases_grow(config),

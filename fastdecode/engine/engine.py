@@ -30,6 +30,7 @@ from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits
 from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.engine.scheduling.scheduler import Scheduler
 from fastdecode.engine.scheduling.speculation import Speculation
+from fastdecode.engine.scheduling.ways import SLOWDOWN, Way
 from fastdecode.engine.state.constraints import constraints
 from fastdecode.engine.state.prefixes import page_hashes
 from fastdecode.engine.state.request import (
@@ -77,6 +78,7 @@ class Engine:
         kv_digest: str | None = None,
         schedule: str = "greedy",
         guesses: int = 0,
+        gpu_slowdown: float = SLOWDOWN,
         end_token_ids: Iterable[int] | None = None,
         observer: EngineObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -90,7 +92,7 @@ class Engine:
         see SchedulerLimits; `target_tbt` (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`,
         `prefill_nodes`, `kv_digest`: see RNodeControl. `schedule`: one of SCHEDULES, see scheduling/admission.py.
         `guesses`: most tokens of a sequence that a step guesses, see scheduling/speculation.py. `end_token_ids` None:
-        the model's own.
+        the model's own. `gpu_slowdown`: see WayChoice.
         `clock` gives seconds, and `start_runner` starts the runner of the steps; plan/simulation.py replaces both.
         `rebalance`: running sequences migrate between R-nodes, see migration/rebalance.py.
 
@@ -126,6 +128,7 @@ class Engine:
             target_tbt=target_tbt,
             admission=SCHEDULES[schedule](),
             speculation=Speculation(guesses, by_head=spart.config.mtp > 0) if guesses else None,
+            gpu_slowdown=gpu_slowdown,
         )
         self.observer = observer or EngineObserver()
         self.totals = Totals()
@@ -492,7 +495,12 @@ class Engine:
             self.totals.not_adopted = adopter.recomputed + self.cluster.placer.adoptions_given_up
         self.totals.prefix_queries = self.scheduler.prompt_tokens if self.cluster.prefix_cache else 0
         self.totals.prefix_hits = self.scheduler.reused_tokens
-        speculation = self.scheduler.speculation
+        choice, speculation = self.scheduler.choice, self.scheduler.speculation
+        if choice is not None:
+            self.totals.steps_near = choice.steps[Way.NEAR]
+            self.totals.steps_together = choice.steps[Way.TOGETHER]
+            self.totals.steps_apart = choice.steps[Way.APART]
+            self.totals.predicted_seconds, self.totals.measured_seconds = choice.predicted, choice.measured
         if speculation is not None:
             self.totals.guessed, self.totals.guessed_right = speculation.guessed, speculation.right
         return EngineStats(

@@ -326,4 +326,6 @@ class RNodeControl:
                 answers = await asyncio.gather(*(link.stats() for link in members))
                 node.answer_seconds = time.perf_counter() - asked
                 self.counters.update(zip(members, answers, strict=True))
+                if (roofline := sum(counters.get("roofline", 0) for counters in answers)) > 0:
+                    node.link.bytes_per_second = float(roofline)
                 node.record_obtainable(min(counters.get("pages_max", node.n_pages) for counters in answers))

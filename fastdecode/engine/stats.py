@@ -94,5 +94,10 @@ class Totals:
     kv_bytes: int = 0  # KV-cache bytes that the R-nodes have read
     spilled_bytes: int = 0  # of pages that have gone from the S-Part's device to R-nodes
     refilled_bytes: int = 0  # of pages that have come back
+    steps_near: int = 0  # steps of sequences on the S-Part's GPU: alone (A)
+    steps_together: int = 0  # with all sequences in them (B)
+    steps_apart: int = 0  # while others had steps of their own (C)
+    predicted_seconds: float = 0.0  # of the steps whose times were predicted
+    measured_seconds: float = 0.0
     guessed: int = 0  # tokens guessed by speculation
     guessed_right: int = 0  # guesses that the model has drawn

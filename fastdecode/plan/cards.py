@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.device_plan import KERNEL_BYTES
+from fastdecode.engine.scheduling.ways import BatchTimes, Way, best, rates
 from fastdecode.plan.configurations import Goal
 from fastdecode.plan.equations import System, Work, mean_read, stage_times, steady
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.profile import Profile, ProfileError
-from fastdecode.plan.ways import SLOWDOWN, BatchTimes, Way, best, rates
 
 #: Assumed of steps and their captured graphs, bytes of the GPU's memory.
 _STEP_BYTES = 1e9
@@ -26,7 +26,7 @@ class Capacity:
     sequences: int  # of the goal's mean length, at once
     tokens_per_second: float  # of all of them
     tpot: float  # of a sequence on the GPU, or of all if none is there
-    way: str = ""  # of the hybrid; see ways.py
+    way: str = ""  # of the hybrid; see fastdecode/engine/scheduling/ways.py
     far_tpot: float | None = None  # of a sequence on R-nodes; None: there is none, or it waits for room on the GPU
 
 
@@ -43,8 +43,8 @@ def capacities(
 ) -> list[Capacity]:
     """GPU-only, hybrid and split on a GPU with `memory` bytes, as far as they hold a sequence of the goal's length.
 
-    As many prompts are prefilled as sequences end. The hybrid goes the best way of ways.py, which no node chooses
-    yet. Raises ProfileError without times of resident KV.
+    As many prompts are prefilled as sequences end. The hybrid goes the scheduler's best way, with the slowdown that
+    is allowed by default. Raises ProfileError without times of resident KV.
     """
     system = System.from_profile(profile, transport, model, kv_dtype, 1)
     if not system.gpu_bytes_per_second:
@@ -60,7 +60,7 @@ def capacities(
         found.append(Capacity(memory, "GPU-only", room, int(room / length), near / on_gpu.seconds, on_gpu.seconds))
     if near and far:
         of_r_nodes = _times(system, goal, 0, far)
-        rate = best(rates(on_gpu, of_r_nodes, _times(system, goal, near, far).seconds, SLOWDOWN))
+        rate = best(rates(on_gpu, of_r_nodes, _times(system, goal, near, far).seconds, NodeConfig().gpu_slowdown))
         seconds, far_seconds = on_gpu.seconds, None
         if rate.way is Way.TOGETHER:
             seconds = far_seconds = (near + far) / rate.tokens_per_second

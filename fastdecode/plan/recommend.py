@@ -21,12 +21,12 @@ from fastdecode.bench.options import print_result
 from fastdecode.bench.serving.workload import read_trace
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import parse_bytes
+from fastdecode.engine.scheduling.ways import Way
 from fastdecode.plan import cards
 from fastdecode.plan.configurations import Configuration, Goal, choose
 from fastdecode.plan.model import PlannedModel, find_planned_model
 from fastdecode.plan.options import add_model_argument, add_profile_arguments, profile_and_transport
 from fastdecode.plan.profile import Profile
-from fastdecode.plan.ways import Way
 from fastdecode.region.contract import KV_DTYPES
 
 COMMAND = ("recommend", "configurations that serve a model at a rate, and the commands to start them (predicted)")

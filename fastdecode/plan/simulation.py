@@ -85,8 +85,11 @@ async def _simulate(
     max_seqs = 2 * n * limits.max_seqs
     sizes, more = (system.model, system.kv_dtype), (max_seqs, rows + limits.max_seqs, limits.slots)
     links = [VirtualLink(f"{i}", *sizes, memory, *more) for i in range(system.r_nodes)]
+    for link in links:
+        link.bytes_per_second = system.kv_bytes_per_second
     if gpu_kv:
         links.insert(0, VirtualLink("gpu", *sizes, gpu_kv, *more, resident=True, gbps=system.link.gbps))
+        links[0].bytes_per_second = system.gpu_bytes_per_second
     spart = VirtualSPart(system, links, [r.output_tokens for r in requests for _ in range(r.choices)])
     runner = VirtualRunner(system.in_turns)
     options |= {"mini_batches": n, "max_batch_size": limits.max_seqs, "max_batch_tokens": rows}

@@ -6,7 +6,7 @@ They replace the engine's SPart, Links and Runner; the engine's own code cannot 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from types import SimpleNamespace
@@ -52,6 +52,7 @@ class VirtualLink:
         if n_pages < 1:
             raise ValueError(f"{memory:.0f} bytes do not hold one KV page, which has {page_bytes}")
         self.resident, self._gbps = resident, gbps
+        self.bytes_per_second: float | None = None
         self.url = f"virtual://{name}"
         self.peer_url = None
         self.geometry = SimpleNamespace(n_slots=mini_batches, max_rows=max_rows)
@@ -70,23 +71,31 @@ class VirtualLink:
     async def admit_migration(self, seq: tuple[int, int], length: int, token: str) -> None:
         await asyncio.sleep(_CONTROL_SECONDS)
 
-    async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
-        await self._pass(pages)
-
     async def offer(self, seq: tuple[int, int], token: str) -> None:
         await asyncio.sleep(_CONTROL_SECONDS)
 
-    async def fetch(self, seq_index: int, pages: range, url: str, token: str, pause: object) -> None:
-        await self._pass(pages)
+    async def migrate(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        await asyncio.sleep(self._move_seconds(pages))
 
-    async def _pass(self, pages: range) -> None:
+    async def fetch(
+        self, seq_index: int, pages: range, url: str, token: str, pause: Callable[[], Awaitable[None]]
+    ) -> None:
+        await asyncio.sleep(self._move_seconds(pages))
+        await pause()
+
+    def _move_seconds(self, pages: range) -> float:
+        """Seconds in which the pages of these blocks of a sequence come from the GPU, or go there."""
         sections = self.lease.full_sections + self.lease.limited_sections
-        await asyncio.sleep(len(pages) * sections * self.lease.page_bytes / (1e9 * self._gbps))
+        return len(pages) * sections * self.lease.page_bytes / (1e9 * self._gbps)
 
     def receive(self, seq: tuple[int, int], length: int) -> None:
         """The account of the pages is the scheduler's."""
 
-    drop_blocks = restore_blocks = receive
+    def restore_blocks(self, source: tuple[int, int], target: tuple[int, int]) -> None:
+        """The account of the pages is the scheduler's."""
+
+    def drop_blocks(self, seq: tuple[int, int], n_blocks: int) -> None:
+        """The account of the pages is the scheduler's."""
 
     async def closed(self) -> None:
         await asyncio.get_running_loop().create_future()

@@ -52,7 +52,8 @@ def test_streams_go_on_when_an_r_node_is_killed_beside_the_device(exchange):
 
 def test_a_sequence_that_outgrows_the_device_has_its_first_pages_on_an_r_node():
     """The cut grows while the sequence decodes."""
-    assert run("cut", "staged")["spilled"]
+    report = run("cut", "staged")
+    assert report["spilled"] and any(report["ways"])
 
 
 @pytest.mark.parametrize("then", ["paused", "recomputed"])

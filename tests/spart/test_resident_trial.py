@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from gpu.page_kernels_on_host import HostPageKernels
 from gpu.page_reference import ReferencePageKernels
 
 from fastdecode.kernels.gpu.cupy_kernels import KernelError
+from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import Geometry
+from fastdecode.spart.resident import trial
 from fastdecode.spart.resident.kernels import ResidentKernels
 from fastdecode.spart.resident.link import ResidentLink
-from fastdecode.spart.resident.trial import try_kernels
+from fastdecode.spart.resident.trial import measure_reading, try_kernels
 from fastdecode.transports.base import Hello, LayerOptions
 
 N_LAYERS, N_HEADS = 3, 8
@@ -97,3 +100,41 @@ def test_wrong_kernels_are_refused(fault: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(KernelError, match=r"in fp16 with heads of 32 differ from torch by"):
         try_kernels(tried)
     assert tried.arena.lists.n_sequences == 0
+
+
+class Timed(ReferencePageKernels):
+    """Kernels that only tell how much they would read: by a clock of their own 1 GB a second, and half as much at
+    first."""
+
+    now, seconds_for_byte = 0.0, 2e-9
+
+    def append(self, stream: int, kv: int, kv_stride: int, rows: Any, pages: Any) -> None:
+        pass
+
+    def attend(self, *arguments: Any, **_: Any) -> None:
+        rows, pages = arguments[5:7]
+        [(_, (sequence, position, _, first))] = self._rows(rows, 0)
+        begin = max(first, position - self.layer.window + 1 if self.layer.window else 0)
+        for block in range(begin // PAGE_TOKENS, position // PAGE_TOKENS + 1):
+            for head in range(self.layer.n_kv_heads):
+                Timed.now += self._chunk(pages, sequence, block, head).nbytes * Timed.seconds_for_byte
+        Timed.seconds_for_byte = 1e-9
+
+
+@pytest.mark.parametrize("windows", [(0, 0, 0), (40, 0, 40)])
+def test_the_reading_of_pages_is_measured(windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a layer that reads whole sequences; the best of some tries."""
+    monkeypatch.setattr(Timed, "seconds_for_byte", 2e-9)
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: Timed.now))
+    assert measure_reading(link("fp16", Timed, 1536, windows=windows)) == pytest.approx(1e9)
+
+
+def test_few_pages_and_layers_with_windows_tell_nothing_about_reading() -> None:
+    assert measure_reading(link("fp16")) is None
+    assert measure_reading(link("fp16", n_pages=512, windows=(40,) * N_LAYERS)) is None
+
+
+def test_the_kernels_of_the_repository_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_LEAST_READ", 0)
+    speed = measure_reading(link("fp16", HostPageKernels(tmp_path).page_kernels))
+    assert speed is not None and 0 < speed < 1e12  # no memory of a host is as fast

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 from fastdecode.engine.migration.cut_moves import CutMove, MoveCancelled, Refill, Spill
+from fastdecode.engine.scheduling.ways import Way
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import CallRefused, LinkDown
 
@@ -71,7 +72,8 @@ class Spiller:
         unused = device.unused_pages
         if unused < device.n_sequences * device.groups.block and unused < self._need(device, _SPILL_STEPS):
             self._passed += 1
-            if self._passed >= _LOOK_EVERY and not self.spill(device):
+            ahead = not self._apart and self._scheduler.far_pays()
+            if self._passed >= _LOOK_EVERY and not (ahead and self.spill(device)):
                 self._passed = 0
         elif self._cut:
             self._refill(device)
@@ -90,6 +92,13 @@ class Spiller:
                 self._begin(Spill(self._cluster, seq, target, seq.cut + blocks * PAGE_TOKENS))
                 return True
         return False
+
+    @property
+    def _apart(self) -> bool:
+        """True if sequences that R-nodes attend to have steps of their own: then pages of a cut sequence on the device
+        serve few steps."""
+        choice = self._scheduler.choice
+        return choice is not None and choice.way is Way.APART
 
     @property
     def cut(self) -> list[Sequence]:
@@ -117,12 +126,12 @@ class Spiller:
 
     def _blocks(self, seq: Sequence, wanted: int) -> tuple[int, int]:
         """How many blocks a sequence would spill, and how many of them no other running sequence uses: `wanted` blocks,
-        or half of its unshared ones. (0, 0): it cannot be cut."""
+        or half of its unshared ones, or all if cut sequences have steps of their own. (0, 0): it cannot be cut."""
         if not self._may_move(seq):
             return 0, 0
         whole = seq.cached // PAGE_TOKENS - seq.cut // PAGE_TOKENS
         own = [i for i, page in enumerate(islice(seq.pages.held[0], whole), 1) if page.users == 1]
-        gain = min((len(own) + 1) // 2, wanted)
+        gain = len(own) if self._apart else min((len(own) + 1) // 2, wanted)
         return (own[gain - 1], gain) if gain else (0, 0)
 
     def _target(self, seq: Sequence, n_pages: int) -> RNodeLedger | None:
@@ -174,6 +183,7 @@ class Spiller:
             await self._hold(move)
             done = True
             move.switch()
+            self._scheduler.running.go_home(seq, self._scheduler.limits.max_seqs)
             self._count(move)
         except MoveCancelled:
             pass

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fastdecode.engine.scheduling.choice import FAR, NEAR
 from fastdecode.engine.scheduling.line import Line
 from fastdecode.engine.scheduling.rtime import Loads
 from fastdecode.engine.scheduling.spread import Spread
@@ -52,8 +53,10 @@ class Pace:
         self._now = [(0, 0.0)] * mini_batches
         self._prefilled = [(0, 0.0)] * mini_batches
         self._predicted: dict[int, tuple[int, float]] = {}  # of steps in flight: rows and seconds, without `scale`
+        #: True if the mini-batches are the near and the far batch (choice.py), whose steps do not wait for each other.
+        self.apart = False
         self._mini_batch, self._costs = 0, [1.0]
-        self._loads = Loads(cluster.loads.groups)  # of all sequences of `_mini_batch`
+        self._loads = [Loads(cluster.loads.groups)] * mini_batches  # of all sequences of each mini-batch, when planned
 
     def plan(self, mini_batch: int, batch: Iterable[Sequence]) -> None:
         """Begin to plan a step of a mini-batch, which consists of the sequences `batch`."""
@@ -81,7 +84,7 @@ class Pace:
         self._now[mini_batch] = rows, decoding.seconds(self._costs)
         for seq in prompts:
             decoding.add(seq.placed_on.position, seq.prefill_end)
-        self._loads = decoding
+        self._loads[mini_batch] = decoding
         self._prefilled[mini_batch] = rows + len(prompts), decoding.seconds(self._costs)
 
     @property
@@ -102,19 +105,22 @@ class Pace:
         return min(self._seconds_with(seq, node.position) for node in nodes) <= self.limit
 
     def _seconds_with(self, seq: Sequence, position: int) -> float:
-        self._loads.add(position, len(seq.tokens))
-        batches = self._prefilled[:]
-        batches[self._mini_batch] = batches[self._mini_batch][0] + 1, self._loads.seconds(self._costs)
-        self._loads.add(position, len(seq.tokens), -1)
+        mini_batch = (FAR if position else NEAR) if self.apart else self._mini_batch
+        loads, batches = self._loads[mini_batch], self._prefilled[:]
+        loads.add(position, len(seq.tokens))
+        batches[mini_batch] = batches[mini_batch][0] + 1, loads.seconds(self._costs)
+        loads.add(position, len(seq.tokens), -1)
         return self._scale * self._seconds(batches)
 
     def joined(self, seq: Sequence, sign: int = 1) -> None:
         """Count a sequence that has joined the mini-batch that is being planned or (with `sign` -1) has left it."""
         if self._target is None:
             return
-        self._loads.add(seq.placed_on.position, len(seq.tokens), sign)
-        rows = self._prefilled[self._mini_batch][0] + sign
-        self._prefilled[self._mini_batch] = rows, self._loads.seconds(self._costs)
+        mini_batch = self._mini_batch if seq.mini_batch is None else seq.mini_batch
+        loads = self._loads[mini_batch]
+        loads.add(seq.placed_on.position, len(seq.tokens), sign)
+        rows = self._prefilled[mini_batch][0] + sign
+        self._prefilled[mini_batch] = rows, loads.seconds(self._costs)
 
     @property
     def limit(self) -> float:
@@ -142,7 +148,8 @@ class Pace:
         if self._target is not None and rows:
             now = self._now[:]
             now[mini_batch] = rows, now[mini_batch][1]
-            self._predicted[mini_batch] = rows, self._seconds(now) if self.known else 0.0
+            beside = [now[mini_batch]] if self.apart else now
+            self._predicted[mini_batch] = rows, self._seconds(beside) if self.known else 0.0
 
     def end(self, mini_batch: int, seconds: float | None, s_seconds: float | None) -> None:
         """Record the seconds of a step and of its S-Part. Each is None if a prompt has lengthened it or the step has
@@ -160,6 +167,8 @@ class Pace:
         s_parts = [self._s_seconds(rows) if rows else 0.0 for rows, _ in batches]
         r_parts = [seconds for _, seconds in batches]
         alone = max(s + r for s, r in zip(s_parts, r_parts, strict=True))
+        if self.apart:
+            return alone
         return max(sum(s_parts), sum(r_parts), alone)
 
     def _s_seconds(self, rows: int) -> float:

@@ -28,6 +28,8 @@ class Pauses:
         self.preemptions = 0  # sequences that were paused, or taken off their R-nodes for want of pages
         self._cluster, self._running, self._waiting, self._pace = cluster, running, waiting, pace
         self._max_seqs = max_seqs
+        #: True if sequences that lie on R-nodes, in whole or in part, bring more than they cost. None: always.
+        self.far_pays: Callable[[], bool] | None = None
         #: Begins to spill pages of the S-Part's device; see Spiller.spill. None: nothing can be spilled.
         self.spill: Callable[[RNodeLedger], bool] | None = None
         self._wants_room: Sequence | None = None  # the first sequence without room since `give_way`
@@ -111,9 +113,10 @@ class Pauses:
         """Bring about that `node` has free pages, `pages` of which a starved sequence lacks."""
         if self._cluster.reclaim(node, pages):
             return
-        if node.resident and self.spill is not None and self.spill(node):
-            return
         on_node, starved = self._running.on_node(node), self._running.starved
+        pays = self.far_pays is None or len(on_node) == 1 or self.far_pays()
+        if node.resident and self.spill is not None and pays and self.spill(node):
+            return
         if any(other not in starved and self._cluster.can_slide(other) for other in on_node):
             return  # their next steps give back pages
         newest = on_node[-1]

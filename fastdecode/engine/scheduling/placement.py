@@ -142,7 +142,7 @@ class Placer:
         """Evict prefix entries other than `cached` from the S-Part's device for a sequence of `tokens` tokens, although
         R-nodes may have room. True if pages and an index that suffice are being freed now."""
         device = self._nodes[0]
-        if not (device.resident and device.open) or device in with_room or device.paused:
+        if not (device.resident and device.takes_sequences) or device in with_room or device.paused:
             return False
         if cached is not None and cached.node is device:
             return self._make_room_beside(cached, tokens)
@@ -205,7 +205,7 @@ class Placer:
         """The R-node and entry that have most leading tokens of `seq` cached or, with `computed` False, in prefill."""
         best = None
         for node in self._nodes:
-            found = node.prefixes.match(seq.tokens, seq.hashes, computed) if node.open else None
+            found = node.prefixes.match(seq.tokens, seq.hashes, computed) if node.takes_sequences else None
             placement = found and self._with_state(seq, Placement(node, *found), computed)
             if placement and (best is None or placement.shared_tokens > best.shared_tokens):
                 best = placement
@@ -229,7 +229,9 @@ class Placer:
         return None
 
     def _has_room(self, node: RNodeLedger, tokens: int, shared: int = 0) -> bool:
-        return node.open and node.has_free_index and self._pages_needed(node, tokens, shared) <= node.free_pages
+        return (
+            node.takes_sequences and node.has_free_index and self._pages_needed(node, tokens, shared) <= node.free_pages
+        )
 
     def watermark(self, node: RNodeLedger) -> int:
         """Pages that a newcomer leaves free, so that running sequences can grow for a while before one must be
@@ -275,7 +277,9 @@ class Placer:
 
         True if pages and an index that suffice are being freed now.
         """
-        lacking = {node: self._pages_needed(node, tokens) - node.unused_pages for node in self._nodes if node.open}
+        lacking = {
+            node: self._pages_needed(node, tokens) - node.unused_pages for node in self._nodes if node.takes_sequences
+        }
         enough = [node for node, pages in lacking.items() if pages <= 0]
         if enough:
             node = min(enough, key=lambda n: n.load)

@@ -6,6 +6,7 @@ from bisect import insort
 from itertools import chain, count
 from typing import TYPE_CHECKING
 
+from fastdecode.engine.scheduling.choice import FAR, NEAR
 from fastdecode.engine.scheduling.even_out import even_out
 from fastdecode.engine.scheduling.queue import BY_RANK
 
@@ -29,6 +30,8 @@ class Running:
     def __init__(self, cluster: Cluster, waiting: WaitingQueue, staging: StagingBudget, mini_batches: int):
         self.batches: list[list[Sequence]] = [[] for _ in range(mini_batches)]  # each in order of arrival
         self.starved: list[Sequence] = []  # sequences that lack a page, in order of arrival
+        #: True if the mini-batches are the near and the far batch (choice.py), which are not evened out.
+        self.near_and_far = False
         self.patient = False  # sequences may wait for an R-node when none is connected
         self.changed = False  # another mini-batch may have work now; the reader clears it
         self.recomputed = 0  # running sequences that were queued again without their cache
@@ -57,6 +60,21 @@ class Running:
         seq.mini_batch = mini_batch
         insort(self.batches[mini_batch], seq, key=BY_RANK)
 
+    def home(self, seq: Sequence) -> int:
+        """The mini-batch of a sequence, if the mini-batches are the near and the far one."""
+        return NEAR if seq.placed_on.resident and seq.prefix is None else FAR
+
+    def go_home(self, seq: Sequence, max_seqs: int) -> None:
+        """Put a running sequence that is not in flight, and that has come to lie elsewhere, into the near or the far
+        batch, if these are the mini-batches. `max_seqs` bounds the sequences of a mini-batch."""
+        if not self.near_and_far or seq.mini_batch is None:
+            return
+        home = self.home(seq)
+        if seq.mini_batch != home and len(self.batches[home]) < max_seqs:
+            self.batches[seq.mini_batch].remove(seq)
+            self.join(seq, home)
+            self.changed = True
+
     def begin(self, mini_batch: int) -> None:
         """Record that a step of a mini-batch begins."""
         self._begun[mini_batch] = next(self._steps)
@@ -65,6 +83,9 @@ class Running:
         """Put a running sequence that is not in flight into the mini-batch whose next step comes first: the one whose
         last step began first. `max_seqs` bounds the sequences of a mini-batch."""
         assert seq.mini_batch is not None, "the sequence does not run"
+        if self.near_and_far:
+            self.go_home(seq, max_seqs)
+            return
         with_room = [i for i, batch in enumerate(self.batches) if i == seq.mini_batch or len(batch) < max_seqs]
         self.batches[seq.mini_batch].remove(seq)
         self.join(seq, min(with_room, key=self._begun.__getitem__))
@@ -73,6 +94,8 @@ class Running:
     def even_out(self, mini_batch: int, max_seqs: int) -> None:
         """Now and then, put sequences of this mini-batch, which has no step in flight, into mini-batches of shorter
         steps. `max_seqs` bounds the sequences of a mini-batch."""
+        if self.near_and_far:
+            return
         lopsided = len(self.batches[mini_batch]) > 1 + 2 * min(map(len, self.batches))
         if len(self.batches) > 1 and (lopsided or next(self._calls) % _EVEN_OUT_EVERY == 0):
             groups, costs = self._cluster.loads.groups, self._cluster.costs

@@ -28,16 +28,18 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.scheduling.admission import Greedy, Room
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget, pairs
+from fastdecode.engine.scheduling.choice import FAR, NEAR, WayChoice
 from fastdecode.engine.scheduling.cluster import Cluster
 from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
 from fastdecode.engine.scheduling.pace import Pace
 from fastdecode.engine.scheduling.pauses import Pauses
 from fastdecode.engine.scheduling.placement import Wait
 from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits, step_order
-from fastdecode.engine.scheduling.queue import WaitingQueue
+from fastdecode.engine.scheduling.queue import BY_RANK, WaitingQueue
 from fastdecode.engine.scheduling.running import Running
 from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes
+from fastdecode.engine.scheduling.ways import SLOWDOWN
 from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.state.sequence import PlannedChunk
 
@@ -71,20 +73,28 @@ class Scheduler:
         target_tbt: float | None = None,
         admission: Greedy | None = None,
         speculation: Speculation | None = None,
+        gpu_slowdown: float = SLOWDOWN,
     ):
         """`target_tbt`: seconds between two tokens of a stream that should not be exceeded; see StepTimes and Pace.
-        `admission` None: every sequence that has room starts. `speculation` None: no tokens are guessed."""
+        `admission` None: every sequence that has room starts. `speculation` None: no tokens are guessed.
+        `gpu_slowdown`: see WayChoice."""
         self.cluster = cluster
         self.admission = admission or Greedy()
         self.limits = limits
         self.speculation = speculation
         self.step_times = StepTimes(target_tbt, limits.prompts_apart)
         self.pace = Pace(cluster, target_tbt, limits.mini_batches)
+        #: None: the mini-batches are not the near and the far batch, and are evened out.
+        self.choice: WayChoice | None = None
         self.waiting = WaitingQueue()
         self._staging = StagingBudget(limits.max_staged_tokens, limits.strict_staging)
         self.running = Running(cluster, self.waiting, self._staging, limits.mini_batches)
         self.mini_batches = self.running.batches
         self.pauses = Pauses(cluster, self.running, self.waiting, self.pace, limits.max_seqs)
+        if cluster.nodes[0].resident and limits.prompts_apart and limits.mini_batches == 2:
+            self.choice = WayChoice(cluster, gpu_slowdown)
+            self.running.near_and_far = self.pace.apart = True
+            self.pauses.far_pays = self.far_pays
         self.recomputed_tokens = 0  # placed a second time, prompts included
         self.prompt_tokens = 0  # prompt tokens of all placed sequences, recomputed ones included
         self.reused_tokens = 0  # prompt tokens that a FORK has shared
@@ -209,12 +219,19 @@ class Scheduler:
         if it has nothing to do now."""
         self.pauses.serve_starved()
         chunks: list[PlannedChunk] = []
-        n_decoding = 0
+        n_decoding, together = 0, False
         if slot < len(self.mini_batches):
             self.running.even_out(slot, self.limits.max_seqs)
             self.pauses.give_way(slot)
             self.pauses.keep_pace(slot)
-            chunks, n_decoding = self._decode_chunks(slot)
+            batch = list(self.mini_batches[slot])
+            if self.choice is not None and slot == NEAR:
+                together = self.choice.plan(batch, self.mini_batches[FAR], self.limits.max_seqs)
+                batch = sorted(self.running, key=BY_RANK) if together else batch
+            if self.choice is None or slot == NEAR or self.choice.far_step:
+                chunks, n_decoding = self._decode_chunks(batch)
+            if self.choice is not None and slot == NEAR and not n_decoding:
+                self.running.changed |= self.choice.near_idles()
         n_streams = len(chunks)
         chunks += self._prompt_chunks(slot, self._budget(slot, n_decoding))
         if not chunks:
@@ -226,6 +243,8 @@ class Scheduler:
         if slot < len(self.mini_batches):
             self.running.begin(slot)
             self.pace.begin(slot, n_decoding)
+            if self.choice is not None and n_decoding:
+                self.choice.begin(slot, together)
             self.admission.tick(1 / len(self.mini_batches))
         if len(chunks) > n_streams or len(self.cluster.nodes) > 1:
             chunks.sort(key=step_order)
@@ -309,6 +328,8 @@ class Scheduler:
         """Learn from the times of a step; it has failed if `seconds` is None."""
         undisturbed = self.step_times.end(plan.slot, seconds, s_seconds)
         self.pace.end(plan.slot, undisturbed, s_seconds if plan.prompts is NO_PROMPTS else None)
+        if self.choice is not None and plan.slot < len(self.mini_batches):
+            self.choice.end(plan.slot, undisturbed)
 
     def _drawn(self, chunk: PlannedChunk, first: Sampled | None) -> list[Sampled]:
         """The tokens that a step has drawn after a chunk: one token, and one more for each right guess."""
@@ -358,15 +379,15 @@ class Scheduler:
 
     # -- chunks ---------------------------------------------------------------------------------------------------
 
-    def _decode_chunks(self, mini_batch: int) -> tuple[list[PlannedChunk], int]:
+    def _decode_chunks(self, batch: list[Sequence]) -> tuple[list[PlannedChunk], int]:
         """The chunks of the sequences that decode, and the number of their rows."""
         # Every token passes here, so pages are counted only where they may be lacking, and one chunk serves all steps.
         chunks = []
-        n, pauses = len(self.mini_batches[mini_batch]), self.pauses
+        n, pauses = len(batch), self.pauses
         spare = all_spare = self.limits.max_batch_tokens - n  # rows besides one row for each sequence
         guessing = spare // 2  # rows for guesses; the others are left for prompts
         scarce = pauses.scarce
-        for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
+        for seq in batch:  # oldest first, so a victim of preemption has no chunk yet
             cached = seq.cached
             if seq.mini_batch is None or cached < seq.prefill_end or seq.held:
                 continue
@@ -460,9 +481,12 @@ class Scheduler:
         mini_batch = slot
         if slot == len(self.mini_batches):
             mini_batch = min(range(slot), key=lambda i: len(self.mini_batches[i]))
-            self.pace.plan(mini_batch, self.mini_batches[mini_batch])
+            for i in range(slot) if self.choice is not None else [mini_batch]:
+                self.pace.plan(i, self.mini_batches[i])
         running = self.mini_batches[mini_batch]
         share = -(-(len(self.running) + len(self.waiting)) // len(self.mini_batches))
+        if self.choice is not None:
+            share = self.limits.max_seqs
         if not self.waiting or not self.cluster.alive or len(running) >= min(share, self.limits.max_seqs):
             return None
         everywhere = list(self.running)
@@ -470,6 +494,7 @@ class Scheduler:
         for seq in self.waiting.candidates():
             if not self.admission.may_start(seq, everywhere, self.waiting, room):
                 return None
+            self._bar(seq)
             if not self.pace.allows(seq):
                 self.pauses.wanted(seq)
                 continue
@@ -496,6 +521,26 @@ class Scheduler:
             if placement is Wait.ROOM:
                 self.pauses.wanted(seq)
         return None
+
+    def _bar(self, seq: Sequence) -> None:
+        """Say which places take no newcomers, before `seq` is placed: those whose batch is full, and R-nodes as long as
+        their rows would not pay. A sequence that the GPU could not hold may go to R-nodes nevertheless."""
+        if self.choice is None:
+            return
+        near, far = (len(batch) >= self.limits.max_seqs for batch in self.mini_batches)
+        gpu, *r_nodes = self.cluster.nodes
+        gpu.barred = near
+        fits = len(seq.tokens) < gpu.groups.capacity(gpu.max_pages)
+        for node in r_nodes:
+            node.barred = far or (fits and not self.far_pays())
+
+    def far_pays(self) -> bool:
+        """True if sequences on R-nodes bring more than they cost, together with the waiting sequences."""
+        if self.choice is None:
+            return True
+        near, far = self.mini_batches
+        # Half of them: for the others there may be room on the GPU before they are placed.
+        return self.choice.pays(near, far, min(len(self.waiting) // 2, self.limits.max_seqs - len(far)))
 
     def _room(self, running: list[Sequence]) -> Room:
         """The room for newcomers beside the `running` sequences."""
@@ -531,5 +576,5 @@ class Scheduler:
         self._join(seq, mini_batch)
 
     def _join(self, seq: Sequence, mini_batch: int) -> None:
-        self.running.join(seq, mini_batch)
+        self.running.join(seq, mini_batch if self.choice is None else self.running.home(seq))
         self.pace.joined(seq)

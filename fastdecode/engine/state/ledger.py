@@ -34,8 +34,7 @@ _TAG_MASK = 0xFFFFFFFF  # a tag has 32 bits on the wire
 _LOW = 0.25
 _GROWTH = 0.5
 
-#: Assumed of an S-Part's device, whose time for attention is a part of the S-Part's time. Any GPU reads so much faster
-#: than an R-node that the exact number changes no decision.
+#: Assumed of an S-Part's device that has not measured how fast it reads.
 _DEVICE_BYTES_PER_SECOND = 1e12
 
 #: Share of a lease's pages and sequence indexes that cached prefixes leave free, so that new sequences need not wait
@@ -69,6 +68,7 @@ class RNodeLedger:
         self.url = link.url
         self.alive = True
         self.draining = False  # it takes no new sequences, because it is to leave
+        self.barred = False  # it takes none now: the mini-batch is full, or rows on R-nodes would not pay
         self.retired = False  # it has left; `position` is free for another R-node
         self.n_pages = link.lease.n_pages
         self.max_pages = link.lease.max_pages if grows else self.n_pages  # the most that the lease may grow to
@@ -83,7 +83,7 @@ class RNodeLedger:
         self.load = 0  # tokens that the running sequences will have cached once all have their final length
         self.token_bytes = lease.page_bytes * self.groups.block / PAGE_TOKENS  # of one token's K and V, all layers
         self.resident = link.resident  # the pages lie on the S-Part's own device
-        self.bandwidth = Bandwidth(_DEVICE_BYTES_PER_SECOND if self.resident else None)
+        self.bandwidth = Bandwidth((link.bytes_per_second or _DEVICE_BYTES_PER_SECOND) if self.resident else None)
         self.answer_seconds = 0.0  # how long the R-node took to answer its last STATS
         self.prefixes = PrefixIndex()
         self.paused: dict[Paused, None] = {}  # the one paused longest ago first
@@ -116,6 +116,11 @@ class RNodeLedger:
     def open(self) -> bool:
         """True if new sequences may be placed on it."""
         return self.alive and not self.draining
+
+    @property
+    def takes_sequences(self) -> bool:
+        """True if a waiting sequence may be placed on it now."""
+        return self.open and not self.barred
 
     @property
     def has_free_index(self) -> bool:

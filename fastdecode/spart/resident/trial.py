@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
 from fastdecode.kernels.gpu.cupy_kernels import KernelError
 from fastdecode.kernels.gpu.page_kernels import PagedLayer
 from fastdecode.region.contract import PAGE_TOKENS, ROW_DTYPE
+from fastdecode.spart.resident.kernels import ResidentTables
 from fastdecode.spart.resident.layers import attention_layers
 from fastdecode.spart.resident.link import ResidentLink
 from fastdecode.spart.resident.rows import ResidentRows
 from fastdecode.spart.served import TORCH_DTYPES
 
 _ROWS = PAGE_TOKENS + PAGE_TOKENS // 4  # more than a page
+#: The most blocks of one sequence that a measurement of their reading takes, its repetitions, and the bytes from which
+#: it means something.
+_READ_BLOCKS, _READ_TIMES, _LEAST_READ = 2048, 5, 16 << 20
 #: Of the largest element of O. int8 rounds K, V, Q and P to 8 bits, by under a hundredth of a row's largest element.
 _TOLERANCE = 0.1
 
@@ -36,6 +42,37 @@ def try_kernels(link: ResidentLink) -> None:
     finally:
         rows.end()
         link.arena.lists.free(0, 1)
+
+
+def measure_reading(link: ResidentLink) -> float | None:
+    """Bytes a second at which the kernels read the pages of a new link, which hold nothing yet. None: no layer reads
+    whole sequences, or there are too few pages for a measurement."""
+    arena, lists = link.arena, link.arena.lists
+    blocks = min(lists.n_pages // lists.n_sections, _READ_BLOCKS)
+    whole = [(i, layer) for i, layer in enumerate(attention_layers(arena.hello)) if not (layer.window or layer.segment)]
+    if not whole:
+        return None
+    i, layer = whole[0]
+    n_bytes = blocks * layer.n_kv_heads * layer.chunk_bytes
+    if n_bytes < _LEAST_READ:
+        return None
+    device = arena.memory.device
+    rows = torch.tensor([0, blocks * PAGE_TOKENS - 1, 0, 0], dtype=torch.int32, device=device)
+    pages = torch.arange(blocks, dtype=torch.int32, device=device).expand(lists.n_sections, 1, blocks).contiguous()
+    counts = torch.ones(2, dtype=torch.int32, device=device)
+    tables = ResidentTables(rows, counts, pages, blocks * PAGE_TOKENS, attending=True)
+    q, kv, o = (
+        torch.zeros(1, heads * layer.head_size, dtype=TORCH_DTYPES[layer.act_dtype], device=device)
+        for heads in (layer.n_q_heads, 2 * layer.n_kv_heads, layer.n_q_heads)
+    )
+    seconds = []
+    for _ in range(_READ_TIMES):
+        o.cpu()  # waits for the device
+        begun = time.perf_counter()
+        link.kernels.pass_layer(i, q, kv, o, tables)
+        o.cpu()
+        seconds.append(time.perf_counter() - begun)
+    return n_bytes / min(seconds)
 
 
 def _try_layer(link: ResidentLink, rows: ResidentRows, n: int, i: int, layer: PagedLayer) -> None:

@@ -41,6 +41,7 @@ class World:
                 url=f"tcp://r{i}",
                 lease=Lease(pages, pages, seqs, 4096, "avx2", 1, f"r{i}", block),
                 resident=i < resident,
+                bytes_per_second=None,
             )
             for i, (pages, seqs) in enumerate(leases)
         ]
@@ -134,9 +135,10 @@ class World:
         assert kinds == sorted(kinds), "decoding rows first, each kind in order of link"
         for chunk in plan.chunks:
             assert chunk.n_tokens >= 1
-            assert blocks_for(chunk.seq.cached + chunk.n_tokens) <= len(chunk.seq.pages), "a chunk without a page"
+            own = chunk.seq.cached + chunk.n_tokens - chunk.seq.cut
+            assert blocks_for(own) <= len(chunk.seq.pages), "a chunk without a page"
             of_prompts = plan.slot == self.limits.mini_batches
-            assert of_prompts or chunk.seq.mini_batch == plan.slot
+            assert of_prompts or chunk.seq.mini_batch == plan.slot or (self.scheduler.choice and plan.slot == 0)
             assert not self.limits.prompts_apart or chunk.prefill == of_prompts
             flying = [c.seq for other in self.flights.values() for c in other.chunks]
             assert chunk.seq not in flying, "in two steps at once"
@@ -159,11 +161,12 @@ class World:
             assert sum(seq.prefilling for seq in batch) <= 1 or in_flight, "two unfinished prompts"
         for node in self.cluster.nodes:
             running = self.scheduler.running.on_node(node)
-            counted = sum(len(seq.pages) for seq in running)
+            cut = [seq.prefix for seq in self.scheduler.running if seq.prefix is not None and seq.prefix.node is node]
+            counted = sum(len(cached.pages) for cached in [*running, *cut])
             assert node.free_pages >= 0
             assert node.free_pages + counted + node.pages_freeing + node.pages_evictable == node.n_pages
-            assert node.n_sequences == len(running) == sum(seq.node is node for seq in members)
-            assert node.load == sum(seq.final_length for seq in running)
+            assert node.n_sequences - len(cut) == len(running) == sum(seq.node is node for seq in members)
+            assert node.load == sum(seq.final_length for seq in running) + sum(prefix.length for prefix in cut)
             for seq in running:
                 blocks = [first + len(held) for first, held in zip(seq.pages.first, seq.pages.held, strict=True)]
                 assert seq.pages.covered == PAGE_TOKENS * min(blocks)

@@ -4,8 +4,8 @@ Arguments: a case of CASES, "staged" or "bypass", and a model directory. Prints 
 stream has the tokens of transformers; "resident" and "crossed", how many sequences were placed on the device and on
 R-nodes; "copied", whether a page was copied; "captured", whether a captured step had rows of the device's pages, and
 "merged", whether one had rows of a sequence that was cut; "preemptions"; "recomputed", tokens; "guessed", tokens;
-"spilled" and "refilled", bytes that have left the device and come back; "alive", of each place; "left", the pages of
-all live places that are not free once the prefix cache is empty.
+"ways", steps of each Way; "spilled" and "refilled", bytes that have left the device and come back; "alive", of each
+place; "left", the pages of all live places that are not free once the prefix cache is empty.
 """
 
 from __future__ import annotations
@@ -185,12 +185,16 @@ async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dic
                 bypass.prepare(spart, 2, least=8)
         count(report, resident)
         async with started(spart, OnDevice, prefix_cache=True, max_uncached_suffix=256, guesses=case.guesses) as engine:
+            if case.pages < 64 and engine.scheduler.choice is not None:
+                # How long steps take on the lying device says nothing about whether R-nodes pay.
+                engine.scheduler.choice.pays = lambda *_: True  # type: ignore[method-assign]
             killing = Killer(case, engine, resident, nodes)
             tokens = await generate(case, engine, killing.begun)
             killing.end()
             totals = engine.stats.totals
             report["preemptions"], report["guessed"] = totals.preemptions, totals.guessed
             report["recomputed"] = engine.scheduler.recomputed_tokens
+            report["ways"] = [totals.steps_near, totals.steps_together, totals.steps_apart]
             report["spilled"], report["refilled"] = totals.spilled_bytes, totals.refilled_bytes
             report["alive"] = [node.alive for node in engine.stats.nodes]
             for ledger in engine.cluster.alive:
@@ -214,8 +218,9 @@ class Killer:
         self._memory = resident._pinned.memory
         self._left = case.kills
         self._task = asyncio.create_task(self._once_cut()) if case.kill == "cut" else None
-        self._cut = engine.cluster.cut
-        engine.cluster.cut = self._cut_and_preempt  # type: ignore[method-assign]
+        self._spiller = engine.r_nodes.spiller
+        self._on_change = self._spiller._on_change
+        self._spiller._on_change = self._preempt_and_change
         resident._pinned.memory = self._kill_and_take  # type: ignore[method-assign]
 
     def begun(self) -> None:
@@ -240,17 +245,16 @@ class Killer:
                 if self._left and self._engine.stats.cut_sequences and seq.prefix is not None:
                     self._kill(seq.prefix.node.url)
 
-    def _cut_and_preempt(self, seq: Any, prefix: Any) -> Any:
-        """Cut a sequence, which is in no step until the callbacks that are due have run, and pause it then."""
-        if self._case.preempts and not self._engine.scheduler.preemptions:
-            asyncio.get_running_loop().call_soon(self._preempt, seq)
-        return self._cut(seq, prefix)
-
-    def _preempt(self, seq: Any) -> None:
-        self._engine.scheduler.pauses._pause(seq)
-        if self._case.preempts == "recomputed":
-            seq.placed_on.drop_paused(seq)
-        self._engine._on_change()
+    def _preempt_and_change(self) -> None:
+        """A cut has moved, and no driver has planned a step since: pause the sequence that was cut first."""
+        scheduler = self._engine.scheduler
+        if self._case.preempts and not scheduler.preemptions and self._spiller.cut:
+            [seq] = self._spiller.cut
+            assert scheduler.running.can_pause(seq)
+            scheduler.pauses._pause(seq)
+            if self._case.preempts == "recomputed":
+                seq.placed_on.drop_paused(seq)
+        self._on_change()
 
     def _kill_and_take(self, n_bytes: int) -> torch.Tensor:
         """Take memory for the next pages of a migration connection, which is open."""

@@ -1,12 +1,13 @@
 """The three ways in which sequences on the S-Part's GPU and sequences on R-nodes can decode together.
 
 The near batch has the rows whose K and V all lie on the GPU. The far batch has the rows that R-nodes attend to, in
-whole or in part. A node does not choose among the ways yet.
+whole or in part. Pure arithmetic, for the scheduler (choice.py) and for `fastdecode-plan`.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from math import ceil
 from typing import NamedTuple
 
 
@@ -31,10 +32,11 @@ class Rate(NamedTuple):
 
     way: Way
     tokens_per_second: float
-    period: float = 0.0  # of Way.APART: seconds from one far step's beginning to the next one's
+    period: float  # seconds from one far step's beginning to the next one's; 0: there is none
+    wait: int  # near steps from the end of a far step to the next one's beginning
 
 
-#: Near steps may take this share longer because of far rows.
+#: By default, near steps may take this share longer because of far rows.
 SLOWDOWN = 0.03
 
 #: Near steps after which far rows are served whatever the rate.
@@ -52,14 +54,14 @@ def rates(near: BatchTimes, far: BatchTimes, together: float, slowdown: float) -
     than LONGEST_WAIT near steps, even if that slows these more.
     """
     alone = near.rows / near.seconds
-    found = [Rate(Way.NEAR, alone)]
+    found = [Rate(Way.NEAR, alone, 0.0, LONGEST_WAIT)]
     if together <= (1 + slowdown) * near.seconds:
-        found.append(Rate(Way.TOGETHER, (near.rows + far.rows) / together))
-    longest = far.seconds + LONGEST_WAIT * near.seconds
-    bearable = far.gpu_seconds * (1 + slowdown) / slowdown if slowdown else longest
-    period = min(max(far.seconds, bearable), longest)
+        found.append(Rate(Way.TOGETHER, (near.rows + far.rows) / together, together, 0))
+    bearable = far.gpu_seconds * (1 + slowdown) / slowdown if slowdown else float("inf")
+    wait = ceil(min(max(0.0, (bearable - far.seconds) / near.seconds), LONGEST_WAIT))
+    period = far.seconds + wait * near.seconds
     left = 1 - far.gpu_seconds / period
-    found.append(Rate(Way.APART, left * alone + far.rows / period, period))
+    found.append(Rate(Way.APART, left * alone + far.rows / period, period, wait))
     return found
 
 
