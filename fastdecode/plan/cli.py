@@ -11,7 +11,7 @@ from fastdecode.bench.cli import run_command
 
 _MODULES = {
     name: f"fastdecode.plan.{name}"
-    for name in ("measure", "recommend", "simulate", "stress", "trial", "validate", "published", "families")
+    for name in ("measure", "recommend", "simulate", "stress", "trial", "validate", "published", "families", "resident")
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.bench.plot import plt
 
@@ -32,6 +32,34 @@ def configurations(found: Sequence[Configuration], goal: Goal, path: Path) -> No
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     rate.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def resident(result: dict[str, Any], path: Path) -> None:
+    """Tokens/s of each way to divide the KV-cache, beside the GPU alone, over the cache that users need; a panel for
+    each machine."""
+    rows = result["rows"]
+    machines, ways = (list(dict.fromkeys(row[key] for row in rows)) for key in ("machine", "way"))
+    columns = (len(machines) + 1) // 2
+    figure, axes = plt.subplots(2, columns, figsize=(2.9 * columns, 5.6), squeeze=False, sharex=True, sharey=True)
+    for axis, machine in zip(axes.T.flat, machines, strict=False):
+        here = [row for row in rows if row["machine"] == machine]
+        alone = {row["need"]: row["tokens_per_s"] for row in here if row["way"] == ways[0]}
+        for way in ways:
+            line = sorted((row["need"], row["tokens_per_s"] / alone[row["need"]]) for row in here if row["way"] == way)
+            label = way if way == ways[0] else f"--gpu-kv {way}"
+            axis.plot(*zip(*line, strict=True), marker="o", markersize=3, label=label)
+        axis.set_xscale("log")
+        axis.set_title(machine, fontsize=9)
+        axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("cache needed / room on the GPU")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("tokens/s beside GPU-only, simulated")
+        axis.set_ylim(bottom=0)
+    axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
