@@ -118,7 +118,19 @@ function sNode(report, rates) {
     meter("S-Part computes", rates.computing, `${Math.round(100 * rates.computing)} % of the time`, "s"),
     meter("waits for R-nodes", rates.waiting, `${Math.round(100 * rates.waiting)} % of the time`, "wait"),
     el("p", { className: "faint" }, steps),
+    ...ways(report.totals),
   );
+}
+
+/** How steps of sequences on the S-Part's GPU went, and their predicted time beside the measured one. */
+function ways(totals) {
+  const { steps_near: alone, steps_together: together, steps_apart: apart } = totals;
+  const all = alone + together + apart;
+  if (!all) return [];
+  const share = (n) => `${Math.round((100 * n) / all)} %`;
+  const made = `${share(alone)} alone (A), ${share(together)} with all others (B), ${share(apart)} beside others (C)`;
+  const times = `${seconds(totals.predicted_seconds)} predicted, ${seconds(totals.measured_seconds)} measured`;
+  return [el("p", { className: "faint ways" }, `Steps of the GPU's sequences: ${made}; ${times}`)];
 }
 
 function rNode(node, rate) {

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from engines.api_client import served
 from engines.real_engine import real_engine
 from engines.scripted_engine import ScriptedEngine
 from models.checkpoints import make_checkpoint
 from pages.chat_page import ANSWER, MARKS, answered, say, url
+from prometheus_client.parser import text_string_to_metric_families
 
+from fastdecode.engine.stats import EngineStats, Totals
 from fastdecode.text.tokenizer import Tokenizer
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
@@ -24,6 +28,42 @@ async def test_a_lost_r_node_is_shown(page, chat_tokenizer):
         engine.alive = False
         await expect(page.locator(".r-node.down")).to_contain_text("lost", timeout=10_000)
         await expect(page.locator("#status-text")).to_contain_text("no R-node is connected")
+
+
+class EngineWithGPU(ScriptedEngine):
+    """It has KV pages on its GPU and on an R-node."""
+
+    @property
+    def stats(self) -> EngineStats:
+        stats = super().stats
+        gpu = replace(stats.nodes[0], url="cuda:0", node="cuda:0", pages_used=300)
+        totals = Totals(steps=100, steps_near=80, steps_together=15, steps_apart=5)
+        totals.predicted_seconds, totals.measured_seconds = 1.5, 1.6
+        return replace(stats, nodes=[gpu, *stats.nodes], totals=totals)
+
+
+async def test_the_page_and_metrics_show_where_kv_lies_and_how_steps_went(page, chat_tokenizer):
+    async with served(EngineWithGPU(), chat_tokenizer) as client:
+        await page.goto(url(client) + "#cluster")
+        await expect(page.locator(".ways")).to_have_text(
+            "Steps of the GPU's sequences: 80 % alone (A), 15 % with all others (B), 5 % beside others (C); "
+            "1.5 s predicted, 1.6 s measured"
+        )
+        for place, used in (("cuda:0", "1.17 MiB"), ("tcp://r1", "100 KiB")):
+            shown = page.locator(".r-node", has_text=place)
+            await expect(shown.get_by_role("meter", name="KV-cache")).to_have_attribute(
+                "aria-valuetext", f"{used} of 1.56 MiB, 3 sequences"
+            )
+        async with client.http.get("/metrics") as response:
+            text = await response.text()
+    found = {
+        (sample.name.removeprefix("fastdecode:"), sample.labels.get("r_node")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert [found[f"steps_gpu_{way}_total", None] for way in ("alone", "together", "apart")] == [80, 15, 5]
+    assert [found[f"steps_{kind}_seconds_total", None] for kind in ("predicted", "measured")] == [1.5, 1.6]
+    assert [found["r_node_kv_bytes_used", place] for place in ("cuda:0", "tcp://r1")] == [300 * 4096, 25 * 4096]
 
 
 #: The text of each visible element of a selector, and its contrast with what is behind it (WCAG 2.2, 1.4.3).
