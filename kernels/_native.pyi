@@ -409,9 +409,8 @@ class REngine:
     the same while a step is under way, if it is longer.
 
     `huge_pages`: memory of the arenas, "madvise" (transparent huge pages), "hugetlb" or "off". `prefault`: from the
-    grant of a lease on, the threads fault its arena in between calls. `trim_idle_s`: seconds without a call after which
-    a link's free pages go back to the OS, 0: never. `gpu`: the CUDA device in whose memory pages lie and that attends,
-    without huge pages, prefaulting and trimming; -1: none.
+    grant of a lease on, the threads fault its arena in between calls. `gpu`: the CUDA device in whose memory pages lie
+    and that attends, without huge pages and prefaulting; -1: none.
 
     Raises ValueError for a bad argument, RuntimeError if the GPU cannot be opened, a thread cannot start, or there are
     too few hugetlb pages.
@@ -426,7 +425,6 @@ class REngine:
         spin_us: int = 100,
         huge_pages: str = "madvise",
         prefault: bool = False,
-        trim_idle_s: float = 0.0,
         step_spin_us: int = 0,
         gpu: int = -1,
     ) -> REngine: ...

@@ -22,16 +22,15 @@ _MOST = {
     "tensor_parallel": MAX_RANKS,
     "spin_us": 60_000_000,
     "step_spin_us": 60_000_000,
-    "trim_idle_s": 10**9,
     "orphan_seconds": 3600,
     "resume_seconds": 3600,
 }
 #: Options of an R-node for pages in the host's memory, and threads that attend.
-_HOST_OPTIONS = ("threads", "cpus", "huge_pages", "prefault", "trim_idle_s")
+_HOST_OPTIONS = ("threads", "cpus", "huge_pages", "prefault")
 #: Options that an S-node of several ranks does not have yet.
 _NOT_OF_RANKS = ("lora", "partition", "prefill_at", "prefill_file", "prefill_listen", "cpus", "numa_node")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
-EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
+EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault")
 
 
 class _Check(NamedTuple):
@@ -102,14 +101,6 @@ _CHECKS = (
     _Check(
         lambda c: c.cpus is not None and c.threads is not None and len(c.cpus) != c.threads,
         lambda c: f"--cpus names {len(c.cpus or ())} cpus for --threads {c.threads}",
-    ),
-    _Check(
-        lambda c: c.trim_idle_s and c.prefault,
-        lambda c: "--trim-idle-s returns memory that --prefault keeps: give one of them",
-    ),
-    _Check(
-        lambda c: c.trim_idle_s and c.huge_pages == "hugetlb",
-        lambda c: "--trim-idle-s returns memory that --huge-pages hugetlb keeps: give one of them",
     ),
     _Check(
         lambda c: c.max_batch_size > c.step_rows,

@@ -86,7 +86,6 @@ TOPICS = (
             "no_prefix_cache",
             "huge_pages",
             "prefault",
-            "trim_idle_s",
         ),
     ),
     Topic(

@@ -376,12 +376,6 @@ class NodeOptions:
     prefault: bool = _option(
         "take the KV-cache's memory from the OS as soon as it is leased, not while it fills", False
     )
-    trim_idle_s: float = _option(
-        "seconds without a call after which the free part of a lease returns to the OS; 0: only when the lease ends",
-        0.0,
-        parse=option_values.seconds,
-        metavar="SECONDS",
-    )
     spin_us: int | None = _option(
         "microseconds that a waiter spins before it sleeps; default: 50 at an S-node, 100 at an R-node; at an "
         "embedded one 0 if it takes turns with the S-Part on the same cores",

@@ -73,7 +73,6 @@ class RNode:
         name: str | None = None,
         huge_pages: str = "madvise",
         prefault: bool = False,
-        trim_idle_s: float = 0.0,
         max_lease: int | None = None,
         stand_in: bool = False,
         quiet: bool = False,
@@ -88,7 +87,7 @@ class RNode:
             spin_us: microseconds that an idle thread spins before it sleeps; None: 100.
             step_spin_us: the same while a step is under way, if it is longer.
             name: the R-node's name for S-nodes and logs; None: host name and process id.
-            huge_pages, prefault, trim_idle_s: see kernels._native.REngine.
+            huge_pages, prefault: see kernels._native.REngine.
             max_lease: bytes of KV-cache that one link may have; None: all.
             stand_in: let waiters of this process, over shared memory, do the work of the R-engine's thread 0.
             quiet: log no more than warnings.
@@ -102,9 +101,7 @@ class RNode:
         spin_us = _SPIN_US if spin_us is None else spin_us
         self._gpu = gpu
         device = -1 if gpu is None else gpu.index
-        self._engine = REngine(
-            threads, kv_bytes, None, cpus, spin_us, huge_pages, prefault, trim_idle_s, step_spin_us, device
-        )
+        self._engine = REngine(threads, kv_bytes, None, cpus, spin_us, huge_pages, prefault, step_spin_us, device)
         self.stand_in = self._engine.stand_in if stand_in else None
         self.kv_bytes = kv_bytes  # of all leases and activation regions
         self._max_lease = kv_bytes if max_lease is None else max_lease

@@ -33,7 +33,6 @@ def make_r_node(config: NodeConfig, threads: int, *, stand_in: bool = False, qui
         step_spin_us=config.step_spin_us or 0,
         huge_pages=config.huge_pages,
         prefault=config.prefault,
-        trim_idle_s=config.trim_idle_s,
         max_lease=config.max_lease,
         orphan_seconds=config.orphan_seconds if config.role == "r" else 0.0,  # an embedded R-node has one S-node
         stand_in=stand_in,

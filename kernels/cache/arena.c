@@ -2,8 +2,7 @@
 
 #include "error.h"
 
-#define PART_BYTES ((size_t)2 << 20)       /* a call that arrives while a part is faulted in waits for that part */
-#define GIVE_BACK_BYTES ((size_t)16 << 20) /* most bytes that one call of fd_kvcache_give_back gives back */
+#define PART_BYTES ((size_t)2 << 20) /* a call that arrives while a part is faulted in waits for that part */
 
 uint64_t fd_kvcache_bytes(fd_planes_t planes, uint32_t n_pages, bool grows, fd_huge_t huge) {
     const uint64_t plane = n_pages * planes.plane_bytes;
@@ -98,27 +97,21 @@ uint64_t fd_kvcache_held_bytes(const fd_kvcache_t *kv) {
     return bytes;
 }
 
-bool fd_kvcache_give_back(fd_kvcache_t *kv) {
+void fd_kvcache_give_back(fd_kvcache_t *kv) {
     const uint64_t n_all = (uint64_t)kv->planes.n_planes * kv->n_pages;
     /* Free pages at the end of a plane and at the start of the next one form one run, unless the planes lie apart. */
     const uint64_t block = kv->grows ? kv->n_pages : n_all;
-    uint64_t at = kv->swept;
-    while (at < n_all && in_use(kv, at)) at++;
-    if (at >= n_all) {
-        kv->swept = n_all;
-        return false;
+    for (uint64_t at = 0; at < n_all;) {
+        if (in_use(kv, at)) {
+            at++;
+            continue;
+        }
+        const uint64_t first = at, begin = first - first % block, end = begin + block;
+        while (at < end && !in_use(kv, at)) at++;
+        uint8_t *start = kv->arena + first / block * kv->plane_stride;
+        size_t from = fd_round_up((first - begin) * kv->planes.plane_bytes, kv->granule),
+               to = (at - begin) * kv->planes.plane_bytes;
+        if (at < end) to -= to % kv->granule;
+        if (from < to) fd_memory_give_back(start + from, to - from);
     }
-    const uint64_t first = at, begin = first - first % block, end = begin + block;
-    while (at < end && !in_use(kv, at) &&
-           (at - first) * kv->planes.plane_bytes < GIVE_BACK_BYTES + kv->planes.plane_bytes + kv->granule)
-        at++;
-    uint8_t *start = kv->arena + first / block * kv->plane_stride;
-    size_t from = fd_round_up((first - begin) * kv->planes.plane_bytes, kv->granule),
-           to = (at - begin) * kv->planes.plane_bytes;
-    bool run_ends = at == end || in_use(kv, at);
-    if (at < end) to -= to % kv->granule;
-    if (from < to) fd_memory_give_back(start + from, to - from);
-    /* The next call continues a run that this call has cut. */
-    kv->swept = run_ends ? at : begin + to / kv->planes.plane_bytes;
-    return kv->swept < n_all;
 }

@@ -23,9 +23,8 @@ uint64_t fd_kvcache_whole_parts(const fd_kvcache_t *kv, uint32_t n_pages);
 /* Faults in one part, on the calling thread and without the mutex. Returns 0 or errno. */
 int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part);
 
-/* Gives the memory of free pages back to the OS, a limited amount per call. Returns false once nothing is left to give
- * back. No thread may work on a step of this cache meanwhile. Only whole granules are given back: a huge page that
- * still holds a token of any sequence stays. */
-bool fd_kvcache_give_back(fd_kvcache_t *kv);
+/* Gives the memory of free pages back to the OS. No thread may work on a step of this cache meanwhile. Only whole
+ * granules are given back: a huge page that still holds a token of any sequence stays. */
+void fd_kvcache_give_back(fd_kvcache_t *kv);
 /* Bytes of the granules in which a page is in use. */
 uint64_t fd_kvcache_held_bytes(const fd_kvcache_t *kv);

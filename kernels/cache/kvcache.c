@@ -26,7 +26,6 @@ fd_status_t fd_kvcache_init_lists(fd_kvcache_t *kv, const fd_stored_t *layers, u
     kv->max_pages = max_pages;
     kv->max_seqs = max_seqs;
     kv->plane_stride = n_pages * kv->planes.plane_bytes;
-    kv->swept = (uint64_t)n_pages * kv->planes.n_planes;
     kv->sequences = calloc(max_seqs, sizeof *kv->sequences);
     kv->refs = calloc(max_pages, sizeof *kv->refs);
     kv->pins = calloc(max_pages, sizeof *kv->pins);
@@ -61,7 +60,6 @@ void fd_kvcache_destroy(fd_kvcache_t *kv) {
 void fd_kvcache_grow(fd_kvcache_t *kv, uint32_t n_pages) {
     fd_pages_grow(&kv->free, n_pages);
     __atomic_store_n(&kv->n_pages, n_pages, __ATOMIC_RELEASE);
-    kv->swept = 0; /* it counts by the old n_pages */
 }
 
 static bool reserve_list(const fd_kvcache_t *kv, fd_sequence_t *s, uint32_t n_blocks) {
@@ -84,7 +82,6 @@ static uint32_t *page_at(const fd_kvcache_t *kv, const fd_sequence_t *s, uint32_
 static uint32_t take_page(fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t block, uint32_t section) {
     const uint32_t page = fd_pages_take(&kv->free, block ? *page_at(kv, s, block - 1, section) : FD_NO_PAGE);
     kv->refs[page] = 1;
-    kv->swept = 0;
     return page;
 }
 
@@ -98,7 +95,6 @@ static void take_blocks(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t n_blocks) {
 static void drop_page(fd_kvcache_t *kv, uint32_t page) {
     if (--kv->refs[page]) kv->shared_refs--;
     else if (!kv->pins[page]) fd_pages_put(&kv->free, page);
-    kv->swept = 0;
 }
 
 /* The sequence, which holds no pages, is empty. */
@@ -447,5 +443,4 @@ void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_page_copy_t *copies, uint3
         unpin(kv, copies[i].src);
         unpin(kv, copies[i].dst);
     }
-    if (n_copies) kv->swept = 0;
 }

@@ -66,7 +66,6 @@ typedef struct {
     uint32_t *pins; /* [max_pages] number of copies under way from or to each page; such a page is not free */
     fd_pages_t free;
     uint32_t n_seqs, shared_refs, n_given_back, mark;
-    uint64_t swept; /* pages of all planes that fd_kvcache_give_back has visited since a page was taken or dropped */
 } fd_kvcache_t;
 
 /* Makes a cache for `n_layers` layers that store K and V. Returns FD_OK, or FD_INTERNAL if out of memory. The caller

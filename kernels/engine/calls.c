@@ -108,7 +108,7 @@ static void answer_arm(fd_link_t *link, uint32_t slot, fd_status_t status, const
 bool fd_slot_arm(fd_link_t *link, uint32_t slot) {
     const fd_slot_t *s = slot_of(link, slot);
     fd_slot_state_t *state = &link->slots[slot];
-    const uint64_t start = link->last_call_ns = fd_now_ns(), expected = state->armed + 1;
+    const uint64_t start = fd_now_ns(), expected = state->armed + 1;
     fd_error_t error = {0};
     fd_arm_t arm;
     fd_copy_out(&arm, &s->arm, sizeof arm);
@@ -138,7 +138,6 @@ void fd_slot_end_copies(fd_link_t *link, uint32_t slot, uint64_t busy_ns) {
 
 bool fd_slot_begin_layer(fd_link_t *link, uint32_t slot) {
     fd_slot_state_t *state = &link->slots[slot];
-    link->last_call_ns = fd_now_ns();
     state->layer = state->served;
     if (state->request <= state->step.n_layers) {
         state->step.plan = &state->step.plans[link->work.kinds[state->layer]];

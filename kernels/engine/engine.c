@@ -206,13 +206,8 @@ static const char *config_error(const fd_engine_config_t *c) {
     for (uint32_t i = 0; c->cpus && i < c->threads; i++)
         if (c->cpus[i] < 0 || c->cpus[i] >= CPU_SETSIZE) return "a CPU number is out of range";
     if (c->huge >= FD_HUGE_MODES) return "unknown kind of huge pages";
-    /* The kernel does not reserve a hugetlb page again after it was given back, so the next touch could be a SIGBUS. */
-    if (c->trim_idle_ns && c->huge == FD_HUGE_HUGETLB)
-        return "hugetlb pages stay reserved and cannot be given back to the OS";
-    if (c->gpu >= 0 && (c->prefault || c->trim_idle_ns || c->huge == FD_HUGE_HUGETLB))
-        return "prefaulting, trimming and hugetlb pages are for pages in the host's memory, not in a GPU's";
-    if (c->trim_idle_ns && c->prefault)
-        return "prefaulted memory cannot be given back to the OS when idle: choose one of the two";
+    if (c->gpu >= 0 && (c->prefault || c->huge == FD_HUGE_HUGETLB))
+        return "prefaulting and hugetlb pages are for pages in the host's memory, not in a GPU's";
     return NULL;
 }
 
@@ -249,7 +244,6 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, fd_error_t *error) 
     if (config->huge == FD_HUGE_HUGETLB) e->kv_bytes -= e->kv_bytes % fd_memory_granule(config->huge);
     e->huge = config->gpu < 0 ? config->huge : FD_HUGE_OFF;
     e->prefault = config->prefault;
-    e->trim_idle_ns = config->trim_idle_ns;
     e->holders = 1;
     pthread_mutex_init(&e->duty, NULL);
     pthread_mutex_init(&e->mutex, NULL);

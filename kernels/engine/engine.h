@@ -5,8 +5,8 @@
  * and thread 0 rings the replies. A thread of an S side in the same process may stand in for thread 0 (stand_in.h);
  * what is said of thread 0 in these files holds for that thread, too. Control operations run on other threads: adding
  * and removing a link takes the engine's mutex; FREE, TRIM and FORK take the link's mutex, which a call takes only
- * while it plans a step. Between calls the threads maintain the memory of the leases, a slice at a time: if so
- * configured, they fault it in ahead of use and give free pages back to the OS.
+ * while it plans a step. If so configured, the threads fault in the memory of the leases ahead of use between calls, a
+ * slice at a time.
  *
  * An engine may have a GPU (gpu_work.h). The arenas then lie in its memory, and its kernels do what the threads would
  * do. Thread 0 begins the calls in the order in which it finds them, and answers them as they end; links take no turns.
@@ -35,9 +35,7 @@ typedef struct {
     uint32_t spin_us;  /* how long an idle thread spins before it sleeps */
     uint64_t kv_bytes; /* memory that all leases share */
     fd_huge_t huge;
-    bool prefault; /* the engine's threads fault in a lease's arena as soon as it is granted */
-    /* A link without calls for this long gives free pages back to the OS. 0: never. Not with prefault or hugetlb. */
-    uint64_t trim_idle_ns;
+    bool prefault;         /* the engine's threads fault in a lease's arena as soon as it is granted */
     uint32_t step_spin_us; /* as spin_us while a step is under way, if it is longer */
     int gpu;               /* the CUDA device in whose memory pages lie and that attends; -1: none */
 } fd_engine_config_t;

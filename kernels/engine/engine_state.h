@@ -67,7 +67,6 @@ struct fd_link {
     fd_kvcache_t kv;
     fd_gpu_work_t *gpu;     /* of an engine with a GPU; thread 0 only */
     fd_slot_state_t *slots; /* [n_slots], thread 0 only */
-    uint64_t last_call_ns;  /* thread 0 only */
     struct {                /* thread 0 only, see turns.c */
         int64_t credit_ns;  /* engine time that the link may still take in this round */
         double ns_per_cost; /* of a thread, for a unit of fd_plan_t.cost */
@@ -129,7 +128,7 @@ enum { FD_BAYS = 8 }; /* as many words make up a cache line */
 struct fd_engine {
     uint32_t n_threads;
     fd_isa_t isa;
-    uint64_t spin_ns, step_spin_ns, kv_bytes, trim_idle_ns;
+    uint64_t spin_ns, step_spin_ns, kv_bytes;
     fd_huge_t huge;
     bool prefault;
     fd_cuda_t *cuda; /* NULL: the engine has no GPU */

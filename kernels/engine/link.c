@@ -166,7 +166,6 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
                               link->work.n_kinds, lease->part) == FD_OK;
         if (e->prefault) link->prefault.parts = fd_kvcache_parts(&link->kv, lease->n_pages);
         link->prefault.redo = UINT64_MAX;
-        link->last_call_ns = fd_now_ns();
         if (!ok) FD_FAIL(FD_INTERNAL, "no memory for the working space of a link");
         else if (!e->cuda) return link;
         else if ((link->gpu = fd_gpu_work_new(e->cuda, &link->work, region, lease->gpu_kernels, error))) return link;
@@ -255,8 +254,7 @@ void fd_link_shrink(fd_link_t *link) {
     if (link->engine->cuda) return;
     if (link->engine->huge == FD_HUGE_HUGETLB) return; /* kernels before 5.18 cannot give back hugetlb pages */
     pthread_mutex_lock(&link->mutex);
-    while (fd_kvcache_give_back(&link->kv)) {
-    }
+    fd_kvcache_give_back(&link->kv);
     const uint64_t left = fd_kvcache_held_bytes(&link->kv), before = link->lease_bytes;
     if (left < before) link->lease_bytes = left;
     pthread_mutex_unlock(&link->mutex);

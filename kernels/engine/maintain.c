@@ -1,4 +1,4 @@
-/* Maintaining the arenas between calls: faulting them in ahead of use, and giving free pages back to the OS. */
+/* Maintaining the arenas between calls: faulting them in ahead of use. */
 #include "jobs.h"
 #include "cache/arena.h"
 
@@ -20,21 +20,9 @@ static bool fault_in(fd_engine_t *e, fd_link_t *link) {
     return true;
 }
 
-/* Only thread 0 starts calls, so no thread begins to work on one now. False if no memory is left to give back. */
-static bool give_back(fd_link_t *link) {
-    if (link->turn.n_jobs) return false;
-    pthread_mutex_lock(&link->mutex);
-    bool more = fd_kvcache_give_back(&link->kv);
-    pthread_mutex_unlock(&link->mutex);
-    return more;
-}
-
 bool fd_maintain(fd_engine_t *e) {
-    uint64_t now = e->maintained_ns = fd_now_ns();
-    for (uint32_t i = 0; i < e->n_adopted; i++) {
-        fd_link_t *link = e->adopted[i];
-        if (fault_in(e, link)) return true;
-        if (e->trim_idle_ns && now - link->last_call_ns >= e->trim_idle_ns && give_back(link)) return true;
-    }
+    e->maintained_ns = fd_now_ns();
+    for (uint32_t i = 0; i < e->n_adopted; i++)
+        if (fault_in(e, e->adopted[i])) return true;
     return false;
 }

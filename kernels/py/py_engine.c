@@ -55,21 +55,18 @@ static bool choose_huge(const char *name, fd_huge_t *huge) {
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"threads",  "kv_bytes",    "isa",          "cpus", "spin_us", "huge_pages",
-                            "prefault", "trim_idle_s", "step_spin_us", "gpu",  NULL};
+    static char *names[] = {"threads",    "kv_bytes", "isa",          "cpus", "spin_us",
+                            "huge_pages", "prefault", "step_spin_us", "gpu",  NULL};
     fd_engine_config_t config = {.gpu = -1};
     unsigned threads, spin_us = 100, step_spin_us = 0;
     unsigned long long kv_bytes;
     const char *isa = NULL, *huge = "madvise";
     PyObject *cpus = Py_None;
     int prefault = 0;
-    double trim_idle_s = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOIspdIi", names, &threads, &kv_bytes, &isa, &cpus, &spin_us,
-                                     &huge, &prefault, &trim_idle_s, &step_spin_us, &config.gpu))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOIspIi", names, &threads, &kv_bytes, &isa, &cpus, &spin_us,
+                                     &huge, &prefault, &step_spin_us, &config.gpu))
         return NULL;
     if (!fd_py_choose_isa(isa, &config.isa) || !choose_huge(huge, &config.huge)) return NULL;
-    if (!(trim_idle_s >= 0 && trim_idle_s <= 1e9))
-        return PyErr_Format(PyExc_ValueError, "trim_idle_s is not a time in seconds");
     if (threads < 1 || threads > FD_MAX_THREADS)
         return PyErr_Format(PyExc_ValueError, "%u threads are not within 1..%d", threads, FD_MAX_THREADS);
     int pins[FD_MAX_THREADS];
@@ -83,7 +80,6 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     config.step_spin_us = step_spin_us;
     config.kv_bytes = kv_bytes;
     config.prefault = prefault;
-    config.trim_idle_ns = (uint64_t)(trim_idle_s * 1e9);
     self->head.isa = fd_isa_name(config.isa);
     self->pid = getpid();
     fd_error_t error;

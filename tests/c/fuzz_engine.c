@@ -37,16 +37,9 @@ static target_t targets[FD_ISAS];
 static target_t *target_of(uint32_t isa) {
     target_t *t = &targets[isa];
     if (t->engine) return t;
-    fd_engine_config_t config = {1 + isa % 3,
-                                 NULL,
-                                 fd_isa_supported(isa) ? isa : FD_ISA_SCALAR,
-                                 20,
-                                 64 << 20,
-                                 FD_HUGE_MADVISE,
-                                 isa % 3 == 2,
-                                 isa % 3 == 1,
-                                 0,
-                                 -1};
+    fd_engine_config_t config = {1 + isa % 3,  NULL,     fd_isa_supported(isa) ? isa : FD_ISA_SCALAR,
+                                 20,           64 << 20, FD_HUGE_MADVISE,
+                                 isa % 3 == 2, 0,        -1};
     t->engine = fd_engine_new(&config, &error);
     REQUIRE(t->engine);
     const fd_layer_t layer = {.heads = fd_geometry_heads(&good_geometry)};

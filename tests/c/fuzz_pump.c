@@ -302,7 +302,7 @@ static void hostile_replies(input_t *in) {
 
 static void fuzz_one(const uint8_t *data, size_t size) {
     if (!engine) {
-        fd_engine_config_t config = {1, NULL, FD_ISA_SCALAR, 20, 16 << 20, FD_HUGE_MADVISE, false, 0, 0, -1};
+        fd_engine_config_t config = {1, NULL, FD_ISA_SCALAR, 20, 16 << 20, FD_HUGE_MADVISE, false, 0, -1};
         engine = fd_engine_new(&config, &error);
         REQUIRE(engine);
     }

@@ -223,8 +223,7 @@ int main(int argc, char **argv) {
     const uint32_t threads = argc > 1 ? (uint32_t)atoi(argv[1]) : 3;
     end = time(NULL) + (argc > 2 ? atoi(argv[2]) : 5);
     fd_error_t error;
-    const fd_engine_config_t config = {threads,     NULL,  FD_ISA_SCALAR,    20,   256u << 20,
-                                       FD_HUGE_OFF, false, 1000000 /* ns */, 1000, -1};
+    const fd_engine_config_t config = {threads, NULL, FD_ISA_SCALAR, 20, 256u << 20, FD_HUGE_OFF, false, 1000, -1};
     engine = fd_engine_new(&config, &error);
     REQUIRE(engine);
     fd_engine_begin_stand_in(engine, &stand_in);

@@ -213,9 +213,6 @@ def test_every_format_of_the_kv_cache_is_a_choice():
         ("--cpus 3-1", "not a list of cpus"),
         ("--numa-node -1", "-1 is negative"),
         ("--huge-pages big", "invalid choice: 'big'"),
-        ("--trim-idle-s 1e10", "--trim-idle-s is at most 1000000000"),
-        ("--trim-idle-s 5 --prefault", "returns memory that --prefault keeps"),
-        ("--trim-idle-s 5 --huge-pages hugetlb", "returns memory that --huge-pages hugetlb keeps"),
         ("--r-node tcp://h:1 --prefault", "--prefault is for the embedded R-node"),
         ("--r-node tcp://h:1 --numa-node 0", "--numa-node is for the embedded R-node"),
         ("--drain-seconds nan", "not a time"),
@@ -242,7 +239,6 @@ def test_an_embedded_r_node_gets_the_options_of_its_s_node():
     arguments = NodeConfig(**options).to_args(EMBEDDED_OPTIONS)
     config = NodeConfig.from_args(["--role", "r", "--listen", "shm:///r", *arguments])
     assert config == NodeConfig(role="r", listen=("shm:///r",), **options)
-    assert NodeConfig(trim_idle_s=2.5).to_args(EMBEDDED_OPTIONS) == ["--trim-idle-s", "2.5"]
     assert NodeConfig().to_args(EMBEDDED_OPTIONS) == []
 
 

@@ -281,6 +281,6 @@ def test_an_engine_without_a_gpu_takes_no_kernels_and_one_with_a_gpu_needs_them(
         gpu.link(KV_FP16, n_pages=1 << 20)
     with pytest.raises(RuntimeError, match="cuDeviceGet"):
         REngine(1, KV_BYTES, gpu=1)
-    for options in ({"prefault": True}, {"trim_idle_s": 1.0}, {"huge_pages": "hugetlb"}):
+    for options in ({"prefault": True}, {"huge_pages": "hugetlb"}):
         with pytest.raises(ValueError, match="not in a GPU's"):
             REngine(1, KV_BYTES, gpu=0, **options)

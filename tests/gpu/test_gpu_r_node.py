@@ -214,9 +214,7 @@ def test_what_a_gpu_cannot_hold_has_a_sentence(geometry, kv_dtype, layers, reaso
     assert reason in (GPU.fault(hello) or "")
 
 
-@pytest.mark.parametrize(
-    "option", [{"threads": 2}, {"prefault": True}, {"huge_pages": "off"}, {"cpus": (0,)}, {"trim_idle_s": 1.0}]
-)
+@pytest.mark.parametrize("option", [{"threads": 2}, {"prefault": True}, {"huge_pages": "off"}, {"cpus": (0,)}])
 def test_options_for_cpus_are_refused(option):
     with pytest.raises(ConfigError, match=r"^--\S+ is for an R-node on CPUs"):
         NodeConfig(role="r", device="cuda", listen=("tcp://127.0.0.1:0",), **option)
