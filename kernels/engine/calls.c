@@ -53,10 +53,7 @@ static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *s
     step->n_attend_rows = arm->n_attend_rows;
     step->n_layers = arm->n_layers;
     fd_copy_out(step->table, slot + link->work.layout.table, arm->n_entries * sizeof(fd_row_t));
-    uint32_t partial = 0;
-    for (uint32_t i = 0; link->gpu && i < step->n_entries; i++) partial += step->table[i].flags & FD_ROW_PARTIAL;
-    const fd_status_t status = partial ? FD_FAIL(FD_BAD_TABLE, "the R-engine of a GPU answers no partial rows")
-                                       : fd_step_plan(step, &link->kv, link->work.shapes, error);
+    const fd_status_t status = fd_step_plan(step, &link->kv, link->work.shapes, error);
     pthread_mutex_unlock(&link->mutex);
     return status;
 }

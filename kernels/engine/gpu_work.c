@@ -31,14 +31,10 @@ typedef struct {
     uint8_t *host; /* pinned: the tables before they are uploaded */
     size_t host_bytes;
     gpu_memory_t tables, scratch;
-    float *sums; /* pinned, of a part: log-sum-exps [max_rows][n_q_heads] of the layer in progress */
-    fd_device_ptr_t sums_at;
     /* The tables of the step in progress, on the GPU. */
     fd_device_ptr_t counts, appended, attending, pages;
     uint32_t blocks, sequences; /* of the page table of a section: [sequences][blocks] */
     gpu_kind_t kinds[FD_MAX_LAYER_KINDS];
-    uint32_t layer; /* in progress */
-    bool attends;   /* the layer in progress has O rows */
     fd_error_t error;
 } gpu_slot_t;
 
@@ -104,12 +100,7 @@ static fd_status_t upload_per_head(fd_gpu_work_t *g, fd_error_t *error) {
 }
 
 static fd_status_t open_slot(const fd_gpu_work_t *g, gpu_slot_t *s, fd_error_t *error) {
-    const size_t sums = (size_t)g->w->g.max_rows * g->w->g.n_q_heads * sizeof(float);
-    if (FD_CUDA(g->cuda, StreamCreate, &s->stream, FD_CUDA_NON_BLOCKING) != FD_OK) return error->status;
-    if (!fd_is_part(g->w->part)) return FD_OK;
-    if (FD_CUDA(g->cuda, MemHostAlloc, (void **)&s->sums, sums, FD_CUDA_PORTABLE_AND_MAPPED) != FD_OK)
-        return error->status;
-    return FD_CUDA(g->cuda, MemHostGetDevicePointer, &s->sums_at, s->sums, 0);
+    return FD_CUDA(g->cuda, StreamCreate, &s->stream, FD_CUDA_NON_BLOCKING);
 }
 
 static fd_status_t map_region(fd_gpu_work_t *g, void *region, fd_error_t *error) {
@@ -150,7 +141,6 @@ void fd_gpu_work_free(fd_gpu_work_t *g) {
         if (s->tables.at) cuda->MemFree(s->tables.at);
         if (s->scratch.at) cuda->MemFree(s->scratch.at);
         if (s->host) cuda->MemFreeHost(s->host);
-        if (s->sums) cuda->MemFreeHost(s->sums);
     }
     if (g->per_head.at) cuda->MemFree(g->per_head.at);
     if (g->region) cuda->MemHostUnregister(g->region);
@@ -172,13 +162,22 @@ typedef struct {
     size_t appended, attending, pages, bytes; /* the counts come first */
 } offsets_t;
 
-static offsets_t offsets_of(const fd_gpu_work_t *g, const gpu_slot_t *s, const fd_step_t *step) {
+static offsets_t offsets_of(const gpu_slot_t *s, const fd_step_t *step) {
     offsets_t at = {.appended = FD_LINE};
     const size_t rows = step->n_rows * sizeof(gpu_row_t), attending = step->n_attend_rows * sizeof(gpu_row_t);
-    at.attending = is_part(g) ? at.appended + rows : at.appended;
-    at.pages = fd_round_up(is_part(g) ? at.attending + attending : at.attending + rows, FD_LINE);
+    at.attending = at.appended + rows;
+    at.pages = fd_round_up(at.attending + attending, FD_LINE);
     at.bytes = at.pages + (size_t)step->n_sections * s->sequences * s->blocks * sizeof(uint32_t);
     return at;
+}
+
+/* Writes the rows of a partial entry, whose pages are those of `sequence`. Their K and V are not appended. */
+static void write_partial_rows(const fd_entry_t *e, int32_t sequence, gpu_row_t *appended, gpu_row_t *attending) {
+    for (uint32_t i = e->row; i < e->row + 2 * e->n_rows; i += 2) {
+        appended[i] = appended[i + 1] = (gpu_row_t){sequence, -1, 0, 0};
+        attending[i] = (gpu_row_t){sequence, (int32_t)e->pos - 1, 0, 0};
+        attending[i + 1] = (gpu_row_t){-1, -1, 0, 0};
+    }
 }
 
 /* Writes the rows of entry `i`. A row of a part has the position in the pages that the part keeps; -1 stands for a row
@@ -187,13 +186,18 @@ static void write_rows(const fd_gpu_work_t *g, const fd_entry_t *e, uint32_t i, 
                        gpu_row_t *attending) {
     const fd_part_t part = g->w->part;
     const int32_t sequence = (int32_t)(i * entries_of(g));
+    if (e->partial) {
+        write_partial_rows(e, sequence, appended, attending);
+        return;
+    }
     for (uint32_t j = 0; j < e->n_rows; j++) {
         const uint32_t pos = e->pos + j;
         const bool kept = fd_part_keeps(part, pos);
         appended[e->row + j] = (gpu_row_t){sequence, kept ? (int32_t)fd_part_length(part, pos) : -1, (int32_t)j, 0};
-        if (!e->attend || !is_part(g)) continue;
+        if (!e->attend) continue;
         const int32_t last = (int32_t)fd_part_length(part, (uint64_t)pos + 1) - 1;
-        attending[e->row + j] = (gpu_row_t){sequence + (int32_t)(j % 2), last, 0, 0};
+        attending[e->row + j] = is_part(g) ? (gpu_row_t){sequence + (int32_t)(j % 2), last, 0, 0}
+                                           : (gpu_row_t){sequence, last, (int32_t)j, 0};
     }
 }
 
@@ -274,7 +278,7 @@ static fd_status_t upload(const fd_gpu_work_t *g, gpu_slot_t *s, const fd_step_t
         const uint32_t n = fd_pages_for((uint64_t)plan->entries[i].at + plan->entries[i].n_kept);
         if (n > s->blocks) s->blocks = n;
     }
-    const offsets_t at = offsets_of(g, s, step);
+    const offsets_t at = offsets_of(s, step);
     const size_t scratch = plan_kinds(g, s, step);
     if (reserve_host(g->cuda, s, at.bytes, error) != FD_OK || reserve(g->cuda, &s->tables, at.bytes, error) != FD_OK ||
         reserve(g->cuda, &s->scratch, scratch, error) != FD_OK)
@@ -295,7 +299,6 @@ fd_status_t fd_gpu_arm(fd_gpu_work_t *g, uint32_t slot, const fd_step_t *step, f
     gpu_slot_t *s = &g->slots[slot];
     fd_cuda_use(g->cuda);
     error->status = s->error.status = FD_OK;
-    s->attends = false;
     /* The tables of a step that this one replaces may still be on their way. */
     if (FD_CUDA(g->cuda, StreamSynchronize, s->stream) == FD_OK && upload(g, s, step, error) == FD_OK &&
         clear_counters(g, s, step, error) == FD_OK)
@@ -369,38 +372,30 @@ static fd_status_t attend(fd_gpu_work_t *g, uint32_t slot, const fd_step_t *step
     fd_device_ptr_t sinks = y->sinks ? g->per_head.at + per_head : 0,
                     slopes = y->slopes ? g->per_head.at + all_sinks + per_head : 0,
                     scratch = s->scratch.at + kind->scratch;
+    /* Those of a part's rows stand behind their O heads (region.h). */
+    const size_t o_heads = (size_t)y->heads.n_q_heads * y->heads.v_size * fd_act_bytes(w->g.act_dtype);
+    fd_device_ptr_t sums = is_part(g) ? o + o_heads : 0;
+    uint32_t sums_stride = (uint32_t)(w->layout.o_row_bytes / sizeof(float));
     uint32_t q_stride = elements(g, w->layout.q_row_bytes), o_stride = elements(g, w->layout.o_row_bytes);
     uint32_t scale = bits(w->softmax_scale), softcap = bits(y->softcap);
     uint32_t window = as_int(y->window), segment = as_int(y->segment);
     void *arguments[] = {
-        &p.chunks, &p.table,      &s->attending,   &s->counts, &q,        &o,     &s->sums_at, &sinks,  &slopes,
-        &scratch,  &p.page_bytes, &p.table_blocks, &q_stride,  &o_stride, &scale, &softcap,    &window, &segment};
+        &p.chunks, &p.table, &s->attending, &s->counts,      &q,        &o,        &sums,        &sinks,
+        &slopes,   &scratch, &p.page_bytes, &p.table_blocks, &q_stride, &o_stride, &sums_stride, &scale,
+        &softcap,  &window,  &segment};
     const uint32_t grid[3] = {kind->splits, y->heads.n_kv_heads, step->n_attend_rows};
     return launch(g, s, kernels->attend, grid, 32 * kernels->warps, kernels->shared_bytes, arguments, error);
 }
 
 uint64_t fd_gpu_begin_layer(fd_gpu_work_t *g, uint32_t slot, const fd_step_t *step, uint32_t layer) {
     gpu_slot_t *s = &g->slots[slot];
-    s->layer = layer;
-    s->attends = step->n_attend_rows;
     fd_cuda_use(g->cuda);
     if (fd_work_stores(g->w, layer)) append(g, slot, step, layer, &s->error);
-    if (s->error.status == FD_OK && s->attends) attend(g, slot, step, layer, &s->error);
+    if (s->error.status == FD_OK && step->n_attend_rows) attend(g, slot, step, layer, &s->error);
     return s->kinds[g->w->kinds[layer]].kv_bytes;
 }
 
-/* Writes the log-sum-exps of a part's rows behind their O heads (region.h). */
-static void store_sums(const fd_gpu_work_t *g, uint32_t slot, const fd_step_t *step) {
-    const gpu_slot_t *s = &g->slots[slot];
-    const fd_heads_t *heads = &g->w->layers[s->layer].heads;
-    const fd_layout_t *y = &g->w->layout;
-    const size_t o_bytes = (size_t)heads->n_q_heads * heads->v_size * fd_act_bytes(g->w->g.act_dtype);
-    uint8_t *o = (uint8_t *)fd_slot_at(g->region, y, slot) + y->o + o_bytes;
-    for (uint32_t i = 0; i < step->n_attend_rows; i++)
-        memcpy(o + i * y->o_row_bytes, s->sums + (size_t)i * heads->n_q_heads, heads->n_q_heads * sizeof *s->sums);
-}
-
-fd_gpu_state_t fd_gpu_poll(fd_gpu_work_t *g, uint32_t slot, const fd_step_t *step, fd_error_t *error) {
+fd_gpu_state_t fd_gpu_poll(fd_gpu_work_t *g, uint32_t slot, fd_error_t *error) {
     gpu_slot_t *s = &g->slots[slot];
     fd_cuda_use(g->cuda);
     *error = s->error;
@@ -408,6 +403,5 @@ fd_gpu_state_t fd_gpu_poll(fd_gpu_work_t *g, uint32_t slot, const fd_step_t *ste
     const int code = g->cuda->StreamQuery(s->stream);
     if (code == FD_CUDA_NOT_READY) return FD_GPU_BUSY;
     if (fd_cuda_result(g->cuda, code, "a kernel", error) != FD_OK) return FD_GPU_FAILED;
-    if (s->attends && is_part(g)) store_sums(g, slot, step);
     return FD_GPU_DONE;
 }

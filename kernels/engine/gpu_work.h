@@ -48,4 +48,4 @@ typedef enum { FD_GPU_BUSY, FD_GPU_DONE, FD_GPU_FAILED } fd_gpu_state_t;
 
 /* Whether what was begun last for a slot has ended. Then it has left its O rows in the slot; with FD_GPU_FAILED the
  * reason is in *error. */
-fd_gpu_state_t fd_gpu_poll(fd_gpu_work_t *g, uint32_t slot, const fd_step_t *step, fd_error_t *error);
+fd_gpu_state_t fd_gpu_poll(fd_gpu_work_t *g, uint32_t slot, fd_error_t *error);

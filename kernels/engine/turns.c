@@ -103,7 +103,7 @@ static void begin_on_gpu(fd_job_t *job, uint64_t start) {
 /* Answers a job of the GPU if it has ended. Returns whether it has. */
 static bool end_on_gpu(fd_engine_t *e, fd_job_t *job) {
     fd_error_t error;
-    const fd_gpu_state_t state = fd_gpu_poll(job->link->gpu, job->index, job->step, &error);
+    const fd_gpu_state_t state = fd_gpu_poll(job->link->gpu, job->index, &error);
     if (state == FD_GPU_BUSY) return false;
     job->busy_ns = fd_now_ns() - job->since_ns;
     if (state == FD_GPU_DONE) {

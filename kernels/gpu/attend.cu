@@ -152,9 +152,11 @@ __device__ __forceinline__ void fd_merge(const float *partials, int n, int strid
  * * tanh(scale * q k / softcap); to which is added slopes [query heads], if not NULL, times the token's position
  * relative to the row's. `scale` and `softcap` are the bits of floats.
  *
- * With `lse` [rows][query heads] NULL, o [rows][o_stride] is the answer; `sinks` [query heads], if not NULL, is one
- * more score of each head, without a V. Otherwise o is the answer without sinks, and lse the log-sum-exp of its scores.
- * A row that sees nothing has 0 and -INFINITY.
+ * With `lse` NULL, o [rows][o_stride] is the answer; `sinks` [query heads], if not NULL, is one more score of each
+ * head, without a V. Otherwise o is the answer without sinks, and lse [rows][lse_stride] the log-sum-exp of its scores
+ * for each query head. A row that sees nothing has 0 and -INFINITY. A row of no sequence (-1) holds no query: the row
+ * before it is a partial one (FD_ROW_PARTIAL of region.h), whose log-sum-exps go to the o row of the row of no
+ * sequence.
  *
  * A sequence's slabs are cut into at most gridDim.x equal runs. The last block of a KV head to finish merges their
  * results and resets its counter. `scratch` holds the counters, which are 0 between launches, and partial results.
@@ -164,7 +166,7 @@ __device__ __forceinline__ void fd_merge(const float *partials, int n, int strid
 FD_KERNEL_OF(THREADS)
 fd_attend(const u8 *chunks, const int *table, const fd_step_row *rows, const u32 *counts, const void *q, void *o,
           float *lse, const float *sinks, const float *slopes, u8 *scratch, u32 page_bytes, u32 table_blocks,
-          u32 q_stride, u32 o_stride, u32 scale, u32 softcap, u32 window, u32 segment) {
+          u32 q_stride, u32 o_stride, u32 lse_stride, u32 scale, u32 softcap, u32 window, u32 segment) {
     FD_DYNAMIC_SHARED(shared);
     __shared__ u32 rank;
     const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, c = lane % 4;
@@ -172,7 +174,7 @@ fd_attend(const u8 *chunks, const int *table, const fd_step_row *rows, const u32
     const u32 head = blockIdx.y, heads = gridDim.y, row = blockIdx.z;
 
     /* The rows of this block: the first one's number in its sequence is a multiple of BLOCK_ROWS. */
-    if (row >= counts[0] || rows[row].index % BLOCK_ROWS) return;
+    if (row >= counts[0] || rows[row].sequence < 0 || rows[row].index % BLOCK_ROWS) return;
     const int sequence = rows[row].sequence, position = rows[row].position, cut = rows[row].first;
     int n_rows = 1;
     while (n_rows < BLOCK_ROWS && row + n_rows < counts[0] && rows[row + n_rows].sequence == sequence) n_rows++;
@@ -284,12 +286,15 @@ fd_attend(const u8 *chunks, const int *table, const fd_step_row *rows, const u32
     }
     __syncthreads();
 
+    const bool partial = row + 1 < counts[0] && rows[row + 1].sequence < 0;
+    float *sums = lse ? lse + (u64)row * lse_stride : nullptr;
+    if (partial) sums = (float *)((u8 *)o + (u64)(row + 1) * o_stride * (FD_ACT == FD_FP32 ? 4 : 2));
     const auto finish = [&](int at, float x, float l, float m) {
         const int query = at / HEAD, dim = at % HEAD;
         const u32 its_row = row + query / GROUP, q_head = head * GROUP + query % GROUP;
-        if (lse && dim == 0)
-            lse[(u64)its_row * heads * GROUP + q_head] = l > 0.0f ? (m + fd_log2(l)) * LN_2 : -FD_INFINITY;
-        if (!lse && sinks && l > 0.0f) l += fd_exp2(sinks[q_head] * LOG2_E - m);
+        if (sums && dim == 0)
+            sums[(u64)(query / GROUP) * lse_stride + q_head] = l > 0.0f ? (m + fd_log2(l)) * LN_2 : -FD_INFINITY;
+        if (!sums && sinks && l > 0.0f) l += fd_exp2(sinks[q_head] * LOG2_E - m);
         fd_store(o, (u64)its_row * o_stride + q_head * HEAD + dim, FD_ACT, l > 0.0f ? x / l : 0.0f);
     };
     const u64 pair = (u64)row * heads + head, pairs = (u64)gridDim.z * heads;

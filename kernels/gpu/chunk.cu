@@ -19,8 +19,8 @@ constexpr int K_ROWS = HEAD / IN_WORD + IS_INT8, V_ROWS = PAGE_TOKENS / IN_WORD;
 constexpr int V_SCALES = PAGE_TOKENS * K_ROWS * WORD, V_AT = V_SCALES + (IS_INT8 ? PAGE_TOKENS * 4 : 0);
 constexpr int CHUNK = V_AT + HEAD * V_ROWS * WORD;
 
-/* A row of a step: the entry of its sequence in the page table, its position, its number among the sequence's rows of
- * the step, and the first position that it may see. */
+/* A row of a step: the entry of its sequence in the page table (-1: none), its position, its number among the
+ * sequence's rows of the step, and the first position that it may see. */
 struct fd_step_row {
     int sequence, position, index, first;
 };

@@ -208,6 +208,7 @@ class PageKernels:
                 pages.table_blocks,
                 q_stride,
                 o_stride,
+                c.n_q_heads,
                 _bits(c.softmax_scale),
                 _bits(c.softcap),
                 c.window,

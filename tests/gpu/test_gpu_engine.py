@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention.rengine_peer import FP16, KV_FP16, KV_INT8, Geometry, Link, Peer, decode, encode
+from attention.partial_rows import check_partial_answers
+from attention.rengine_peer import FP16, KV_ERROR, KV_FP16, KV_INT8, Geometry, Link, Peer, decode, encode
 from gpu.cuda_driver import SimulatedCuda
 from gpu.functions_on_driver import DriverFunctions
 from gpu.layers_compiled import compile_layer
@@ -140,6 +141,17 @@ def test_windows_soft_caps_and_sinks(gpu):
     link.step(0, [(0, 2, True), (1, 9, True)])
     assert link.lease.stats()["pages_used"] == before - 2 + 4
     link.step(1, [(1, 1, True), (0, 1, True)])
+    link.close()
+
+
+@pytest.mark.parametrize("kv_dtype", [KV_FP16, KV_INT8], ids=["fp16", "int8"])
+def test_partial_answers_are_those_of_the_cached_tokens_without_sinks(gpu, kv_dtype):
+    """Beside a row of a sequence that lies here as a whole. The long sequence is cut into splits."""
+    sinks = np.linspace(-1, 2, 8, dtype=np.float32).reshape(2, 4)
+    link = gpu.link(kv_dtype, options={"sinks": sinks})
+    link.fill(0, 7 * PAGE_TOKENS)
+    check_partial_answers(link, 3, KV_ERROR[kv_dtype] + 2e-3)
+    check_partial_answers(link, 1, KV_ERROR[kv_dtype] + 2e-3)
     link.close()
 
 

@@ -6,34 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention.rengine_peer import FP16, FP32, KV_ERROR, KV_FP16, KV_FP32, KV_INT4, KV_INT8, Geometry, Link, attention
+from attention.partial_rows import PARTIAL, check_partial_answers
+from attention.rengine_peer import FP16, FP32, KV_ERROR, KV_FP16, KV_FP32, KV_INT4, KV_INT8, Geometry
 
 from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_CUT, ROW_PARTIAL, Status
 
 pytestmark = pytest.mark.quick
 
 G = Geometry(max_rows=4 * PAGE_TOKENS, n_layers=2, n_q_heads=6, n_kv_heads=2, head_size=32)
-PARTIAL = ROW_ATTEND | ROW_PARTIAL
 SINKS = np.random.default_rng(5).standard_normal((2, 6)).astype(np.float32)
-
-
-def log_sum_exp(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
-    """float64 [n, query heads] of q [n, query heads, d] and k [tokens, KV heads, d]."""
-    scores = np.einsum("nhd,thd->nht", q, np.repeat(k, q.shape[1] // k.shape[1], axis=1)) * scale
-    most = scores.max(axis=2)
-    return most + np.log(np.exp(scores - most[..., None]).sum(axis=2))
-
-
-def ask(link: Link, table: list[tuple[int, ...]], layer: int, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The O rows of a layer of a step of attending rows, and the same rows read as fp32, [rows, elements]."""
-    n = len(q)
-    link.table(0, table)
-    link.put_rows(0, q.reshape(n, -1), np.full((n, link.kv_row // (2 if link.g.act_dtype == FP16 else 4)), 9.0))
-    reply = link.call(0, layer, len(table), n, n, layer == 0)
-    assert reply.status == Status.OK, reply.message
-    at = link.at(0) + link.o_at
-    raw = np.frombuffer(link.map[at : at + n * link.o_row], "<f4").reshape(n, -1)
-    return link.o_rows(0, n), raw
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -45,23 +26,7 @@ def test_answers_are_those_of_the_cached_tokens_without_sinks(links, kv_dtype, a
     g = Geometry(**{**G.__dict__, "act_dtype": act})
     link = links(g, kv_dtype, n_pages=64, threads=3, options={"sinks": SINKS})
     link.fill(0, 20 * PAGE_TOKENS)
-    link.fill(1, 70)
-    whole, part = link.shadows[1], link.shadows[0]
-    n = 1 + 2 * queries
-    used, length = link.lease.stats()["pages_used"], part.length
-    table = [(1, whole.tag, whole.length, 1, ROW_ATTEND), (0, part.tag, length, 2 * queries, PARTIAL)]
-    for layer in range(g.n_layers):
-        q = link.rng.standard_normal((n, 6, 32)).astype(np.float16).astype(np.float32)
-        o, raw = ask(link, table, layer, q)
-        for i in range(queries):
-            row = 1 + 2 * i
-            k, v = part.k[layer], part.v[layer]
-            want = attention(q[row : row + 1].astype(np.float64), k, v, length - 1, 0, link.scale)
-            assert abs(o[row] - want.ravel()).max() < KV_ERROR[kv_dtype] + 2e-3
-            sums = log_sum_exp(q[row : row + 1].astype(np.float64), k, link.scale)
-            assert abs(raw[row + 1, :6] - sums.ravel()).max() < KV_ERROR[kv_dtype] + 2e-3
-    assert link.lease.stats()["pages_used"] == used
-    link.step(0, [(0, 1, True)])  # which would be refused if the partial rows had been appended
+    check_partial_answers(link, queries, KV_ERROR[kv_dtype] + 2e-3)
 
 
 @pytest.mark.parametrize(

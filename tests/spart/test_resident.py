@@ -89,6 +89,7 @@ def test_streams_go_on_when_r_nodes_with_first_pages_are_killed(case, exchange, 
 
 @pytest.mark.parametrize(("exchange", "kv_dtype"), [("staged", "fp32"), ("bypass", "fp32"), ("staged", "fp16")])
 def test_tokens_are_those_of_transformers_with_a_cut_at_every_page_border(exchange, kv_dtype):
-    """Several queries of the sequence in a step, beside sequences wholly on the device and wholly on the R-node."""
+    """Several queries of the sequence in a step, beside sequences wholly on the device and wholly on the R-node, which
+    has a GPU with fp16."""
     report = run_script(CUTS, exchange, kv_dtype, str(make_checkpoint("llama-gqa")))
     assert report["equal"] and report["cuts"] == 2 and (report["waited"] > 0) == (exchange == "bypass")

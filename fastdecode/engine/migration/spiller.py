@@ -145,7 +145,6 @@ class Spiller:
             for node in nodes
             if node.open
             and not node.resident
-            and not node.link.lease.isa.startswith("cuda")  # no GPU's R-engine answers partial rows
             and node.has_free_index
             and rows <= node.link.geometry.max_rows
             and n_pages + self._cluster.placer.watermark(node) <= node.free_pages

@@ -1,6 +1,7 @@
 """Steps on a lying device (lying_device.py) of a sequence whose first pages lie on an R-node, cut at every page border.
 
-Arguments: "staged" or "bypass", the pages' format, and a model directory. Prints a JSON object: "equal", whether all
+Arguments: "staged" or "bypass", the pages' format, and a model directory. With fp16 the R-node has a GPU, the simulated
+driver's. Prints a JSON object: "equal", whether all
 tokens are those of transformers; "waited", how often a captured step has waited for an R-node; "cuts", how many cuts
 there were.
 """
@@ -17,7 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from models.spart_steps import linked
+from sources.compiled import compiled
 
+from fastdecode.daemon.rnode_gpu import RNodeGpu
+from fastdecode.kernels.gpu.page_kernels import PagedLayer
 from fastdecode.region.contract import PAGE_TOKENS, ROW_DTYPE
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange.bypass import Bypass
@@ -25,9 +29,11 @@ from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.resident.link import ResidentLink
 from fastdecode.spart.step.batch import Chunk, RemotePrefix, SampleSpec, StepBatch
 from gpu.late_pages import late_kernels
+from gpu.layers_compiled import compile_layer
 from gpu.lying_device import NAME, LyingDevice, take_torchs_place
 from gpu.lying_driver import LyingDriver
 from gpu.lying_steps import in_turn
+from gpu.rnode_on_driver import open_gpu
 
 GREEDY = SampleSpec(temperature=0.0)
 LENGTH, N_NEW = 3 * PAGE_TOKENS - 4, 8  # the answers grow into another page
@@ -97,11 +103,19 @@ def answers(spart: SPart, link: ResidentLink, cut: int, tag: int) -> list[list[i
     return done
 
 
+def simulated_gpu(kv_dtype: str, folder: Path) -> RNodeGpu:
+    """A GPU for R-nodes, with the kernels for llama-gqa."""
+    compiled("libcuda.so.1", folder)
+    compile_layer(PagedLayer(kv_dtype, "fp32", 4, 2, 16, 1.0), folder)
+    return open_gpu(folder)
+
+
 async def run(bypassed: bool, kv_dtype: str, directory: Path, folder: str) -> dict[str, Any]:
     want = by_transformers(directory)
     with LyingDevice() as device:
         model = load_model(directory, device=NAME, dtype="fp32")
-        async with linked(model, Path(folder), kv_dtype=kv_dtype, max_rows=1024) as links:
+        gpu = simulated_gpu(kv_dtype, Path(folder)) if kv_dtype == "fp16" else None
+        async with linked(model, Path(folder), kv_dtype=kv_dtype, max_rows=1024, gpu=gpu) as links:
             with torch.inference_mode():  # torch makes no view of another tensor of the device without that mode
                 hello = model.hello(2, 1024, kv_dtype, None, 16)
                 link, chosen = ResidentLink(hello, 16, model.device, late_kernels), ChosenExchange.plain(model.device)

@@ -17,10 +17,16 @@ from gpu.functions_on_driver import DriverFunctions
 LIMITS = DeviceLimits((8, 0), 1, 227 << 10, 228 << 10, free_bytes=256 << 20)
 
 
-def run() -> None:
-    functions = DriverFunctions(Path(os.environ["GPU_KERNELS"]))
-    mock.patch.object(rnode_gpu, "device_limits", lambda device: LIMITS).start()
+def open_gpu(folder: Path) -> rnode_gpu.RNodeGpu:
+    """The simulated driver's device. Both lie in `folder`, the driver and the kernels."""
+    functions = DriverFunctions(folder)
     mock.patch.object(PageFunctions, "load", functions.load).start()
+    return rnode_gpu.RNodeGpu(0, LIMITS)
+
+
+def run() -> None:
+    gpu = open_gpu(Path(os.environ["GPU_KERNELS"]))
+    mock.patch.object(rnode_gpu, "device_limits", lambda device: gpu.limits).start()
     main(sys.argv[1:])
     sys.exit(3 if "torch" in sys.modules else 0)
 

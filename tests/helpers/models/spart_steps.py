@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from fastdecode.daemon.rnode import RNode
+from fastdecode.daemon.rnode_gpu import RNodeGpu
 from fastdecode.spart.served import ServedModel
 from fastdecode.spart.step.batch import SampleSpec, StepOutput
 from fastdecode.transports.base import Link
@@ -30,13 +31,14 @@ async def linked(
     max_rows: int = 700,
     n_slots: int = 2,
     stand_in: bool = False,
+    gpu: RNodeGpu | None = None,
 ) -> AsyncIterator[list[Link]]:
-    """Links to `n` R-nodes of one thread each; with `stand_in`, waiters stand in for that thread."""
+    """Links to `n` R-nodes of one thread each; with `stand_in`, waiters stand in for that thread. `gpu`: theirs."""
     nodes, links = [], []
     hello = model.hello(n_slots=n_slots, max_rows=max_rows, kv_dtype=kv_dtype, kv_bytes=1 << 25, max_seqs=16)
     try:
         for i in range(n):
-            nodes.append(RNode(threads=1, kv_bytes=1 << 25, stand_in=stand_in))
+            nodes.append(RNode(threads=1, kv_bytes=1 << 25, stand_in=stand_in, gpu=gpu))
             url = f"shm://{tmp_path}/r{i}" if scheme == "shm" else "tcp://127.0.0.1:0"
             links.append(await connect((await nodes[-1].serve([url], None))[0], hello, None))
         yield links
