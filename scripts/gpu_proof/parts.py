@@ -10,12 +10,11 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fastdecode.daemon.machine import usable_cpus
-from gpu_proof import round_trip, serving, under_load
+from gpu_proof import places, round_trip, serving, under_load
 from gpu_proof.setting import Setting, Skipped
 
 #: `fastdecode-bench checkpoint` for the shapes of these models. Decode speed does not depend on the weights' values.
@@ -104,12 +103,18 @@ def throughput(setting: Setting) -> None:
         _decode(setting, model, batches, context)
     command = ["-m", "gpu_proof.peers", str(model), setting.device, dtype]
     for line in setting.lines("peers", [*command, *(f"{batch}:{context}" for batch in batches)]):
-        setting.results["peers"].append(_rounded(setting, json.loads(line)))
+        setting.results["peers"].append(setting.timed_cell(json.loads(line)))
 
 
 def prompts(setting: Setting) -> None:
     """See under_load.measure."""
     under_load.measure(setting, *_checkpoint(setting))
+
+
+def r_node(setting: Setting) -> None:
+    """See places.measure."""
+    setting.need_torch_cuda()
+    places.measure(setting, *_checkpoint(setting))
 
 
 def _checkpoint(setting: Setting) -> tuple[Path, str]:
@@ -149,12 +154,7 @@ def _decode(setting: Setting, model: Path, batches: Sequence[int], context: int)
         setting.results["exchange"] = kept.get("exchange", "")
         names = ("batch", "context", "kv_dtype", "tokens_per_s", "s_tokens_per_s", "r_tokens_per_s", "note")
         rows = [{name: row[name] for name in names if row.get(name)} for row in kept["rows"]]
-        setting.results["cells"] = [_rounded(setting, row) for row in rows]
-
-
-def _rounded(setting: Setting, cell: dict[str, Any]) -> dict[str, Any]:
-    """A cell whose times and rates are those of this machine, if it has a GPU."""
-    return {name: setting.timed(value) if isinstance(value, float) else value for name, value in cell.items()}
+        setting.results["cells"] = [setting.timed_cell(row) for row in rows]
 
 
 def weights(setting: Setting) -> None:
@@ -162,7 +162,7 @@ def weights(setting: Setting) -> None:
     setting.results["cells"] = []
     matrices = ("96x128",) if setting.simulated else MATRICES
     for line in setting.lines("weights", ["-m", "gpu_proof.products", setting.device, *matrices]):
-        setting.results["cells"].append(_rounded(setting, json.loads(line)))
+        setting.results["cells"].append(setting.timed_cell(json.loads(line)))
 
 
 def attention(setting: Setting) -> None:
@@ -170,7 +170,7 @@ def attention(setting: Setting) -> None:
     setting.results["cells"] = []
     cells = ("1:130",) if setting.simulated else ATTENTION
     for line in setting.lines("attention", ["-m", "gpu_proof.attention", setting.device, *cells]):
-        setting.results["cells"].append(_rounded(setting, json.loads(line)))
+        setting.results["cells"].append(setting.timed_cell(json.loads(line)))
 
 
 #: Each part with the share of the proof's time that it may take, the important ones first.
@@ -180,6 +180,7 @@ PARTS: dict[str, tuple[Callable[[Setting], None], float]] = {
     "exchanges": (serving.bypass_against_staged, 0.2),
     "throughput": (throughput, 0.4),
     "prompts": (prompts, 0.3),
+    "r-node": (r_node, 0.2),
     "weights": (weights, 0.15),
     "attention": (attention, 0.1),
     "round-trip": (round_trip.measure, 0.1),

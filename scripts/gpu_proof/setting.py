@@ -98,6 +98,10 @@ class Setting:
         """A time or a rate for the results; the simulation has none."""
         return "simulated" if self.simulated else round(value, digits)
 
+    def timed_cell(self, cell: dict[str, Any]) -> dict[str, Any]:
+        """A cell for the results, whose floats are times and rates."""
+        return {name: self.timed(value) if isinstance(value, float) else value for name, value in cell.items()}
+
     def lines(self, name: str, command: list[str], **environment: str) -> Iterator[str]:
         """Run a Python command from the project's folder, and end it at the part's bound. Yields the lines that it
         prints. Raises OutOfTime, and RuntimeError if the command fails."""

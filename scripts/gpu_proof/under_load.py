@@ -44,7 +44,7 @@ def measure(setting: Setting, model: Path, dtype: str) -> None:
         asyncio.run(_by_node(setting, model, dtype, one, many, streams, batches))
     cells = [f"1x{one}", f"{many[0]}x{many[1]}"]
     for line in setting.lines("prompts", ["-m", "gpu_proof.under_load", str(model), setting.device, dtype, *cells]):
-        setting.results["prompts"].append(_timed(setting, json.loads(line)))
+        setting.results["prompts"].append(setting.timed_cell(json.loads(line)))
 
 
 async def _by_node(
@@ -72,7 +72,7 @@ async def _by_node(
         node.kill()
 
 
-async def _load(setting: Setting, server: Target, requests: list[LoadRequest], seed: int) -> LoadRun:
+async def load(setting: Setting, server: Target, requests: list[LoadRequest], seed: int) -> LoadRun:
     """Raises RuntimeError if a request fails."""
     limit = setting.left()
     done = await run(
@@ -85,11 +85,11 @@ async def _load(setting: Setting, server: Target, requests: list[LoadRequest], s
 
 async def _first_steps(setting: Setting, server: Target, batches: tuple[int, ...]) -> None:
     """The goal is that no first step takes more than 1.2 times the time of the later ones."""
-    await _load(setting, server, fixed(1, 8, _STEP_TOKENS), 0)
+    await load(setting, server, fixed(1, 8, _STEP_TOKENS), 0)
     for n in batches:
-        gaps = [_longest_gap(await _load(setting, server, fixed(n, 8, _STEP_TOKENS), n + k)) for k in range(_REPEATS)]
+        gaps = [_longest_gap(await load(setting, server, fixed(n, 8, _STEP_TOKENS), n + k)) for k in range(_REPEATS)]
         cell = {"sequences": n, "longest_gap_ms": gaps[0] * 1e3, "later_ms": statistics.median(gaps[1:]) * 1e3}
-        setting.results["first steps"].append(_timed(setting, cell))
+        setting.results["first steps"].append(setting.timed_cell(cell))
 
 
 def _longest_gap(done: LoadRun) -> float:
@@ -97,13 +97,13 @@ def _longest_gap(done: LoadRun) -> float:
 
 
 async def _prompts(setting: Setting, server: Target, one: int, many: tuple[int, int], streams: int) -> None:
-    times = [(await _load(setting, server, fixed(1, one, 1), k)).answers[0] for k in range(_REPEATS)]
+    times = [(await load(setting, server, fixed(1, one, 1), k)).answers[0] for k in range(_REPEATS)]
     seconds = statistics.median(answer.chunks[0] - answer.sent for answer in times)
     _keep(setting, "fastdecode", 1, one, seconds)
     for beside in (0, streams):
         requests = [LoadRequest(0.0, 8, _STREAM_TOKENS)] * beside
         requests += [LoadRequest(_STREAM_SECONDS if beside else 0.0, many[1], 1)] * many[0]
-        done = await _load(setting, server, requests, 10 + beside)
+        done = await load(setting, server, requests, 10 + beside)
         prompts = [answer for answer in done.answers if answer.request.prompt_tokens == many[1]]
         begin, end = min(answer.sent for answer in prompts), max(answer.chunks[0] for answer in prompts)
         others = [answer.chunks for answer in done.answers if answer.request.prompt_tokens != many[1]]
@@ -116,15 +116,11 @@ async def _prompts(setting: Setting, server: Target, one: int, many: tuple[int, 
 
 
 def _keep(setting: Setting, system: str, prompts: int, tokens: int, seconds: float, **more: Any) -> None:
-    setting.results["prompts"].append(_timed(setting, _cell(system, prompts, tokens, seconds) | more))
+    setting.results["prompts"].append(setting.timed_cell(_cell(system, prompts, tokens, seconds) | more))
 
 
 def _cell(system: str, prompts: int, tokens: int, seconds: float) -> dict[str, Any]:
     return {"system": system, "prompts": prompts, "tokens": tokens, "tokens_per_s": prompts * tokens / seconds}
-
-
-def _timed(setting: Setting, cell: dict[str, Any]) -> dict[str, Any]:
-    return {name: setting.timed(value) if isinstance(value, float) else value for name, value in cell.items()}
 
 
 @torch.inference_mode()
