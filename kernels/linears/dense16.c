@@ -66,6 +66,6 @@ void fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, con
     const size_t tiles = (rows + FD_DENSE16_TILE - 1) / FD_DENSE16_TILE; /* blocks have much the same number of them */
     run_t run = {ops, l, x, y, rows, blocks, (tiles + blocks - 1) / blocks * FD_DENSE16_TILE};
     const size_t part = ops->panel * l->ins * (rows < run.block_rows ? rows : run.block_rows);
-    fd_parallel(run_parts, &run, (l->outs + ops->panel - 1) / ops->panel * blocks, WORTH_A_TURN / part + 1,
+    fd_parallel(run_parts, &run, (l->outs + ops->panel - 1) / ops->panel * blocks, (WORTH_A_TURN + part - 1) / part,
                 most < threads ? (unsigned)most : threads);
 }

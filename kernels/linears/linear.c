@@ -51,9 +51,11 @@ fd_status_t fd_linear_run(const fd_linear_t *l, const fd_linear_ops_t *ops, cons
     work.rows.starts = (int32_t *)(work.rows.sums + blocks);
     /* Less is done sooner than a thread wakes up. */
     enum { BLOCKS_WORTH_SHARING = 1024, BLOCK_TILES_WORTH_SHARING = 512 };
+    enum { BLOCKS_WORTH_A_TURN = 128 }; /* of tiles: they take longer than the threads' hand-over of parts */
     fd_parallel(round_rows, &work, rows, 0, blocks < BLOCKS_WORTH_SHARING ? 1 : threads);
     const uint32_t tiles = fd_linear_tiles(l);
-    fd_parallel(compute_tiles, &work, tiles, 0, blocks * tiles < BLOCK_TILES_WORTH_SHARING ? 1 : threads);
+    const size_t least = (BLOCKS_WORTH_A_TURN + blocks - 1) / (blocks ? blocks : 1);
+    fd_parallel(compute_tiles, &work, tiles, least, blocks * tiles < BLOCK_TILES_WORTH_SHARING ? 1 : threads);
     free(memory);
     return FD_OK;
 }
