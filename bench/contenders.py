@@ -15,10 +15,13 @@ from fastdecode.bench.load import Cell
 from fastdecode.bench.peer_process import CutOffError, PeerError, PeerProcess
 from fastdecode.bench.peers import ELEMENT_BYTES, Peer
 from fastdecode.daemon.decoding import DecodeShape, kv_bytes
-from fastdecode.kernels._native import loop_times
+from fastdecode.kernels._native import loop_times, time_loops
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 from fastdecode.transports.base import TransportError
+
+#: What loop_times returns.
+LoopTimes = dict[str, tuple[int, float, float, float, float]]
 
 
 class Contender(Protocol):
@@ -52,8 +55,9 @@ class SplitSystem:
         self._decoding: DecodingInParts | None = None
         self.r_threads, self.isa = 0, ""  # of the R-nodes, from the first cell on
         self.exchange = ""  # of the last cell
-        #: Of each round of the last cell: seconds of the S-Part alone, and the times of the loops of its threads.
-        self.loops: list[tuple[float, dict[str, tuple[int, float, float, float, float]]]] = []
+        #: Of each round of the last cell: seconds of the S-Part alone, and the times of the loops that its threads
+        #: share, alone and in the split system.
+        self.loops: list[tuple[float, LoopTimes, LoopTimes]] = []
 
     def shape(self, cell: Cell) -> DecodeShape:
         mini_batches = min(self._mini_batches, cell.batch)
@@ -81,10 +85,14 @@ class SplitSystem:
 
     async def round(self, steps: int, seconds: float, stop: asyncio.Event) -> dict[str, float]:
         assert self._decoding
+        time_loops(True)
         split = (await self._decoding.split_round()).elapsed
+        in_split = loop_times()
         self.exchange = str(self._decoding.spart.exchange)
+        time_loops(True)
         s_part = await self._decoding.s_round()
-        self.loops.append((s_part, loop_times()))
+        self.loops.append((s_part, loop_times(), in_split))
+        time_loops(False)
         return {"all": split, "s": s_part, "r": await self._decoding.r_round()}
 
     async def end(self, *, done: bool) -> None:

@@ -68,35 +68,39 @@ def row_of(
 #: The loops that threads of the S-Part share, as the report has them.
 _LOOPS = {"qkv": "Q, K and V", "o": "O", "up": "gate and up", "down": "down", "other": "head and others"}
 _LOOPS |= {"rows": "norms, gates", "draws": "draws"}
+#: The shares of the threads' time, and the widths of their columns.
+_WAITS = (("late", 6), ("split_late", 17), ("done", 12))
 
 
 def _loops(split: SplitSystem, steps: int) -> dict[str, dict[str, float]]:
     """For each kind of loops of the S-Part alone: how many there are in a step, their seconds, and the shares of its
-    threads' time before their first part and after their last one. "alone": the rest of the step, in one thread or in
-    threads of torch. Of the round of median length."""
+    threads' time before their first part ("late"; "split_late" is that of the split system, where threads may have gone
+    to sleep) and after their last one. "alone": the rest of the step, in one thread or in threads of torch. Of the
+    round of median length."""
     if not split.loops:
         return {}
-    seconds, times = sorted(split.loops, key=lambda loop: loop[0])[len(split.loops) // 2]
+    seconds, times, in_split = sorted(split.loops, key=lambda loop: loop[0])[len(split.loops) // 2]
     found = {}
     for name in _LOOPS:
         loops, elapsed, late, done, busy = times[name]
         if loops:
             threads = late + done + busy
-            found[name] = {"loops": loops, "seconds": elapsed, "late": late / threads, "done": done / threads}
+            found[name] = {"loops": loops / steps, "seconds": elapsed / steps}
+            found[name] |= {"late": late / threads, "done": done / threads}
+            if (threads := sum(in_split[name][2:])) > 0:
+                found[name]["split_late"] = in_split[name][2] / threads
             seconds -= elapsed
-    found["alone"] = {"loops": 0, "seconds": seconds, "late": 0.0, "done": 0.0}
-    return {
-        name: loop | {"loops": loop["loops"] / steps, "seconds": loop["seconds"] / steps}
-        for name, loop in found.items()
-    }
+    found["alone"] = {"seconds": seconds / steps}
+    return found
 
 
 def _print_loops(loops: dict[str, dict[str, float]]) -> None:
     """Print where the S-Part alone spends a step, and how long its threads wait for each other."""
-    print("  the S-Part alone  us a step  loops  threads that are late  threads that have no part left")
+    print("  the S-Part's threads          us a step   loops    late  late in the split  no part left")
     for name, loop in loops.items():
-        waits = f"{loop['loops']:7.0f}{100 * loop['late']:21.1f} %{100 * loop['done']:30.1f} %" if loop["loops"] else ""
-        print(f"    {_LOOPS.get(name, 'no loop'):<16}{1e6 * loop['seconds']:9.0f}{waits}")
+        counts = f"{loop['loops']:8.0f}" if "loops" in loop else ""
+        waits = (f"{100 * loop[key]:{width}.1f} %" for key, width in _WAITS if key in loop)
+        print(f"    {_LOOPS.get(name, 'no loop'):<26}{1e6 * loop['seconds']:9.0f}{counts}{''.join(waits)}")
 
 
 def _speeds(cell: Cell, steps: int, measured: Measured, name: str) -> dict[int, float]:
