@@ -123,7 +123,6 @@ static bool has_arrived(const words_t *words, uint32_t barrier) {
 
 static void arrive(fd_reduction_t *r) {
     words_t *own = words_of(r, r->rank);
-    r->own_ns = fd_now_ns() - r->passed_ns;
     r->watched = r->rank;
     __atomic_store_n(&own->thread, fd_thread_number(), __ATOMIC_RELAXED);
     __atomic_store_n(&own->arrived, ++r->arrived, __ATOMIC_SEQ_CST);
@@ -158,8 +157,11 @@ bool fd_reduction_look(fd_reduction_t *r, uint32_t rank) {
     if (is_broken(r)) return false;
     if (!pid) return true; /* it has not joined */
     if (has_ended(pid)) return break_with(r, ENDED, rank);
-    if (r->watched != rank) r->watch = (fd_rank_watch_t){0};
-    r->watched = rank;
+    if (r->watched != rank) {
+        r->watched = rank;
+        r->watch = (fd_rank_watch_t){0};
+        r->own_ns = fd_now_ns() - r->passed_ns;
+    }
     switch (fd_rank_look(&r->watch, pid, thread ? thread : pid, r->limit_ns, r->own_ns)) {
     case FD_RANK_STALLS: return break_with(r, STALLED, rank);
     case FD_RANK_LOOPS: return break_with(r, LOOPS, rank);

@@ -34,10 +34,11 @@ typedef struct {
     uint32_t rank, n_ranks;
     uint64_t limit_ns; /* a rank that does not go on for this time is lost */
     fd_sum_parts_t *const *sum_parts;
-    uint32_t arrived;           /* the barriers that this rank has arrived at */
-    uint32_t slot;              /* of the next sum, 0 or 1 */
-    uint64_t passed_ns, own_ns; /* when the last barrier was passed, and the time from there to the present one */
-    uint32_t watched;           /* the rank that is waited for */
+    uint32_t arrived;   /* the barriers that this rank has arrived at */
+    uint32_t slot;      /* of the next sum, 0 or 1 */
+    uint64_t passed_ns; /* when the last barrier was passed */
+    uint32_t watched;   /* the rank that is waited for; the own rank: none */
+    uint64_t own_ns;    /* from the last barrier to the first look at that rank */
     fd_rank_watch_t watch;
 } fd_reduction_t;
 

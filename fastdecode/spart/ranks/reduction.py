@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 from multiprocessing.connection import Connection
 
 import torch
@@ -15,7 +16,7 @@ from fastdecode.spart.threads import pool_threads
 
 __all__ = ["RankError", "Reduction", "create_segment"]
 
-_LOOK_SECONDS = 0.05
+_LOOK_MS = 50
 
 
 def create_segment(n_ranks: int) -> int:
@@ -60,7 +61,9 @@ class Reduction:
 
     def receive(self, connection: Connection, rank: int) -> bytes:
         """Wait for a message of another rank, in the thread that sums. Raises RankError as `sum_` does; EOFError."""
-        while not connection.poll(_LOOK_SECONDS):
+        poll = select.poll()  # Connection.poll makes a selector each time
+        poll.register(connection, select.POLLIN)
+        while not poll.poll(_LOOK_MS):
             self.native.look(rank)
         return connection.recv_bytes()
 

@@ -45,10 +45,13 @@ def busiest_thread(pid: int, seconds: float = 0.5) -> int:
 
 @contextmanager
 def stopped_thread(tid: int) -> Iterator[None]:
-    """Stop a thread. At the end its process has to be dead. Skips the test where ptrace is not allowed."""
+    """Stop a thread meanwhile. Skips the test where ptrace is not allowed."""
     command = [sys.executable, "-c", _TRACER, str(tid)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as tracer:
         assert tracer.stdout is not None
         if (answer := tracer.stdout.readline()) != b"stopped\n":
             pytest.skip(f"ptrace: {answer.decode()}")
-        yield
+        try:
+            yield
+        finally:
+            tracer.kill()  # which matters only if the process lives: the thread goes on
