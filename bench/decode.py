@@ -42,7 +42,7 @@ COMMAND = ("decode", "output tokens/s of the split system, of S and R alone, and
 
 #: The options that a file of --out must have been measured with.
 _SETTINGS = ("weights", "steps", "rounds", "mini_batches", "r_node", "device", "dtype", "threads", "s_threads", "cpus",
-    "spin_us", "peer", "cell_seconds", "load_seconds")  # fmt: skip
+    "spin_us", "peer", "ranks", "cell_seconds", "load_seconds")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cpus", help="CPUs of the attention threads, for example 1 or 4-7")
     add("--spin-us", type=int, help="microseconds that a waiter spins before it sleeps")
     add("--peer", action="append", choices=sorted(PEERS), default=[], help="also run this peer (repeatable)")
+    add("--ranks", type=int, default=2, metavar="N",
+        help="of --peer ranks, the same system with --tensor-parallel N on the same cores (2)")  # fmt: skip
     add("--out", type=Path, metavar="FILE", help="keep every cell in FILE, and measure only what it lacks")
     add("--plot", type=Path, metavar="FILE", help="PNG: ratio to the best peer by batch and context")
     add("--json", action="store_true", help="print one JSON object")
@@ -122,7 +124,10 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         return kept, 0
     split = split_machine(config, s_on_gpu=device.type == "cuda")
     batch, context = max(args.batch), max(args.context)
-    load = PeerLoad(path, args.weights, dtype, device, torch.get_num_threads(), batch, context, args.steps)
+    cores = torch.get_num_threads()
+    load = PeerLoad(
+        path, args.weights, dtype, device, cores, batch, context, args.steps, args.ranks, split.mini_batches
+    )
     peers = [PEERS[name](load) for name in dict.fromkeys(args.peer)]
     set_threads(split.s_threads)
     model = in_own_thread(load_model, path, device=device, dtype=dtype, progress=True, weights=args.weights)

@@ -152,14 +152,15 @@ def print_one(result: dict[str, Any]) -> None:
     weights = f"weights {result['weights']} ({format_bytes(result['weight_bytes'])})"
     print(f"{result['model']}: {shape}, {weights}, {result['dtype']}, KV {result['kv_dtype']}, {result['exchange']}")
     rows = [
-        ("split", result["tokens_per_s"]),
-        ("S alone", result["s_tokens_per_s"]),
-        ("R alone", result["r_tokens_per_s"]),
+        ("split", "split", result["tokens_per_s"]),
+        ("S alone", "s", result["s_tokens_per_s"]),
+        ("R alone", "r", result["r_tokens_per_s"]),
     ]
     measured = {name: peer for name, peer in result["peers"].items() if "ratio" in peer}
-    rows += [(name, peer["tokens_per_s"]) for name, peer in measured.items()]
-    for name, tokens in rows:
-        print(f"  {name:<14}{tokens:10.1f} tokens/s")
+    rows += [(name, name, peer["tokens_per_s"]) for name, peer in measured.items()]
+    for title, name, tokens in rows:
+        low, high = result["spread"][name]
+        print(f"  {title:<14}{tokens:10.1f} tokens/s [{low:.1f}-{high:.1f}]")
     print(f"  {'of the bound':<14}{100 * result['bound_ratio']:10.1f} %, the time of {result['bound']}")
     print(f"  {'hand-over':<14}{100 * result['step_shares']['hand_over']:10.1f} % of a step")
     if (gbps := result.get("s_gbps")) is not None:

@@ -20,6 +20,8 @@ class PeerLoad:
     batch: int  # the most sequences of a cell
     context: int  # the most cached tokens of a sequence
     steps: int  # tokens decoded of each sequence in a round
+    ranks: int = 2  # of the peer of that name
+    mini_batches: int = 1
 
     @property
     def dtype_name(self) -> str:

@@ -13,10 +13,13 @@ from fastdecode.bench.llama_cpp_file import KV_TYPES, gguf_of
 from fastdecode.bench.load import PeerLoad
 from fastdecode.bench.peer_process import worker_file
 from fastdecode.bench.vllm_environment import needed_vllm_python, vllm_env
+from fastdecode.daemon.machine import total_memory
+from fastdecode.spart import read_config
+from fastdecode.spart.ranks.cut import why_not_shared
 
 #: Bytes of an element in each format of the peers' KV-caches; blocks of 32 elements have a scale in 16 bits.
 ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "f32": 4.0, "f16": 2.0}
-ELEMENT_BYTES |= {"q8_0": 34 / 32, "q4_0": 18 / 32}
+ELEMENT_BYTES |= {"q8_0": 34 / 32, "q4_0": 18 / 32, "int8": 34 / 32, "int8-int4": 26 / 32}
 #: The formats among them that keep 16 bits or more of each element.
 DENSE = ("fp32", "fp16", "bf16", "f32", "f16")
 
@@ -120,6 +123,32 @@ class LlamaCpp(Peer):
         self._folder.cleanup()
 
 
+class OwnRanks(Peer):
+    """fastdecode's own split system with the weights cut among ranks, which share the cores evenly."""
+
+    name = "ranks"
+
+    def __init__(self, load: PeerLoad):
+        config = read_config(load.model)
+        if reason := why_not_shared(config, load.ranks):
+            raise ValueError(f"--peer ranks: {reason}")
+        super().__init__(load)
+
+    def format_of(self, kv_dtype: str) -> str:
+        return kv_dtype
+
+    def command(self, kv_format: str, kv_bytes: int) -> Command:
+        load, threads = self.load, str(max(1, self.load.threads // self.load.ranks))
+        options = {"--model": str(load.model), "--weights": load.weights, "--dtype": load.dtype_name}
+        options |= {"--tensor-parallel": str(load.ranks), "--s-threads": threads, "--threads": threads}
+        options |= {"--kv-memory": str(total_memory()), "--device": "cpu", "--log-level": "warning"}
+        argv = ["--no-calibration", *(word for pair in options.items() for word in pair)]
+        if load.mini_batches > 1:
+            argv += ["--mini-batches", str(load.mini_batches)]
+        arguments = {"options": argv, "mini_batches": load.mini_batches, "steps": load.steps}
+        return Command(sys.executable, worker_file("ranks"), arguments, {})
+
+
 _QUIET = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
 
 
@@ -132,4 +161,4 @@ def _check_dense_directory(peer: str, load: PeerLoad) -> None:
         raise ValueError(f"the {peer} peer needs a model directory whose weights stay as they are stored")
 
 
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Transformers, Vllm, LlamaCpp)}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Transformers, Vllm, LlamaCpp, OwnRanks)}

@@ -27,15 +27,16 @@ def bench(*argv: str) -> str:
     return done.stdout
 
 
-def test_decode_prints_one_object_with_the_split_its_parts_and_a_peer():
+def test_decode_prints_one_object_with_the_split_its_parts_and_peers():
     argv = ["--batch", "5", "--context", "70", "--steps", "2", "--rounds", "2", "--mini-batches", "2"]
-    result = json.loads(bench("decode", *argv, "--peer", "transformers", "--json"))
+    result = json.loads(bench("decode", *argv, "--peer", "transformers", "--peer", "ranks", "--json"))
     for name in ("tokens_per_s", "s_tokens_per_s", "r_tokens_per_s", "bound_ratio"):
         assert result[name] > 0
     assert (result["batch"], result["context"], result["mini_batches"]) == (5, 70, 2)
     low, high = result["spread"]["bound_ratio"]
     assert low <= result["bound_ratio"] <= high
-    assert result["peers"]["transformers"]["tokens_per_s"] > 0
+    for peer in ("transformers", "ranks"):
+        assert result["peers"][peer]["tokens_per_s"] > 0
 
 
 def test_decode_rounds_weights_as_the_node_does():
