@@ -28,7 +28,7 @@ _MOST = {
 #: Options of an R-node for pages in the host's memory, and threads that attend.
 _HOST_OPTIONS = ("threads", "cpus", "huge_pages", "prefault")
 #: Options that an S-node of several ranks does not have yet.
-_NOT_OF_RANKS = ("lora", "partition", "prefill_at", "prefill_file", "prefill_listen", "cpus", "numa_node")
+_NOT_OF_RANKS = ("partition", "prefill_at", "prefill_file", "prefill_listen", "cpus", "numa_node")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
 EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault")
 

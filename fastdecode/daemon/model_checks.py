@@ -50,8 +50,6 @@ def _check_ranks(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
             f"--tensor-parallel {config.tensor_parallel}: {model.architecture} runs by the transformers backend, whose "
             "models ranks do not share"
         )
-    if config.kv_dtype.endswith("int4"):
-        raise ConfigError(f"--tensor-parallel and --kv-dtype {config.kv_dtype} are not supported together")
     if reason := why_not_shared(model, config.tensor_parallel):
         raise ConfigError(f"--tensor-parallel {config.tensor_parallel}: {reason}")
 

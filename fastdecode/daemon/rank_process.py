@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -42,6 +43,8 @@ from fastdecode.spart import Model, choose_dtype
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config_file import open_source
 from fastdecode.spart.decoder.rank_steps import FollowingSPart
+from fastdecode.spart.int4.balance import balance_for
+from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.ranks.reduction import RankError
 from fastdecode.spart.ranks.share import Share
@@ -85,7 +88,8 @@ def _load(config: NodeConfig, share: Share) -> Model:
 
     device = torch.device("cpu")
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
-    model = in_own_thread(backend.load, device, dtype, weights=config.weights, share=share)
+    adapters = [read_adapter(name, directory) for name, directory in config.lora]
+    model = in_own_thread(backend.load, device, dtype, weights=config.weights, adapters=adapters, share=share)
     assert isinstance(model, Model), "model_checks.py has refused a model of the transformers backend"
     return model
 
@@ -120,7 +124,8 @@ class _Follower:
 
     def _follow(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
         try:
-            FollowingSPart(self._model, self._rank).follow(self._lead, self._links)
+            balance = partial(balance_for, self._model)
+            FollowingSPart(self._model, self._rank).follow(self._lead, self._links, balance)
         except BaseException as error:
             if not isinstance(error, RankError):
                 log.exception("a step has failed in rank %d", self._rank)

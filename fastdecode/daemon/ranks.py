@@ -40,7 +40,9 @@ from fastdecode.daemon.rank_messages import (
     RankAnswer,
     ToRank,
 )
+from fastdecode.spart import Model
 from fastdecode.spart.decoder.rank_steps import Followers
+from fastdecode.spart.int4.balance import balance_for
 from fastdecode.spart.ranks.reduction import RankError, create_segment
 from fastdecode.spart.ranks.share import Share
 from fastdecode.transports.base import Hello, Link, LinkDown
@@ -198,6 +200,12 @@ class Ranks:
         """Wait until the other ranks have their weights. Raises RuntimeError if one could not load them."""
         for rank in self._others:
             rank.loaded.result()
+
+    def balance(self, model: Model, kv_dtype: str, tokens: Sequence[int]) -> None:
+        """balance_for at all ranks at once, each for its heads. `model` is that of rank 0. Raises RankError."""
+        self.followers.balance(kv_dtype, tokens)
+        balance_for(model, kv_dtype, tokens)
+        self.followers.ended(self.share.reduction)
 
     async def team(self, own: Link, url: str | None, hello: Hello) -> RankTeam:
         """Let the other ranks open links to the R-node of rank 0's link `own`. `url` None: each rank has an embedded

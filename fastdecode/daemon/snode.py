@@ -109,7 +109,11 @@ def serve_model(
         if device.type == "cpu" and (for_model := split.for_model(config, model.parameters)) is not split:
             split = for_model
             log.info("the S-Part of only %d parameters computes in one thread", model.parameters)
-        in_own_thread(balance_for, model, config.kv_dtype, calibration)
+        if ranks is None:
+            in_own_thread(balance_for, model, config.kv_dtype, calibration)
+        else:
+            assert isinstance(model, Model), "model_checks.py has refused other models"
+            in_own_thread(ranks.balance, model, config.kv_dtype, calibration)
         set_threads(split.s_threads, model)
         log.info("exchange: %s", exchange)
         uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret, ranks))

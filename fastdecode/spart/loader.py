@@ -37,7 +37,7 @@ from fastdecode.spart.linears.stack import make_experts, make_linear, quantised_
 from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.ranks.cut import cut_config
-from fastdecode.spart.ranks.share import CutCheckpoint, Share
+from fastdecode.spart.ranks.share import CutAdapter, CutCheckpoint, Share
 from fastdecode.spart.ranks.vocabulary import SharedEmbedding, SharedHead
 from fastdecode.spart.served import TORCH_DTYPES, with_sinks
 
@@ -83,7 +83,8 @@ def load_model(
     if share is not None:
         whole, config = config, cut_config(config, share.rank, share.n)
         blueprint = Blueprint(config, blueprint.own_head)
-        checkpoint = CutCheckpoint(checkpoint, whole, wanted.shapes, _wanted(blueprint).shapes, share)
+        cut = CutCheckpoint(checkpoint, whole, wanted.shapes, _wanted(blueprint).shapes, share)
+        checkpoint, adapter_set = cut, AdapterSet([CutAdapter.of(adapter, cut) for adapter in adapters])
     units: dict[str, Any] = {"unit": "", "unit_scale": True}
     with (
         torch.inference_mode(),

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.adapters_made import merged, save_adapter
 from models.checkpoints import reference
 from nodes.node_process import Node, gone, health
+from openai import APIError
 from ranks.stopped_thread import busiest_thread, stopped_thread
 
 from fastdecode.demo import model_dir
@@ -34,25 +36,34 @@ def r_node(start, url: str) -> tuple[Node, str]:
     return node, node.wait_for(r"R-node on (\S+):")[1]
 
 
-def greedy(api, prompt, n=24, **options):
-    ask = {"model": "fastdecode-demo", "prompt": prompt, "max_tokens": n, "temperature": 0}
+def greedy(api, prompt, n=24, model="fastdecode-demo", **options):
+    ask = {"model": model, "prompt": prompt, "max_tokens": n, "temperature": 0}
     return api.completions.create(**ask, extra_body={"ignore_eos": True}, **options)
+
+
+def continuation(theirs, prompt: list[int], n: int = 24) -> str:
+    theirs.generation_config.eos_token_id = None
+    tokens = theirs.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False)[0, len(prompt) :]
+    return Tokenizer.from_dir(model_dir()).decode(tokens.tolist())
 
 
 def check_against_transformers(api) -> None:
     """Prompts of several lengths at once, and then one whose first pages are cached."""
-    theirs, tokenizer = reference(model_dir()), Tokenizer.from_dir(model_dir())
-    theirs.generation_config.eos_token_id = None
-    rng = random.Random(0)
+    theirs, rng = reference(model_dir()), random.Random(0)
     prompts = [[rng.randrange(3, theirs.config.vocab_size) for _ in range(n)] for n in (1, 17, 300, 700)]
     prompts.append(prompts[3][:650] + prompts[1])
     with ThreadPoolExecutor(4) as threads:
         answers = [*threads.map(lambda prompt: greedy(api, prompt), prompts[:4])]
     answers.append(greedy(api, prompts[4]))
     for prompt, answer in zip(prompts, answers, strict=True):
-        want = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
-        assert answer.choices[0].text == tokenizer.decode(want.tolist())
+        assert answer.choices[0].text == continuation(theirs, prompt)
     assert answers[4].usage.prompt_tokens_details.cached_tokens == 650
+
+
+def decode_until_the_end(api) -> None:
+    with contextlib.suppress(APIError):
+        while True:
+            greedy(api, "It was", 900)
 
 
 @contextlib.contextmanager
@@ -65,35 +76,43 @@ def streaming(start, n: int, *options: str, check: bool = False) -> Iterator[Nod
             assert [(r["part"], r["alive"]) for r in health(api)["nodes"]] == [
                 (f"{i}/{n}", True) for i in range(1, n + 1)
             ]
-        stream = greedy(api, "It was", 900, stream=True)
-        next(stream)
         children = node.children()
-        yield node
-        stream.close()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(decode_until_the_end, api)
+            try:
+                yield node
+            finally:
+                if node.process.poll() is None:
+                    node.end(signal.SIGKILL)
     assert all(gone(pid) for pid in children)
 
 
-def test_four_ranks_and_the_kill_of_one(start):
-    with streaming(start, 4, check=True) as node:
+def test_four_ranks_with_an_adapter_and_the_kill_of_one(start, tmp_path):
+    adapter = save_adapter(model_dir(), tmp_path / "adapter", 1, r=4, target_modules="all-linear")
+    with streaming(start, 4, "--lora", f"tuned={adapter}", check=True) as node:
+        prompt = [*range(30, 90)]
+        with node.api() as api:
+            tuned = greedy(api, prompt, model="tuned").choices[0].text
+        assert tuned == continuation(merged(model_dir(), adapter), prompt)
         rank = rank_processes(node)[1]
         os.kill(rank, signal.SIGKILL)
         assert node.process.wait(20) == 1
         assert re.search(rf"the S-node ends, because rank 2 \(pid {rank}\) has ended$", node.log.read_text(), re.M)
 
 
-@pytest.mark.parametrize("hangs", ["rank 0", "rank 1", "rank 1 as a whole"])
+@pytest.mark.parametrize("hangs", ["thread", "process"])
 def test_the_s_node_ends_if_a_rank_hangs(hangs, start):
-    """In ranks 0 and 1 the thread that computes stops, while the process's other threads go on."""
-    with streaming(start, 2, "--mini-batches", "2", check=hangs == "rank 1") as node:
+    """The thread that computes stops, while the other threads of its process go on or do not."""
+    options = ("--kv-dtype", "int4") if hangs == "process" else ()
+    with streaming(start, 2, "--mini-batches", "2", *options, check=hangs == "thread") as node:
         [rank] = rank_processes(node)
-        pid = node.process.pid if hangs == "rank 0" else rank
-        if hangs == "rank 1 as a whole":
+        if hangs == "process":
             os.kill(rank, signal.SIGSTOP)
             assert node.process.wait(20) == 1
         else:
-            with stopped_thread(busiest_thread(pid)):
+            with stopped_thread(busiest_thread(rank)):
                 assert node.process.wait(20) == 1
-        why = rf"the S-node ends, because rank {hangs[5]} \(pid {pid}\) (has not gone on for 3.0 s|does not answer)"
+        why = rf"the S-node ends, because rank 1 \(pid {rank}\) (has not gone on for 3.0 s|does not answer)"
         assert re.search(why, node.log.read_text())
 
 

@@ -34,7 +34,6 @@ S_STARTS = [
     ("--tensor-parallel 65", "--tensor-parallel is at most 64"),
     ("--tensor-parallel 2 --device cuda", "--tensor-parallel is for the native backend on CPUs"),
     ("--tensor-parallel 2 --backend transformers", "--tensor-parallel is for the native backend on CPUs"),
-    ("--tensor-parallel 2 --lora a={empty}", "--tensor-parallel and --lora are not supported together"),
     ("--tensor-parallel 2 --numa-node 0", "--tensor-parallel and --numa-node are not supported together"),
     ("--tensor-parallel 2 --weights int4", "--tensor-parallel and --weights int4 need --no-calibration"),
     ("--config {none}", "--config {none}: No such file or directory"),
@@ -65,7 +64,6 @@ S_STARTS = [
     ("--kv-memory 1.1MiB", "--kv-memory 1.1 MiB is too small for 128 tokens of LlamaForCausalLM"),
     ("--partition heads --r-node {open} --r-node {open} --r-node {open}", "3 R-nodes cannot share the 2 KV heads"),
     ("--tensor-parallel 3", "--tensor-parallel 3: 3 ranks cannot share the 8 query heads and 2 KV heads"),
-    ("--tensor-parallel 2 --kv-dtype int4", "--tensor-parallel and --kv-dtype int4 are not supported together"),
     # R-nodes
     (
         "--r-node shm://{none} --connect-seconds 0",

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from models.adapters_made import merged, save_adapter
 from models.checkpoints import FAMILIES, MIXTURES, make_checkpoint, reference
 from models.quantised_checks import EXACT as QUANTISED_EXACT
 from models.quantised_made import make, make_mxfp4
@@ -16,6 +17,8 @@ from models.spart_steps import EXACT, GREEDY, linked, run, text
 
 from fastdecode.spart import CheckpointError, SPart, load_model
 from fastdecode.spart.checkpoints.config_file import read_config
+from fastdecode.spart.int4.balance import balance_for
+from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.ranks.cut import why_not_shared
 from fastdecode.spart.ranks.reduction import Reduction, create_segment
 from fastdecode.spart.ranks.share import Share
@@ -40,39 +43,42 @@ class Ranks:
         return list(self.threads.map(work, *of_ranks))
 
     @contextlib.asynccontextmanager
-    async def sparts(self, tmp_path):
+    async def sparts(self, tmp_path, kv_dtype):
         """The S-Parts of the ranks, each with a link to an R-node of its own."""
         async with contextlib.AsyncExitStack() as stack:
             found = []
             for i, model in enumerate(self.models):
                 (directory := tmp_path / str(i)).mkdir(parents=True)
-                links = await stack.enter_async_context(linked(model, directory))
+                links = await stack.enter_async_context(linked(model, directory, kv_dtype=kv_dtype))
                 found.append(SPart(model, links))
             yield found
         self.threads.shutdown()
 
 
-async def decoded(ranks, tmp_path):
+async def decoded(ranks, tmp_path, adapter=None, kv_dtype="fp32"):
     """Prompts in one step, the longest in two, then tokens one by one: the tokens and logits of each sequence."""
     texts = [text(n, seed=n) for n in LENGTHS]
     logits = [[] for _ in texts]
-    async with ranks.sparts(tmp_path) as sparts:
+    async with ranks.sparts(tmp_path, kv_dtype) as sparts:
         first = [Chunk(0, len(texts), 1, 0, text(90), True, None, prompt_length=150)]
-        chunks = [Chunk(0, i, 1, 0, tokens, True, GREEDY) for i, tokens in enumerate(texts)] + first
+        chunks = [Chunk(0, i, 1, 0, tokens, True, GREEDY, adapter=adapter) for i, tokens in enumerate(texts)] + first
         for _ in range(STEPS):
             batch = StepBatch(0, chunks)
             outputs = ranks.each(lambda spart: run(spart.step(batch, keep_logits=True)), sparts)  # noqa: B023
             for tokens, sampled, found, row in zip(texts, outputs[0].sampled, logits, outputs[0].logits, strict=False):
                 tokens.append(sampled.token)
                 found.append(row.clone())
-            chunks = [Chunk(0, i, 1, len(tokens) - 1, tokens[-1:], False, GREEDY) for i, tokens in enumerate(texts)]
+            chunks = [
+                Chunk(0, i, 1, len(tokens) - 1, tokens[-1:], False, GREEDY, adapter=adapter)
+                for i, tokens in enumerate(texts)
+            ]
     return texts, logits
 
 
-async def error_of(ranks, theirs, tmp_path) -> float:
+async def error_of(ranks, theirs, tmp_path, **options) -> float:
     """The largest error in standard deviations of the logits of `theirs`."""
     errors = []
-    for tokens, found in zip(*await decoded(ranks, tmp_path), strict=True):
+    for tokens, found in zip(*await decoded(ranks, tmp_path, **options), strict=True):
         with torch.inference_mode():
             want = theirs(torch.tensor([tokens])).logits[0, -STEPS - 1 : -1]
         errors.append(((torch.stack(found) - want).abs().max() / want.std()).item())
@@ -112,6 +118,25 @@ async def test_weights_that_are_rounded_at_load_lose_no_more_than_at_one_rank(we
         for n in (1, 4)
     ]
     assert EXACT < four < 1.5 * one
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa", "phi3"])
+async def test_an_adapter_of_all_linears_equals_the_merged_model(variant, tmp_path):
+    base = make_checkpoint(variant)
+    adapter = save_adapter(base, tmp_path / "adapter", 1, r=4, target_modules="all-linear")
+    ranks = Ranks(base, 4, dtype="fp32", adapters=[read_adapter("a", adapter)])
+    assert await error_of(ranks, merged(base, adapter), tmp_path, adapter=0) < EXACT
+
+
+async def test_a_kv_cache_of_4_bits_loses_no_more_than_at_one_rank(tmp_path):
+    directory, errors = make_checkpoint("llama-mha"), []
+    for n in (1, 2):
+        ranks = Ranks(directory, n, dtype="fp32")
+        ranks.each(lambda model: balance_for(model, "int4", text(512, seed=9)), ranks.models)
+        assert all(model.hadamard for model in ranks.models)
+        errors.append(await error_of(ranks, reference(directory), tmp_path / str(n), kv_dtype="int4"))
+    one, two = errors
+    assert two == pytest.approx(one, rel=0.1)
 
 
 def test_groups_that_are_torn_apart_are_refused_by_name(tmp_path):

@@ -41,6 +41,7 @@ class RankChunk(msgspec.Struct, array_like=True):
     sample: bool  # a token is drawn after the chunk
     prompt_length: int
     score: ScoreSpec | None
+    adapter: int | None
     drafts: int
     cut: bool
     long: bool
@@ -89,14 +90,21 @@ class DropPrompt(msgspec.Struct, array_like=True, tag=True):
     tag: int
 
 
-StepMessage: TypeAlias = BeginStep | ResumeStep | CloseStep | DropPrompt
+class BalanceHeads(msgspec.Struct, array_like=True, tag=True):
+    """Let balance_for find the matrices of the rank's heads (fastdecode/spart/int4/balance.py)."""
+
+    kv_dtype: str
+    tokens: list[int]
+
+
+StepMessage: TypeAlias = BeginStep | ResumeStep | CloseStep | DropPrompt | BalanceHeads
 
 
 class RankOutput(msgspec.Struct, array_like=True):
-    """A rank's result of a step, by the index of each link."""
+    """A rank's result of a step, by the index of each link; empty after BalanceHeads."""
 
-    failures: dict[int, LinkFailure]
-    costs: dict[int, StepCost]
+    failures: dict[int, LinkFailure] = {}
+    costs: dict[int, StepCost] = {}
 
 
 class Followers:
@@ -113,6 +121,10 @@ class Followers:
             data = self._encoder.encode(message)
             for connection in self._connections:
                 connection.send_bytes(data)
+
+    def balance(self, kv_dtype: str, tokens: Sequence[int]) -> None:
+        """Let the other ranks do what BalanceHeads says; `ended` waits for them."""
+        self.send(BalanceHeads(kv_dtype, list(tokens)))
 
     def ended(self, reduction: Reduction) -> list[RankOutput]:
         """Wait until all have ended the step that rank 0 has ended. Raises RankError, EOFError."""
@@ -211,9 +223,11 @@ class FollowingSPart(SPart):
     def _draw(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled]:
         return [Sampled(-1) for _ in range(rows.n_drawn)]
 
-    def follow(self, lead: Connection, links: Mapping[int, DataPath]) -> None:
-        """Run the steps of rank 0 until it closes the connection. `links` by their numbers at this rank. Raises what
-        steps raise."""
+    def follow(
+        self, lead: Connection, links: Mapping[int, DataPath], balance: Callable[[str, list[int]], None]
+    ) -> None:
+        """Run the steps of rank 0 until it closes the connection. `links` by their numbers at this rank; `balance` does
+        what BalanceHeads asks for. Raises what steps raise."""
         steps: dict[int, _Step] = {}
         decoder, encoder = Decoder(StepMessage), Encoder()
         while True:
@@ -223,6 +237,10 @@ class FollowingSPart(SPart):
                 return
             if isinstance(message, DropPrompt):
                 self.drop(message.link, message.seq_index, message.tag)
+                continue
+            if isinstance(message, BalanceHeads):
+                balance(message.kv_dtype, message.tokens)
+                lead.send_bytes(encoder.encode(RankOutput()))
                 continue
             if isinstance(message, BeginStep):
                 own = {i: links[numbers[self._rank - 1]] for i, numbers in message.links.items()}

@@ -15,6 +15,7 @@ import torch
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
 from fastdecode.spart.checkpoints.tensors import Checkpoint
 from fastdecode.spart.linears.quantised import Quantised
+from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.ranks.cut import heads_of_rank, part_of
 from fastdecode.spart.ranks.reduction import Reduction
 
@@ -125,9 +126,32 @@ class CutCheckpoint(Checkpoint):
         parts = [tensor.narrow(cut.axis, part.start, part.stop - part.start) for part in cut.parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, cut.axis)
 
+    def factors(self, module: str, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rank's share of an adapter's factors of a linear, as Adapter.factors has them."""
+        cut = self._cuts.get(f"{module}.weight")
+        if cut is None:
+            return a, b
+        return (a, self._part(b, cut)) if cut.axis == 0 else (self._part(a, cut), b)
+
     @property
     def quantisation(self) -> str | None:
         return self._whole.quantisation
+
+
+@dataclass(frozen=True, slots=True)
+class CutAdapter(Adapter):
+    """A rank's share of an adapter."""
+
+    checkpoint: CutCheckpoint
+
+    @classmethod
+    def of(cls, whole: Adapter, checkpoint: CutCheckpoint) -> CutAdapter:
+        """The share of `whole` in the model of a checkpoint."""
+        return cls(whole.name, whole.directory, whole.modules, checkpoint)
+
+    def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rank's share of the whole adapter's factors."""
+        return self.checkpoint.factors(module, *Adapter.factors(self, module))
 
 
 def _scaled(part: slice, step: int) -> slice:
