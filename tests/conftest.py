@@ -156,6 +156,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         def start(*argv: str, own_group: bool = False, program: str = "node") -> Node:
             node = Node(tmp_path, *argv, own_group=own_group, program=program)
             stack.callback(lambda: node.process.poll() is None and node.end(signal.SIGKILL))
+            stack.callback(node.close_clients)
             return node
 
         yield start

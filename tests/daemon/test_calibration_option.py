@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from nodes.node_process import Node
-
 PROMPT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"
 
 
-def test_without_calibration_the_weights_are_other_ones(tmp_path):
+def test_without_calibration_the_weights_are_other_ones(start):
     scores = {}
     for option in ([], ["--no-calibration"]):
-        node = Node(tmp_path, "--role", "s", "--port", "0", "--weights", "int4", "--dtype", "fp32", *option)
-        try:
-            api = node.api()
-            answer = api.completions.create(model="fastdecode-demo", prompt=PROMPT, max_tokens=1, echo=True, logprobs=0)
-            scores[*option] = answer.choices[0].logprobs.token_logprobs[1:]
-        finally:
-            assert node.end() == 0
+        node = start("--role", "s", "--port", "0", "--weights", "int4", "--dtype", "fp32", *option)
+        api = node.api()
+        answer = api.completions.create(model="fastdecode-demo", prompt=PROMPT, max_tokens=1, echo=True, logprobs=0)
+        scores[*option] = answer.choices[0].logprobs.token_logprobs[1:]
+        assert node.end() == 0
     calibrated, nearest = scores[()], scores[("--no-calibration",)]
     assert max(abs(a - b) for a, b in zip(calibrated, nearest, strict=True)) > 0.01

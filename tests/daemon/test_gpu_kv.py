@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models.checkpoints import make_checkpoint
-from nodes.node_process import PROGRAMS, Node, fetch
+from nodes.node_process import PROGRAMS, fetch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -47,27 +47,22 @@ def test_there_are_no_pages_on_the_gpu_where_there_can_be_none(options, device, 
         with_gpu_kv(replace(config, gpu_kv=1 << 30), model_on(device))
 
 
-def test_a_node_serves_sequences_on_the_device_and_beyond_it(tmp_path, monkeypatch):
+def test_a_node_serves_sequences_on_the_device_and_beyond_it(start, monkeypatch):
     """Ten pages on the device, and twelve prompts at once that take two each."""
     directory = make_checkpoint("llama-gqa")
     monkeypatch.setitem(PROGRAMS, "lying", "gpu.lying_node")
     monkeypatch.setenv("PYTHONPATH", "tests/helpers")
     options = "--port 0 --api-processes 0 --dtype fp32 --kv-dtype fp32 --gpu-kv 1MiB --kv-memory 64MiB"
-    node = Node(tmp_path, "--model", str(directory), "--max-model-len", "512", *options.split(), program="lying")
-    try:
-        api = node.api()
-        node.wait_for(
-            r"KV 960\.0 KiB on the GPU \+ 6\d\.\d MiB in RAM = \d+ sequences of 512 tokens, 2 of them on the GPU"
-        )
-        generator = torch.Generator().manual_seed(1)
-        prompts = torch.randint(3, 384, (12, 125), generator=generator)
-        name, ignore = api.models.list().data[0].id, {"ignore_eos": True}
-        answers = api.completions.create(
-            model=name, prompt=prompts.tolist(), max_tokens=8, temperature=0, extra_body=ignore
-        )
-        metrics = fetch(f"{str(api.base_url).removesuffix('/v1/')}/metrics")
-    finally:
-        node.end()
+    node = start("--model", str(directory), "--max-model-len", "512", *options.split(), program="lying")
+    api = node.api()
+    node.wait_for(r"KV 960\.0 KiB on the GPU \+ 6\d\.\d MiB in RAM = \d+ sequences of 512 tokens, 2 of them on the GPU")
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(3, 384, (12, 125), generator=generator)
+    name, ignore = api.models.list().data[0].id, {"ignore_eos": True}
+    answers = api.completions.create(
+        model=name, prompt=prompts.tolist(), max_tokens=8, temperature=0, extra_body=ignore
+    )
+    metrics = fetch(f"{str(api.base_url).removesuffix('/v1/')}/metrics")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     made = model.generate(prompts, do_sample=False, max_new_tokens=8, min_new_tokens=8, eos_token_id=None)[:, 125:]
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

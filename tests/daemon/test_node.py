@@ -258,22 +258,13 @@ def test_both_backends_serve_the_same_tokens_with_and_without_an_api_process(sta
     assert texts[0] == texts[1] != ""
 
 
-def test_a_tiny_model_is_computed_in_one_thread_on_a_cpu_of_its_own(start):
+def test_a_tiny_model_is_computed_in_one_thread(start):
     options = ("--role", "s", "--port", "0", "--kv-memory", "64MiB")
     tiny = start(*options, "--model", str(make_checkpoint("llama-gqa")))
     demo = start(*options)
-    cpu = tiny.wait_for(r"S-Part of only \d+ parameters computes in one thread(?: on cpu (\d+))?")[1]
-    for node in (tiny, demo):
-        node.api()
+    tiny.wait_for(r"S-Part of only \d+ parameters computes in one thread")
+    demo.api()
     assert "in one thread" not in demo.log.read_text()
-    if len(os.sched_getaffinity(0)) == 1:
-        return  # there is no cpu for it alone
-    others = os.sched_getaffinity(0) - {int(cpu)}
-    threads = [os.sched_getaffinity(int(thread)) for thread in os.listdir(f"/proc/{tiny.process.pid}/task")]
-    assert {int(cpu)} in threads
-    assert os.sched_getaffinity(tiny.process.pid) == others  # the event loop's thread
-    for pid in tiny.children():
-        assert all(os.sched_getaffinity(int(thread)) <= others for thread in os.listdir(f"/proc/{pid}/task"))
 
 
 def test_the_log_says_what_ends_a_turn(start):

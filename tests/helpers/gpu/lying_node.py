@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch
 
 from fastdecode.daemon import check_model, gpu_kv, snode
 from fastdecode.daemon.node import main
+from fastdecode.engine.engine import Engine
 from fastdecode.spart.backend import Backend
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.resident.link import ResidentLink
@@ -49,7 +51,7 @@ def run() -> None:
         (check_model, "free_memory"): lambda device: 1 << 40,
         (snode, "in_own_thread"): lambda function, *args: in_own_thread(within(function), *args),
         (snode, "open_gpu_kv"): within(gpu_kv.open_gpu_kv),
-        (snode, "Runner"): lambda cpu: OnDevice(cpu),
+        (snode, "Engine"): partial(Engine, start_runner=OnDevice),
         (gpu_kv, "unsupported"): lambda layer: None,
         (gpu_kv, "ResidentLink"): link,
     }

@@ -28,6 +28,7 @@ class Node:
 
     def __init__(self, tmp_path: Path, *argv: str, own_group: bool = False, program: str = "node"):
         self.log = tmp_path / f"node-{time.monotonic_ns()}.log"
+        self._clients: list[OpenAI] = []
         with self.log.open("wb") as out:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary(tmp_path))}
             self.process = Forked(
@@ -51,7 +52,14 @@ class Node:
 
     def api(self) -> OpenAI:
         url = self.wait_for(r"(http://127\.0\.0\.1:\d+)/v1")[1]
-        return OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
+        self._clients.append(OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60))
+        return self._clients[-1]
+
+    def close_clients(self) -> None:
+        """Close the connections of all that `api` has returned. Python would close them during a later test, which the
+        ResourceWarning fails."""
+        for client in self._clients:
+            client.close()
 
     def end(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
         self.process.send_signal(number)
