@@ -111,7 +111,7 @@ class FileSet:
 
 
 def parse_list(text: str, schemes: Collection[str] = SCHEMES, *, may_be_empty: bool = False) -> tuple[str, ...]:
-    """The URLs of a file: lines, a YAML list, or a YAML mapping with a list as `r-node`; each of one of `schemes`.
+    """The URLs of a file: lines, or a YAML list; each of one of `schemes`.
 
     Raises ValueError, also for a list without URLs unless it `may_be_empty`.
     """
@@ -121,8 +121,6 @@ def parse_list(text: str, schemes: Collection[str] = SCHEMES, *, may_be_empty: b
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"is neither lines nor YAML: {' '.join(str(error).split())}") from None
-    if isinstance(content, dict) and content.keys() == {"r-node"}:
-        content = content["r-node"]
     items = content.split() if isinstance(content, str) else content or []
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ValueError("is not a list of URLs")

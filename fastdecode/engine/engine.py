@@ -80,7 +80,6 @@ class Engine:
         guesses: int = 0,
         gpu_slowdown: float = SLOWDOWN,
         end_token_ids: Iterable[int] | None = None,
-        observer: EngineObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
         start_runner: Callable[[], StepRunner] = Runner,
         rebalance: bool = True,
@@ -130,7 +129,7 @@ class Engine:
             speculation=Speculation(guesses, by_head=spart.config.mtp > 0) if guesses else None,
             gpu_slowdown=gpu_slowdown,
         )
-        self.observer = observer or EngineObserver()
+        self.observer = EngineObserver()
         self.totals = Totals()
         self._clock, self._start_runner, self._rebalance = clock, start_runner, rebalance
         self.last_progress = clock()  # when a step last completed, or work came after idleness

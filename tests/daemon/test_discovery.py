@@ -24,7 +24,7 @@ from fastdecode.daemon.discovery import DiscoveryError, DnsSet, FileSet, parse_l
     [
         ("tcp://a:1\n\ntcp://b:2\n", ("tcp://a:1", "tcp://b:2")),
         ("# the rack\n- tcp://a:1  # first\n- 'rdma://b:2'\n", ("tcp://a:1", "rdma://b:2")),
-        ("r-node:\n  - shm:///tmp/r.sock\n", ("shm:///tmp/r.sock",)),
+        ("- shm:///tmp/r.sock\n", ("shm:///tmp/r.sock",)),
         ("tcp://[::1]:1\ntcp://a:1\ntcp://a:1\n", ("tcp://[::1]:1", "tcp://a:1")),
     ],
 )
@@ -41,7 +41,7 @@ def test_a_file_has_a_url_a_line_or_item(text, urls):
         ("http://a:1", "does not begin with one of shm, tcp, rdma"),
         ("- [tcp://a:1]", "not a list of URLs"),
         ("r-node: {", "neither lines nor YAML"),
-        ("model: x", "not a list of URLs"),
+        ("r-node:\n  - tcp://a:1\n", "not a list of URLs"),
     ],
 )
 def test_a_bad_file_is_refused_with_a_reason(text, why):
