@@ -160,6 +160,7 @@ class Decoding:
         self.spart.exchange.close()
         for link in self.links:
             await link.close()
+        self.spart.forget_expert_load()
 
     async def fill(self, go_on: Callable[[], bool] = lambda: True, *, progress: bool = True) -> bool:
         """Cache `context` tokens of random K and V for every sequence, with calls that only append. Returns False if

@@ -510,6 +510,7 @@ class Engine:
             cut_sequences=len(spiller.cut),
             exchange=str(self.spart.exchange),
             totals=self.totals,
+            expert_load=self.spart.expert_load,
         )
 
     async def change(self, seconds: float) -> None:

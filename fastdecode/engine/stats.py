@@ -68,6 +68,8 @@ class EngineStats:
     cut_sequences: int = 0  # running sequences on the S-Part's device whose first tokens are on an R-node
     exchange: str = ""  # how rows pass between the S-Part and the R-nodes, and why not in a faster way
     totals: Totals = field(default_factory=lambda: Totals())
+    #: Rows that each expert has had, by the layer; empty for models without experts.
+    expert_load: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

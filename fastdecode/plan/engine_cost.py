@@ -91,6 +91,7 @@ class _InstantSPart:
     state_slots = None
 
     def __init__(self) -> None:
+        self.expert_load: dict[int, list[int]] = {}
         self.config = SimpleNamespace(vocab_size=2, eos_token_ids=(), max_positions=1 << 20, reads=(LayerReads(),))
 
     def step(self, batch: StepBatch) -> StepOutput:

@@ -117,6 +117,7 @@ class VirtualSPart:
         """`outputs` has the output tokens of each sequence, by its seed."""
         self._system, self._links, self.outputs = system, links, outputs
         self.adapters: tuple[str, ...] = ()
+        self.expert_load: dict[int, list[int]] = {}
         self.exchange, self.state_slots = "virtual", None
         model = system.model
         self.config = SimpleNamespace(

@@ -154,6 +154,8 @@ class Metrics(Collector, EngineObserver):
             yield family
         nodes = [([node.url, node.isa], node) for node in stats.nodes]
         yield from self._read(_NODE_METRICS, nodes, "r_node_", "r_node", "isa")
+        layers = [([str(layer)], rows) for layer, rows in stats.expert_load.items()]
+        yield from self._read(_EXPERT_METRICS, layers, "", "layer")
 
     def _read(
         self, table: _Table[_T], series: list[tuple[list[str], _T]], prefix: str = "", *labels: str
@@ -236,4 +238,18 @@ _NODE_METRICS: _Table[NodeStats] = (
     (_COUNTER, "attention_seconds", "Time the R-engine worked for this S-node.", lambda n: n.attention_seconds),
     (_COUNTER, "kv_bytes_read", "KV-cache bytes the R-engine read for this S-node.", lambda n: n.kv_bytes_read),
     (_COUNTER, "calls", "Layer calls the R-engine served for this S-node.", lambda n: n.calls),
+)
+_EXPERT_METRICS: _Table[list[int]] = (
+    (
+        _GAUGE,
+        "expert_imbalance",
+        "Rows of the layer's busiest expert since the start, over the mean of its experts (1 is even).",
+        lambda rows: max(rows) * len(rows) / sum(rows),
+    ),
+    (
+        _GAUGE,
+        "experts_unused",
+        "Experts of the layer that have had no row since the start.",
+        lambda rows: rows.count(0),
+    ),
 )

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 import torch
+from engines.api_client import served
+from engines.real_engine import real_engine
+from engines.token_stream import submit
 from models.checkpoints import make_checkpoint
 
+from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import load_model
 from fastdecode.spart.decoder.layers import make_activation
 from fastdecode.spart.linears import products
 from fastdecode.spart.linears.experts import ExpertRows, LoopedExperts, StackedExperts
 from fastdecode.spart.linears.stack import make_experts
+from fastdecode.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 
@@ -46,3 +54,25 @@ def test_experts_are_quantised_and_a_row_does_not_depend_on_others(name):
         alone = int8.weights.layers[1].mlp(x[7:8], activate)
     assert (exact - rounded).square().mean().sqrt() < 0.03 * exact.std()
     torch.testing.assert_close(alone, rounded[7:8])
+
+
+async def test_metrics_show_the_load_of_the_experts(tmp_path: Path) -> None:
+    directory = make_checkpoint("qwen3-moe-dense")  # only layer 1 has experts: 6, of which a token uses 3
+    async with (
+        real_engine(directory, tmp_path) as engine,
+        served(engine, Tokenizer.from_dir(directory)) as client,
+    ):
+        assert not engine.stats.expert_load
+        params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+        streams = [submit(engine, [5, 9, 44 + i], params) for i in range(3)]
+        await asyncio.gather(*(drained(stream) for stream in streams))
+        [(layer, rows)] = engine.stats.expert_load.items()
+        assert (layer, len(rows), sum(rows)) == (1, 6, 3 * 3 * (3 + 4))  # the last token is not computed
+        metrics = await client.metrics()
+        assert metrics["fastdecode:expert_imbalance", "1"] == pytest.approx(max(rows) * 6 / sum(rows))
+        assert metrics["fastdecode:experts_unused", "1"] == rows.count(0)
+
+
+async def drained(stream) -> None:
+    async for _ in stream:
+        pass

@@ -20,6 +20,7 @@ from typing import TypeVar, cast
 import torch
 
 from fastdecode.spart.checkpoints.config import ModelConfig
+from fastdecode.spart.decoder.experts import Mixture
 from fastdecode.spart.decoder.layer_pass import DecoderLayers, LayerPass, StepState, draft_passes
 from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
@@ -190,6 +191,19 @@ class SPart:
         first token on. Its K and V are then not those of other sequences."""
         rope = self._config.rope
         return rope is not None and bool(rope.long_factors) and final_length > rope.original_max_positions
+
+    @property
+    def expert_load(self) -> dict[int, list[int]]:
+        """The number of rows that each expert has had, by layer, with the rows that fill up captured steps."""
+        mixtures = ((i, block.mlp) for i, block in enumerate(self.model.weights.blocks))
+        return {i: mlp.load.tolist() for i, mlp in mixtures if isinstance(mlp, Mixture) and mlp.load is not None}
+
+    def forget_expert_load(self) -> None:
+        """Count the rows of `expert_load` anew, for all S-Parts of the model."""
+        for i in self.expert_load:
+            mlp = self.model.weights.blocks[i].mlp
+            assert isinstance(mlp, Mixture)
+            mlp.load = None
 
     @property
     def config(self) -> ModelConfig:

@@ -39,7 +39,8 @@ class SharedExpert:
 
 
 class Mixture:
-    """The router and the experts of one layer."""
+    """The router and the experts of one layer. `load` int64 [experts] counts the rows that each expert has had; None:
+    before the first step."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class Mixture:
         self.shared = shared
         self._config, self._router, self._router_bias = config, router, router_bias
         self._up, self._down = up, down
+        self.load: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, activate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """x [n, hidden_size] -> [n, hidden_size]. `activate` makes the input of `down` from the output of `up`.
@@ -69,6 +71,9 @@ class Mixture:
             shares /= shares.sum(1, keepdim=True)
         experts, order = chosen.flatten().sort(stable=True)
         counts = experts.new_zeros(self._config.n).scatter_add_(0, experts, torch.ones_like(experts))
+        if self.load is None:
+            self.load = torch.zeros_like(counts)
+        self.load += counts
         rows = ExpertRows(experts, counts)
         results = self._down(activate(self._up(x.index_select(0, order // used), rows)), rows)
         results = torch.empty_like(results).index_copy_(0, order, results).view(len(x), used, -1)

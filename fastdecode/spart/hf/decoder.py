@@ -71,6 +71,11 @@ class HFSPart(SPart):
         finally:
             running.forward = None
 
+    @property
+    def expert_load(self) -> dict[int, list[int]]:
+        """Empty: the model's own code chooses the experts."""
+        return {}
+
     def logits_of(self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """tokens [rows], positions [rows] -> logits [len(keep), vocab_size] fp32 of the rows `keep`."""
         options = {"logits_to_keep": keep} if self._keeps_some_logits else {}

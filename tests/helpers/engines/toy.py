@@ -237,7 +237,7 @@ class ToySPart:
     """`steps` counts the steps begun. Clear `gate` to hold every step between its post and its reply."""
 
     def __init__(self, links, *, max_positions=4096, eos=frozenset(), state_slots=None):
-        self.links, self.adapters, self.exchange = list(links), (), "direct"
+        self.links, self.adapters, self.expert_load, self.exchange = list(links), (), {}, "direct"
         self.config = SimpleNamespace(
             max_positions=max_positions, eos_token_ids=eos, vocab_size=VOCAB, reads=(LayerReads(),) * 2, mtp=0
         )
