@@ -133,12 +133,12 @@ def busy_seconds(cpus: Iterable[int]) -> float:
 
 
 def own_seconds() -> float:
-    """The time that this process and its living children have computed."""
+    """The time that this process and its children, also those that have ended, have computed."""
     ticks = 0
     for pid in [os.getpid(), *_children()]:
         with contextlib.suppress(OSError):  # a child that has ended
-            utime, stime = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-            ticks += int(utime) + int(stime)
+            times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+            ticks += sum(map(int, times))  # utime and stime, and those of its own ended children
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

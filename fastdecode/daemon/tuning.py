@@ -125,14 +125,15 @@ async def _measure(config: NodeConfig, backend: Backend, model: Model | HFModel,
         many, one = await _rounds([(rule, decoding) for decoding in load])
         tokens_per_s, one_sequence = shape.batch / statistics.median(many), 1 / statistics.median(one)
         measured: dict[Split, Ratios] = {rule: Ratios(1.0, 1.0)}
-        step = await _round(rule, load[0], 1)
-        proposals = search(len(cpus), step.waited / step.elapsed, shape.batch)
-        with contextlib.suppress(StopIteration):
-            split = next(proposals) if many[0] < _SLOW_STEP else rule
-            while split is not rule and time.perf_counter() - begun < _SECONDS:
-                bar.update()
-                measured[split] = ratios = await _beside_rule(config, backend, rule, load, split)
-                split = proposals.send(ratios.score)
+        if many[0] < _SLOW_STEP:
+            step = await _round(rule, load[0], 1)
+            proposals = search(len(cpus), step.waited / step.elapsed, shape.batch)
+            with contextlib.suppress(StopIteration):
+                split = next(proposals)
+                while time.perf_counter() - begun < _SECONDS:
+                    bar.update()
+                    measured[split] = await _beside_rule(config, backend, rule, load, split)
+                    split = proposals.send(measured[split].score)
         elapsed = time.perf_counter() - begun
         others = (busy_seconds(cpus) - own_seconds() - others) / (len(cpus) * elapsed)
     speeds = [

@@ -87,7 +87,7 @@ def test_a_node_measures_the_splits_with_real_r_nodes_which_leave_nothing_behind
     found = recall(key_of_demo())
     assert found and (found.date != DATE) == ("not remembered" not in chosen.string)
     split = found.speeds[0].split
-    assert found.date == DATE or 2 < len({speed.split for speed in found.speeds}) <= MOST_SPLITS
+    assert found.date == DATE or 1 < len({speed.split for speed in found.speeds}) <= MOST_SPLITS
     assert found.date == DATE or (split.s_threads, split.r_threads, split.mini_batches) == tuple(
         map(int, chosen.groups()[1:])
     )
@@ -219,7 +219,8 @@ def test_the_time_that_other_programs_take_is_told_from_that_of_children():
     child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout and child.stdin
     child.stdout.readline()
-    own, busy = machine.own_seconds() - own, machine.busy_seconds(cpus) - busy
+    living, busy = machine.own_seconds() - own, machine.busy_seconds(cpus) - busy
     child.communicate(b"\n")
-    assert own > 0.9
-    assert busy > 0.9 * own  # the kernel counts both in ticks
+    assert living > 0.9
+    assert busy > 0.9 * living  # the kernel counts both in ticks
+    assert machine.own_seconds() - own >= living - 0.1  # the child's time stays when it has ended
