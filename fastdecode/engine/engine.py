@@ -488,7 +488,7 @@ class Engine:
         self.totals.migrated = self.r_nodes.migrator.migrated
         self.totals.remote_prefills = self.r_nodes.remote_prefills
         spiller = self.r_nodes.spiller
-        self.totals.spilled_bytes, self.totals.refilled_bytes = spiller.spilled_bytes, spiller.refilled_bytes
+        self.totals.spilled_bytes, self.totals.refilled_bytes = spiller.moved.spilled, spiller.moved.refilled
         if (adopter := self.r_nodes.adopter) is not None:
             self.totals.adopted = adopter.adopted
             self.totals.not_adopted = adopter.recomputed + self.cluster.placer.adoptions_given_up

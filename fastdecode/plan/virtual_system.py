@@ -78,7 +78,7 @@ class VirtualLink:
         await asyncio.sleep(self._move_seconds(pages))
 
     async def fetch(
-        self, seq_index: int, pages: range, url: str, token: str, pause: Callable[[], Awaitable[None]]
+        self, seq_index: int, pages: range, url: str, token: str, pause: Callable[[], Awaitable[None]], first: int
     ) -> None:
         await asyncio.sleep(self._move_seconds(pages))
         await pause()

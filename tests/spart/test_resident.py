@@ -73,6 +73,14 @@ def test_pages_come_back_when_the_device_has_room_again():
     assert report["merged"] and report["refilled"] == report["spilled"] > 0
 
 
+def test_an_idle_prefix_goes_to_an_r_node_and_comes_back_for_a_prompt():
+    """The second sequence needs the pages of the first one, which has ended; a prompt that goes on where the first one
+    ended then needs those of the second one."""
+    report = run("idle prefix", "staged")
+    assert report["resident"] == 3 and not report["crossed"] and report["reused"] == 263
+    assert report["spilled"] == 2 * report["refilled"] > 0
+
+
 @pytest.mark.parametrize(
     ("case", "exchange", "left"),
     [
@@ -81,6 +89,8 @@ def test_pages_come_back_when_the_device_has_room_again():
         ("two killed while spilling", "bypass", 1),
         ("killed while refilling", "staged", 1),
         ("two killed while refilling", "bypass", 0),
+        ("killed while a prefix spills", "bypass", 1),
+        ("killed while a prefix returns", "staged", 1),
     ],
 )
 def test_streams_go_on_when_r_nodes_with_first_pages_are_killed(case, exchange, left):

@@ -9,10 +9,10 @@ Steps use the old prefix until the cut moves, so a prefix that grows or shrinks 
 
 from __future__ import annotations
 
-import secrets
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
 
+from fastdecode.engine.migration.page_copies import copy_to_device, copy_to_r_node
 from fastdecode.engine.state.prefixes import CachedSequence
 from fastdecode.engine.state.sequence import SpilledPrefix
 from fastdecode.region.contract import PAGE_TOKENS
@@ -59,11 +59,11 @@ class CutMove(ABC):
         if self.old is not None and self.new is not None:
             shared = min(self.old.length, self.new.length)
             await self.r_node.link.fork(self.old.handle, self.new.handle, shared)
-        await self._copy(self.r_node.link.peer_url or self.r_node.url, secrets.token_hex(32), pause)
+        await self._copy(pause)
 
     @abstractmethod
-    async def _copy(self, url: str, token: str, pause: Callable[[], Awaitable[None]]) -> None:
-        """Bring the pages between the device and the R-node at `url`, by means of a `token` that nobody knows."""
+    async def _copy(self, pause: Callable[[], Awaitable[None]]) -> None:
+        """Copy the pages between the device and the R-node."""
 
     @abstractmethod
     def switch(self) -> None:
@@ -78,12 +78,10 @@ class CutMove(ABC):
 class Spill(CutMove):
     """The oldest pages on the device go to the R-node."""
 
-    async def _copy(self, url: str, token: str, pause: Callable[[], Awaitable[None]]) -> None:
+    async def _copy(self, pause: Callable[[], Awaitable[None]]) -> None:
         assert self.new is not None, "a spill ends with tokens on the R-node"
-        await self.r_node.link.admit_migration(self.new.handle, self.new.length, token)
         first = 0 if self.old is None else self.old.length // PAGE_TOKENS
-        pages = range(first, self.new.length // PAGE_TOKENS)
-        await self._link.migrate(self._handle, pages, self.new.length, url, token)
+        await copy_to_r_node(self._device, self._handle, first, self.r_node, self.new.handle, self.new.length)
 
     def switch(self) -> None:
         assert self.new is not None, "a spill ends with tokens on the R-node"
@@ -102,13 +100,11 @@ class Refill(CutMove):
         self._tokens = self.n_blocks * PAGE_TOKENS
         self._own, self._pages = self._device.admit(self._tokens, None, self._tokens, whole=True)
 
-    async def _copy(self, url: str, token: str, pause: Callable[[], Awaitable[None]]) -> None:
+    async def _copy(self, pause: Callable[[], Awaitable[None]]) -> None:
         assert self.old is not None, "a refill begins with tokens on the R-node"
-        await self.r_node.link.offer(self.old.handle, token)
-        self._link.receive(self._own, self._tokens)
         end = self.old.length // PAGE_TOKENS
-
-        await self._link.fetch(self._own.seq_index, range(end - self.n_blocks, end), url, token, pause)
+        pages = range(end - self.n_blocks, end)
+        await copy_to_device(self.r_node, self.old.handle, pages, self._device, self._own, self._tokens, pause)
 
     def switch(self) -> None:
         self._link.restore_blocks(self._own, self._handle)

@@ -10,6 +10,7 @@ pages of the shortest cut come back. One cut moves at a time (cut_moves.py).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -17,6 +18,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 from fastdecode.engine.migration.cut_moves import CutMove, MoveCancelled, Refill, Spill
+from fastdecode.engine.migration.prefix_moves import MovedBytes, PrefixMoves
 from fastdecode.engine.scheduling.ways import Way
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import CallRefused, LinkDown
@@ -56,13 +58,21 @@ class Spiller:
         lost: Callable[[RNodeLedger, Exception], None],
     ):
         """`spawn` and `on_change`: see RNodeControl. `lost` is called for an R-node whose link is down."""
-        self.spilled_bytes = self.refilled_bytes = 0
+        self.moved = MovedBytes()
         self.move: CutMove | None = None  # under way
         self._scheduler, self._cluster, self._migrator = scheduler, scheduler.cluster, migrator
         self._spawn, self._on_change, self._lost = spawn, on_change, lost
         self._failed: float | None = None  # when a move has failed last
         self._passed = _LOOK_EVERY  # calls of `keep_reserve` since it last found no pages to spill
         self._cut: dict[Sequence, None] = {}  # the sequences that have been cut, except those known to be whole again
+        self._copying = asyncio.Lock()
+        self.prefixes: PrefixMoves | None = None  # None: no place is the S-Part's device
+        device = self._cluster.nodes[0]
+        if device.resident:
+            pause = self._pause_between_pieces
+            self.prefixes = PrefixMoves(self._cluster, self.moved, self._copying, pause, spawn, on_change, lost)
+            device.spill_prefix = self.prefixes.spill
+            self._cluster.placer.returns = self.prefixes
 
     def keep_reserve(self) -> None:
         """Begin to spill pages ahead of need, or to bring pages back."""
@@ -178,7 +188,9 @@ class Spiller:
     async def _run(self, move: CutMove) -> None:
         done, seq = False, move.seq
         try:
-            await move.copy(lambda: self._pause(move))
+            async with self._copying:
+                move.check()
+                await move.copy(lambda: self._pause(move))
             await self._hold(move)
             done = True
             move.switch()
@@ -202,13 +214,18 @@ class Spiller:
         await self._migrator.change(_PAUSE_SECONDS)
         move.check()
 
+    async def _pause_between_pieces(self) -> None:
+        """Wait for the start or the end of a step if there is one: a prompt waits for the pieces of a prefix."""
+        if any(seq.in_flight for seq in self._scheduler.running):
+            await self._migrator.change(_PAUSE_SECONDS)
+
     def _count(self, move: CutMove) -> None:
         n_bytes = move.n_blocks * round(move.seq.placed_on.token_bytes * PAGE_TOKENS)
         if isinstance(move, Spill):
-            self.spilled_bytes += n_bytes
+            self.moved.spilled += n_bytes
             self._cut[move.seq] = None
         else:
-            self.refilled_bytes += n_bytes
+            self.moved.refilled += n_bytes
 
     async def _hold(self, move: CutMove) -> None:
         """Leave a sequence out of further steps, and wait until it is in none and no FORK reads its pages. Raises

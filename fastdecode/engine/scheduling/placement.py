@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fastdecode.engine.scheduling.rtime import Loads, assign
 from fastdecode.engine.state.bandwidth import alike
@@ -51,6 +51,17 @@ class Wait(Enum):
     ROOM = "no R-node has, or can make, room for it, or the S-Part for its state"
 
 
+class PrefixReturns(Protocol):
+    """Copies prefixes from R-nodes to the S-Part's device (migration/prefix_moves.py)."""
+
+    def may_return(self, entry: PrefixEntry) -> bool:
+        """True if `bring_back` may be called for an entry of an R-node."""
+
+    def bring_back(self, node: RNodeLedger, entry: PrefixEntry, length: int) -> PrefixEntry:
+        """Begin to copy the first `length` tokens of an entry from an R-node to the device, which has enough free
+        pages. Returns the entry of the device, which is in prefill until then."""
+
+
 def mean_length(seq: Sequence) -> float:
     """The tokens that a sequence will have cached on average from now to its end, if it ends at its bound."""
     return (len(seq.tokens) + seq.final_length) / 2
@@ -81,6 +92,7 @@ class Placer:
         self._nodes, self._loads, self._states = nodes, loads, states
         self._watermark, self._max_uncached_suffix = watermark, max_uncached_suffix
         self.adoptions_given_up = 0  # for want of room
+        self.returns: PrefixReturns | None = None  # None: the S-Part's device has no KV pages
         self._chosen: dict[Sequence, int] = {}  # R-nodes of the sequences that were distributed together
 
     def place(self, seq: Sequence, waiting: Iterable[Sequence] = ()) -> Placement | Wait:
@@ -110,6 +122,8 @@ class Placer:
                 return Wait.PREFIX
         if cached is not None and cached.source is not None:
             cached.node.prefixes.touch(cached.source)  # an eviction that makes room for the prompt takes it last
+            if (wait := self._bring_back(seq, cached)) is not None:
+                return wait
             if self._has_room(cached.node, n_tokens, cached.shared_tokens):
                 return cached
         # A node where a running sequence waits for a page is never chosen: it has no free page.
@@ -148,6 +162,28 @@ class Placer:
             return self._make_room_beside(cached, tokens)
         needed = self._pages_needed(device, tokens)
         return needed <= device.unused_pages and self._evict(device, needed)
+
+    def _bring_back(self, seq: Sequence, cached: Placement) -> Wait | None:
+        """Begin to copy the prefix of a sequence from an R-node to the S-Part's device, or to make room for it there.
+        None: it stays on the R-node."""
+        device, returns, source = self._nodes[0], self.returns, cached.source
+        assert source is not None
+        if (
+            returns is None
+            or cached.node.resident
+            or not device.open
+            or device.paused
+            or not returns.may_return(source)
+        ):
+            return None
+        # The sequence copies the page in which it parts from the prefix.
+        needed = (blocks_for(len(seq.tokens)) + 1) * device.groups.block + self.watermark(device)
+        if needed > device.unused_pages:
+            return None
+        if needed > device.free_pages or not device.has_free_index:
+            return Wait.FREE if self._evict(device, needed) else None
+        seq.awaited = device, returns.bring_back(cached.node, source, cached.shared_tokens)
+        return Wait.PREFIX
 
     def _drop_state(self) -> bool:
         """Drop a paused sequence with its state; False if there is none."""

@@ -23,7 +23,7 @@ from fastdecode.engine.state.prefixes import CachedSequence, Handle, PrefixEntry
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from fastdecode.engine.state.pages import Page
     from fastdecode.transports.base import Link
@@ -87,6 +87,8 @@ class RNodeLedger:
         self.answer_seconds = 0.0  # how long the R-node took to answer its last STATS
         self.prefixes = PrefixIndex()
         self.paused: dict[Paused, None] = {}  # the one paused longest ago first
+        #: Begins to move an evicted prefix entry to another place; see PrefixMoves.spill. None: no entry can move.
+        self.spill_prefix: Callable[[PrefixEntry], bool] | None = None
         self.released: list[CachedSequence] = []  # the sequences of the next FREE
         self.keys: list[tuple[int, int, str | None]] = []  # the sequences of the next KEEP: index, tag and key
         self._sequences_freeing = 0
@@ -237,12 +239,25 @@ class RNodeLedger:
 
     # -- prefix entries -------------------------------------------------------------------------------------------
 
-    def evict(self, entry: PrefixEntry) -> None:
-        """Take `entry` out of the prefix cache. An ended sequence is released; a running one is merely not shared."""
+    def evict(self, entry: PrefixEntry, spills: bool = False) -> None:
+        """Take `entry` out of the prefix cache. An ended sequence is released; a running one is merely not shared.
+        `spills`: the sequence moves to another place before, if it can. Its pages count as being freed meanwhile."""
         sequence = self.prefixes.remove(entry)
-        if not entry.running:
-            self.pages.evict(sequence.pages)
-            self._free(sequence)
+        if entry.running:
+            return
+        self.pages.evict(sequence.pages)
+        self._sequences_freeing += 1
+        if not (spills and self.spill_prefix is not None and self.spill_prefix(entry)):
+            self.free_spilled(sequence)
+
+    def free_spilled(self, sequence: CachedSequence) -> None:
+        """Let the next FREE name the sequence of an entry that was evicted."""
+        self.released.append(sequence)
+
+    def fits_prefix(self, pages: int) -> bool:
+        """True if a prefix entry that needs `pages` free pages fits here, and would not be evicted at once."""
+        headroom = ceil(_HEADROOM * self.n_pages)
+        return self.has_free_index and pages <= self.free_pages and pages + headroom <= self.unused_pages
 
     def drop_paused(self, seq: Paused) -> None:
         """Let the next FREE name a paused sequence, which must then be recomputed."""
@@ -279,11 +294,11 @@ class RNodeLedger:
             self.drop_paused(paused)
         return True
 
-    def _evict_oldest(self) -> bool:
-        """Evict the least recently used prefix entry; False if there is none."""
+    def _evict_oldest(self, spills: bool = True) -> bool:
+        """Evict the least recently used prefix entry; False if there is none. `spills`: see `evict`."""
         entry = self.prefixes.least_recently_used()
         if entry is not None:
-            self.evict(entry)
+            self.evict(entry, spills)
         return entry is not None
 
     def next_paused(self, spare: Paused | None = None) -> Paused | None:
@@ -293,7 +308,7 @@ class RNodeLedger:
     def drain(self) -> None:
         """Take no new sequences, and free the pages that only the prefix cache holds."""
         self.draining = True
-        while self._evict_oldest():
+        while self._evict_oldest(spills=False):
             pass
 
     def mark_lost(self) -> None:

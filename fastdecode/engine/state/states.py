@@ -84,6 +84,11 @@ class StateSlots:
         while len(self._free) < _HEADROOM * self.total and (oldest := next(self._evictable(), key)) != key:
             self.drop(oldest)
 
+    def rename(self, key: Hashable, new: Hashable) -> None:
+        """Give the snapshot with this key, if there is one, a new key."""
+        if (slot := self._snapshots.pop(key, None)) is not None:
+            self._snapshots[new] = slot
+
     def drop(self, key: Hashable) -> None:
         """Drop the snapshot with this key, if there is one."""
         if (slot := self._snapshots.pop(key, None)) is not None:

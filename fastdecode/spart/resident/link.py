@@ -104,11 +104,11 @@ class ResidentLink(Link):
             self.arena.lists.receive(*seq, length)
 
     async def fetch(
-        self, seq_index: int, pages: range, url: str, token: str, pause: Callable[[], Awaitable[None]]
+        self, seq_index: int, pages: range, url: str, token: str, pause: Callable[[], Awaitable[None]], first: int = 0
     ) -> None:
-        """Bring `pages` of the sequence that the R-node at `url` has offered with `token` to the first pages of a
-        sequence here, at most _PINNED_BYTES at once. `pause` is awaited between two such pieces. Raises CallRefused,
-        and what `pause` raises."""
+        """Bring `pages` of the sequence that the R-node at `url` has offered with `token` to the pages of a sequence
+        here, from page `first` on, at most _PINNED_BYTES at once. `pause` is awaited between two such pieces. Raises
+        CallRefused, and what `pause` raises."""
         try:
             fetcher = await PageFetcher.open(url, token, self._block_bytes, self.secret)
             try:
@@ -118,7 +118,7 @@ class ResidentLink(Link):
                     staged = await asyncio.to_thread(self._pinned.memory, len(blocks) * self._block_bytes)
                     move = partial(receive_bytes, memoryview(staged.numpy()))
                     await fetcher.fetch(blocks.start, len(blocks), move)
-                    own = range(blocks.start - pages.start, blocks.stop - pages.start)
+                    own = range(first + blocks.start - pages.start, first + blocks.stop - pages.start)
                     await asyncio.to_thread(self._pinned.upload, staged, self._page_numbers(seq_index, own))
             finally:
                 fetcher.close()

@@ -4,8 +4,9 @@ Arguments: a case of CASES, "staged" or "bypass", and a model directory. Prints 
 stream has the tokens of transformers; "resident" and "crossed", how many sequences were placed on the device and on
 R-nodes; "copied", whether a page was copied; "captured", whether a captured step had rows of the device's pages, and
 "merged", whether one had rows of a sequence that was cut; "preemptions"; "recomputed", tokens; "guessed", tokens;
-"ways", steps of each Way; "spilled" and "refilled", bytes that have left the device and come back; "alive", of each
-place; "left", the pages of all live places that are not free once the prefix cache is empty.
+"ways", steps of each Way; "spilled" and "refilled", bytes that have left the device and come back; "reused", prompt
+tokens that were cached; "alive", of each place; "left", the pages of all live places that are not free once the prefix
+cache is empty.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import torch
 from nodes.rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.migration.cut_moves import Refill, Spill
+from fastdecode.engine.migration.cut_moves import Spill
 from fastdecode.engine.scheduling.cluster import Cluster
+from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.state.request import SamplingParams, TokenEvent
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange.bypass import Bypass
@@ -50,7 +52,8 @@ class Case:
     r_pages: tuple[int, ...]  # of each R-node
     #: When R-nodes are killed: "begun", the last one once every stream has a token; "cut", the one that has the first
     #: tokens of a sequence once there is one; "spilling", the one that pages are on their way to; "refilling", the one
-    #: that pages are on their way from. "": none.
+    #: that pages are on their way from; "prefix spilling" and "prefix returning", the same with an idle prefix's pages.
+    #: "": none.
     kill: str = ""
     kills: int = 1  # R-nodes that are killed
     #: "paused": the first sequence that is cut is paused at once; "recomputed": it loses its cache, too.
@@ -62,6 +65,7 @@ class Case:
     #: Tokens of the answer to the second prompt, which comes once the first one has a token: so the sequence that ends
     #: last is the one to be cut. None: as many as of the others, and all prompts come at once.
     n_second: int | None = None
+    in_turn: bool = False  # each prompt comes once the answer to the one before has ended
 
     def length(self, i: int) -> int:
         """Tokens of the answer to prompt i."""
@@ -86,6 +90,9 @@ CASES = {
     "two killed while refilling": Case(
         5, (64, 64), kill="refilling", kills=2, lengths=LONG[:2], n_new=120, n_second=30
     ),
+    "idle prefix": Case(5, (64,), lengths=LONG[:2], in_turn=True),
+    "killed while a prefix spills": Case(5, (64, 64), kill="prefix spilling", lengths=LONG[:2], in_turn=True),
+    "killed while a prefix returns": Case(5, (64, 64), kill="prefix returning", lengths=LONG[:2], in_turn=True),
 }
 
 
@@ -140,11 +147,15 @@ async def generate(case: Case, engine: Engine, halfway: Callable[[], object]) ->
     async def first(queues: list[asyncio.Queue[Any]]) -> list[tuple[asyncio.Queue[Any], list[int]]]:
         return [(queue, [(await queue.get()).token]) for queue in queues]
 
-    if case.n_second is None:
+    if case.n_second is None and not case.in_turn:
         requests = [submit(i, prompt) for i, prompt in enumerate(prompts(case))]
         begun = [await first(queues) for queues in requests]
     else:
-        begun = [await first(submit(i, prompt)) for i, prompt in enumerate(prompts(case))]
+        begun = []
+        for i, prompt in enumerate(prompts(case)):
+            begun.append(await first(submit(i, prompt)))
+            if case.in_turn:
+                await rest(i, *begun[i][0])
     halfway()
     answers = [[await rest(i, queue, tokens) for queue, tokens in queues] for i, queues in enumerate(begun)]
     [last] = submit(len(begun), continued(prompts(case)[-2], answers[-2][0]))
@@ -193,7 +204,7 @@ async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dic
             killing.end()
             totals = engine.stats.totals
             report["preemptions"], report["guessed"] = totals.preemptions, totals.guessed
-            report["recomputed"] = engine.scheduler.recomputed_tokens
+            report["recomputed"], report["reused"] = engine.scheduler.recomputed_tokens, totals.prefix_hits
             report["ways"] = [totals.steps_near, totals.steps_together, totals.steps_apart]
             report["spilled"], report["refilled"] = totals.spilled_bytes, totals.refilled_bytes
             report["alive"] = [node.alive for node in engine.stats.nodes]
@@ -258,11 +269,18 @@ class Killer:
 
     def _kill_and_take(self, n_bytes: int) -> torch.Tensor:
         """Take memory for the next pages of a migration connection, which is open."""
-        move = self._engine.r_nodes.spiller.move
-        kind = {Spill: "spilling", Refill: "refilling"}.get(type(move))
-        if self._left and move is not None and self._case.kill == kind:
-            self._kill(move.r_node.url)
+        spiller = self._engine.r_nodes.spiller
+        if (move := spiller.move) is not None:
+            self._kill_if("spilling" if isinstance(move, Spill) else "refilling", move.r_node)
+        prefixes = spiller.prefixes
+        if prefixes is not None and (prefix := prefixes.move) is not None:
+            spills = prefix.source.resident
+            self._kill_if(f"prefix {'spilling' if spills else 'returning'}", prefix.target if spills else prefix.source)
         return self._memory(n_bytes)
+
+    def _kill_if(self, kind: str, node: RNodeLedger) -> None:
+        if self._left and self._case.kill == kind:
+            self._kill(node.url)
 
 
 def count(report: dict[str, Any], resident: ResidentLink) -> None:
