@@ -63,3 +63,18 @@ def test_the_decode_benchmark_takes_the_bypass(libraries):
     assert found["exchanges"] == ["bypass", "bypass"] and found["failed"] == []
     assert len(found["captured"]) == 4 and all(found["captured"])
     assert found["left"] == {}
+
+
+def test_sequences_are_cut_at_every_page_border(libraries):
+    """Their pages in the driver's memory, and the page kernels in its graphs, which are compiled for the host."""
+    found = run(libraries, "driver", "fp16", str(make_checkpoint("llama-gqa")), script="lying_cuts.py")
+    assert found["equal"] and found["cuts"] == found["waited"] == 2
+
+
+@pytest.mark.parametrize(("case", "alive"), [("refilled", 1), ("two killed while refilling", 0)])
+def test_an_engine_moves_cuts_and_loses_r_nodes(case, alive, libraries):
+    """Spilled and refilled while sequences decode, then a FORK; see tests/spart/test_resident.py."""
+    found = run(libraries, case, "driver", str(make_checkpoint("llama-gqa")), script="lying_resident.py")
+    assert found["equal"] and found["left"] == 0 and found["captured"] and found["merged"] and found["copied"]
+    assert found["spilled"] and bool(found["refilled"]) == bool(alive) == (not found["recomputed"])
+    assert sum(found["alive"][1:]) == alive

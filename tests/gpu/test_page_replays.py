@@ -6,17 +6,15 @@ whose every access to memory is checked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gpu.compiled_by_cupy import compiled_by_cupy
 from gpu.cuda_driver import Cuda
-from gpu.page_kernels_on_host import SHAPE, HostPageKernels
+from gpu.page_kernels_on_host import SHAPE, HostPageKernels, launch_on
 from gpu.page_reference import ReferencePageKernels
 
-from fastdecode.kernels.gpu.cupy_kernels import Launch
 from fastdecode.kernels.gpu.page_kernels import (
     ATTENTION_SOURCES,
     PAGE_SOURCES,
@@ -33,20 +31,6 @@ LAYER = PagedLayer("fp16", "fp16", 4, 2, 32, 32**-0.5, window=150)
 ROWS, BLOCKS, PAGES, SPLITS = 4, 3, 8, 2
 WIDTH, KV_WIDTH = LAYER.n_q_heads * LAYER.head_size, 2 * LAYER.n_kv_heads * LAYER.head_size
 PAGE_BYTES = LAYER.n_kv_heads * LAYER.chunk_bytes
-
-
-def launches(cuda: Cuda, image: bytes, name: str, shared: int = 0) -> Launch:
-    kernel = cuda.kernel(name, image)
-    if not cuda.simulated and shared:
-        attribute = cuda.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        cuda.call("cuFuncSetAttribute", kernel, attribute, shared)
-
-    def launch(
-        grid: tuple[int, ...], threads: int, stream: int, pointers: Sequence[int], numbers: Sequence[int]
-    ) -> None:
-        cuda.launch(kernel, grid, stream, pointers, numbers, threads, shared)
-
-    return launch
 
 
 def images(cuda: Cuda, folder: Path) -> tuple[bytes, bytes]:
@@ -66,9 +50,9 @@ def test_a_graph_serves_every_step_of_its_class(cuda: Cuda, tmp_path: Path) -> N
     kernels = PageKernels(
         LAYER,
         SHAPE,
-        launches(cuda, attention, "fd_append"),
-        launches(cuda, attention, "fd_attend", shared_bytes(LAYER, SHAPE)),
-        launches(cuda, pages_image, "fd_merge_answers"),
+        launch_on(cuda, attention, "fd_append"),
+        launch_on(cuda, attention, "fd_attend", shared_bytes(LAYER, SHAPE)),
+        launch_on(cuda, pages_image, "fd_merge_answers"),
     )
     stream, rng = cuda.call("cuStreamCreate", 1), np.random.default_rng(5)
     arena = np.full(PAGES * PAGE_BYTES, 0xFF, np.uint8)
@@ -118,7 +102,7 @@ def test_a_graph_serves_every_step_of_its_class(cuda: Cuda, tmp_path: Path) -> N
             assert np.allclose(got.astype(float), want[: len(listed)].astype(float), atol=4e-3)
     assert np.array_equal(cuda.download(at["arena"], arena), arena)
 
-    copier = PageCopier(launches(cuda, pages_image, "fd_copy_pages"))
+    copier = PageCopier(launch_on(cuda, pages_image, "fd_copy_pages"))
     moves = np.array([[at["arena"] + page * PAGE_BYTES for page in (4, 3)]], np.uint64)
     tables = cuda.alloc(moves), cuda.alloc(np.array([1], np.uint32))
     copier.copy(stream, *tables, 2, 1, PAGE_BYTES, PAGE_BYTES, PAGE_BYTES)
@@ -131,7 +115,7 @@ def test_a_page_beyond_the_arena_ends_the_context(simulated: Cuda, tmp_path: Pat
     """The simulated driver sees each copy to shared memory as a GPU would."""
     cuda = simulated
     image, _ = images(cuda, tmp_path)
-    attend = launches(cuda, image, "fd_attend", shared_bytes(LAYER, SHAPE))
+    attend = launch_on(cuda, image, "fd_attend", shared_bytes(LAYER, SHAPE))
     kernels = PageKernels(LAYER, SHAPE, attend, attend, attend)
     stream, step = cuda.call("cuStreamCreate", 1), PagedRows(0, 0, 1, 1)
     arena, o = cuda.alloc(np.zeros(2 * PAGE_BYTES, np.uint8)), cuda.alloc(np.zeros(2 * WIDTH, np.float16))

@@ -1,9 +1,10 @@
 """Steps on a lying device (lying_device.py) of a sequence whose first pages lie on an R-node, cut at every page border.
 
-Arguments: "staged" or "bypass", the pages' format, and a model directory. With fp16 the R-node has a GPU, the simulated
-driver's. Prints a JSON object: "equal", whether all
-tokens are those of transformers; "waited", how often a captured step has waited for an R-node; "cuts", how many cuts
-there were.
+Arguments: "staged", "bypass", or "driver" for the bypass on the simulated CUDA driver (bypass_on_driver.py), of which
+$FASTDECODE_COMPILED has the library; the pages' format; and a model directory. With fp16 the R-node has a GPU, the
+simulated driver's, unless the S-Part has that. Prints a JSON object: "equal", whether
+all tokens are those of transformers; "waited", how often a captured step has waited for an R-node, on the driver how
+many steps were captured; "cuts", how many cuts there were.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,11 @@ from fastdecode.region.contract import PAGE_TOKENS, ROW_DTYPE
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.choice import ChosenExchange
+from fastdecode.spart.resident.arena import PageArena
+from fastdecode.spart.resident.kernels import ResidentKernels
 from fastdecode.spart.resident.link import ResidentLink
 from fastdecode.spart.step.batch import Chunk, RemotePrefix, SampleSpec, StepBatch
+from fastdecode.transports._native import Proxy
 from gpu.late_pages import late_kernels
 from gpu.layers_compiled import compile_layer
 from gpu.lying_device import NAME, LyingDevice, take_torchs_place
@@ -111,32 +116,67 @@ def simulated_gpu(kv_dtype: str, folder: Path) -> RNodeGpu:
 
 
 async def run(bypassed: bool, kv_dtype: str, directory: Path, folder: str) -> dict[str, Any]:
-    want = by_transformers(directory)
     with LyingDevice() as device:
-        model = load_model(directory, device=NAME, dtype="fp32")
+        driver = LyingDriver(device)
+        bypass = Bypass(driver.kernels(), device.make_stream, most_rows=8) if bypassed else None
         gpu = simulated_gpu(kv_dtype, Path(folder)) if kv_dtype == "fp16" else None
-        async with linked(model, Path(folder), kv_dtype=kv_dtype, max_rows=1024, gpu=gpu) as links:
-            with torch.inference_mode():  # torch makes no view of another tensor of the device without that mode
-                hello = model.hello(2, 1024, kv_dtype, None, 16)
-                link, chosen = ResidentLink(hello, 16, model.device, late_kernels), ChosenExchange.plain(model.device)
-                driver: Any = LyingDriver(device)
-                if bypassed:
-                    chosen = ChosenExchange("bypass", bypass=Bypass(driver.kernels(), device.make_stream, most_rows=8))
-                spart, found = SPart(model, [link, *links], chosen), []
-                borders = range(PAGE_TOKENS, LENGTH - AT_ONCE + 1, PAGE_TOKENS)
-                for tag, cut in enumerate(borders, 1):
-                    found.append(answers(spart, link, cut, tag))
-                    for i in (0, 1):
-                        await link.free([(i, tag)])
-                        await links[0].free([(i, tag)])
-                return {"equal": all(x == want for x in found), "waited": driver.waited, "cuts": len(found)}
+        found = await cut(bypass, late_kernels, gpu, kv_dtype, directory, folder)
+        return found | {"waited": driver.waited}
+
+
+async def run_on_driver(kv_dtype: str, directory: Path, folder: str) -> dict[str, Any]:
+    from gpu.bypass_on_driver import DriverDevice
+    from gpu.cuda_driver import open_driver
+    from gpu.pages_on_driver import kernels_on
+
+    cuda: Any = open_driver(Path())
+    cuda.reset(queues=8, delay_us=20)
+    cuda.use_here()
+    with DriverDevice(cuda) as device:
+        bypass = Bypass(cuda.kernels(), device.make_stream, most_rows=8, proxy=Proxy())
+        found = await cut(bypass, kernels_on(device, Path(folder)), None, kv_dtype, directory, folder)
+        streams: list[Any] = device.streams[1:]
+        assert not bypass.fault and not any(stream.failed for stream in streams)
+        return found | {"waited": sum(stream.captured for stream in streams)}
+
+
+async def cut(
+    bypass: Bypass | None,
+    kernels: Callable[[PageArena], ResidentKernels],
+    gpu: RNodeGpu | None,
+    kv_dtype: str,
+    directory: Path,
+    folder: str,
+) -> dict[str, Any]:
+    """Cut the sequence at every page border, on the current device; `gpu` is the R-node's."""
+    want = by_transformers(directory)
+    model = load_model(directory, device=NAME, dtype="fp32")
+    async with linked(model, Path(folder), kv_dtype=kv_dtype, max_rows=1024, gpu=gpu) as links:
+        with torch.inference_mode():  # torch makes no view of another tensor of the device without that mode
+            hello = model.hello(2, 1024, kv_dtype, None, 16)
+            link, chosen = ResidentLink(hello, 16, model.device, kernels), ChosenExchange.plain(model.device)
+            if bypass is not None:
+                chosen = ChosenExchange("bypass", bypass=bypass)
+            spart, found = SPart(model, [link, *links], chosen), []
+            borders = range(PAGE_TOKENS, LENGTH - AT_ONCE + 1, PAGE_TOKENS)
+            for tag, border in enumerate(borders, 1):
+                found.append(answers(spart, link, border, tag))
+                for i in (0, 1):
+                    await link.free([(i, tag)])
+                    await links[0].free([(i, tag)])
+            return {"equal": all(x == want for x in found), "cuts": len(found)}
 
 
 def main() -> None:
     take_torchs_place()
     torch.set_num_threads(1)
+    exchange, kv_dtype, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(asyncio.run(run(sys.argv[1] == "bypass", sys.argv[2], Path(sys.argv[3]), folder))))
+        if exchange == "driver":
+            found = asyncio.run(run_on_driver(kv_dtype, directory, folder))
+        else:
+            found = asyncio.run(run(exchange == "bypass", kv_dtype, directory, folder))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -284,8 +284,8 @@ class LyingDevice(TorchDispatchMode):
             assert not non_blocking, "the copy's memory is not pinned"
             target = torch.empty_strided(source.shape, source.stride(), dtype=dtype or source.dtype)
             return self._copy(target, source, False)
-        late = poisoned(torch.empty(source.shape, dtype=dtype or source.dtype))
-        return self._copy(LyingTensor(late, torch.empty_like(late, device="meta")), source, non_blocking)
+        meta = torch.empty(source.shape, dtype=dtype or source.dtype, device="meta")
+        return self._copy(LyingTensor(poisoned(self.allocate(meta)), meta), source, non_blocking)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         late_target, late_source = (x.late if isinstance(x, LyingTensor) else x for x in (target, source))

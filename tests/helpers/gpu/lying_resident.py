@@ -1,6 +1,7 @@
 """A real engine whose S-Part runs on a lying device (lying_device.py) that has KV pages of its own beside R-nodes.
 
-Arguments: a case of CASES, "staged" or "bypass", and a model directory. Prints a JSON object: "equal", whether every
+Arguments: a case of CASES; "staged", "bypass", or "driver" for the bypass on the simulated CUDA driver
+(bypass_on_driver.py), with pages in fp16; and a model directory. Prints a JSON object: "equal", whether every
 stream has the tokens of transformers; "resident" and "crossed", how many sequences were placed on the device and on
 R-nodes; "copied", whether a page was copied; "captured", whether a captured step had rows of the device's pages, and
 "merged", whether one had rows of a sequence that was cut; "preemptions"; "recomputed", tokens; "guessed", tokens;
@@ -18,7 +19,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,10 @@ from fastdecode.engine.state.request import SamplingParams, TokenEvent
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange.bypass import Bypass
 from fastdecode.spart.exchange.choice import ChosenExchange
+from fastdecode.spart.resident.arena import PageArena
+from fastdecode.spart.resident.kernels import ResidentKernels
 from fastdecode.spart.resident.link import ResidentLink
+from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
 from gpu.late_pages import late_kernels
@@ -59,6 +63,7 @@ class Case:
     #: "paused": the first sequence that is cut is paused at once; "recomputed": it loses its cache, too.
     preempts: str = ""
     kv_dtype: str = "fp32"
+    seed: int = 3  # of the prompts' tokens
     lengths: tuple[int, ...] = (120, 126, 200, 124, 10, 64, 3, 140, 30)  # of the prompts; some grow beyond a page
     n_new: int = 24
     guesses: int = 0  # most tokens of a sequence that a step guesses
@@ -97,7 +102,7 @@ CASES = {
 
 
 def prompts(case: Case) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(case.seed)
     return [torch.randint(3, 384, (n,), generator=generator).tolist() for n in case.lengths]
 
 
@@ -162,14 +167,40 @@ async def generate(case: Case, engine: Engine, halfway: Callable[[], object]) ->
     return [*answers, [await rest(len(begun), last, [])]]
 
 
+def on_driver(folder: str) -> tuple[LyingDevice, Callable[[PageArena], ResidentKernels]]:
+    """A device whose memory and streams are the simulated CUDA driver's, and the kernels of its pages."""
+    from gpu.bypass_on_driver import DriverDevice
+    from gpu.cuda_driver import open_driver
+    from gpu.pages_on_driver import kernels_on
+
+    cuda: Any = open_driver(Path())
+    cuda.reset(queues=8, delay_us=20)
+    cuda.use_here()
+    device = DriverDevice(cuda)
+    return device, kernels_on(device, Path(folder))
+
+
+def bypass_on(device: Any, crossing: list[Link]) -> Bypass:
+    if hasattr(device, "cuda"):
+        return Bypass(device.cuda.kernels(), device.make_stream, most_rows=8, proxy=Proxy())
+    driver = ThreadedDriver(device)
+    bypass = Bypass(driver.kernels(), lambda: ThreadedStream(device), most_rows=8)
+    driver.requests = requests_of(bypass, crossing)
+    return bypass
+
+
 def requests_of(bypass: Bypass, links: list[Link]) -> frozenset[int]:
     """The words by which streams ask R-nodes for layers."""
     regions = [bypass._region(link) for link in links]
     return frozenset(region.gate(slot).request for region in regions for slot in (0, 1))
 
 
-async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dict[str, Any]:
-    device = OnDevice.device = LyingDevice()
+async def serve(case: Case, exchange: str, directory: Path, folder: str) -> dict[str, Any]:
+    device, kernels = LyingDevice(), late_kernels
+    if exchange == "driver":
+        device, kernels = on_driver(folder)
+        case = replace(case, kv_dtype="fp16", seed=20)  # no rounding to fp16 decides these answers
+    OnDevice.device = device
     report: dict[str, Any] = {"resident": 0, "crossed": 0, "copied": False, "captured": False, "merged": False}
     with contextlib.ExitStack() as stack:
         nodes = []
@@ -178,22 +209,17 @@ async def serve(case: Case, bypassed: bool, directory: Path, folder: str) -> dic
             stack.callback(nodes[-1].end, signal.SIGKILL)
         with device, torch.inference_mode():  # torch makes no view of another tensor of the device without that mode
             model = load_model(directory, device=NAME, dtype="fp32")
-            resident = ResidentLink(
-                model.hello(3, ROWS, case.kv_dtype, None, 32), case.pages, model.device, late_kernels
-            )
+            resident = ResidentLink(model.hello(3, ROWS, case.kv_dtype, None, 32), case.pages, model.device, kernels)
             crossing = [
                 await connect(node.url, model.hello(3, ROWS, case.kv_dtype, pages * PAGE_BYTES, 32), None)
                 for node, pages in zip(nodes, case.r_pages, strict=True)
             ]
             chosen = ChosenExchange.plain(model.device)
-            if bypassed:
-                driver = ThreadedDriver(device)
-                bypass = Bypass(driver.kernels(), lambda: ThreadedStream(device), most_rows=8)
-                chosen = ChosenExchange("bypass", bypass=bypass)
-                driver.requests = requests_of(bypass, crossing)
+            if exchange != "staged":
+                chosen = ChosenExchange("bypass", bypass=bypass_on(device, crossing))
             spart = SPart(model, [resident, *crossing], chosen)
-            if bypassed:
-                bypass.prepare(spart, 2, least=8)
+            if chosen.bypass is not None:
+                chosen.bypass.prepare(spart, 2, least=8)
         count(report, resident)
         async with started(spart, OnDevice, prefix_cache=True, max_uncached_suffix=256, guesses=case.guesses) as engine:
             if case.pages < 64 and engine.scheduler.choice is not None:
@@ -310,7 +336,7 @@ def main() -> None:
     take_torchs_place()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(asyncio.run(serve(CASES[sys.argv[1]], sys.argv[2] == "bypass", Path(sys.argv[3]), folder))))
+        print(json.dumps(asyncio.run(serve(CASES[sys.argv[1]], sys.argv[2], Path(sys.argv[3]), folder))))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from fastdecode.kernels.gpu.page_kernels import (
     definitions,
     shared_bytes,
 )
+from gpu.cuda_driver import Cuda
 from gpu.functions_on_driver import SHAPE
 from gpu.host_kernels import HostKernels
 
@@ -71,5 +72,20 @@ def _launch(kernels: HostKernels, name: str, shared: int) -> Launch:
         grid: tuple[int, ...], threads: int, stream: int, pointers: Sequence[int], numbers: Sequence[int]
     ) -> None:
         kernels.launch_at(name, grid, threads, pointers, numbers, shared)
+
+    return launch
+
+
+def launch_on(cuda: Cuda, image: bytes, name: str, shared: int = 0) -> Launch:
+    """Launches a kernel of an image on a driver; a block has `shared` bytes of shared memory."""
+    kernel = cuda.kernel(name, image)
+    if not cuda.simulated and shared:
+        attribute = cuda.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        cuda.call("cuFuncSetAttribute", kernel, attribute, shared)
+
+    def launch(
+        grid: tuple[int, ...], threads: int, stream: int, pointers: Sequence[int], numbers: Sequence[int]
+    ) -> None:
+        cuda.launch(kernel, grid, stream, pointers, numbers, threads, shared)
 
     return launch
