@@ -54,7 +54,7 @@ def run_tests(tree: Path, *arguments: str) -> str:
     return run.stdout
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_transport_of_the_page_passes_the_conformance_suite(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     copy_tree(ROOT / "docs/adding-a-transport.md", tree)
@@ -62,7 +62,7 @@ def test_the_transport_of_the_page_passes_the_conformance_suite(tmp_path: Path) 
     assert re.search(r"^[2-9]\d passed", output, re.M), output[-1000:]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_model_family_of_the_page_equals_transformers(tmp_path: Path) -> None:
     page, tree = ROOT / "docs/adding-a-model.md", tmp_path / "tree"
     copy_tree(page, tree)

@@ -118,7 +118,7 @@ async def test_pages_that_nobody_adopts_are_free_for_the_living(start, tmp_path)
     kept = (await link.stats())["kv_free"]
     await asyncio.to_thread(r_node.wait_for, "nobody has adopted")
     while (await link.stats())["kv_free"] <= kept:
-        assert time.monotonic() < killed + N_SECONDS + 10
+        assert time.monotonic() < killed + N_SECONDS + 60
         await asyncio.sleep(0.02)
     print(f"all pages were free {time.monotonic() - killed:.1f} s after the kill")
     await link.close()

@@ -61,14 +61,14 @@ class Node:
         for client in self._clients:
             client.close()
 
-    def end(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
+    def end(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
         self.process.send_signal(number)
         return self.process.wait(seconds)
 
     def kill_group(self) -> None:
         """Kill the process and its children, if it has a group of its own."""
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(20)
+        self.process.wait(60)
 
     def regions(self) -> int:
         """The number of activation regions that the process has mapped."""
@@ -89,7 +89,7 @@ class Node:
         return [pid for pid in self.children() if module in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
 
 
-def gone(pid: int, seconds: float = 5) -> bool:
+def gone(pid: int, seconds: float = 30) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -117,7 +117,7 @@ def health(api: OpenAI) -> dict[str, Any]:
     return found
 
 
-def until(condition: Callable[[], object], seconds: float = 30) -> None:
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
     """Wait until the condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
