@@ -477,7 +477,8 @@ class Engine:
 
     def _install_replacements(self) -> None:
         chunks = (chunk for plan in self._plans if plan for chunk in plan.chunks)
-        self.r_nodes.install_replacements(chunk.seq.placed_on.position for chunk in chunks if chunk.seq.in_flight)
+        in_flight = (chunk.seq for chunk in chunks if chunk.seq.in_flight)
+        self.r_nodes.install_replacements(node.position for seq in in_flight for node in seq.places)
 
     @property
     def stats(self) -> EngineStats:
