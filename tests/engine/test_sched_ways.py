@@ -111,25 +111,33 @@ def test_far_rows_are_served_after_eight_near_steps_whatever_the_rate(cut):
     assert all(NEAR in rows for rows in clock.rows)  # the GPU's rows wait for nobody
 
 
-def test_fast_r_nodes_join_the_steps_of_the_gpu():
+@pytest.mark.parametrize("slowdown", [0.03, 0.0])
+def test_fast_r_nodes_join_the_steps_of_the_gpu(slowdown):
+    """All of them, or where these may not become longer at all, those after which the far rows are due. Far steps would
+    take more of the GPU's time."""
     made = world()
+    choice = made.scheduler.choice
     made.cluster.nodes[1].link.bytes_per_second = 1e15
-    made.scheduler.choice._round_trip = 0.0
+    choice._round_trip, choice._slowdown = 0.0, slowdown
     for _ in range(10):
         made.add(PAGE_TOKENS - 40, 39)
     clock = Clock(made, 0.01, 0.01)
-    for _ in range(40):  # steps of several sizes tell that rows cost nothing
+    for _ in range(40):  # steps of several sizes tell that rows cost nearly nothing
         clock.rounds(1)
-        made.scheduler.choice._s_part.observe(1, 0.01)
-        made.scheduler.choice._s_part.observe(9, 0.01 + 1e-9)
-        made.scheduler.choice.way, made.scheduler.choice._off = Way.NEAR, 0
-    assert made.scheduler.choice.steps[Way.TOGETHER] > 10
-    assert any(rows.get(NEAR) == 10 for rows in clock.rows)
+        choice._s_part.observe(1, 0.01)
+        choice._s_part.observe(9, 0.01 + 1e-9)
+        choice.way, choice._off = Way.NEAR, 0
+    joint = [i for i, rows in enumerate(clock.rows) if rows.get(NEAR) == 10]
+    assert choice.steps[Way.TOGETHER] >= len(joint) > (10 if slowdown else 2)
+    assert slowdown or all(b - a == LONGEST_WAIT + 1 for a, b in pairwise(joint))
+    assert not any(FAR in rows for rows in clock.rows[joint[0] :])
 
 
-def test_newcomers_go_to_r_nodes_only_if_they_pay_or_the_gpu_cannot_hold_them():
+@pytest.mark.parametrize("pays", [lambda *_: False, lambda near, far, more: not more])
+def test_newcomers_go_to_r_nodes_only_if_they_pay_or_the_gpu_cannot_hold_them(pays):
+    """It does not matter whether the sequences pay that are there already."""
     made = world(gpu_pages=4)
-    made.scheduler.choice.pays = lambda *_: False
+    made.scheduler.choice.pays = pays
     small = [made.add(PAGE_TOKENS - 40, 39) for _ in range(6)]
     large = made.add(5 * PAGE_TOKENS, 39)
     Clock(made, 0.01, 0.01).rounds(12)

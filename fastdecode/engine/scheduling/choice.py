@@ -71,7 +71,8 @@ class WayChoice:
         self._s_part = Line()
         self._round_trip = _LAYER_SECONDS * cluster.loads.n_layers
         self._near, self._far = _Load(0), _Load(0)
-        self._wait = 0  # near steps between two far steps
+        self._wait = 0  # near steps between two steps with far rows
+        self._joint = False  # steps with far rows have the near rows, too
         self._near_idle = True  # no near step could be planned last: its rows lack pages, are held, or have ended
         self._waited = 0  # near steps since the last step with far rows
         self._flights: dict[int, _Flight] = {}  # by mini-batch
@@ -81,19 +82,21 @@ class WayChoice:
 
     def plan(self, near: Iterable[Sequence], far: Iterable[Sequence], most: int) -> bool:
         """Choose the way of the next steps of the near and the far batch. True if the next near step has all rows, at
-        most `most`."""
+        most `most`. Far rows that are due join it, too, where that takes less of the GPU's time than a step of their
+        own."""
         self._near, self._far = self._load(near), self._load(far)
         rate = self._best(self._near, self._far)
         self.way, self._wait = (Way.APART, 0) if rate is None else (rate.way, rate.wait)
         if self._near.rows and (self._measuring or not self._s_part.n):
             self.way, self._wait = Way.NEAR, LONGEST_WAIT
-        fits = self._near.rows + self._far.rows <= most and FAR not in self._flights
-        return self.way is Way.TOGETHER and fits
+        fits = self._near.rows + self._far.rows <= most
+        self._joint = fits and (self.way is Way.TOGETHER or self._cheaper_together())
+        return self._joint and self._waited >= self._wait and FAR not in self._flights
 
     @property
     def far_step(self) -> bool:
         """True if the far batch is to have a step of its own now."""
-        return self._near_idle or (self.way is not Way.TOGETHER and self._waited >= self._wait)
+        return self._near_idle or (not self._joint and self._waited >= self._wait)
 
     def near_idles(self) -> bool:
         """Record that no near step can begin now. True if the far batch, which has waited for near steps, may go on."""
@@ -136,12 +139,12 @@ class WayChoice:
         load, predicted = flight.load, flight.seconds
         if flight.beside and mini_batch == NEAR:
             return  # the far step has taken a part of the GPU that its times do not tell
-        if load.remote:
-            without = self._seconds(load, 0.0)
-            if without is not None:
-                self._round_trip = _MEMORY * self._round_trip + (1 - _MEMORY) * max(0.0, seconds - without)
-        else:
-            self._s_part.observe(load.rows, max(0.0, seconds - self._gpu_attention(load)))
+        reading, on_gpu = self._reading(load), self._gpu_attention(load)
+        if not load.remote or (reading is not None and reading + self._round_trip <= on_gpu):
+            self._s_part.observe(load.rows, max(0.0, seconds - on_gpu))
+        elif reading is not None and self._s_part.n:
+            round_trip = max(0.0, seconds - self._s_seconds(load.rows) - reading)
+            self._round_trip = _MEMORY * self._round_trip + (1 - _MEMORY) * round_trip
         if predicted is not None and not flight.beside:
             self._judge(predicted, seconds)
 
@@ -198,24 +201,41 @@ class WayChoice:
         if any(seconds is None for seconds in times):
             return None
         near_seconds, far_seconds, together = (seconds or 0.0 for seconds in times)
-        gpu_seconds = self._s_seconds(far.rows) + self._gpu_attention(far)
-        alone = BatchTimes(near.rows, near_seconds, near_seconds), BatchTimes(far.rows, far_seconds, gpu_seconds)
+        alone = (
+            BatchTimes(near.rows, near_seconds, near_seconds),
+            BatchTimes(far.rows, far_seconds, self._gpu_seconds(far)),
+        )
         return best(rates(*alone, together, self._slowdown))
 
-    def _seconds(self, load: _Load, round_trip: float | None = None) -> float | None:
-        """Seconds of a step; None: not known. `round_trip` None: the measured one."""
-        if not self._s_part.n:
+    def _cheaper_together(self) -> bool:
+        """True if far rows in a near step are known to take less of the GPU's time than in a step of their own."""
+        near, both = self._seconds(self._near), self._seconds(self._near + self._far)
+        if near is None or both is None or not (self._near.rows and self._far.rows):
+            return False
+        return both - near <= self._gpu_seconds(self._far)
+
+    def _seconds(self, load: _Load) -> float | None:
+        """Seconds of a step; None: not known."""
+        reading = self._reading(load)
+        if reading is None or not self._s_part.n:
             return None
-        remote = 0.0
+        remote = reading + self._round_trip if load.remote else 0.0
+        return self._s_seconds(load.rows) + max(remote, self._gpu_attention(load))
+
+    def _reading(self, load: _Load) -> float | None:
+        """Seconds in which R-nodes read; None: not known."""
+        longest = 0.0
         for position, n_bytes in load.remote.items():
             node = self._cluster.nodes[position]
             speed = node.bandwidth.bytes_per_second or node.link.bytes_per_second
             if speed is None:
                 return None
-            remote = max(remote, n_bytes / speed)
-        if load.remote:
-            remote += self._round_trip if round_trip is None else round_trip
-        return self._s_seconds(load.rows) + max(remote, self._gpu_attention(load))
+            longest = max(longest, n_bytes / speed)
+        return longest
+
+    def _gpu_seconds(self, load: _Load) -> float:
+        """Seconds of a step in which the GPU computes."""
+        return self._s_seconds(load.rows) + self._gpu_attention(load)
 
     def _gpu_attention(self, load: _Load) -> float:
         return load.resident / (self._cluster.nodes[0].bandwidth.bytes_per_second or float("inf"))

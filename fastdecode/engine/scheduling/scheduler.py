@@ -532,15 +532,17 @@ class Scheduler:
         gpu.barred = near
         fits = len(seq.tokens) < gpu.groups.capacity(gpu.max_pages)
         for node in r_nodes:
-            node.barred = far or (fits and not self.far_pays())
+            node.barred = far or (fits and not self.far_pays(joining=1))
 
-    def far_pays(self) -> bool:
-        """True if sequences on R-nodes bring more than they cost, together with the waiting sequences."""
+    def far_pays(self, joining: int = 0) -> bool:
+        """True if sequences on R-nodes bring more than they cost, together with the waiting sequences, of which
+        `joining` go there for certain."""
         if self.choice is None:
             return True
         near, far = self.mini_batches
         # Half of them: for the others there may be room on the GPU before they are placed.
-        return self.choice.pays(near, far, min(len(self.waiting) // 2, self.limits.max_seqs - len(far)))
+        more = max(joining, len(self.waiting) // 2)
+        return self.choice.pays(near, far, min(more, self.limits.max_seqs - len(far)))
 
     def _room(self, running: list[Sequence]) -> Room:
         """The room for newcomers beside the `running` sequences."""
