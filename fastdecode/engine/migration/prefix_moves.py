@@ -83,6 +83,11 @@ class PrefixMoves:
         self._returning: dict[PrefixEntry, PrefixEntry] = {}  # entries of R-nodes, and their copies on the device
         self._failed: float | None = None  # when a move has failed last
 
+    @property
+    def busy(self) -> bool:
+        """True if a prefix moves, or is to move."""
+        return self._spilling or bool(self._returning)
+
     def spill(self, entry: PrefixEntry) -> bool:
         """Begin to move an entry that the device's index has lost. False: it cannot move, or an R-node has its tokens.
         True: RNodeLedger.free_spilled follows once the device's pages have been read."""

@@ -234,6 +234,9 @@ async def serve(case: Case, exchange: str, directory: Path, folder: str) -> dict
             report["ways"] = [totals.steps_near, totals.steps_together, totals.steps_apart]
             report["spilled"], report["refilled"] = totals.spilled_bytes, totals.refilled_bytes
             report["alive"] = [node.alive for node in engine.stats.nodes]
+            spiller = engine.r_nodes.spiller
+            while spiller.move is not None or (spiller.prefixes is not None and spiller.prefixes.busy):
+                await asyncio.sleep(0.01)
             for ledger in engine.cluster.alive:
                 ledger.drain()
             engine.r_nodes.send_pending()
