@@ -397,7 +397,8 @@ async def test_counters_and_observer():
             return lambda *args: self.seen.append((name, args))
 
     observer = Observer()
-    async with running(ToyLink("tcp://r0", n_pages=10), observer=observer) as (engine, spart):
+    async with running(ToyLink("tcp://r0", n_pages=10)) as (engine, spart):
+        engine.observer = observer
         await tokens_of(submit(engine, [1] * 7, GREEDY))
         spart.gate.clear()
         stream = submit(engine, [2] * 134, GREEDY)
