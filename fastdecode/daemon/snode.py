@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -220,7 +220,8 @@ async def _serve(
         if exchange.bypass is not None:
             await asyncio.to_thread(exchange.bypass.prepare, spart, split.mini_batches)
         ends = _end_tokens(settings.tokenizer, backend.config)
-        engine = _make_engine(config, spart, split, staged, prefill_nodes, digest, ends)
+        seconds = {} if exchange.bypass is None else exchange.bypass.seconds
+        engine = _make_engine(config, spart, split, staged, prefill_nodes, digest, ends, seconds)
         if engine.longest_sequence < engine.max_model_len:
             log.warning(
                 "the KV-cache holds at most %d tokens of one sequence, fewer than the context of %d",
@@ -286,9 +287,10 @@ def _make_engine(
     prefill_nodes: RemotePrefillNodes | None,
     digest: str,
     end_token_ids: frozenset[int],
+    s_part_seconds: Mapping[int, float],
 ) -> Engine:
     """The engine over an S-Part and its links, in which `staged` tokens of unfinished prompts may be staged. `digest`:
-    see model_digest."""
+    see model_digest. `s_part_seconds`: see SPartForecast."""
     on_cpu = spart.model.device.type == "cpu"
     return Engine(
         spart,
@@ -305,6 +307,7 @@ def _make_engine(
         schedule=config.schedule,
         guesses=guesses(config.speculate),
         gpu_slowdown=config.gpu_slowdown,
+        s_part_seconds=s_part_seconds,
         prefix_cache=not config.no_prefix_cache,
         max_uncached_suffix=None if on_cpu else _MAX_UNCACHED_SUFFIX,
         grow_leases=_leases_grow(config),

@@ -79,6 +79,7 @@ class Engine:
         schedule: str = "greedy",
         guesses: int = 0,
         gpu_slowdown: float = SLOWDOWN,
+        s_part_seconds: Mapping[int, float] | None = None,
         end_token_ids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         start_runner: Callable[[], StepRunner] = Runner,
@@ -91,7 +92,7 @@ class Engine:
         see SchedulerLimits; `target_tbt` (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`,
         `prefill_nodes`, `kv_digest`: see RNodeControl. `schedule`: one of SCHEDULES, see scheduling/admission.py.
         `guesses`: most tokens of a sequence that a step guesses, see scheduling/speculation.py. `end_token_ids` None:
-        the model's own. `gpu_slowdown`: see WayChoice.
+        the model's own. `gpu_slowdown`, `s_part_seconds`: see WayChoice, SPartForecast.
         `clock` gives seconds, and `start_runner` starts the runner of the steps; plan/simulation.py replaces both.
         `rebalance`: running sequences migrate between R-nodes, see migration/rebalance.py.
 
@@ -128,6 +129,7 @@ class Engine:
             admission=SCHEDULES[schedule](),
             speculation=Speculation(guesses, by_head=spart.config.mtp > 0) if guesses else None,
             gpu_slowdown=gpu_slowdown,
+            s_part_seconds=s_part_seconds,
         )
         self.observer = EngineObserver()
         self.totals = Totals()

@@ -34,7 +34,6 @@ MACHINES = (
     "h200",
 )
 _SEED = 1
-_EACH = 5  # requests of each user
 
 
 class ResidentLoad(NamedTuple):
@@ -47,7 +46,7 @@ class ResidentLoad(NamedTuple):
     prompt: int
     output: int
     gpu_kv: float | None
-    requests: int
+    requests: int  # of each user
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-kv", type=parse_bytes, metavar="SIZE", help="the GPU's room; default: what weights and steps leave")
     add("--input-tokens", type=int, default=3072, metavar="N", help="prompt of each request (3072)")
     add("--output-tokens", type=int, default=512, metavar="N", help="mean output; half to three halves of it (512)")
-    add("--requests", type=int, default=40, metavar="N", help="at least; five of each user if those are more (40)")
+    add("--requests", type=int, default=12, metavar="N", help="of each user (12)")
     add("--processes", type=int, default=1, metavar="N", help="simulations at a time (1)")
     add("--json", action="store_true", help="print one JSON object")
     add("--plot", type=Path, metavar="FILE", help="plot tokens/s beside GPU-only, a panel for each machine")
@@ -98,8 +97,8 @@ def cell_rate(cell: ResidentLoad) -> dict[str, Any]:
     room = kv_room(profile, model, profile.s_node.gpu.memory) if cell.gpu_kv is None else cell.gpu_kv
     users = max(1, round(cell.need * room / model.token_bytes("fp16") / (cell.prompt + cell.output / 2)))
     generator = random.Random(_SEED)
-    n_requests = max(_EACH * users, cell.requests)
-    outputs = [generator.randint(cell.output // 2, 3 * cell.output // 2) for _ in range(n_requests)]
+    lengths = cell.output // 2, 3 * cell.output // 2
+    outputs = [generator.randint(*lengths) for _ in range(users * cell.requests)]
     # Users who begin at once would go on to end at once, and a part of such a wave would be measured.
     outputs[:users] = [generator.randint(1, output) for output in outputs[:users]]
     # A GPU without R-nodes has one batch.

@@ -16,6 +16,7 @@ from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEv
 from fastdecode.plan import virtual_time
 from fastdecode.plan.equations import System
 from fastdecode.plan.virtual_system import WORD, StepRecord, VirtualLink, VirtualRunner, VirtualSPart
+from fastdecode.spart.exchange.graph_table import size_class
 
 #: The engine's gauges are sampled every 0.3 seconds, or 1000 times over the arrivals if that is less often.
 _SAMPLE_SECONDS, _SAMPLES = 0.3, 1000
@@ -90,6 +91,9 @@ async def _simulate(
     if gpu_kv:
         links.insert(0, VirtualLink("gpu", *sizes, gpu_kv, *more, resident=True, gbps=system.link.gbps))
         links[0].bytes_per_second = system.gpu_bytes_per_second
+        # As Bypass.prepare measures them.
+        sizes_of_steps = {size_class(n) for n in range(1, limits.max_seqs + 1)}
+        options = {"s_part_seconds": {n: system.s_part.seconds(n) for n in sizes_of_steps}} | options
     spart = VirtualSPart(system, links, [r.output_tokens for r in requests for _ in range(r.choices)])
     runner = VirtualRunner(system.in_turns)
     options |= {"mini_batches": n, "max_batch_size": limits.max_seqs, "max_batch_tokens": rows}

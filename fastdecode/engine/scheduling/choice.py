@@ -12,12 +12,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.scheduling.line import Line
+from fastdecode.engine.scheduling.s_part_forecast import SPartForecast
 from fastdecode.engine.scheduling.ways import LONGEST_WAIT, SLOWDOWN, BatchTimes, Rate, Way, best, rates
 from fastdecode.spart.shape import LayerReads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from fastdecode.engine.scheduling.cluster import Cluster
     from fastdecode.engine.state.sequence import Sequence
@@ -62,13 +62,14 @@ class _Flight:
 class WayChoice:
     """The way of the next steps, and the tables that it is chosen by."""
 
-    def __init__(self, cluster: Cluster, slowdown: float = SLOWDOWN):
-        """`slowdown`: by which share near steps may become longer because of far rows."""
+    def __init__(self, cluster: Cluster, slowdown: float = SLOWDOWN, measured: Mapping[int, float] | None = None):
+        """`slowdown`: by which share near steps may become longer because of far rows. `measured`: see
+        SPartForecast."""
         self.way = Way.NEAR  # of the next steps
         self.steps = dict.fromkeys(Way, 0)  # near steps that went each way
         self.predicted = self.measured = 0.0  # seconds of all steps whose times were predicted
         self._cluster, self._slowdown = cluster, slowdown
-        self._s_part = Line()
+        self._s_part = SPartForecast(measured)
         self._round_trip = _LAYER_SECONDS * cluster.loads.n_layers
         self._near, self._far = _Load(0), _Load(0)
         self._wait = 0  # near steps between two steps with far rows
@@ -87,7 +88,7 @@ class WayChoice:
         self._near, self._far = self._load(near), self._load(far)
         rate = self._best(self._near, self._far)
         self.way, self._wait = (Way.APART, 0) if rate is None else (rate.way, rate.wait)
-        if self._near.rows and (self._measuring or not self._s_part.n):
+        if self._near.rows and (self._measuring or not self._s_part.known):
             self.way, self._wait = Way.NEAR, LONGEST_WAIT
         fits = self._near.rows + self._far.rows <= most
         self._joint = fits and (self.way is Way.TOGETHER or self._cheaper_together())
@@ -115,7 +116,7 @@ class WayChoice:
             each = more * on_gpu.resident / on_gpu.rows / len(nodes)
             off_gpu += _Load(more, 0.0, {node.position: each for node in nodes})
         rate = self._best(on_gpu, off_gpu)
-        return rate.way is not Way.NEAR if rate is not None else bool(self._s_part.n) and off_gpu.rows == more
+        return rate.way is not Way.NEAR if rate is not None else self._s_part.known and off_gpu.rows == more
 
     def begin(self, mini_batch: int, together: bool) -> None:
         """Record that a step of a mini-batch begins, or one of all rows."""
@@ -142,8 +143,8 @@ class WayChoice:
         reading, on_gpu = self._reading(load), self._gpu_attention(load)
         if not load.remote or (reading is not None and reading + self._round_trip <= on_gpu):
             self._s_part.observe(load.rows, max(0.0, seconds - on_gpu))
-        elif reading is not None and self._s_part.n:
-            round_trip = max(0.0, seconds - self._s_seconds(load.rows) - reading)
+        elif reading is not None and self._s_part.known:
+            round_trip = max(0.0, seconds - self._s_part.seconds(load.rows) - reading)
             self._round_trip = _MEMORY * self._round_trip + (1 - _MEMORY) * round_trip
         if predicted is not None and not flight.beside:
             self._judge(predicted, seconds)
@@ -162,7 +163,8 @@ class WayChoice:
             1e3 * seconds,
             1e3 * predicted,
         )
-        self._s_part, self._off, self._measuring = Line(), 0, _OFF_STEPS
+        self._s_part.forget()
+        self._off, self._measuring = 0, _OFF_STEPS
 
     # -- predictions ----------------------------------------------------------------------------------------------
 
@@ -217,10 +219,10 @@ class WayChoice:
     def _seconds(self, load: _Load) -> float | None:
         """Seconds of a step; None: not known."""
         reading = self._reading(load)
-        if reading is None or not self._s_part.n:
+        if reading is None or not self._s_part.known:
             return None
         remote = reading + self._round_trip if load.remote else 0.0
-        return self._s_seconds(load.rows) + max(remote, self._gpu_attention(load))
+        return self._s_part.seconds(load.rows) + max(remote, self._gpu_attention(load))
 
     def _reading(self, load: _Load) -> float | None:
         """Seconds in which R-nodes read; None: not known."""
@@ -235,15 +237,7 @@ class WayChoice:
 
     def _gpu_seconds(self, load: _Load) -> float:
         """Seconds of a step in which the GPU computes."""
-        return self._s_seconds(load.rows) + self._gpu_attention(load)
+        return self._s_part.seconds(load.rows) + self._gpu_attention(load)
 
     def _gpu_attention(self, load: _Load) -> float:
         return load.resident / (self._cluster.nodes[0].bandwidth.bytes_per_second or float("inf"))
-
-    def _s_seconds(self, rows: int) -> float:
-        """Seconds of the S-Part. Until steps have told its fixed cost from that of a row, more rows than they had count
-        as if there were no fixed cost, so that far rows are not taken to be cheaper than they are."""
-        line = self._s_part
-        if line.slope is None:
-            return line.mean * max(1.0, rows * line.n / line.x)
-        return line.fixed + line.slope * rows

@@ -44,7 +44,7 @@ from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.state.sequence import PlannedChunk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from fastdecode.engine.scheduling.placement import Placement
     from fastdecode.engine.state.pages import PageTable
@@ -74,10 +74,11 @@ class Scheduler:
         admission: Greedy | None = None,
         speculation: Speculation | None = None,
         gpu_slowdown: float = SLOWDOWN,
+        s_part_seconds: Mapping[int, float] | None = None,
     ):
         """`target_tbt`: seconds between two tokens of a stream that should not be exceeded; see StepTimes and Pace.
         `admission` None: every sequence that has room starts. `speculation` None: no tokens are guessed.
-        `gpu_slowdown`: see WayChoice."""
+        `gpu_slowdown`, `s_part_seconds`: see WayChoice, SPartForecast."""
         self.cluster = cluster
         self.admission = admission or Greedy()
         self.limits = limits
@@ -92,7 +93,7 @@ class Scheduler:
         self.mini_batches = self.running.batches
         self.pauses = Pauses(cluster, self.running, self.waiting, self.pace, limits.max_seqs)
         if cluster.nodes[0].resident and limits.prompts_apart and limits.mini_batches == 2:
-            self.choice = WayChoice(cluster, gpu_slowdown)
+            self.choice = WayChoice(cluster, gpu_slowdown, s_part_seconds)
             self.running.near_and_far = self.pace.apart = True
             self.pauses.far_pays = self.far_pays
         self.recomputed_tokens = 0  # placed a second time, prompts included
@@ -535,14 +536,15 @@ class Scheduler:
             node.barred = far or (fits and not self.far_pays(joining=1))
 
     def far_pays(self, joining: int = 0) -> bool:
-        """True if sequences on R-nodes bring more than they cost, together with the waiting sequences, of which
-        `joining` go there for certain."""
+        """True if sequences on R-nodes bring more than they cost, together with as many of the waiting sequences as
+        are best. `joining` of these go there for certain."""
         if self.choice is None:
             return True
         near, far = self.mini_batches
         # Half of them: for the others there may be room on the GPU before they are placed.
-        more = max(joining, len(self.waiting) // 2)
-        return self.choice.pays(near, far, min(more, self.limits.max_seqs - len(far)))
+        most = min(max(joining, len(self.waiting) // 2), self.limits.max_seqs - len(far))
+        numbers = {joining, most, *(1 << i for i in range(most.bit_length()))}
+        return any(self.choice.pays(near, far, more) for more in sorted(numbers) if joining <= more <= most)
 
     def _room(self, running: list[Sequence]) -> Room:
         """The room for newcomers beside the `running` sequences."""

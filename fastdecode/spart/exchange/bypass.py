@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -68,6 +69,7 @@ _MOST_GRAPHS = 256
 _NODE_BYTES = 256 << 20
 #: The kinds of steps that are captured at start. None: their tokens are drawn behind the graph.
 _KINDS = (*KINDS, None)
+_MEASUREMENTS = 3  # of a captured step
 _LINE = 64  # bytes between two completion words
 #: Arrays of a step's table that no graph reads: of LoRA adapters, of LongRoPE's long factors, and of states.
 _STAGED = ("adapter rows", "long", "state rows")
@@ -212,6 +214,7 @@ class Bypass:
         self._warm_up = make_stream()
         self._thread = ThreadPoolExecutor(1, "fastdecode-capture")
         self._capturing: Future[tuple[int, _Key, _Graph]] | None = None  # with the mini-batch
+        self.seconds: dict[int, float] = {}  # of steps without a row of any sequence, by their size, measured at start
         self.fault = ""  # the reason why no step is taken any more
         self._behind: set[str] = set()  # what has been drawn behind a graph
 
@@ -355,8 +358,8 @@ class Bypass:
     # -- graphs -------------------------------------------------------------------------------------------------
 
     def prepare(self, spart: Captured, mini_batches: int, least: int = 1) -> None:
-        """Capture the steps of at least `least` rows that use all links, before the first step runs. Shows a bar if it
-        takes long.
+        """Capture the steps of at least `least` rows that use all links, before the first step runs, and measure those
+        that need no R-node. Shows a bar if it takes long.
 
         The largest graphs are captured first, and one graph of each mini-batch stays for good: all other graphs find
         room in the memory that this one has taken. A graph that comes after smaller ones could not use their memory.
@@ -375,7 +378,24 @@ class Bypass:
                 if (taken := free - self._lane(spart, slot).stream.free_bytes()) > bound:
                     log.warning("exchange: captures have taken %d MiB; smaller steps are left out", taken >> 20)
                     break
-                self._graph(spart, slot, key)
+                graph = self._graph(spart, slot, key)
+                if not key.links and key.size not in self.seconds:
+                    self.seconds[key.size] = self._measure(spart, slot, key, graph)
+
+    @torch.inference_mode()
+    def _measure(self, spart: Captured, slot: int, key: _Key, graph: _Graph) -> float:
+        """The seconds of a captured step without a row of any sequence: those of its S-Part."""
+        lane, seconds = self._lanes[slot], []
+        table = GraphTable(key.size, key.kind, spart.model.config.vocab_size, page_tables=lane.page_tables)
+        with lane.stream.current():
+            table.upload(lane.inputs)
+            for _ in range(_MEASUREMENTS):
+                lane.stream.synchronize()
+                begun = time.perf_counter()
+                graph.replay()
+                lane.stream.synchronize()
+                seconds.append(time.perf_counter() - begun)
+        return min(seconds)
 
     def settle(self, wait: bool = True) -> None:
         """Take over the graph that the other thread has captured. With `wait`, wait for a capture that still runs."""
