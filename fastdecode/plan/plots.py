@@ -57,7 +57,7 @@ def resident(result: dict[str, Any], path: Path) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("cache needed / room on the GPU")
     for axis in axes[:, 0]:
-        axis.set_ylabel("tokens/s beside GPU-only, simulated")
+        axis.set_ylabel("tokens/s beside GPU-only")
         axis.set_ylim(bottom=0)
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()

@@ -3,7 +3,7 @@
 Every number of R-nodes, ranks and mini-batches and every KV format is tried. With --rate, the batch is the smallest
 that keeps up; without, the smallest whose throughput is near the best. Configurations that keep --rate, --tpot and
 --ttft come first. For a GPU that has memory for resident KV, the answer is what it holds, alone and with the RAM
-beside it (cards.py). The figures are predicted, not measured: requests are taken to have mean lengths and to come
+beside it. The figures are predicted, not measured: requests are taken to have mean lengths and to come
 evenly, so no request queues; `fastdecode-plan simulate` shows a trace's bursts.
 """
 
