@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import logging
 import os
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 import orjson
 import pytest
-from nodes.rnode_process import Held, resident_bytes, start_executor_threads
+from nodes.rnode_process import Held, needed_bytes, start_executor_threads
 from wire.hostile_frames import BY_TYPE, MESSAGES, hostile_frame
 from wire.link_driver import FEWER, HANG_S, hello, until
 from wire.wire_peers import Caller, FakeRNode, Keys, attach_message, hello_message
@@ -52,18 +51,14 @@ def rounds(n: int = ROUNDS) -> Iterator[random.Random]:
     """A generator of random numbers for each round. The last third of the rounds must not take memory."""
     began, resident = time.monotonic(), 0
 
-    def settled() -> int:
-        gc.collect()  # a process with many objects, as after other tests, seldom looks for cycles on its own
-        return resident_bytes(os.getpid())
-
     for seed in itertools.count():
         done = (time.monotonic() - began) / SECONDS if SECONDS else seed / n
         if done >= 1:
             break
         if done >= 1 / 3 and not resident:
-            resident = settled()
+            resident = needed_bytes()
         yield random.Random(seed)
-    assert settled() < resident + GROWTH
+    assert needed_bytes() < resident + GROWTH
 
 
 @contextlib.asynccontextmanager

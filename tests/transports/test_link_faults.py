@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from nodes.rnode_process import KV_BYTES, Held, RNodeProcess, resident_bytes, start_executor_threads
+from nodes.rnode_process import KV_BYTES, Held, RNodeProcess, needed_bytes, resident_bytes, start_executor_threads
 from nodes.snode_process import SNodeProcess, before_frame, large_hello
 from wire import cut_wire
 from wire.link_driver import CYCLES, HANG_S, NOTICED_S, Payloads, hello, in_thread, until
@@ -198,10 +198,10 @@ async def test_r_node_killed_under_load(node, other_node):
     async with untouched(other_node.url):
         before = Held.by(os.getpid())
         await cycle(before)
-        resident = resident_bytes(os.getpid())
+        resident = needed_bytes()
         for _ in range(CYCLES):
             await cycle(before)
-        assert resident_bytes(os.getpid()) < resident + GROWTH
+        assert needed_bytes() < resident + GROWTH
 
 
 async def test_s_node_killed_under_load(shared_node):

@@ -121,6 +121,14 @@ def resident_bytes(pid: int) -> int:
     return _status_bytes(pid, "RssAnon", "RssShmem")
 
 
+def needed_bytes() -> int:
+    """Resident memory of this process that it needs: without objects that nobody reaches, and without what malloc keeps
+    for each thread, which depends on the threads of an executor that had work."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return resident_bytes(os.getpid())
+
+
 def start_executor_threads() -> None:
     """Start all threads of the running loop's executor and the one that faults in memory, so that any thread that
     appears later belongs to a link."""
