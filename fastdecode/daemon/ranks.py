@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
@@ -55,6 +56,7 @@ _T = TypeVar("_T")
 HEARTBEAT_SECONDS = 1.0
 _SILENT_BEATS = 4  # after which a rank is lost
 _END_SECONDS = 5.0  # within which a rank ends whose connections are closed
+_NAMED_SECONDS = 0.5  # within which the threads that listen to ranks hear of the end of one
 
 
 class _Rank:
@@ -189,6 +191,8 @@ class Ranks:
         """End the S-node, because a step of rank 0 has failed for good."""
         if not isinstance(error, (RankError, EOFError)):
             log.error("a step has failed", exc_info=error)
+        if self.share.reduction.fault is None:
+            time.sleep(_NAMED_SECONDS)  # a thread that listens to the lost rank ends the S-node with its name
         self._lost("a rank has ended")
 
     def _lost(self, how: str) -> NoReturn:
