@@ -133,7 +133,7 @@ def test_fast_r_nodes_join_the_steps_of_the_gpu(slowdown):
     assert not any(FAR in rows for rows in clock.rows[joint[0] :])
 
 
-@pytest.mark.parametrize("pays", [lambda *_: False, lambda near, far, more: not more])
+@pytest.mark.parametrize("pays", [lambda *_: False, lambda near, far, numbers: not all(numbers)])
 def test_newcomers_go_to_r_nodes_only_if_they_pay_or_the_gpu_cannot_hold_them(pays):
     """It does not matter whether the sequences pay that are there already."""
     made = world(gpu_pages=4)
@@ -149,7 +149,7 @@ def test_newcomers_go_to_r_nodes_only_if_they_pay_or_the_gpu_cannot_hold_them(pa
 def test_as_many_newcomers_go_to_r_nodes_as_pay():
     """Two pay, and more do not, however many wait."""
     made = world(gpu_pages=4)
-    made.scheduler.choice.pays = lambda near, far, more: len(far) + more <= 2
+    made.scheduler.choice.pays = lambda near, far, numbers: any(len(far) + more <= 2 for more in numbers)
     sequences = [made.add(PAGE_TOKENS - 40, 39) for _ in range(12)]
     Clock(made, 0.01, 0.01).rounds(6)
     assert sum(seq.placed_on.position == 1 for seq in sequences if seq.node is not None) == 2

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from fastdecode.engine.scheduling.cluster import Cluster
+    from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -104,14 +105,15 @@ class WayChoice:
         changed, self._near_idle = not self._near_idle, True
         return changed
 
-    def pays(self, near: Iterable[Sequence], far: Iterable[Sequence], more: int) -> bool:
-        """True if far rows bring more tokens a second than they cost, with `more` of them and all prompts computed.
-        More rows are taken to read as much as a near one. As long as times are not known, a single row pays, so that
-        they become known."""
+    def pays(self, near: Iterable[Sequence], far: Iterable[Sequence], numbers: Iterable[int]) -> bool:
+        """True if far rows bring more tokens a second than they cost, with one of these `numbers` of further far rows,
+        and all prompts computed. A further row is taken to read as much as a near one. As long as times are not known,
+        a single row pays, so that they become known."""
         on_gpu, off_gpu = self._load(near, prompts=True), self._load(far, prompts=True)
-        if not on_gpu.rows:
-            return True
         nodes = [node for node in self._cluster.nodes if node.open and not node.resident]
+        return not on_gpu.rows or any(self._pays(on_gpu, off_gpu, more, nodes) for more in numbers)
+
+    def _pays(self, on_gpu: _Load, off_gpu: _Load, more: int, nodes: list[RNodeLedger]) -> bool:
         if more > 0 and nodes:
             each = more * on_gpu.resident / on_gpu.rows / len(nodes)
             off_gpu += _Load(more, 0.0, {node.position: each for node in nodes})

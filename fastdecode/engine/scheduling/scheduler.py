@@ -532,8 +532,9 @@ class Scheduler:
         gpu, *r_nodes = self.cluster.nodes
         gpu.barred = near
         fits = len(seq.tokens) < gpu.groups.capacity(gpu.max_pages)
+        barred = far or (fits and not self.far_pays(joining=1))
         for node in r_nodes:
-            node.barred = far or (fits and not self.far_pays(joining=1))
+            node.barred = barred
 
     def far_pays(self, joining: int = 0) -> bool:
         """True if sequences on R-nodes bring more than they cost, together with as many of the waiting sequences as
@@ -544,7 +545,7 @@ class Scheduler:
         # Half of them: for the others there may be room on the GPU before they are placed.
         most = min(max(joining, len(self.waiting) // 2), self.limits.max_seqs - len(far))
         numbers = {joining, most, *(1 << i for i in range(most.bit_length()))}
-        return any(self.choice.pays(near, far, more) for more in sorted(numbers) if joining <= more <= most)
+        return self.choice.pays(near, far, sorted(n for n in numbers if joining <= n <= most))
 
     def _room(self, running: list[Sequence]) -> Room:
         """The room for newcomers beside the `running` sequences."""
