@@ -133,7 +133,7 @@ def busy_seconds(cpus: Iterable[int]) -> float:
 
 
 def own_seconds() -> float:
-    """The time that this process and its children, also those that have ended, have computed."""
+    """Seconds of computation of this process, of its children, and of its children that have ended."""
     ticks = 0
     for pid in [os.getpid(), *_children()]:
         with contextlib.suppress(OSError):  # a child that has ended

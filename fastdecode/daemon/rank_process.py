@@ -156,7 +156,7 @@ class _Follower:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, request: ToRank) -> None:
-        """RankAnswer a request of rank 0."""
+        """Do what a request of rank 0 asks for, and answer it."""
         answer = RankAnswer(request.number)
         try:
             if isinstance(request, OpenLink):

@@ -29,7 +29,10 @@ def s_part_of_ranks(s_node: SNodeProfile, model: PlannedModel, ranks: int) -> SP
     if ranks % sockets.n:
         raise ProfileError(f"--tensor-parallel {ranks}: {sockets.n} NUMA nodes cannot have equally many ranks")
     if model.n_kv_heads % ranks:
-        raise ProfileError(f"--tensor-parallel {ranks}: {model.name} has {model.n_kv_heads} KV heads")
+        raise ProfileError(
+            f"--tensor-parallel {ranks}: the plan knows even shares of KV heads alone, and {model.name} has "
+            f"{model.n_kv_heads} KV heads"
+        )
     row = 1e-9 * model.q_bytes / model.n_layers / sockets.sum_gbps  # Q is about as wide as the rows that are summed
     sums = _SUMS * model.n_layers
     rows = ((n, seconds / sockets.n + sums * (sockets.sum_seconds + n * row)) for n, seconds in times.rows)

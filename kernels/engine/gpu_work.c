@@ -372,7 +372,7 @@ static fd_status_t attend(fd_gpu_work_t *g, uint32_t slot, const fd_step_t *step
     fd_device_ptr_t sinks = y->sinks ? g->per_head.at + per_head : 0,
                     slopes = y->slopes ? g->per_head.at + all_sinks + per_head : 0,
                     scratch = s->scratch.at + kind->scratch;
-    /* Those of a part's rows stand behind their O heads (region.h). */
+    /* The log-sum-exps of a part's rows stand behind the rows' O heads (region.h). */
     const size_t o_heads = (size_t)y->heads.n_q_heads * y->heads.v_size * fd_act_bytes(w->g.act_dtype);
     fd_device_ptr_t sums = is_part(g) ? o + o_heads : 0;
     uint32_t sums_stride = (uint32_t)(w->layout.o_row_bytes / sizeof(float));

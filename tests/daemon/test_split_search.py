@@ -39,7 +39,7 @@ class Machine:
         return max(n_bytes / min(threads * self.core_bytes, self.memory_bytes), products / (cores * self.core_products))
 
     def seconds(self, split: Split, batch: int) -> float:
-        """Of a step of all mini-batches."""
+        """The seconds of a step of all mini-batches."""
         n = min(split.mini_batches, batch)
         rows = batch / n
         s_part = self._seconds(split.s_threads, self.weights, rows * self.weights)

@@ -69,7 +69,7 @@ def test_choices_that_share_a_prompt_are_cut():
 
 
 def test_pages_come_back_when_the_device_has_room_again():
-    """Those of the sequence that was cut. The other one has ended, and may leave as an idle prefix."""
+    """The pages of the sequence that was cut. The other sequence has ended, and may leave as an idle prefix."""
     report = run("refilled", "bypass")
     assert report["merged"] and 0 < report["refilled"] <= report["spilled"]
 

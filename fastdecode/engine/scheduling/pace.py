@@ -56,9 +56,8 @@ class Pace:
         #: True if the mini-batches are the near and the far batch (choice.py), whose steps do not wait for each other.
         self.apart = False
         self._mini_batch, self._costs = 0, [1.0]
-        self._loads = [
-            Loads(cluster.loads.groups) for _ in range(mini_batches)
-        ]  # of all sequences of each mini-batch, when planned
+        #: Of all sequences of each mini-batch, when it was planned last.
+        self._loads = [Loads(cluster.loads.groups) for _ in range(mini_batches)]
 
     def plan(self, mini_batch: int, batch: Iterable[Sequence]) -> None:
         """Begin to plan a step of a mini-batch, which consists of the sequences `batch`."""

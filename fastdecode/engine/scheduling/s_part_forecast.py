@@ -12,8 +12,8 @@ _MEMORY = 0.95
 
 
 class SPartForecast:
-    """Predicts the seconds of the S-Part from those that were measured at start, in proportion to what steps have
-    taken since; or, where nothing was measured, from the line through the steps' own times."""
+    """A forecast of the S-Part's seconds. Where seconds were measured at start, they are scaled by what steps have
+    taken since. Where nothing was measured, the line through the times of steps gives the forecast."""
 
     def __init__(self, measured: Mapping[int, float] | None = None):
         """`measured`: seconds by rows, before there was work."""
