@@ -132,6 +132,8 @@ class OwnRanks(Peer):
         config = read_config(load.model)
         if reason := why_not_shared(config, load.ranks):
             raise ValueError(f"--peer ranks: {reason}")
+        if config.delta is not None:
+            raise ValueError(f"--peer ranks: not for {config.architecture}, whose layers keep states")
         super().__init__(load)
 
     def format_of(self, kv_dtype: str) -> str:

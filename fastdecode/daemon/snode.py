@@ -167,8 +167,9 @@ async def _serve(
             split = choosing.result()
             set_threads(split.s_threads, model)
         itemsize = model.dtype.itemsize
-        slots = state_slots(config, model.config, itemsize, free_memory(model.device), split.mini_batches)
-        state_bytes = slots * model.config.state_bytes(itemsize)
+        # Those of the whole model: the ranks share each state.
+        slots = state_slots(config, backend.config, itemsize, free_memory(model.device), split.mini_batches)
+        state_bytes = slots * backend.config.state_bytes(itemsize)
         if slots:
             log.info(
                 "the model's layers keep states: %s hold %d of them",
@@ -216,7 +217,7 @@ async def _serve(
             spart = backend.make_spart(model, links, exchange, slots)
         else:
             assert isinstance(model, Model), "model_checks.py has refused other models"
-            spart = LeadSPart(model, links, ranks.followers)
+            spart = LeadSPart(model, links, ranks.followers, slots)
         if exchange.bypass is not None:
             await asyncio.to_thread(exchange.bypass.prepare, spart, split.mini_batches)
         ends = _end_tokens(settings.tokenizer, backend.config)

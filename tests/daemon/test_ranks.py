@@ -9,13 +9,14 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from models.adapters_made import merged, save_adapter
-from models.checkpoints import reference
-from nodes.node_process import Node, gone, health
+from models.checkpoints import make_checkpoint, reference
+from nodes.node_process import Node, fetch, gone, health
 from openai import APIError
 from ranks.stopped_thread import busiest_thread, stopped_thread
 
@@ -41,15 +42,15 @@ def greedy(api, prompt, n=24, model="fastdecode-demo", **options):
     return api.completions.create(**ask, extra_body={"ignore_eos": True}, **options)
 
 
-def continuation(theirs, prompt: list[int], n: int = 24) -> str:
+def continuation(theirs, prompt: list[int], n: int = 24, **options) -> str:
     theirs.generation_config.eos_token_id = None
-    tokens = theirs.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False)[0, len(prompt) :]
-    return Tokenizer.from_dir(model_dir()).decode(tokens.tolist())
+    tokens = theirs.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False, **options)[0, len(prompt) :]
+    return Tokenizer.from_dir(Path(theirs.name_or_path)).decode(tokens.tolist())
 
 
-def check_against_transformers(api) -> None:
-    """Prompts of several lengths at once, and then one whose first pages are cached."""
-    theirs, rng = reference(model_dir()), random.Random(0)
+def check_against_transformers(api, directory: Path | None = None, cached: int = 650) -> None:
+    """Prompts of several lengths at once, and then one whose first tokens are cached."""
+    theirs, rng = reference(directory or model_dir()), random.Random(0)
     prompts = [[rng.randrange(3, theirs.config.vocab_size) for _ in range(n)] for n in (1, 17, 300, 700)]
     prompts.append(prompts[3][:650] + prompts[1])
     with ThreadPoolExecutor(4) as threads:
@@ -57,7 +58,13 @@ def check_against_transformers(api) -> None:
     answers.append(greedy(api, prompts[4]))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.choices[0].text == continuation(theirs, prompt)
-    assert answers[4].usage.prompt_tokens_details.cached_tokens == 650
+    assert answers[4].usage.prompt_tokens_details.cached_tokens == cached
+
+
+def metric(api, name: str) -> float:
+    text = fetch(f"{str(api.base_url).removesuffix('/v1/')}/metrics")
+    [value] = re.findall(rf"^fastdecode:{name}_total{{.*}} (\S+)$", text, re.M)
+    return float(value)
 
 
 def decode_until_the_end(api) -> None:
@@ -114,6 +121,25 @@ def test_the_s_node_ends_if_a_rank_hangs(hangs, start):
                 assert node.process.wait(20) == 1
         why = rf"the S-node ends, because rank 1 \(pid {rank}\) (has not gone on for 3.0 s|does not answer)"
         assert re.search(why, node.log.read_text())
+
+
+def test_ranks_keep_their_parts_of_states(start):
+    """Snapshots of states for the prefix cache, mini-batches, guesses of which some are wrong, and preemption."""
+    directory = make_checkpoint("qwen3-next")
+    options = ("--model", str(directory), "--served-model-name", "fastdecode-demo", "--kv-memory", "2600KiB")
+    node = start(*EMBEDDED, "--tensor-parallel", "2", "--mini-batches", "2", "--speculate", "suffix:2", *options)
+    with node.api() as api:
+        check_against_transformers(api, directory, cached=640)
+        # Texts of three tokens repeat themselves.
+        theirs, few = reference(directory), (5, 40, 77)
+        prompts = [[few[i % 3], *few * (20 + i)] for i in range(5)]
+        others = [i for i in range(theirs.config.vocab_size) if i not in few]
+        with ThreadPoolExecutor(5) as threads:
+            ask = partial(greedy, api, n=80, logit_bias={str(i): 100 for i in few})
+            answers = [answer.choices[0].text for answer in threads.map(ask, prompts)]
+        assert answers == [continuation(theirs, prompt, 80, suppress_tokens=others) for prompt in prompts]
+        assert 0 < metric(api, "guessed_right_tokens") < metric(api, "guessed_tokens")
+        assert metric(api, "num_preemptions") > 0
 
 
 def test_r_nodes_over_shm_and_tcp_and_their_loss(start, tmp_path):

@@ -24,7 +24,7 @@ from fastdecode.spart.loader import check_tensors
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
 #: A shape whose V heads are whole blocks of the quantised types, and one whose V heads are cut by blocks.
-WHOLE = {"linear_value_head_dim": 32, "linear_num_value_heads": 4}
+WHOLE = {"linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 CUT = {"linear_value_head_dim": 16, "linear_num_value_heads": 4}
 MODELS = {
     "qwen3.5": {},

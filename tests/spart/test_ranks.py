@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from models.adapters_made import merged, save_adapter
-from models.checkpoints import FAMILIES, MIXTURES, make_checkpoint, reference
+from models.checkpoints import FAMILIES, MIXTURES, STATEFUL, make_checkpoint, make_model, reference
+from models.gguf_made import write_gguf
 from models.quantised_checks import EXACT as QUANTISED_EXACT
 from models.quantised_made import make, make_mxfp4
 from models.spart_steps import EXACT, GREEDY, linked, run, text
@@ -50,7 +51,7 @@ class Ranks:
             for i, model in enumerate(self.models):
                 (directory := tmp_path / str(i)).mkdir(parents=True)
                 links = await stack.enter_async_context(linked(model, directory, kv_dtype=kv_dtype))
-                found.append(SPart(model, links))
+                found.append(SPart(model, links, state_slots=len(LENGTHS) + 1))
             yield found
         self.threads.shutdown()
 
@@ -60,8 +61,10 @@ async def decoded(ranks, tmp_path, adapter=None, kv_dtype="fp32"):
     texts = [text(n, seed=n) for n in LENGTHS]
     logits = [[] for _ in texts]
     async with ranks.sparts(tmp_path, kv_dtype) as sparts:
-        first = [Chunk(0, len(texts), 1, 0, text(90), True, None, prompt_length=150)]
-        chunks = [Chunk(0, i, 1, 0, tokens, True, GREEDY, adapter=adapter) for i, tokens in enumerate(texts)] + first
+        first = [Chunk(0, len(texts), 1, 0, text(90), True, None, prompt_length=150, state=len(texts))]
+        chunks = [
+            Chunk(0, i, 1, 0, tokens, True, GREEDY, adapter=adapter, state=i) for i, tokens in enumerate(texts)
+        ] + first
         for _ in range(STEPS):
             batch = StepBatch(0, chunks)
             outputs = ranks.each(lambda spart: run(spart.step(batch, keep_logits=True)), sparts)  # noqa: B023
@@ -69,7 +72,7 @@ async def decoded(ranks, tmp_path, adapter=None, kv_dtype="fp32"):
                 tokens.append(sampled.token)
                 found.append(row.clone())
             chunks = [
-                Chunk(0, i, 1, len(tokens) - 1, tokens[-1:], False, GREEDY, adapter=adapter)
+                Chunk(0, i, 1, len(tokens) - 1, tokens[-1:], False, GREEDY, adapter=adapter, state=i)
                 for i, tokens in enumerate(texts)
             ]
     return texts, logits
@@ -85,11 +88,15 @@ async def error_of(ranks, theirs, tmp_path, **options) -> float:
     return max(errors)
 
 
-#: With two KV heads, two of four ranks have the same one. Three ranks have one or two of four heads.
+#: With two KV heads, two of four ranks have the same one. Three ranks have one or two of four heads, with states, too.
 CASES = [
     *((variant, 4) for variant in (*FAMILIES, *MIXTURES, "llama-llama3", "granite-bias")),
     ("llama-mha", 3),
     ("llama-mqa", 2),
+    *((variant, 2) for variant in STATEFUL),
+    ("qwen3-next-dense", 3),
+    ("qwen3-next-dense", 4),
+    ("qwen3.5-last", 4),
 ]
 
 
@@ -105,14 +112,22 @@ async def test_quantised_files_equal_transformers_with_the_same_numbers(name, tm
     assert await error_of(Ranks(tmp_path / "m", 2, dtype="fp32"), theirs, tmp_path) < QUANTISED_EXACT
 
 
+async def test_gguf_files_of_layers_with_states_equal_transformers(tmp_path):
+    """llama.cpp stores the V heads in another order."""
+    theirs = make_model("qwen3.5")
+    write_gguf(tmp_path / "m.gguf", theirs, "F32")
+    assert await error_of(Ranks(tmp_path / "m.gguf", 2, dtype="fp32"), theirs, tmp_path) < EXACT
+
+
 async def test_mxfp4_experts_equal_transformers_with_the_same_numbers(tmp_path):
     theirs = reference(make_mxfp4(tmp_path / "m"))
     assert await error_of(Ranks(tmp_path / "m", 2, dtype="fp32"), theirs, tmp_path) < QUANTISED_EXACT
 
 
+@pytest.mark.parametrize("variant", ["mistral", "qwen3.5-last"])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-async def test_weights_that_are_rounded_at_load_lose_no_more_than_at_one_rank(weights, tmp_path):
-    directory = make_checkpoint("mistral")
+async def test_weights_that_are_rounded_at_load_lose_no_more_than_at_one_rank(weights, variant, tmp_path):
+    directory = make_checkpoint(variant)
     one, four = [
         await error_of(Ranks(directory, n, dtype="fp32", weights=weights), reference(directory), tmp_path / str(n))
         for n in (1, 4)
@@ -120,11 +135,11 @@ async def test_weights_that_are_rounded_at_load_lose_no_more_than_at_one_rank(we
     assert EXACT < four < 1.5 * one
 
 
-@pytest.mark.parametrize("variant", ["llama-gqa", "phi3"])
-async def test_an_adapter_of_all_linears_equals_the_merged_model(variant, tmp_path):
+@pytest.mark.parametrize(("variant", "n"), [("llama-gqa", 4), ("phi3", 4), ("qwen3.5", 2)])
+async def test_an_adapter_of_all_linears_equals_the_merged_model(variant, n, tmp_path):
     base = make_checkpoint(variant)
     adapter = save_adapter(base, tmp_path / "adapter", 1, r=4, target_modules="all-linear")
-    ranks = Ranks(base, 4, dtype="fp32", adapters=[read_adapter("a", adapter)])
+    ranks = Ranks(base, n, dtype="fp32", adapters=[read_adapter("a", adapter)])
     assert await error_of(ranks, merged(base, adapter), tmp_path, adapter=0) < EXACT
 
 
@@ -153,7 +168,7 @@ def test_models_that_ranks_cannot_share():
             3,
             "3 ranks cannot share the 4 query heads and 2 KV heads .*; possible numbers of ranks are 2, 4",
         ),
-        ("qwen3.5", 2, "keep states"),
+        ("qwen3.5", 4, "and the 2 K heads of the layers with states, of .*; possible numbers of ranks are 2"),
         ("gpt-oss", 2, None),
     ):
         reason = why_not_shared(read_config(make_checkpoint(variant)), n)

@@ -226,9 +226,9 @@ class StepState:
         """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a
         prompt have no token drawn after them, and nothing else needs what the last layer makes of them. False if all
         rows are kept, as in a step without joints, unless ranks share the model: these sum the same rows, and one of
-        them may have joints. A step with adapters has joints at no rank."""
+        them may have joints. A step with adapters or states has joints at no rank."""
         has_joints = self._joint_rows is not None or self._decoder.model.reduction is not None
-        if not self._prompts or self._adapters is not None or not has_joints:
+        if not self._prompts or self._adapters is not None or self._states is not None or not has_joints:
             return False
         self.x, self._o = self.x.index_select(0, rows), self._o.index_select(0, rows)
         if self._joints is not None and self._joint_rows is not None:

@@ -45,6 +45,8 @@ class RankChunk(msgspec.Struct, array_like=True):
     drafts: int
     cut: bool
     long: bool
+    state: int
+    states_after: tuple[tuple[int, int], ...]
     following: int | None
     slide: bool
 
@@ -58,6 +60,12 @@ class RankChunk(msgspec.Struct, array_like=True):
     def chunk(self) -> Chunk:
         """The chunk for another rank."""
         return Chunk(**asdict(self) | {"sample": _ANY_SAMPLE if self.sample else None})
+
+
+class PrepareSteps(msgspec.Struct, array_like=True, tag=True):
+    """Make what steps need; the first step comes later. See SPart."""
+
+    state_slots: int
 
 
 class BeginStep(msgspec.Struct, array_like=True, tag=True):
@@ -97,7 +105,7 @@ class BalanceHeads(msgspec.Struct, array_like=True, tag=True):
     tokens: list[int]
 
 
-StepMessage: TypeAlias = BeginStep | ResumeStep | CloseStep | DropPrompt | BalanceHeads
+StepMessage: TypeAlias = PrepareSteps | BeginStep | ResumeStep | CloseStep | DropPrompt | BalanceHeads
 
 
 class RankOutput(msgspec.Struct, array_like=True):
@@ -137,9 +145,10 @@ class LeadSPart(SPart):
 
     _goes_on = True
 
-    def __init__(self, model: Model, links: Sequence[DataPath], followers: Followers):
-        super().__init__(model, links)
+    def __init__(self, model: Model, links: Sequence[DataPath], followers: Followers, state_slots: int = 0):
+        super().__init__(model, links, state_slots=state_slots)
         self._followers = followers
+        followers.send(PrepareSteps(state_slots))
 
     def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, float | None, StepOutput]:
         teams = {i: self.links[i] for i in {chunk.link for chunk in batch.chunks}}
@@ -220,6 +229,9 @@ class FollowingSPart(SPart):
         super().__init__(model, self._own_links)
         self._rank = rank
 
+    def _prepare(self, state_slots: int) -> None:
+        """Wait for PrepareSteps."""
+
     def _draw(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled]:
         return [Sampled(-1) for _ in range(rows.n_drawn)]
 
@@ -235,6 +247,9 @@ class FollowingSPart(SPart):
                 message = decoder.decode(lead.recv_bytes())
             except EOFError:
                 return
+            if isinstance(message, PrepareSteps):
+                super()._prepare(message.state_slots)
+                continue
             if isinstance(message, DropPrompt):
                 self.drop(message.link, message.seq_index, message.tag)
                 continue

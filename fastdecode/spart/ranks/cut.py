@@ -2,15 +2,16 @@
 
 The outputs of Q, K and V are cut by heads, those of `up` by columns, and the inputs of O and of `down` like the outputs
 before them. After O and after `down` each rank has a summand of the rows, and the ranks sum them. Experts are cut like
-an MLP. Norms and routers are whole on every rank, and the vocabulary is cut as vocabulary.py says. Of fewer KV heads
-than ranks, each is on several ranks, which share its query heads.
+an MLP, and a gated delta rule by its K heads, with the V heads and the states that these serve. Norms and routers are
+whole on every rank, and the vocabulary is cut as vocabulary.py says. Of fewer KV heads than ranks, each is on several
+ranks, which share its query heads.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
+from fastdecode.spart.checkpoints.config import CheckpointError, DeltaRule, ModelConfig
 
 #: Columns are cut between blocks of as many, because those of a quantised matrix share a scale.
 _BLOCK = 32
@@ -32,21 +33,27 @@ def heads_of_rank(config: ModelConfig, rank: int, n: int) -> tuple[slice, slice]
     return slice(kv.start * group, kv.stop * group), kv
 
 
+def delta_heads_of_rank(rule: DeltaRule, rank: int, n: int) -> slice:
+    """The K heads of a gated delta rule that rank `rank` of `n` has, each with the V heads that it serves."""
+    return slice(rule.k_heads * rank // n, rule.k_heads * (rank + 1) // n)
+
+
 def _can_share_heads(config: ModelConfig, n: int) -> bool:
+    if config.delta is not None and n > config.delta.k_heads:
+        return False
     return n <= config.n_kv_heads or (n % config.n_kv_heads == 0 and config.n_q_heads % n == 0)
 
 
 def why_not_shared(config: ModelConfig, n: int) -> str | None:
     """The reason why `n` ranks cannot share a model, or None if they can."""
     experts = config.experts
-    if config.delta is not None:
-        return f"the layers of {config.architecture} keep states, which ranks do not share"
     if config.mtp:
         return "ranks do not share an MTP head"
     if not _can_share_heads(config, n):
         possible = [str(m) for m in range(2, config.n_q_heads + 1) if _can_share_heads(config, m)]
+        linear = "" if config.delta is None else f", and the {config.delta.k_heads} K heads of the layers with states,"
         return (
-            f"{n} ranks cannot share the {config.n_q_heads} query heads and {config.n_kv_heads} KV heads of "
+            f"{n} ranks cannot share the {config.n_q_heads} query heads and {config.n_kv_heads} KV heads{linear} of "
             f"{config.architecture}; possible numbers of ranks are {', '.join(possible) or 'none'}"
         )
     sizes = [config.intermediate_size]
@@ -72,10 +79,15 @@ def cut_config(config: ModelConfig, rank: int, n: int) -> ModelConfig:
     if experts is not None:
         size, shared = columns(experts.intermediate_size), columns(experts.shared_size)
         experts = replace(experts, intermediate_size=size, shared_size=shared)
+    delta = config.delta
+    if delta is not None:
+        k_heads = len(range(delta.k_heads)[delta_heads_of_rank(delta, rank, n)])
+        delta = replace(delta, k_heads=k_heads, v_heads=delta.v_heads // delta.k_heads * k_heads)
     return replace(
         config,
         n_q_heads=q.stop - q.start,
         n_kv_heads=kv.stop - kv.start,
         intermediate_size=columns(config.intermediate_size),
         experts=experts,
+        delta=delta,
     )

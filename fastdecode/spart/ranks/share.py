@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
+from fastdecode.spart.checkpoints.config import CheckpointError, DeltaRule, ModelConfig
 from fastdecode.spart.checkpoints.tensors import Checkpoint
 from fastdecode.spart.linears.quantised import Quantised
 from fastdecode.spart.lora.files import Adapter
-from fastdecode.spart.ranks.cut import heads_of_rank, part_of
+from fastdecode.spart.ranks.cut import delta_heads_of_rank, heads_of_rank, part_of
 from fastdecode.spart.ranks.reduction import Reduction
 
 Shapes = dict[str, tuple[int, ...]]
@@ -72,13 +72,17 @@ class CutCheckpoint(Checkpoint):
         module = name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias")
         q_heads, kv_heads = heads_of_rank(config, share.rank, share.n)
         q, kv = _scaled(q_heads, config.head_size), _scaled(kv_heads, config.head_size)
+        if config.delta is not None and names.delta is not None:
+            cut = (*names.delta.inputs, names.delta.conv, names.delta.decay, names.delta.decay_bias, names.delta.out)
+            if name.removesuffix(".weight").endswith(cut):
+                return _delta_parts(config.delta, delta_heads_of_rank(config.delta, share.rank, share.n), size)
         if names.sinks is not None and module.endswith(names.sinks):
             return (q_heads,)
         if module.endswith(names.qkv) and len(names.qkv) == 1:
             n_q, n_kv = config.n_q_heads * config.head_size, config.n_kv_heads * config.head_size
             return q, _moved(kv, n_q), _moved(kv, n_q + n_kv)
         if module.endswith((names.qkv[0], names.o)):
-            return (q,)
+            return (_scaled(q_heads, size // config.n_q_heads),)  # a gate may stand beside each Q head
         if module.endswith(names.qkv):
             return (kv,)
         if len(names.up) == 1 and config.gated and module.endswith(names.up[0]):
@@ -152,6 +156,15 @@ class CutAdapter(Adapter):
     def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The rank's share of the whole adapter's factors."""
         return self.checkpoint.factors(module, *Adapter.factors(self, module))
+
+
+def _delta_parts(rule: DeltaRule, k_heads: slice, size: int) -> tuple[slice, ...]:
+    """The parts that belong to some K heads in the axis, of `size`, of a parameter of the rule: K head by K head, but
+    Q, K and V one after another where there are only these."""
+    if size != rule.channels:
+        return (_scaled(k_heads, size // rule.k_heads),)
+    k, width = _scaled(k_heads, rule.k_size), rule.k_heads * rule.k_size
+    return k, _moved(k, width), _moved(_scaled(k_heads, rule.v_width // rule.k_heads), 2 * width)
 
 
 def _scaled(part: slice, step: int) -> slice:

@@ -59,6 +59,7 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
     "rope": {"partial_rotary_factor": 0.5},
 }
+_FOUR_K_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 _STATE_LAST = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
 
 #: name -> (family, config, how to store it)
@@ -94,11 +95,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", {**_DELTA, **_QWEN3_MOE, "shared_expert_intermediate_size": 48}, {}),
     "qwen3-next-dense": (
         "qwen3_next",
-        {**_DELTA, **_QWEN3_MOE, "mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True},
+        {
+            **(_DELTA | _QWEN3_MOE | _FOUR_K_HEADS),
+            "num_key_value_heads": 4,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
         {},
     ),
     "qwen3.5": ("qwen3_5_text", {**_DELTA, "num_key_value_heads": 2, "tie_word_embeddings": True}, {}),
-    "qwen3.5-last": ("qwen3_5_text", {**_DELTA, "num_key_value_heads": 1, "layer_types": _STATE_LAST}, {}),
+    "qwen3.5-last": (
+        "qwen3_5_text",
+        {**(_DELTA | _FOUR_K_HEADS), "num_key_value_heads": 1, "layer_types": _STATE_LAST},
+        {},
+    ),
     "qwen3.5-moe": ("qwen3_5_moe_text", {**_DELTA, **_QWEN3_MOE, "shared_expert_intermediate_size": 48}, {}),
     "granite": (
         "granite",
