@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from models.greedy import is_greedy
 from models.spart_steps import linked
 from sources.compiled import compiled
 
@@ -50,19 +51,6 @@ DEVICE, R_NODE = 0, 1
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, 384, (n,), generator=generator).tolist() for n in (LENGTH, OTHER, OTHER)]
-
-
-def by_transformers(directory: Path) -> list[list[int]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-    def answer(prompt: list[int]) -> list[int]:
-        options: Any = {"do_sample": False, "max_new_tokens": N_NEW, "min_new_tokens": N_NEW, "eos_token_id": None}
-        tail: list[int] = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-        return tail
-
-    return [answer(prompt) for prompt in prompts()]
 
 
 def forget(link: ResidentLink, seq_index: int, n_pages: int) -> None:
@@ -149,7 +137,9 @@ async def cut(
     folder: str,
 ) -> dict[str, Any]:
     """Cut the sequence at every page border, on the current device; `gpu` is the R-node's."""
-    want = by_transformers(directory)
+    from transformers import AutoModelForCausalLM
+
+    judge = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model = load_model(directory, device=NAME, dtype="fp32")
     async with linked(model, Path(folder), kv_dtype=kv_dtype, max_rows=1024, gpu=gpu) as links:
         with torch.inference_mode():  # torch makes no view of another tensor of the device without that mode
@@ -164,7 +154,8 @@ async def cut(
                 for i in (0, 1):
                     await link.free([(i, tag)])
                     await links[0].free([(i, tag)])
-            return {"equal": all(x == want for x in found), "cuts": len(found)}
+            equal = all(is_greedy(judge, *pair) for got in found for pair in zip(prompts(), got, strict=True))
+            return {"equal": equal, "cuts": len(found)}
 
 
 def main() -> None:

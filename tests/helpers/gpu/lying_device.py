@@ -17,11 +17,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "lying"
@@ -167,6 +167,7 @@ class LyingDevice(TorchDispatchMode):
         self._left_out = left_out
         self._thread = threading.local()  # its current stream, and whether its operations come here already
         self.streams = [LyingStream(self)]
+        self._results: dict[Any, int | dict[str, Any]] = {}  # by operation and shapes; see _shapes
 
     def __enter__(self) -> LyingDevice:
         LyingDevice.current = self
@@ -220,8 +221,8 @@ class LyingDevice(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = func._overloadpacket.__name__
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        name, arguments = func._overloadpacket.__name__, _arguments(func)
+        given = dict(zip(arguments, args, strict=False)) | kwargs
         if given.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if name in ("to", "_to_copy"):
@@ -235,40 +236,39 @@ class LyingDevice(TorchDispatchMode):
                 raise RuntimeError("the host may not wait for a stream that is captured")
             self.wait(self.stream, self.stream.mark(), "download")
             return given["self"].late.item()
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors: list[torch.Tensor] = []
+        call = (func, _described(args, tensors), _described(kwargs, tensors))
         here = [x for x in tensors if isinstance(x, LyingTensor)]
         made_here = torch.device(given["device"]).type == NAME if given.get("device") is not None else False
         if not here and not made_here:
             return func(*args, **kwargs)
         if any(x.device.type == "cpu" and x.dim() for x in tensors):
             raise RuntimeError(f"{func} mixes devices")
-        return self._compute(func, args, kwargs, here)
+        return self._compute(call, args, kwargs, here)
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, here: list[LyingTensor]) -> Any:
-        meta_args, meta_kwargs = _on("meta", lambda x: x.meta, args, kwargs)
-        late_args, late_kwargs = _on("cpu", lambda x: x.late, args, kwargs)
-        metas = func(*meta_args, **meta_kwargs)
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-        by_storage = {x.meta.untyped_storage()._cdata: x for x in here}
+    def _compute(self, call: tuple[Any, ...], args: Any, kwargs: Any, here: list[LyingTensor]) -> Any:
+        func = call[0]
+        late_args, late_kwargs = (_at("cpu", lambda x: x.late, given) for given in (args, kwargs))
         copies: list[tuple[int, torch.Tensor]] = []
 
         def made(i: int, meta: Any) -> Any:
             if not isinstance(meta, torch.Tensor):
                 return meta
-            base = by_storage.get(meta.untyped_storage()._cdata)
             for x in here:
                 if x.meta is meta:
                     return x
-            if base is not None:
-                late = base.late.view(meta.dtype) if base.late.dtype is not meta.dtype else base.late
-                return LyingTensor(late.as_strided(meta.shape, meta.stride(), meta.storage_offset()), meta)
+            for x in reversed(here):
+                if x.meta.untyped_storage()._cdata == meta.untyped_storage()._cdata:
+                    late = x.late.view(meta.dtype) if x.late.dtype is not meta.dtype else x.late
+                    return LyingTensor(late.as_strided(meta.shape, meta.stride(), meta.storage_offset()), meta)
             late = poisoned(self.allocate(meta))
             copies.append((i, late))
             return LyingTensor(late, meta)
 
+        metas = self._shapes(call, args, kwargs, here)
         several = isinstance(metas, tuple | list)
         outs = [made(i, meta) for i, meta in enumerate(metas if several else [metas])]
-        if writes or copies:
+        if copies or _writes(func):
 
             def operation() -> None:
                 results = func(*late_args, **late_kwargs)
@@ -277,6 +277,22 @@ class LyingDevice(TorchDispatchMode):
 
             self.stream.put(operation)
         return type(metas)(outs) if several else outs[0]
+
+    def _shapes(self, call: tuple[Any, ...], args: Any, kwargs: Any, here: list[LyingTensor]) -> Any:
+        """What an operation returns, on torch's meta device. That takes longer than the operation itself, so the shape
+        of a result that is no view, and a result that is an argument whose shape stays, are remembered."""
+        if (known := self._results.get(call)) is not None:
+            return torch.empty_strided(**known) if isinstance(known, dict) else here[known].meta
+        meta_args, meta_kwargs = (_at("meta", lambda x: x.meta, given) for given in (args, kwargs))
+        metas = call[0](*meta_args, **meta_kwargs)
+        if isinstance(metas, torch.Tensor) and call[1:] == (_described(args, after := []), _described(kwargs, after)):
+            same = [i for i, x in enumerate(here) if x.meta is metas]
+            if same:
+                self._results[call] = same[0]
+            elif metas.untyped_storage()._cdata not in {x.meta.untyped_storage()._cdata for x in here}:
+                shape = {"size": metas.shape, "stride": metas.stride(), "dtype": metas.dtype}
+                self._results[call] = {**shape, "device": "meta"}
+        return metas
 
     def _transfer(self, source: torch.Tensor, device: Any, dtype: Any, non_blocking: bool) -> torch.Tensor:
         """A copy of `source` on another device."""
@@ -296,10 +312,40 @@ class LyingDevice(TorchDispatchMode):
         return target
 
 
-def _on(device: str, of: Callable[[LyingTensor], torch.Tensor], args: Any, kwargs: Any) -> Any:
+@cache
+def _arguments(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@cache
+def _writes(func: Any) -> bool:
+    """Whether an operation writes to its arguments."""
+    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+
+
+def _described(given: Any, tensors: list[torch.Tensor]) -> Any:
+    """What the shape of an operation's result depends on. Adds the tensors among its arguments to `tensors`."""
+    if isinstance(given, torch.Tensor):
+        first = next((i for i, x in enumerate(tensors) if x is given), len(tensors))
+        tensors.append(given)
+        x = given.meta if isinstance(given, LyingTensor) else given
+        return first, x.device, x.dtype, x.shape, x.stride(), x.storage_offset()
+    if isinstance(given, list | tuple):
+        return tuple([_described(x, tensors) for x in given])
+    if isinstance(given, dict):
+        return tuple([(name, _described(x, tensors)) for name, x in given.items()])
+    return type(given), given
+
+
+def _at(device: str, of: Callable[[LyingTensor], torch.Tensor], given: Any) -> Any:
     """The arguments of an operation on another device."""
-    args, kwargs = tree_map_only(LyingTensor, of, (args, kwargs))
-    return tree_map_only(torch.device, lambda _: torch.device(device), (args, kwargs))
+    if isinstance(given, LyingTensor):
+        return of(given)
+    if isinstance(given, list | tuple):
+        return type(given)([_at(device, of, x) for x in given])
+    if isinstance(given, dict):
+        return {name: _at(device, of, x) for name, x in given.items()}
+    return torch.device(device) if isinstance(given, torch.device) else given
 
 
 def poisoned(x: torch.Tensor) -> torch.Tensor:
