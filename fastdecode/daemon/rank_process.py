@@ -37,7 +37,7 @@ from fastdecode.daemon.rank_messages import (
     RankAnswer,
     ToRank,
 )
-from fastdecode.daemon.ranks import HEARTBEAT_SECONDS
+from fastdecode.daemon.ranks import HEARTBEAT_SECONDS, SILENT_BEATS
 from fastdecode.demo import model_dir
 from fastdecode.spart import Model, choose_dtype
 from fastdecode.spart.backend import choose_backend
@@ -129,15 +129,24 @@ class _Follower:
         except BaseException as error:
             if not isinstance(error, RankError):
                 log.exception("a step has failed in rank %d", self._rank)
-            self._send(Failed(f"a step has failed in rank {self._rank}: {error}"))
+            how = f"a step has failed in rank {self._rank}: {error}"
+            self._send(Failed(how))
             time.sleep(_END_SECONDS)  # rank 0 ends, and with it this process
-            os.kill(os.getppid(), signal.SIGKILL)  # it is rank 0 that does not go on
+            reduction = self._model.reduction
+            _end_rank_0(reduction.fault or how if reduction is not None else how)  # it is rank 0 that does not go on
         loop.call_soon_threadsafe(ended.set)
 
     def _beat(self) -> None:
+        """Tell that this process lives, and end rank 0 if it takes no notice: it has used no processor meanwhile."""
+        rank_0 = os.getppid()
+        clock, seen, still = ~rank_0 << 3 | 2, 0, 0  # clock_getcpuclockid(3) of the process
         while True:
             self._send(Beat())
             time.sleep(HEARTBEAT_SECONDS)
+            before, seen = seen, time.clock_gettime_ns(clock)
+            still = still + 1 if seen == before else 0
+            if still == SILENT_BEATS:
+                _end_rank_0(f"rank 0 (pid {rank_0}) does not run")
 
     def _send(self, message: FromRank) -> None:
         with self._lock:
@@ -191,6 +200,11 @@ class _Follower:
     async def _watch(self, number: int, link: Link) -> None:
         error = await link.closed()
         self._send(LinkEnded(number, None if error is None else described(error)))
+
+
+def _end_rank_0(why: str) -> None:
+    log.critical("the S-node ends, because %s", why)
+    os.kill(os.getppid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

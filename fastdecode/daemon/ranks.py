@@ -3,7 +3,7 @@
 Two connections lead to each rank. Over one, the thread that computes follows the steps of rank 0; over the other, the
 rank's event loop opens links and passes requests on to R-nodes, and tells every second that the process lives. A rank
 that ends, falls silent, or does not go on in a step (kernels/decoder/rank_watch.h) ends the S-node: the sums of its
-steps cannot be completed.
+steps cannot be completed. The other ranks end rank 0 if its process does not run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 HEARTBEAT_SECONDS = 1.0
-_SILENT_BEATS = 4  # after which a rank is lost
+SILENT_BEATS = 4  # after which a rank is lost
 _END_SECONDS = 5.0  # within which a rank ends whose connections are closed
 _NAMED_SECONDS = 0.5  # within which the threads that listen to ranks hear of the end of one
 
@@ -93,7 +93,7 @@ class _Rank:
         """Take the rank's messages until it ends."""
         silent, how = 0, "has ended"
         with contextlib.suppress(EOFError, OSError):
-            while silent < _SILENT_BEATS or not self.loaded.done():
+            while silent < SILENT_BEATS or not self.loaded.done():
                 if self._control.poll(HEARTBEAT_SECONDS):
                     silent = 0
                     self._take(FROM_RANK.decode(self._control.recv_bytes()))

@@ -142,6 +142,22 @@ def test_ranks_keep_their_parts_of_states(start):
         assert metric(api, "num_preemptions") > 0
 
 
+@pytest.mark.parametrize("decodes", [False, True], ids=["idle", "decoding"])
+def test_the_s_node_ends_if_its_own_process_hangs(decodes, start):
+    with contextlib.ExitStack() as stack:
+        if decodes:
+            node = stack.enter_context(streaming(start, 2))
+        else:
+            node = start(*EMBEDDED, "--tensor-parallel", "2")
+            node.api()
+        pid, children = node.process.pid, node.children()
+        os.kill(pid, signal.SIGSTOP)
+        assert node.process.wait(20) == -signal.SIGKILL
+        why = rf"the S-node ends, because rank 0 \(pid {pid}\) (has not gone on for 3.0 s|does not run)"
+        assert re.search(why, node.log.read_text())
+        assert all(gone(child) for child in children)
+
+
 def test_r_nodes_over_shm_and_tcp_and_their_loss(start, tmp_path):
     """Both R-nodes are killed: the stream goes on when they are back."""
     nodes, urls = zip(*[r_node(start, url) for url in (f"shm://{tmp_path}/r.sock", "tcp://127.0.0.1:0")], strict=True)
