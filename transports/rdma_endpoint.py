@@ -18,12 +18,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from ipaddress import IPv6Address
+from pathlib import Path
 from typing import Any
 
 from ._native import verbs_fds
 from .base import TransportError
 from .messages import EndpointMessage
-from .rdma_devices import PortGid, RdmaPort, describe_memlock
+from .rdma_devices import SYSFS, PortGid, RdmaPort, describe_memlock, list_ports, read_sysfs
 
 log = logging.getLogger(__name__)
 
@@ -303,3 +304,44 @@ class Endpoint:
             self._closing.close()
         except self._verbs.Error as error:  # the kernel frees the rest when this process ends
             log.warning("%s does not free everything of a link: %s", self._port_gid.port, error)
+
+
+def report(root: Path = SYSFS) -> str:
+    """A text for users: the first line says whether RDMA is usable, and then each port has a line.
+
+    A port's line gives its state, link layer, MTU and GIDs.
+    """
+    ports = list_ports(root)
+    verbs: Verbs | None = None
+    missing = ""
+    try:
+        verbs = load()
+    except TransportError as error:
+        missing = str(error)
+    if not ports:
+        verdict = "no devices" + (f"; {missing}" if missing else "")
+    elif missing:
+        verdict = f"not usable: {missing}"
+    elif not any(port.active for port in ports):
+        verdict = "not usable: no port is active"
+    else:
+        verdict = f"usable, {describe_memlock()}"
+    return "\n".join([verdict, *(_describe(port, verbs) for port in ports)])
+
+
+def _describe(port: RdmaPort, verbs: Verbs | None) -> str:
+    state = "active" if port.active else "down"
+    layer = "RoCE" if port.ethernet else f"InfiniBand, LID {port.lid}"
+    gids = ", ".join(map(str, port.gids)) or "none"
+    return f"{port}: {state}, {layer}, MTU {_mtu(port, verbs)}, GIDs {gids}"
+
+
+def _mtu(port: RdmaPort, verbs: Verbs | None) -> str:
+    """The port's active MTU from pyverbs; without pyverbs, the MTU of its network interface."""
+    if verbs is not None:
+        try:
+            return str(verbs.active_mtu(port))
+        except TransportError as error:
+            return f"unknown ({error})"
+    interfaces = {g.interface for g in port.gids if g.interface}
+    return ", ".join(f"{read_sysfs(Path('/sys/class/net', i, 'mtu'))} of {i}" for i in sorted(interfaces)) or "unknown"

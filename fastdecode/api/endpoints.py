@@ -1,4 +1,5 @@
-"""The handlers of the endpoints that generate: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages."""
+"""The handlers of the endpoints that generate: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages;
+and /tokenize and /detokenize, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -10,21 +11,19 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer
-from fastdecode.api.anthropic import parse_message
-from fastdecode.api.anthropic_answer import AnthropicAnswer
+from fastdecode.api.anthropic import AnthropicAnswer, parse_message
 from fastdecode.api.body import read_bytes
 from fastdecode.api.continuation import Resume, is_from_router
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError, json_response
-from fastdecode.api.fields import invalid
+from fastdecode.api.fields import Fields, invalid
 from fastdecode.api.generation import Echo
 from fastdecode.api.last_event import HEADER as LAST_EVENT_ID
 from fastdecode.api.last_event import LastEvent
 from fastdecode.api.middleware import Handler, notes
 from fastdecode.api.preparation import Preparation
-from fastdecode.api.protocol import ChatRequest, Generation, parse_chat, parse_completion
-from fastdecode.api.response_answer import ResponseAnswer
-from fastdecode.api.responses import parse_response
+from fastdecode.api.protocol import ChatRequest, Generation, is_token_ids, parse_chat, parse_completion
+from fastdecode.api.responses import ResponseAnswer, parse_response
 from fastdecode.api.runs import PreparedRequest, Runs
 from fastdecode.api.stored import Retrieval, StoredStream
 from fastdecode.text.detokenizer import Detokenizer
@@ -253,3 +252,54 @@ async def read_body(request: web.Request) -> bytes:
         raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
     body = notes().body
     return await read_bytes(request) if body is None else body
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """The handlers."""
+
+    tokenizer: Tokenizer
+    model: ApiModel
+    preparation: Preparation
+    max_model_len: int
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """POST /tokenize: the tokens of a `prompt`, or of the prompt that a chat's `messages` become."""
+        asked, special, with_texts = await self.preparation.parse(await read_body(request), self._read)
+        if isinstance(asked, ChatRequest):
+            param, text = "messages", await self.preparation.render(asked)
+        else:
+            param, text = "prompt", asked
+        [tokens] = await self.preparation.encode([text], param, add_special_tokens=special)
+        texts = [self.tokenizer.token_text(token) for token in tokens] if with_texts else None
+        return json_response(
+            {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens, "token_strs": texts}
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """POST /detokenize: the text of `tokens`, special ones included."""
+        return json_response({"prompt": await self.preparation.parse(await read_body(request), self._decode)})
+
+    def _read(self, body: Any) -> tuple[ChatRequest | str, bool, bool]:
+        """The chat or the prompt of a /tokenize, whether special tokens are added, and whether the answer has the
+        tokens' texts."""
+        fields = Fields(body)
+        self.model.name(fields.string("model"))
+        with_texts = fields.boolean("return_token_strs")
+        if isinstance(body, dict) and body.get("messages") is not None:
+            chat = parse_chat({name: value for name, value in body.items() if name != "return_token_strs"})
+            return chat, chat.generation.add_special_tokens, with_texts
+        prompt = fields.string("prompt") or ""
+        special = fields.boolean("add_special_tokens", True)
+        fields.refuse_others()
+        return prompt, special, with_texts
+
+    def _decode(self, body: Any) -> str:
+        """The text of a /detokenize."""
+        fields = Fields(body)
+        self.model.name(fields.string("model"))
+        tokens = fields.required("tokens")
+        if tokens != [] and not is_token_ids(tokens):
+            raise invalid("tokens", "must be a list of token ids")
+        fields.refuse_others()
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)

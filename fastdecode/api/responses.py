@@ -1,17 +1,26 @@
-"""The body of /v1/responses, OpenAI's Responses API: it is translated into a chat.
+"""/v1/responses, OpenAI's Responses API: a body is translated into a chat, and the answer is a response with its output
+items, whole or as OpenAI's events.
 
 A request holds its whole conversation: `previous_response_id` and the like are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
+from uuid import uuid4
 
+from fastdecode.api.answers import Answer
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
+from fastdecode.api.errors import ApiError
 from fastdecode.api.fields import Fields, invalid, is_integer, is_one_of, is_string, read_objects
+from fastdecode.api.generation import Piece
 from fastdecode.api.protocol import HINTS, LEFT_OUT, LEFT_OUT_OF_STREAMS, ChatRequest, parse_chat, read_hint
 from fastdecode.api.response_tools import ResponseTools, flat_name
+from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser
+from fastdecode.text.tokenizer import Tokenizer
 
 #: Fields that a chat has under the same names.
 _SAME = (
@@ -192,3 +201,204 @@ def _format(fields: Fields) -> dict[str, Any]:
         found["json_schema"] = {name: fields.take(name) for name in ("name", "description", "schema", "strict")}
     fields.refuse_others()
     return found
+
+
+_Event = dict[str, Any]
+
+
+class _Item:
+    """An output item that is being written: a message, a reasoning or a function call."""
+
+    def __init__(self, response: str, kind: str, index: int, called: dict[str, str] | None = None):
+        """`response` is the response's id, from which the item's ids follow: another S-node may end the item. `called`
+        are the fields that name the function of a call."""
+        self.kind, self.index, self.text = kind, index, ""
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        digest = blake2b(f"{response} {index}".encode(), digest_size=16).hexdigest()
+        self.id = f"{prefix}_{digest}"
+        self._head = called | {"call_id": f"call_{digest[:24]}"} if called else {}
+
+    def part(self, text: str) -> dict[str, Any]:
+        """The item's only content part."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def shown(self, status: str) -> dict[str, Any]:
+        """The item as the response shows it."""
+        item: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
+        if self.kind == "function_call":
+            return item | self._head | {"arguments": self.text}
+        content = [self.part(self.text)] if status != "in_progress" else []
+        if self.kind == "reasoning":
+            return item | {"summary": [], "content": content}
+        return item | {"role": "assistant", "content": content}
+
+
+class ResponseAnswer(Answer):
+    """The answer of /v1/responses, which has one choice."""
+
+    id_prefix = "resp"
+    object = "response"
+    chunk_object = "response"
+    prompt_param = "input"
+    named_events = True
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        parser: OutputParser,
+        shown: dict[str, Any],
+        namespaces: Mapping[str, tuple[str, str]],
+    ):
+        """`shown` are fields of the request that the answer repeats. `namespaces`: see ResponseTools."""
+        super().__init__(model, tokenizer, logprobs=False)
+        self.id = f"{self.id_prefix}_{uuid4().hex}"
+        self._parser, self._shown, self._namespaces = parser, shown, namespaces
+        self._items: list[_Item] = []
+        self._n_events = 0
+        self._finish_reason: str | None = None
+        self._last: dict[str, Any] | None = None  # the response after its last event
+
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError("a response has output items and no choices")
+
+    def whole(self, pieces: dict[int, Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        self.deltas(0, pieces[0])
+        return self._response(usage)
+
+    def begin(self, usage: dict[str, Any]) -> list[_Event]:
+        response = self._response(None, "in_progress")
+        return [self._event("created", response=response), self._event("in_progress", response=response)]
+
+    def chunk(
+        self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None, *, with_usage: bool = False
+    ) -> dict[str, Any]:
+        return choice or {}
+
+    def deltas(self, index: int, piece: Piece) -> list[_Event]:
+        self._finish_reason = piece.finish_reason
+        delta = self._parser.push(piece.text)
+        if piece.finish_reason:
+            delta += self._parser.finish()
+        return self._events_of(delta)
+
+    def text_delta(self, index: int, text: str) -> dict[str, Any]:
+        raise NotImplementedError("each event of a response has a number of its own")
+
+    def _events_of(self, delta: MessageDelta) -> list[_Event]:
+        events: list[_Event] = []
+        for kind, text in (("reasoning", delta.reasoning), ("message", delta.content)):
+            if text:
+                events += self._item(kind, None)
+                events.append(self._text(self._items[-1], text))
+        for call in delta.calls:
+            if call.name is not None:
+                events += self._item("function_call", call)
+            if call.arguments:
+                events.append(self._text(self._items[-1], call.arguments))
+        return events
+
+    def _item(self, kind: str, call: CallDelta | None) -> list[_Event]:
+        """The events that begin an item of this kind, unless it has begun already."""
+        if self._items and self._items[-1].kind == kind and call is None:
+            return []
+        events = self._end_item() if self._items else []
+        item = _Item(self.id, kind, len(self._items), self._called(call.name or "") if call else None)
+        self._items.append(item)
+        events.append(self._event("output_item.added", output_index=item.index, item=item.shown("in_progress")))
+        if kind != "function_call":
+            events.append(self._of_item("content_part.added", item, content_index=0, part=item.part("")))
+        return events
+
+    def _called(self, name: str) -> dict[str, str]:
+        """The fields that name a called function."""
+        if name not in self._namespaces:
+            return {"name": name}
+        namespace, name = self._namespaces[name]
+        return {"name": name, "namespace": namespace}
+
+    def _text(self, item: _Item, text: str) -> _Event:
+        item.text += text
+        if item.kind == "function_call":
+            return self._of_item("function_call_arguments.delta", item, delta=text)
+        if item.kind == "reasoning":
+            return self._of_item("reasoning_text.delta", item, content_index=0, delta=text)
+        return self._of_item("output_text.delta", item, content_index=0, delta=text, logprobs=[])
+
+    def _end_item(self) -> list[_Event]:
+        item = self._items[-1]
+        match item.kind:
+            case "function_call":
+                name = item.shown("completed")["name"]
+                events = [self._of_item("function_call_arguments.done", item, name=name, arguments=item.text)]
+            case "reasoning":
+                events = [self._of_item("reasoning_text.done", item, content_index=0, text=item.text)]
+            case _:
+                events = [self._of_item("output_text.done", item, content_index=0, text=item.text, logprobs=[])]
+        if item.kind != "function_call":
+            events.append(self._of_item("content_part.done", item, content_index=0, part=item.part(item.text)))
+        return [*events, self._event("output_item.done", output_index=item.index, item=item.shown(self._status))]
+
+    def end(self, usage: dict[str, Any], *, wanted: bool) -> list[_Event]:
+        events = self._end_item() if self._items else []
+        self._last = self._response(usage)
+        return [*events, self._event(self._status, response=self._last)]
+
+    def failure(self, error: ApiError) -> _Event:
+        self._last = self._response(None, "failed")
+        self._last["error"] = {"code": error.code or "server_error", "message": error.message}
+        return self._event("failed", response=self._last)
+
+    def cancel(self) -> None:
+        """Be a response that its client has cancelled, unless it has ended."""
+        self._last = self._last or self._response(None, "cancelled")
+
+    @property
+    def so_far(self) -> dict[str, Any]:
+        """The response as it is now."""
+        return self._last or self._response(None, "in_progress")
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._finish_reason == "length" else "completed"
+
+    def _event(self, kind: str, /, **fields: Any) -> _Event:
+        self._n_events += 1
+        return {"type": f"response.{kind}", "sequence_number": self._n_events - 1, **fields}
+
+    def _of_item(self, kind: str, item: _Item, /, **fields: Any) -> _Event:
+        return self._event(kind, item_id=item.id, output_index=item.index, **fields)
+
+    def _response(self, usage: dict[str, Any] | None, status: str | None = None) -> dict[str, Any]:
+        status = status or self._status
+        last = len(self._items) - 1
+        items = [item.shown(self._status if item.index == last else "completed") for item in self._items]
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._head["created"],
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._head["model"],
+            "output": items,
+            "previous_response_id": None,
+            "truncation": "disabled",
+            "usage": usage and self._usage(usage),
+            **self._shown,
+        }
+
+    def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        thoughts = [item.text for item in self._items if item.kind == "reasoning"]
+        # The reasoning is encoded again, which gives about as many tokens as the model wrote.
+        n_reasoning = sum(map(len, self.tokenizer.encode_all(thoughts, add_special_tokens=False)))
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": n_reasoning},
+            "total_tokens": usage["total_tokens"],
+        }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode import __version__
 from fastdecode.cluster.config import ClusterConfig, ClusterError, RayLost
-from fastdecode.cluster.table import table
+from fastdecode.cluster.directory import table
 
 if TYPE_CHECKING:
     from fastdecode.cluster.rays import RayCluster

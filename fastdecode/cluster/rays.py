@@ -22,9 +22,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from fastdecode.cluster.actors import DIRECTORY, DirectoryActor, HostActor, answer, log_name
 from fastdecode.cluster.config import ClusterConfig, ClusterError, RayLost
-from fastdecode.cluster.directory import Entry, View, in_order
+from fastdecode.cluster.directory import Entry, View, in_order, links_to
 from fastdecode.cluster.hosts import listens
-from fastdecode.cluster.table import links_to
 
 log = logging.getLogger(__name__)
 

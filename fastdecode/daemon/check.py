@@ -20,7 +20,7 @@ from fastdecode.daemon.machine import (
 )
 from fastdecode.daemon.option_values import format_bytes, mtp_drafts
 from fastdecode.kernels import _native
-from fastdecode.transports import rdma_report
+from fastdecode.transports import rdma_endpoint
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def report(config: NodeConfig) -> str:
         ("GPU", _gpu()),
         *([("exchange", _exchange(config, device))] if config.role == "s" else []),
         *([("ranks", ranks)] if config.role == "s" and device.type == "cpu" and (ranks := _ranks(config)) else []),
-        ("RDMA", rdma_report.report()),
+        ("RDMA", rdma_endpoint.report()),
     ]
     if path := config.model_path():
         from fastdecode.daemon import check_model

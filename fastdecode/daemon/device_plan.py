@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+import select
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,24 +17,36 @@ import torch
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
-from fastdecode.daemon.prompt_rows import rows_by_speed
 from fastdecode.engine.state.pages import PageGroups
-from fastdecode.region.contract import MAX_SLOTS
+from fastdecode.kernels._native import page_bytes
+from fastdecode.kernels.gpu.cupy_kernels import KernelError
+from fastdecode.kernels.gpu.page_kernels import unsupported
+from fastdecode.region.contract import KV_DTYPES, MAX_SLOTS
+from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart.exchange.choice import BypassImpossible, ChosenExchange, choose_exchange
 from fastdecode.spart.exchange.graph_table import size_class
 from fastdecode.spart.loader import choose_device
 from fastdecode.spart.memory import graph_bytes, step_bytes
 from fastdecode.spart.prefill.prompt import staged_token_bytes
+from fastdecode.spart.resident.layers import attention_layers
+from fastdecode.spart.resident.link import ResidentLink
+from fastdecode.spart.resident.trial import measure_reading, try_kernels
 from fastdecode.spart.served import ServedModel
 from fastdecode.spart.shape import AttentionShape
+from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.transports.base import Hello
+from fastdecode.transports.loopback import Loopback
 
 if TYPE_CHECKING:
+    from fastdecode.spart.backend import Backend
+    from fastdecode.spart.decoder.weights import Model
+    from fastdecode.spart.hf.model import HFModel
     from fastdecode.transports.base import Link
 
 log = logging.getLogger(__name__)
 
 #: Without --max-batch-tokens, a step on a GPU has up to this many rows, and the steps of all mini-batches may take this
-#: part of the GPU's free memory. Within these bounds the rows are measured (prompt_rows.py). While streams run,
+#: part of the GPU's free memory. Within these bounds the rows are measured (below). While streams run,
 #: --target-tbt-ms bounds the rows of prompts.
 _GPU_ROWS, _STEPS_PART = 8192, 4
 #: Without --staging-memory, unfinished prompts may take this part of a CPU's available memory.
@@ -231,3 +247,88 @@ def capacity(model_bytes: int, device: torch.device, links: Iterable[Link], leng
         f"weights {format_bytes(model_bytes)} {where}, KV {held} = "
         f"{sum(sequences.values())} sequences of {length} tokens{some}"
     )
+
+
+_ROUNDS = 2  # after a first step, which loads kernels
+_LEAST_GAIN = 1.05  # in tokens a second, for which a step takes twice as many rows
+
+
+def rows_by_speed(seconds_of: Callable[[int], float], least: int, most: int) -> int:
+    """The rows of a step, from `least` to `most`: twice as many as long as that computes prompts faster.
+    `seconds_of` tells how long a prompt of some tokens takes."""
+    rows, speed = least, least / seconds_of(least)
+    while rows < most:
+        more = min(2 * rows, most)
+        faster = more / seconds_of(more)
+        if faster < _LEAST_GAIN * speed:
+            break
+        rows, speed = more, faster
+    return rows
+
+
+def prompt_seconds(backend: Backend, model: Model | HFModel, rows: int) -> float:
+    """Seconds that the S-Part takes for a step of `rows` rows: a prompt, or several if the model's positions end
+    before."""
+    lengths = [min(model.config.max_positions, rows - i) for i in range(0, rows, model.config.max_positions)]
+    greedy = SampleSpec(temperature=0.0)
+    prompts = [Chunk(0, i, 1, 0, [0] * n, True, greedy, n, state=i) for i, n in enumerate(lengths)]
+    geometry = model.config.hello_geometry(1, rows, model.act_dtype)
+    with contextlib.closing(Loopback(geometry)) as link:
+        spart = backend.make_spart(model, [link], state_slots=len(prompts))
+        times = []
+        for _ in range(1 + _ROUNDS):
+            start = time.perf_counter()
+            for pending in spart.step(StepBatch(0, prompts)):
+                if isinstance(pending, int):  # a descriptor, at start a small one
+                    select.select([pending], [], [])
+            times.append(time.perf_counter() - start)
+        return min(times[1:])
+
+
+log = logging.getLogger(__name__)
+
+
+def with_gpu_kv(config: NodeConfig, model: ServedModel) -> NodeConfig:
+    """`config`, with --gpu-kv 0 where there can be no KV pages on the device. Raises ConfigError if a size is wanted
+    there."""
+    fault = gpu_kv_fault(config, model)
+    if fault is None:
+        return config
+    if config.gpu_kv:
+        raise ConfigError(f"--gpu-kv {format_bytes(config.gpu_kv)}: {fault}")
+    if config.gpu_kv is None and model.device.type != "cpu":
+        log.info("no KV pages on the GPU: %s", fault)
+    return replace(config, gpu_kv=0)
+
+
+def gpu_kv_fault(config: NodeConfig, model: ServedModel) -> str | None:
+    """Why there can be no KV pages on the device; None: there can be."""
+    if model.device.type == "cpu":
+        return "the S-Part runs on the CPU"
+    if config.partition != "sequences":
+        return f"--partition {config.partition} divides every sequence among R-nodes"
+    if config.prefill_listen is not None:
+        return "the prompts that --prefill-listen computes for other S-nodes go from R-node to R-node"
+    if model.config.mtp:
+        return "--speculate mtp drafts in layers that only R-nodes have"
+    hello = model.hello(1, 1, config.kv_dtype, None, 1)
+    return next(filter(None, map(unsupported, dict.fromkeys(attention_layers(hello)))), None)
+
+
+def open_gpu_kv(config: NodeConfig, model: ServedModel, hello: Hello, n_bytes: int) -> ResidentLink | None:
+    """Take `n_bytes` of the device's memory for KV pages; None: there are to be none. Raises ConfigError if a size was
+    asked for that cannot be had."""
+    stored = hello.layers.stored(hello.windows)
+    n_pages = n_bytes // page_bytes(geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype), **stored)
+    if not n_pages:
+        return None
+    try:
+        link = ResidentLink(hello, n_pages, model.device)
+        try_kernels(link)
+        link.bytes_per_second = measure_reading(link)
+        return link
+    except (KernelError, ValueError) as error:
+        if config.gpu_kv:
+            raise ConfigError(f"--gpu-kv {format_bytes(config.gpu_kv)}: {error}") from None
+        log.info("no KV pages on the GPU: %s", error)
+        return None

@@ -23,17 +23,18 @@ from fastdecode.daemon.device_plan import (
     free_memory,
     node_device,
     node_exchange,
+    open_gpu_kv,
     plan_steps,
+    prompt_seconds,
     prompts_apart,
     state_slots,
+    with_gpu_kv,
 )
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
-from fastdecode.daemon.gpu_kv import open_gpu_kv, with_gpu_kv
 from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
 from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes, model_digest
 from fastdecode.daemon.process import announce, freeze, wait_for_shutdown
-from fastdecode.daemon.prompt_rows import prompt_seconds
 from fastdecode.daemon.ranks import Ranks
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import selectors
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from fastdecode.bench.serving.client import LoadRun, TimedAnswer
 from fastdecode.bench.serving.workload import LoadRequest, Prompts
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEvent
-from fastdecode.plan import virtual_time
 from fastdecode.plan.equations import System
 from fastdecode.plan.virtual_system import WORD, StepRecord, VirtualLink, VirtualRunner, VirtualSPart
 from fastdecode.spart.exchange.graph_table import size_class
@@ -67,7 +67,7 @@ def simulate(
 
     Raises RuntimeError if there is work and nothing moves, ValueError for what the engine refuses.
     """
-    return virtual_time.run(_simulate(requests, system, limits, memory, gpu_kv, users, bounds, history, options))
+    return run(_simulate(requests, system, limits, memory, gpu_kv, users, bounds, history, options))
 
 
 async def _simulate(
@@ -182,3 +182,35 @@ async def _sample(engine: Engine, samples: list[dict[str, float]], every: float)
         gauges = {"num_requests_running": float(stats.running), "num_requests_waiting": float(stats.waiting)}
         samples.append({"t": asyncio.get_running_loop().time(), "kv_cache_usage_perc": stats.kv_usage} | gauges)
         await asyncio.sleep(every)
+
+
+_T = TypeVar("_T")
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop in virtual time, which begins at 0 seconds. Nothing may wait for threads, files or sockets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(_Jump(self))
+
+    def time(self) -> float:
+        return self.now
+
+
+class _Jump(selectors.SelectSelector):
+    def __init__(self, loop: VirtualLoop):
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise RuntimeError("everything waits in virtual time, and no timer is set")
+        self._loop.now += max(0.0, timeout)
+        return []
+
+
+def run(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine to its end in virtual time. Raises RuntimeError if nothing can move any more."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)

@@ -15,7 +15,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,20 +28,25 @@ from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving import report, workload
+from fastdecode.bench.serving.client import LoadRun
+from fastdecode.bench.serving.workload import LoadRequest, Prompts
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.demo import model_dir
+from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
+from fastdecode.plan.children import r_node
 from fastdecode.plan.colocation_measure import ColocatedLoad
 from fastdecode.plan.equations import System
 from fastdecode.plan.measure import ProfileSettings, load, measure, print_profile
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import Profile, median, merged, read_profile
-from fastdecode.plan.real import RealSystem
-from fastdecode.plan.simulation import Served, simulate
+from fastdecode.plan.simulation import RequestSender, Served, simulate
 from fastdecode.plan.stress import STREAM_PROMPT, disturbances, figures, table
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
+from fastdecode.spart import Model, SPart
+from fastdecode.transports.registry import connect
 
 COMMAND = ("trial", "tokens/s of a load on real R-nodes and S-node here, beside the simulated ones")
 
@@ -226,3 +234,61 @@ def _print_disturbed(result: dict[str, Any], profile: Profile) -> None:
     for system in ("real", "simulated"):
         print(f"{system}, ms:")
         print(table([row for row in result["rows"] if row["system"] == system]))
+
+
+_FIRST_ID, _LAST_ID = 3, 999  # that prompts are drawn from
+_SPARE_MEMORY = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RealSystem:
+    """A loaded model, and the R-nodes to start for it over shared memory."""
+
+    model: Model
+    kv_dtype: str
+    r_nodes: int
+    r_threads: int  # of each R-node
+    memory: float  # bytes of each R-node's KV-cache
+
+    def serve(
+        self, requests: Sequence[LoadRequest], limits: SchedulerLimits, *, bounds: Sequence[int | None], **options: Any
+    ) -> Served:
+        """Serve `requests` over R-nodes that are started for it. `bounds` and `options`: see `simulate`.
+
+        Raises RuntimeError, TransportError, OSError, and ValueError for what the engine refuses.
+        """
+        return uvloop.run(self._serve(requests, limits, bounds, options))
+
+    async def _serve(
+        self, requests: Sequence[LoadRequest], limits: SchedulerLimits, bounds: Sequence[int | None], options: Any
+    ) -> Served:
+        n = limits.mini_batches
+        n_answers = sum(request.choices for request in requests)
+        options = {"max_queued": n_answers, "prefix_cache": any(request.blocks for request in requests)} | options
+        with ExitStack() as stack:
+            memory = int(self.memory)
+            children = [r_node("shm", self.r_threads, memory + _SPARE_MEMORY) for _ in range(self.r_nodes)]
+            urls = [stack.enter_context(child) for child in children]
+            hello = self.model.hello(n, limits.max_batch_tokens, self.kv_dtype, memory, 2 * n * limits.max_seqs)
+            links = [await connect(url, dataclasses.replace(hello), None) for url in urls]
+            engine = Engine(
+                SPart(self.model, links, state_slots=n * limits.max_seqs),
+                links,
+                mini_batches=n,
+                max_batch_size=limits.max_seqs,
+                max_batch_tokens=limits.max_batch_tokens,
+                end_token_ids=(),
+                **options,
+            )
+            await engine.start()
+            try:
+                # The event loop's own clock counts milliseconds.
+                sender, begun = RequestSender(engine, n_answers, time.monotonic), time.monotonic()
+                await sender.send_all(requests, Prompts(_FIRST_ID, _LAST_ID, seed=0), bounds)
+                seconds = time.monotonic() - begun
+            finally:
+                await engine.stop()
+                for link in links:
+                    await link.close()
+        scheduler = engine.scheduler
+        return Served(LoadRun(sender.answers, seconds, []), scheduler.preemptions, scheduler.recomputed_tokens)

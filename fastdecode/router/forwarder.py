@@ -1,5 +1,5 @@
 """Forwards requests to S-nodes, tries another S-node as long as the client has not seen a token, and continues streams
-whose S-node is lost or about to end at another one (api/continuation.py)."""
+whose S-node is lost or about to end at another one (api/continuation.py). Counts for /metrics."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from urllib.parse import unquote
 import aiohttp
 import orjson
 from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 from yarl import URL
 
 from fastdecode.api.body import read_bytes
@@ -24,7 +27,6 @@ from fastdecode.api.fields import invalid
 from fastdecode.api.last_event import HEADER as LAST_EVENT_ID
 from fastdecode.api.sse import event as plain_event
 from fastdecode.api.sse import named_event
-from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import Pool, SNode, prefix_keys, why_lost
 
 log = logging.getLogger(__name__)
@@ -338,3 +340,38 @@ def _none_left(pool: Pool) -> str:
     if not pool.s_nodes:
         return "no S-node is known"
     return "no S-node can take the request: " + "; ".join(f"{s.url}: {s.why_not or 'tried'}" for s in pool.s_nodes)
+
+
+class RouterMetrics(Collector):
+    """Counters of one router."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests sent to an S-node.", "s_node")
+        self.retries = self._counter("retries", "Requests sent to a further S-node.")
+        self.continued = self._counter("continued_streams", "Streams continued at another S-node.")
+        self.broken = self._counter("broken_streams", "Streams whose S-node was lost.")
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(f"fastdecode:router_{name}", documentation, labels, registry=self._registry)
+
+    def watch(self, pool: Pool) -> None:
+        """Show the S-nodes of a pool, too."""
+        self._pool = pool
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        """The gauges of the S-nodes, for the registry."""
+        healthy = GaugeMetricFamily(
+            "fastdecode:router_s_node_healthy", "1 while the S-node takes requests.", labels=["s_node"]
+        )
+        load = GaugeMetricFamily(
+            "fastdecode:router_s_node_load", "Requests at the S-node, those of others included.", labels=["s_node"]
+        )
+        for s_node in self._pool.s_nodes:
+            healthy.add_metric([s_node.url], float(s_node.healthy))
+            load.add_metric([s_node.url], s_node.load)
+        return [healthy, load]

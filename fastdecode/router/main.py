@@ -33,8 +33,7 @@ from fastdecode.daemon.discovery import DnsSet, FileSet, FixedSet, NodeSet, brac
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.process import announce, set_up_logging, wait_for_shutdown
 from fastdecode.daemon.tls import client_tls, server_tls
-from fastdecode.router.forwarder import Forwarder, has_dot_segments
-from fastdecode.router.metrics import RouterMetrics
+from fastdecode.router.forwarder import Forwarder, RouterMetrics, has_dot_segments
 from fastdecode.router.pool import Pool
 
 log = logging.getLogger(__name__)

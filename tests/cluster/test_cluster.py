@@ -17,11 +17,10 @@ from nodes.node_process import gone, until
 from fastdecode.cluster import hosts
 from fastdecode.cluster.cli import main
 from fastdecode.cluster.config import ClusterConfig, ClusterError, PrefillNodesConfig
-from fastdecode.cluster.directory import Directory, Entry, View
+from fastdecode.cluster.directory import Directory, Entry, View, table
 from fastdecode.cluster.hosts import NodeFile
 from fastdecode.cluster.reach import Reach, address_in, boot_id
 from fastdecode.cluster.supervised import Supervised
-from fastdecode.cluster.table import table
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.discovery import FileSet, parse_list
 

@@ -10,9 +10,17 @@ import torch
 from models.checkpoints import make_checkpoint
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.device_plan import KERNEL_BYTES, capacity, gpu_rows, gpu_staging, plan_steps, state_slots
+from fastdecode.daemon.device_plan import (
+    KERNEL_BYTES,
+    capacity,
+    gpu_rows,
+    gpu_staging,
+    plan_steps,
+    prompt_seconds,
+    rows_by_speed,
+    state_slots,
+)
 from fastdecode.daemon.option_values import ConfigError
-from fastdecode.daemon.prompt_rows import prompt_seconds, rows_by_speed
 from fastdecode.spart import loader, read_config
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.decoder.weights import Blueprint, Model

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.gpu_kv import with_gpu_kv
+from fastdecode.daemon.device_plan import with_gpu_kv
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.spart import load_model
 

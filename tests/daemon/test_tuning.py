@@ -18,8 +18,7 @@ from fastdecode.daemon.check import report
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import Split
 from fastdecode.daemon.split_search import MOST_SPLITS
-from fastdecode.daemon.tuning import Ratios, in_order, is_open
-from fastdecode.daemon.tuning_record import Key, Record, Speed, recall, record_key, remember
+from fastdecode.daemon.tuning import Key, Ratios, Record, Speed, in_order, is_open, recall, record_key, remember
 from fastdecode.demo import model_dir
 from fastdecode.spart.backend import choose_backend
 

@@ -12,10 +12,10 @@ import pytest
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.plan.cli import main
 from fastdecode.plan.configurations import Goal, choose
+from fastdecode.plan.equations import s_part_of_ranks
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.profile import ProfileError, merged, read_profile
 from fastdecode.plan.published import LLAMA_7B
-from fastdecode.plan.ranks import s_part_of_ranks
 from fastdecode.plan.recommend import commands
 
 A10 = merged([read_profile("a10-epyc7452")])

@@ -10,7 +10,7 @@ import pytest
 from engines.virtual import PAGE_BYTES, serve, toy_system
 
 from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, LoadRequest
-from fastdecode.plan import virtual_time
+from fastdecode.plan import simulation
 from fastdecode.plan.cli import main
 from fastdecode.plan.equations import StageTimes, Work, steady
 from fastdecode.plan.virtual_system import VirtualRunner, VirtualStep
@@ -30,7 +30,7 @@ def test_the_clock_jumps_to_the_next_timer():
         await asyncio.gather(*(one(seconds) for seconds in (7200.0, 1.5, 86400.0, 0.0)))
         return ended
 
-    assert virtual_time.run(work()) == [(t, pytest.approx(t)) for t in (0.0, 1.5, 7200.0, 86400.0)]
+    assert simulation.run(work()) == [(t, pytest.approx(t)) for t in (0.0, 1.5, 7200.0, 86400.0)]
 
 
 def test_work_that_nothing_can_wake_is_an_error():
@@ -38,7 +38,7 @@ def test_work_that_nothing_can_wake_is_an_error():
         await asyncio.Event().wait()
 
     with pytest.raises(RuntimeError, match="everything waits"):
-        virtual_time.run(work())
+        simulation.run(work())
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
@@ -63,7 +63,7 @@ def test_steps_that_share_a_system_slow_each_other_down(in_turns):
     # A has three quarters to come, at a pace of 7 s a step, the two S-Parts (in turns: 8.5); then B ends by itself.
     first = 1.0 + 0.75 * (8.5 if in_turns else 7.0)
     second = first + (1 - 0.75) * 4.5
-    assert virtual_time.run(work()) == pytest.approx([first, second])
+    assert simulation.run(work()) == pytest.approx([first, second])
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])

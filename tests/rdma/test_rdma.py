@@ -16,7 +16,7 @@ from wire.link_driver import hello
 
 from fastdecode.daemon import check
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.transports import _native, rdma_endpoint, rdma_report
+from fastdecode.transports import _native, rdma_endpoint
 from fastdecode.transports.base import TransportError
 from fastdecode.transports.rdma_devices import Gid, RdmaPort, choose, list_ports
 from fastdecode.transports.registry import connect, serve
@@ -112,13 +112,13 @@ def test_an_interface_without_an_address_is_asked_for_one(tmp_path):
 def test_no_device_is_reported(tmp_path):
     with pytest.raises(TransportError, match="no RDMA device"):
         choose(list_ports(tmp_path), "10.0.0.1")
-    assert rdma_report.report(tmp_path).startswith("no devices")
+    assert rdma_endpoint.report(tmp_path).startswith("no devices")
     assert "RDMA" in check.report(NodeConfig())
 
 
 @pytest.mark.quick
 def test_check_lists_every_port_and_gid(two_devices, tmp_path):
-    verdict, *ports = rdma_report.report(tmp_path).splitlines()
+    verdict, *ports = rdma_endpoint.report(tmp_path).splitlines()
     assert "usable" in verdict
     assert len(ports) == 3
     assert ports[0].startswith("a port 1: active, RoCE, MTU ")

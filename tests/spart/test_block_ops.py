@@ -20,8 +20,7 @@ from fastdecode.spart import SPart, load_model, read_config
 from fastdecode.spart.block_kernels import BLOCK_THREADS
 from fastdecode.spart.decoder import layer_pass
 from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
-from fastdecode.spart.decoder.cuda_ops import CudaBlockOps, Launch
-from fastdecode.spart.decoder.ops_choice import make_block_ops
+from fastdecode.spart.decoder.cuda_ops import CudaBlockOps, Launch, make_block_ops
 from fastdecode.spart.decoder.weights import Norm
 from fastdecode.spart.step.batch import Chunk, StepBatch
 

@@ -14,7 +14,7 @@ from models.checkpoints import make_checkpoint
 
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import load_model
-from fastdecode.spart.decoder.layers import make_activation
+from fastdecode.spart.decoder.block_ops import make_activation
 from fastdecode.spart.linears import products
 from fastdecode.spart.linears.experts import ExpertRows, LoopedExperts, StackedExperts
 from fastdecode.spart.linears.stack import make_experts

@@ -20,7 +20,7 @@ from quick import quick
 from fastdecode.gguf.file import TYPES, GGUFError, GGUFFile, GGUFTensor, find_gguf
 from fastdecode.spart import CheckpointError, SPart, load_model, read_config
 from fastdecode.spart.backend import choose_backend
-from fastdecode.spart.checkpoints.gguf_blocks import UNPACKERS, unpack_blocks
+from fastdecode.spart.checkpoints.gguf import UNPACKERS, unpack_blocks
 from fastdecode.spart.decoder.rope import inverse_frequencies
 from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.text.tokenizer import Tokenizer, TokenizerError

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fastdecode.spart.hf.fusion import use_row_ops
 from fastdecode.spart.hf.linears import LinearModule, replace_linears, replaced_bytes
+from fastdecode.spart.hf.model import use_row_ops
 
 SIZES = {
     "hidden_size": 48,

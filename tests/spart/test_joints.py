@@ -18,10 +18,10 @@ from fastdecode.kernels import _native
 from fastdecode.spart import ModelConfig, SPart, load_model, read_config
 from fastdecode.spart.decoder import layer_pass
 from fastdecode.spart.decoder.block_ops import RowHeads
+from fastdecode.spart.decoder.cuda_ops import make_block_ops
 from fastdecode.spart.decoder.experts import MLP
 from fastdecode.spart.decoder.joints import JointRows, LayerJoints, make_joints, why_no_joints
 from fastdecode.spart.decoder.layer_pass import StepState
-from fastdecode.spart.decoder.ops_choice import make_block_ops
 from fastdecode.spart.decoder.weights import Balance, Layer, Norm
 from fastdecode.spart.linears.dense16 import Linear16
 from fastdecode.spart.ranks.reduction import Reduction

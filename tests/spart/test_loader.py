@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from fastdecode.region.geometry import Geometry
 from fastdecode.spart import CheckpointError, choose_device, choose_dtype, load_model, read_config
-from fastdecode.spart.decoder.layers import ACTIVATIONS
+from fastdecode.spart.decoder.block_ops import ACTIVATIONS
 from fastdecode.spart.linears.dense import PackedLinear, known_rows
 
 

@@ -17,7 +17,7 @@ from nodes.forked import run_script
 
 from fastdecode.gguf.file import TYPES, GGUFTensor, ModelSource
 from fastdecode.spart import read_config
-from fastdecode.spart.checkpoints.gguf_blocks import unpack_blocks
+from fastdecode.spart.checkpoints.gguf import unpack_blocks
 from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears import gpu
 from fastdecode.spart.linears.gpu import GPULinear

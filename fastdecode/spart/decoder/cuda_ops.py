@@ -16,7 +16,7 @@ import torch
 from fastdecode.kernels.gpu.cupy_kernels import KernelError, load_kernels
 from fastdecode.spart.block_kernels import BLOCK_THREADS, MOST_HEAD, SOURCE
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.block_ops import BlockOps, RowHeads, gates_by_silu
+from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, VectorOps, gates_by_silu
 from fastdecode.spart.decoder.weights import Layer, Norm
 
 log = logging.getLogger(__name__)
@@ -111,3 +111,11 @@ def _address(tensor: torch.Tensor | None) -> int:
 def _bits(x: float) -> int:
     """The bits of an fp32 number."""
     return int(np.float32(x).view(np.uint32))
+
+
+def make_block_ops(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> BlockOps:
+    """The operations for a model's activations in `dtype` on `device`."""
+    if device.type == "cuda" and CudaBlockOps.supports(config, dtype) and (launch := open_launch(device)):
+        return CudaBlockOps(config, dtype, launch)
+    native = device.type == "cpu" and VectorOps.supports(dtype)
+    return NativeBlockOps(config, dtype) if native else BlockOps(config, dtype)

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from fastdecode.spart.decoder.block_ops import RowHeads, split_gate
+from fastdecode.spart.decoder.cuda_ops import make_block_ops
 from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.joints import make_joints
-from fastdecode.spart.decoder.ops_choice import make_block_ops
 from fastdecode.spart.decoder.rope import RotaryEmbedding
 from fastdecode.spart.decoder.timeline import StepClock
 from fastdecode.spart.decoder.weights import Block, Layer, Model, StateBlock

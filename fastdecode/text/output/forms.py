@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fastdecode.text.output.deltas import ToolForm
-from fastdecode.text.output.generic import GenericForm
 from fastdecode.text.output.harmony import CHANNEL, HarmonyForm
-from fastdecode.text.output.hermes import HermesForm
+from fastdecode.text.output.hermes import GenericForm, HermesForm
 from fastdecode.text.output.llama3 import TAG, Llama3Form
 from fastdecode.text.output.mistral import MistralForm
 from fastdecode.text.output.reasoning import CLOSE

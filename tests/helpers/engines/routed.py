@@ -13,9 +13,8 @@ from openai import AsyncOpenAI
 from engines import api_client
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon.discovery import FixedSet
-from fastdecode.router.forwarder import Forwarder
+from fastdecode.router.forwarder import Forwarder, RouterMetrics
 from fastdecode.router.main import make_app
-from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import Pool
 
 SECRET = b"a secret of S-nodes and routers"

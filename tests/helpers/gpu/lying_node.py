@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from fastdecode.daemon import check_model, gpu_kv, snode
+from fastdecode.daemon import check_model, device_plan, snode
 from fastdecode.daemon.node import main
 from fastdecode.engine.engine import Engine
 from fastdecode.spart.backend import Backend
@@ -50,10 +50,10 @@ def run() -> None:
         (snode, "free_memory"): lambda device: 1 << 40,
         (check_model, "free_memory"): lambda device: 1 << 40,
         (snode, "in_own_thread"): lambda function, *args: in_own_thread(within(function), *args),
-        (snode, "open_gpu_kv"): within(gpu_kv.open_gpu_kv),
+        (snode, "open_gpu_kv"): within(device_plan.open_gpu_kv),
         (snode, "Engine"): partial(Engine, start_runner=OnDevice),
-        (gpu_kv, "unsupported"): lambda layer: None,
-        (gpu_kv, "ResidentLink"): link,
+        (device_plan, "unsupported"): lambda layer: None,
+        (device_plan, "ResidentLink"): link,
     }
     for (module, name), replacement in patches.items():
         mock.patch.object(module, name, replacement).start()

@@ -40,7 +40,7 @@ from fastdecode.cluster.config import (
     RouterConfig,
     SNodesConfig,
 )
-from fastdecode.cluster.table import links_to
+from fastdecode.cluster.directory import links_to
 from fastdecode.daemon.config_files import read_secret
 
 _EVENTS = (
