@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
+from functools import cache
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -20,7 +21,11 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.option_values import format_bytes, parse_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
+from fastdecode.spart import ModelConfig
 from fastdecode.spart.backend import choose_backend
+
+if TYPE_CHECKING:
+    from fastdecode.spart.hf.config import HFConfig
 
 COMMAND = ("families", "memory that well-known models take, and the graphics cards that their weights fit")
 
@@ -29,7 +34,7 @@ _GIB = 1 << 30
 _WEIGHTS = {"16 bits": 2.0, "8 bits": QUANTISED_BYTES["int8"], "4 bits": QUANTISED_BYTES["int4"]}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """A published model: its name, its type in transformers, and the values that are not the type's own."""
 
@@ -134,9 +139,9 @@ class Need:
     cards: tuple[str | None, ...]  # what the weights are kept in to fit each card; None: they do not fit
 
 
-def need(family: Family, kv_dtype: str, sequences: int, context: int, cards: list[int]) -> Need:
-    """What `sequences` of `context` tokens take. A card has to hold the weights and the states in the share of its
-    memory that a node uses."""
+@cache
+def _read(family: Family) -> tuple[int, ModelConfig | HFConfig]:
+    """The number of a model's parameters, and its configuration."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -147,7 +152,13 @@ def need(family: Family, kv_dtype: str, sequences: int, context: int, cards: lis
     published.architectures = [type(model).__name__]
     with TemporaryDirectory() as directory:
         published.save_pretrained(directory)
-        config = choose_backend("auto", directory).config
+        return n, choose_backend("auto", directory).config
+
+
+def need(family: Family, kv_dtype: str, sequences: int, context: int, cards: list[int]) -> Need:
+    """What `sequences` of `context` tokens take. A card has to hold the weights and the states in the share of its
+    memory that a node uses."""
+    n, config = _read(family)
     node, token, held = NodeConfig(), None, None
     if kv_dtype in config.kv_dtypes:
         pages = KVPages(config.hello_geometry(1, 1, "fp16"), kv_dtype, config.windows, config.options)
