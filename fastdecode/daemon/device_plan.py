@@ -285,9 +285,6 @@ def prompt_seconds(backend: Backend, model: Model | HFModel, rows: int) -> float
         return min(times[1:])
 
 
-log = logging.getLogger(__name__)
-
-
 def with_gpu_kv(config: NodeConfig, model: ServedModel) -> NodeConfig:
     """`config`, with --gpu-kv 0 where there can be no KV pages on the device. Raises ConfigError if a size is wanted
     there."""

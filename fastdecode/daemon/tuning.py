@@ -259,8 +259,6 @@ def _shape(config: NodeConfig, model: Model | HFModel) -> DecodeShape:
     return DecodeShape(batch, context, _STEPS, 1, config.kv_dtype, USUAL_TEMPERATURE)
 
 
-log = logging.getLogger(__name__)
-
 #: What the speed of a split depends on, by name.
 Key = dict[str, str | int]
 
