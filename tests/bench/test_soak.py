@@ -17,7 +17,7 @@ from fastdecode.bench.soaking.load import KnownRequest, SoakClient, Tally
 
 @pytest.mark.timeout(400)
 def test_three_s_nodes_share_an_r_node_and_are_killed(tmp_path):
-    command = [sys.executable, "-m", "fastdecode.bench.cli", "soak", "--minutes", "0.4", "--kill-every", "6", "--json"]
+    command = [sys.executable, "-m", "fastdecode.bench.cli", "soak", "--minutes", "0.25", "--kill-every", "5", "--json"]
     run = subprocess.run([*command, "--logs", tmp_path], capture_output=True, text=True, timeout=380, check=False)
     assert run.returncode == 0, run.stderr
     seen = json.loads(run.stdout)
