@@ -85,13 +85,20 @@ def shared_node(
 
 
 @pytest.fixture(params=transports())
-def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProcess]:
+def transport(request: pytest.FixtureRequest) -> str:
+    """The URL scheme of a transport; once for each."""
+    scheme: str = request.param
+    return scheme
+
+
+@pytest.fixture
+def node(transport: str, tmp_path: Path) -> Iterator[RNodeProcess]:
     """An R-node process for tests that kill it, stop it or use it up; once over each transport."""
     from nodes.rnode_process import RNodeProcess
 
     if "FASTDECODE_R_NODE" in os.environ:
         pytest.skip("the only R-node is on another host")
-    node = RNodeProcess.over(request.param, tmp_path)
+    node = RNodeProcess.over(transport, tmp_path)
     yield node
     if node.process.poll() is None:
         node.end()

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import guest
 import pytest
+from gpu.functions_on_driver import SMALL_LAYER
+from gpu.layers_compiled import compile_layer
 from nodes.rnode_process import KV_BYTES, PULL_THE_PLUG
 from sources.compiled import compile_all
 from sources.folders import ROOT
@@ -59,8 +61,9 @@ def test_conformance(path, tmp_path):
     if path == "wire":
         which = "(rdma or numa)"
         files += ["rdma/test_rdma_links.py", "rengine/test_numa.py"]
-        files += ["transports/test_device.py", "gpu/test_replays.py"]
+        files += ["transports/test_device.py", "gpu/test_replays.py", "gpu/test_gpu_links.py"]
         compile_all(tmp_path)
+        compile_layer(SMALL_LAYER, tmp_path)
     if not ALL:
         if path != "wire":
             pytest.skip("takes minutes, and FASTDECODE_RDMA_ALL is not set")

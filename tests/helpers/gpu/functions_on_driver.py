@@ -11,6 +11,8 @@ from pathlib import Path
 from fastdecode.kernels.gpu.page_kernels import BlockShape, PagedLayer, PageFunctions, definitions
 
 SHAPE = BlockShape(warps=4, stages=3, at_once=8)
+#: The layers of link_driver.SMALL with rows and pages of fp16.
+SMALL_LAYER = PagedLayer("fp16", "fp16", 4, 2, 16, 1.0)
 
 
 def library_of(layer: PagedLayer, folder: Path) -> Path:
