@@ -58,7 +58,7 @@ __device__ __forceinline__ float fd_scales(float (*of_k)[2], float (*of_v)[2], c
 #pragma unroll
     for (int y = 0; y < 2; y++) {
         u32 words[4], v_words[4];
-        fd_read_words(words, stage + (y * K_LINES + K_LINES - 1) * LINE + g * 16);
+        fd_read_words(words, stage + (y * K_LINES + K_LAST_LINES - 1) * LINE + g * 16);
         fd_read_words(v_words, stage + 2 * K_LINES * LINE + y * 128 + g * 16);
 #pragma unroll
         for (int i = 0; i < 4; i++) {

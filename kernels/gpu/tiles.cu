@@ -41,7 +41,8 @@ constexpr int K_PART = IS_INT8 ? 128 : 64, V_PART = IS_INT8 ? 4 : 2; /* dims of 
 constexpr int K_PARTS = divided(HEAD, K_PART), V_PARTS = divided(COLUMNS, V_PART), PARTS = K_PARTS + V_PARTS;
 constexpr int LINE = 128, LINE_DIMS = IS_INT8 ? 4 : 2;               /* bytes, and dims of a line of K */
 constexpr int K_LINES = smaller(HEAD, K_PART) / LINE_DIMS + IS_INT8; /* lines of a column in the largest part of K */
-constexpr int V_LINES = IS_INT8 ? 16 : 32;                           /* lines of a column and slab of V */
+constexpr int K_LAST_LINES = (HEAD - (K_PARTS - 1) * K_PART) / LINE_DIMS + IS_INT8; /* in the last part of K */
+constexpr int V_LINES = IS_INT8 ? 16 : 32; /* lines of a column and slab of V */
 constexpr int STAGE_K = 2 * K_LINES * LINE + (IS_INT8 ? SLAB * 4 : 0),
               STAGE_V = (IS_FP16 ? V_PART : smaller(COLUMNS, V_PART)) * V_LINES *
                         LINE; /* fp16: columns are read in pairs */
@@ -78,7 +79,7 @@ __device__ __forceinline__ void fd_copy_lines(u8 *to, const u8 *from, int line_b
 template <int PART>
 __device__ __forceinline__ void fd_fill_k(u8 *stage, const u8 *chunk, int half, int left, int lane) {
     constexpr bool LAST = PART == K_PARTS - 1;
-    constexpr int LINES = (LAST ? HEAD - PART * K_PART : K_PART) / LINE_DIMS + (LAST && IS_INT8);
+    constexpr int LINES = LAST ? K_LAST_LINES : K_PART / LINE_DIMS;
 #pragma unroll
     for (int y = 0; y < 2; y++) {
         const u8 *from = chunk + (2 * half + y) * K_ROWS * LANES * WORD + PART * K_PART / LINE_DIMS * LINE;

@@ -179,10 +179,24 @@ SEVERAL = [Run(0, 3), Run(62, 5), Run(126, 4), Run(250, 9)]
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
-@pytest.mark.parametrize(("size", "group"), [(64, 4), (128, 8), (80, 1), (96, 3), (256, 16)])
+@pytest.mark.parametrize(("size", "group"), [(64, 4), (128, 8), (256, 16)])
 def test_decoding_rows(host, kv_dtype, size, group):
     shape = replace(SHAPE, warps=2, stages=2) if size == 256 else SHAPE
     check(host, paged(kv_dtype, "fp16", 2, group, size), DECODE, shape=shape)
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+@pytest.mark.parametrize("size", range(16, 257, 16))
+def test_every_size_of_heads_and_of_groups(host, kv_dtype, size):
+    """A block takes several rows of a small group. Each format has each size once, and each group."""
+    group = (5 * size // 16 + 7 * FORMATS.index(kv_dtype)) % 16 + 1
+    shape = replace(SHAPE, warps=2, stages=2)
+    check(host, paged(kv_dtype, "fp16", 1, group, size), [Run(61, 9), Run(150)], shape=shape)
+
+
+@pytest.mark.parametrize("act_dtype", ACT)
+def test_rows_that_arrive_transformed(host, act_dtype):
+    check(host, paged("int8", act_dtype, 2, 4, 80, hadamard=True), SEVERAL, splits=2)
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
@@ -226,6 +240,27 @@ def test_partial_answers_of_cut_sequences(host, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
+@pytest.mark.parametrize("act_dtype", ACT)
+def test_the_row_behind_a_partial_one_takes_its_log_sum_exps(host, kv_dtype, act_dtype):
+    """FD_ROW_PARTIAL of region.h, beside a row of a sequence that lies here as a whole and has sinks."""
+    layer, none = paged(kv_dtype, act_dtype, 2, 3, 64), (-1, -1, 0, 0)
+    kernels, scene = host.page_kernels(layer), Scene(layer, [Run(700), Run(130), Run(90)])
+    scene.append(kernels)
+    sinks = torch.randn(6, generator=torch.Generator().manual_seed(3))
+    whole, _ = scene.attend(scene.reference, sinks=sinks)
+    want, sums = scene.attend(scene.reference, partial=True)
+    want[1] = whole[1]
+    sizes, q = torch.from_numpy(scene.reference.sizes[:3]), scene.q
+    scene.n, scene.q = 5, torch.stack([q[0], q[0], q[1], q[2], q[2]])
+    scene.step = scene.rows([(0, 700, 0, 0), none, (1, 130, 0, 0), (2, 90, 0, 0), none], 2)
+    o, _ = scene.attend(kernels, splits=3, sinks=sinks)
+    error = (o[[0, 2, 3]].double() - want.double()).abs()
+    assert (error <= BUDGET[kv_dtype] * sizes + ANSWER[act_dtype] * want.double().abs()).all()
+    got = o.view(torch.float32).view(5, -1)[[1, 4], :6]
+    assert ((got - sums[[0, 2]]).abs() <= BUDGET[kv_dtype] * (1 + sums[[0, 2]].abs())).all()
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("shape", [BlockShape(1, 2, 8), BlockShape(8, 3, 8)], ids=str)
 def test_every_shape_of_blocks(host, kv_dtype, shape):
     check(host, paged(kv_dtype, "fp16", 1, 4, 128), [Run(1100), Run(200, 3)], splits=2, shape=shape)
@@ -244,16 +279,18 @@ def test_no_byte_beyond_a_sequence_is_read(host, kv_dtype):
     assert model.copied <= layer.chunk_bytes * 72 // PAGE_TOKENS + scales
 
 
-def test_a_merged_answer_is_that_of_all_tokens(host):
+@pytest.mark.parametrize("act_dtype", ACT)
+def test_a_merged_answer_is_that_of_all_tokens(host, act_dtype):
     """A sequence with a cut, and one without, with a sink; and rows that see nothing on one side, or on both."""
-    layer = paged("fp16", "fp16", 2, 4, 64)
+    layer = paged("fp16", act_dtype, 2, 4, 64)
     kernels = host.page_kernels(layer)
     whole = Scene(layer, [Run(300, 2), Run(200), Run(130), Run(90)])
     whole.append(kernels)
     sinks = torch.randn(8, generator=torch.Generator().manual_seed(2))
     want, _ = whole.attend(whole.reference, sinks=sinks)
     sizes = whole.reference.sizes
-    elements, o_bytes = layer.n_q_heads * layer.head_size, layer.n_q_heads * layer.head_size * 2
+    elements, act = layer.n_q_heads * layer.head_size, ACT[act_dtype]
+    o_bytes = elements * act.itemsize
 
     cut = Scene(layer, [Run(300, 2, 128), Run(200), Run(130, 1, 256), Run(90, 1, 128)])
     cut.append(kernels)
@@ -261,7 +298,7 @@ def test_a_merged_answer_is_that_of_all_tokens(host):
     others = torch.zeros(whole.n, o_bytes + 4 * layer.n_q_heads, dtype=torch.uint8)
     addresses = [others[i].data_ptr() for i in range(whole.n)]
     before = [(0, 127, 0, 0), (0, 127, 1, 0), (2, 130, 0, 0)]  # what a row does not see of its sequence on the GPU
-    rest = torch.zeros(len(before), elements).half(), torch.zeros(len(before), layer.n_q_heads)
+    rest = torch.zeros(len(before), elements, dtype=act), torch.zeros(len(before), layer.n_q_heads)
     q = torch.stack([whole.q[0], whole.q[1], whole.q[3]])
     rows = whole.rows(before, 0)
     whole.reference.attend(
@@ -273,7 +310,8 @@ def test_a_merged_answer_is_that_of_all_tokens(host):
     table = np.array([addresses[0], addresses[1], 0, addresses[3], addresses[4]], np.uint64)
     kernels.merge(0, o.data_ptr(), elements, lse.data_ptr(), table.ctypes.data, cut.step, sinks.data_ptr())
     error, sizes = (o.double() - want.double()).abs(), torch.from_numpy(sizes[: whole.n])
-    assert (error[:4] <= 2 * BUDGET["fp16"] * sizes[:4]).all() and not o[4].any()
+    allowed = (2 * BUDGET["fp16"] + 2 * ANSWER[act_dtype]) * sizes  # both answers are rounded before they are merged
+    assert (error[:4] <= allowed[:4]).all() and not o[4].any()
 
 
 # ---- pages ----
@@ -319,9 +357,10 @@ def test_pages_are_those_of_every_isa(host, kv_dtype, act_dtype, hadamard):
         assert np.array_equal(got[page : page + want.size], want.ravel()), isa
 
 
-def test_rows_that_are_only_appended_and_rows_beyond_the_counts(host):
-    layer = paged("int8", "fp16", 2, 4, 64)
-    kernels, scene = host.page_kernels(layer), Scene(paged("int8", "fp16", 2, 4, 64), [Run(100, 4), Run(130, 2)])
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_rows_that_are_only_appended_and_rows_beyond_the_counts(host, kv_dtype):
+    layer = paged(kv_dtype, "fp16", 2, 4, 64)
+    kernels, scene = host.page_kernels(layer), Scene(layer, [Run(100, 4), Run(130, 2)])
     counts = torch.tensor([4, 5], dtype=torch.int32)
     scene.step = replace(scene.step, counts=counts.data_ptr())
     before = scene.arena.copy()
