@@ -6,7 +6,7 @@ On the simulated driver, with the kernels compiled for the host. Every access of
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention.partial_rows import check_partial_answers
-from attention.rengine_peer import FP16, KV_ERROR, KV_FP16, KV_INT8, Geometry, Link, Peer, decode, encode
+from attention.rengine_peer import FP16, KV_BF16, KV_ERROR, KV_FP16, KV_INT8, Geometry, Link, Peer, decode, encode
 from gpu.cuda_driver import SimulatedCuda
 from gpu.functions_on_driver import DriverFunctions
 from gpu.layers_compiled import compile_layer
@@ -25,6 +25,7 @@ from fastdecode.region._native import init_region_header
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, Status
 
 KV_BYTES = 64 << 20
+FORMATS = {"fp16": KV_FP16, "bf16": KV_BF16, "int8": KV_INT8}
 SHAPE = Geometry(n_slots=2, max_rows=160, n_layers=2, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype=FP16)
 
 
@@ -40,14 +41,18 @@ class Gpu:
         self.cuda, self._folder = cuda, folder
         self.engine = REngine(1, KV_BYTES, spin_us=20, gpu=0)
 
-    def kernels(self, g: Geometry, kv_dtype: int) -> list[tuple[int, ...]]:
-        """The same for each layer."""
-        layer = PagedLayer(KV_DTYPES[kv_dtype], "fp16", g.n_q_heads, g.n_kv_heads, g.head_size, 1.0)
-        compile_layer(layer, self._folder)
-        return [DriverFunctions(self._folder).load(layer)] * g.n_layers
+    def kernels(
+        self, g: Geometry, kv_dtype: int, heads: Sequence[tuple[int, int, int, int]] | None = None
+    ) -> list[tuple[int, ...]]:
+        """Those of each layer. `heads`: of each layer, if they differ."""
+        layers = [PagedLayer(KV_DTYPES[kv_dtype], "fp16", *each[:3], 1.0) for each in heads or [g.heads] * g.n_layers]
+        for layer in layers:
+            compile_layer(layer, self._folder)
+        functions = DriverFunctions(self._folder)
+        return [functions.load(layer) for layer in layers]
 
     def link(self, kv_dtype: int, n_pages: int = 24, options: dict[str, Any] | None = None, **rest: Any) -> Link:
-        kernels = {"gpu_kernels": self.kernels(SHAPE, kv_dtype)}
+        kernels = {"gpu_kernels": self.kernels(SHAPE, kv_dtype, (options or {}).get("heads"))}
         return Link(self.engine, SHAPE, kv_dtype, n_pages, options=(options or {}) | kernels, **rest)
 
 
@@ -108,7 +113,7 @@ def page_bytes(link: Link) -> int:
     return link.g.n_layers * n_kv * layer.chunk_bytes
 
 
-@pytest.mark.parametrize("kv_dtype", [KV_FP16, KV_INT8], ids=["fp16", "int8"])
+@pytest.mark.parametrize("kv_dtype", FORMATS.values(), ids=FORMATS)
 def test_answers_are_those_of_float64_and_pages_those_of_the_c_engine(gpu, engine, kv_dtype):
     """Prompts in chunks, several sequences and rows at once, forks, prefixes, trims, and steps that cut."""
     both = Both(gpu.link(kv_dtype), Link(engine, SHAPE, kv_dtype, 24))
@@ -144,7 +149,24 @@ def test_windows_soft_caps_and_sinks(gpu):
     link.close()
 
 
-@pytest.mark.parametrize("kv_dtype", [KV_FP16, KV_INT8], ids=["fp16", "int8"])
+LAYERS: dict[str, dict[str, Any]] = {
+    "segments": {"segments": (0, 100)},
+    "slopes": {"slopes": np.linspace(0.01, 0.4, 4, dtype=np.float32)},
+    "shared K and V": {"kv_layers": (0, 0)},
+    "heads of a layer": {"heads": [SHAPE.heads, (2, 1, 32, 32)]},
+}
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_layers_of_several_kinds(gpu, options):
+    link = gpu.link(KV_FP16, options=options)
+    link.fill(0, 2 * PAGE_TOKENS)
+    link.step(0, [(0, 2, True), (1, 9, True)])
+    link.step(1, [(1, 1, True), (0, 1, True)])
+    link.close()
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS.values(), ids=FORMATS)
 def test_partial_answers_are_those_of_the_cached_tokens_without_sinks(gpu, kv_dtype):
     """Beside a row of a sequence that lies here as a whole. The long sequence is cut into splits."""
     sinks = np.linspace(-1, 2, 8, dtype=np.float32).reshape(2, 4)
