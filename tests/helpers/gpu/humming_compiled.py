@@ -1,9 +1,10 @@
 """Compiles the kernels that humming-kernels has for packed matrices, for a GPU that this machine does not have.
 
-The argument is its compute capability, such as "80". The simulated driver answers what the library asks of a device.
-Fake tensors go through KernelProduct, so the library checks shapes and dtypes of each form. The script prints a JSON
-object: for each form the bytes of the packed matrices, the bytes that the kernels read, and the size of a kernel.
-Nothing is launched, because the library's launcher needs torch with CUDA.
+The arguments are its compute capability, such as "80", and the forms to compile, such as "0,1,3". The simulated driver
+answers what the library asks of a device. Fake tensors go through KernelProduct, so the library checks shapes and
+dtypes of each form. The script prints a JSON object: for each form the bytes of the packed matrices, the bytes that the
+kernels read, and the size of a kernel, null for a form that is not compiled. Nothing is launched, because the library's
+launcher needs torch with CUDA.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def forms(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def run(capability: int) -> dict[str, Any]:
+def run(capability: int, compiled: set[int]) -> dict[str, Any]:
     from humming.kernel.humming import HummingKernel
 
     from fastdecode.spart.linears.gpu_kernels import KernelProduct
@@ -113,13 +114,15 @@ def run(capability: int) -> dict[str, Any]:
     dtype = torch.float16 if capability < 80 else torch.bfloat16
     results = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for name, matrices in forms(dtype).items():
+        for number, (name, matrices) in enumerate(forms(dtype).items()):
             product = KernelProduct(matrices)
             layer, how, tuning = HummingKernel._resolve_configs(product._config, product._how, None, 0)
             options = tuning[0][2]  # of the fewest rows
             options.pop("num_sms", None)
-            HummingKernel(**layer, **how, **options)
-            results[name] = [sum(matrix.nbytes for matrix in matrices), product.nbytes, sizes[-1]]
+            if number in compiled:
+                HummingKernel(**layer, **how, **options)
+            size = sizes[-1] if number in compiled else None
+            results[name] = [sum(matrix.nbytes for matrix in matrices), product.nbytes, size]
     return results
 
 
@@ -129,10 +132,10 @@ def main() -> None:
         os.environ["HUMMING_CACHE_DIR"] = f"{folder}/humming"
         driver = open_driver(Path(folder))
         assert isinstance(driver, SimulatedCuda)
-        [capability] = map(int, sys.argv[1:])
+        capability, compiled = int(sys.argv[1]), set(map(int, sys.argv[2].split(",")))
         pretend(driver, capability)
         guardless()
-        print(json.dumps(run(capability)))
+        print(json.dumps(run(capability, compiled)))
 
 
 if __name__ == "__main__":
