@@ -386,10 +386,16 @@ async def test_a_prompt_that_waited_for_a_cancelled_one_is_computed():
         assert await again == 0
 
 
-@pytest.mark.parametrize("mini_batches", [1, 2])
-@pytest.mark.parametrize("n_links", [1, 3])
-@pytest.mark.parametrize("priorities", [[0], [0, 0, 1, -2]], ids=["", "priorities"])
-@pytest.mark.parametrize("state_slots", [None, 40], ids=["", "states"])
+@pytest.mark.parametrize(
+    ("mini_batches", "n_links", "priorities", "state_slots"),
+    [  # every pair of values
+        (1, 1, [0], None),
+        (1, 3, [0, 0, 1, -2], 40),
+        (2, 1, [0, 0, 1, -2], 40),
+        (2, 3, [0], 40),
+        (2, 3, [0, 0, 1, -2], None),
+    ],
+)
 async def test_many_prompts_with_common_prefixes_in_a_cache_too_small(mini_batches, n_links, priorities, state_slots):
     rng = random.Random(10 * mini_batches + n_links)
     links = [ToyLink(f"tcp://r{i}", n_pages=60 // n_links, max_seqs=20) for i in range(n_links)]
