@@ -129,8 +129,9 @@ class Dense16Linear:
     def supports(dtype: int, act: int, /) -> bool:
         """Whether the ISA has such products."""
     @staticmethod
-    def pack(dtype: int, act: int, outs: int, ins: int, weights: Buffer, packed: Buffer, /) -> None:
-        """Write weights [outs, ins] to `packed` in the order of the kernels. Raises ValueError like the constructor."""
+    def pack(dtype: int, act: int, outs: int, ins: int, weights: Buffer, packed: Buffer, threads: int, /) -> None:
+        """Write weights [outs, ins] to `packed` in the order of the kernels, in up to `threads` threads. Raises
+        ValueError like the constructor."""
     @staticmethod
     def packed_bytes(dtype: int, act: int, outs: int, ins: int, /) -> int:
         """The bytes that packed weights take. Raises ValueError if the ISA has no such products."""

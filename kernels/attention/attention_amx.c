@@ -18,11 +18,12 @@
 
 FD_BEGIN_TARGET(FD_AVX512 ",avx512vbmi,amx-tile,amx-int8,amx-bf16")
 
+#include "cpu/amx_tiles.h"
 #include "kv_avx512.h"
 
 enum {
-    TILE_ROWS = 16,
-    TILE_ROW_BYTES = 64,
+    TILE_ROWS = FD_AMX_ROWS,
+    TILE_ROW_BYTES = FD_AMX_ROW_BYTES,
     WIDTH = 64, /* lanes of a product: four tiles, which are two columns */
     WIDTH_VECS = WIDTH / LANES
 };
@@ -99,12 +100,8 @@ FD_INLINE void kv_pack_query_rows(uint8_t *block, const uint8_t *rows, uint32_t 
 /* Tiles 0 to 3 hold sums, tile 4 the left operand, and tiles 5 and 6 alternate as the right operand. For bf16, tile 4
  * holds the high halves and tile 7 the low halves of the left operand, and their products go into the same sums. */
 FD_INLINE void configure_tiles(fd_kv_dtype_t dtype, uint32_t block) {
-    struct __attribute__((packed)) {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
+    fd_amx_config_t config = {.palette = 1};
+    for (int tile = 0; tile < FD_AMX_TILES; tile++) {
         config.row_bytes[tile] = TILE_ROW_BYTES;
         config.rows[tile] = tile == 5 || tile == 6 ? TILE_ROWS : dtype == FD_KV_BF16 ? block : 2 * block;
     }

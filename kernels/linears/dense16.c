@@ -6,7 +6,7 @@
 
 #if FD_X86
 extern const fd_dense16_ops_t fd_dense16_avx2[FD_ACT_DTYPES], fd_dense16_avx512[FD_ACT_DTYPES];
-extern const fd_dense16_ops_t fd_dense16_avx512bf16;
+extern const fd_dense16_ops_t fd_dense16_avx512bf16, fd_dense16_amx;
 #elif FD_ARM64
 extern const fd_dense16_ops_t fd_dense16_neon[FD_ACT_DTYPES];
 #endif
@@ -14,7 +14,10 @@ extern const fd_dense16_ops_t fd_dense16_neon[FD_ACT_DTYPES];
 const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t act) {
     if (isa == FD_ISA_SCALAR || (dtype != FD_ACT_FP16 && dtype != FD_ACT_BF16)) return NULL;
 #if FD_X86
-    if (isa == FD_ISA_AVX512BF16 && act == FD_ACT_BF16 && dtype == FD_ACT_BF16) return &fd_dense16_avx512bf16;
+    if (act == FD_ACT_BF16 && dtype == FD_ACT_BF16) {
+        if (isa == FD_ISA_AMX) return &fd_dense16_amx;
+        if (isa == FD_ISA_AVX512BF16) return &fd_dense16_avx512bf16;
+    }
 #endif
     if (act != FD_ACT_FP32) return NULL;
 #if FD_X86
@@ -27,16 +30,46 @@ const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t ac
 #endif
 }
 
-void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to) {
+static size_t up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+size_t fd_dense16_packed_bytes(const fd_dense16_ops_t *ops, size_t outs, size_t ins) {
+    return up(outs, ops->panel) * up(ins, ops->step) * sizeof(uint16_t);
+}
+
+typedef struct {
+    const fd_dense16_ops_t *ops;
+    size_t outs, ins;
+    const uint16_t *from;
+    uint16_t *to;
+} pack_t;
+
+/* Packs the inputs of the tiles from `tile` to `end` - 1 of output `out`, whose lane in its panel is `lane`. */
+static void pack_tiles(const pack_t *p, size_t out, size_t lane, size_t tile, size_t end, uint16_t *panel) {
+    const fd_dense16_ops_t *ops = p->ops;
+    const size_t lanes = ops->lanes, t = ops->per_word, tiles = ops->panel / lanes, size = ops->step * lanes;
+    for (; tile < end; tile++) {
+        uint16_t *to = panel + (tile * tiles + lane / lanes) * size + lane % lanes * t;
+        for (size_t i = tile * ops->step; i < (tile + 1) * ops->step; i += t, to += lanes * t)
+            for (size_t k = 0; k < t; k++) to[k] = out < p->outs && i + k < p->ins ? p->from[out * p->ins + i + k] : 0;
+    }
+}
+
+static void pack_panels(void *data, size_t first, size_t n) {
     enum { AT_ONCE = 64 }; /* inputs: lines of the rows that stay in a cache */
-    const size_t panel = ops->panel, t = ops->per_word;
-    for (size_t first = 0; first < outs; first += panel, to += ins * panel)
-        for (size_t begin = 0; begin < ins; begin += AT_ONCE) {
-            const size_t end = begin + AT_ONCE < ins ? begin + AT_ONCE : ins;
-            for (size_t j = 0; j < panel; j++)
-                for (size_t i = begin; i < end; i++)
-                    to[(i / t * panel + j) * t + i % t] = first + j < outs ? from[(first + j) * ins + i] : 0;
-        }
+    const pack_t *p = data;
+    const fd_dense16_ops_t *ops = p->ops;
+    const size_t steps = up(p->ins, ops->step) / ops->step, at_once = AT_ONCE / ops->step;
+    for (size_t panel = first; panel < first + n; panel++)
+        for (size_t begin = 0; begin < steps; begin += at_once)
+            for (size_t lane = 0; lane < ops->panel; lane++)
+                pack_tiles(p, panel * ops->panel + lane, lane, begin, begin + at_once < steps ? begin + at_once : steps,
+                           p->to + panel * ops->panel * steps * ops->step);
+}
+
+void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to,
+                     unsigned threads) {
+    pack_t pack = {ops, outs, ins, from, to};
+    fd_parallel(pack_panels, &pack, up(outs, ops->panel) / ops->panel, 1, fd_worth_threads(outs * ins, threads));
 }
 
 typedef struct {
@@ -57,15 +90,18 @@ static void run_parts(void *data, size_t first, size_t n) {
     }
 }
 
-void fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
-                         unsigned threads) {
+fd_status_t fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
+                                unsigned threads) {
     enum { WORTH_A_THREAD = 1 << 16 }; /* weights that are read sooner than a thread wakes up */
     enum { WORTH_A_TURN = 1 << 16 };   /* multiply-adds that take longer than the threads' hand-over of parts */
-    if (!rows) return;
+    if (!rows) return FD_OK;
     const size_t most = l->outs * l->ins / WORTH_A_THREAD + 1, blocks = (rows + FD_DENSE16_ROWS - 1) / FD_DENSE16_ROWS;
+    const unsigned worth = most < threads ? (unsigned)most : threads;
+    if (ops->multiply_all) return ops->multiply_all(l, x, rows, y, worth);
     const size_t tiles = (rows + FD_DENSE16_TILE - 1) / FD_DENSE16_TILE; /* blocks have much the same number of them */
     run_t run = {ops, l, x, y, rows, blocks, (tiles + blocks - 1) / blocks * FD_DENSE16_TILE};
     const size_t part = ops->panel * l->ins * (rows < run.block_rows ? rows : run.block_rows);
     fd_parallel(run_parts, &run, (l->outs + ops->panel - 1) / ops->panel * blocks, (WORTH_A_TURN + part - 1) / part,
-                most < threads ? (unsigned)most : threads);
+                worth);
+    return FD_OK;
 }

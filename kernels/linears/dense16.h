@@ -5,8 +5,9 @@
  * with products of bf16 pairs multiply the numbers as they are, sum in fp32 and round each output to bf16. A row's
  * result does not depend on the other rows.
  *
- * Layout: outputs stand in panels of ops->panel; a panel is [ins / ops->per_word][panel][per_word], and its last
- * numbers are zero where outputs end.
+ * Layout: outputs stand in panels. A panel consists of tiles of ops->lanes outputs and ops->step inputs, [step /
+ * per_word][lanes][per_word]: first the tiles of all its outputs with the first inputs, then those with the next
+ * inputs. Numbers are zero where outputs or inputs end.
  */
 #pragma once
 
@@ -15,6 +16,7 @@
 
 #include "cpu/isa.h"
 #include "region/formats.h"
+#include "region/region.h"
 
 typedef struct {
     size_t outs, ins;
@@ -32,20 +34,27 @@ enum {
 /* One ISA's functions for weights and rows of some dtypes. */
 typedef struct {
     const char *isa;
-    size_t panel;        /* outputs */
+    size_t panel, lanes; /* outputs of a panel and of a tile */
     size_t per_word;     /* inputs of an output that stand side by side; `ins` is a multiple of them */
+    size_t step;         /* inputs of a tile */
     size_t number_bytes; /* of an input or an output */
     /* y [rows][outs] for the outputs of one panel; x is [rows][ins], of at most FD_DENSE16_ROWS rows. */
     void (*multiply)(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel);
+    /* If not NULL, all outputs of any rows, in up to `threads` threads. */
+    fd_status_t (*multiply_all)(const fd_dense16_t *l, const void *x, size_t rows, void *y, unsigned threads);
 } fd_dense16_ops_t;
 
 /* The functions of an ISA that this machine supports, for fp16 or bf16 weights (`dtype`) and fp32 or bf16 rows (`act`),
  * both fd_act_dtype_t; NULL if it has none. */
 const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t act);
 
-/* Copies weights [outs][ins] into panels. */
-void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to);
+/* Bytes of packed weights. */
+size_t fd_dense16_packed_bytes(const fd_dense16_ops_t *ops, size_t outs, size_t ins);
 
-/* y = x W^T + b in up to `threads` threads. */
-void fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
-                         unsigned threads);
+/* Copies weights [outs][ins] into panels, in up to `threads` threads. */
+void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to,
+                     unsigned threads);
+
+/* y = x W^T + b in up to `threads` threads. FD_INTERNAL if memory runs out. */
+fd_status_t fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
+                                unsigned threads);

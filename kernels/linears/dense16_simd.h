@@ -109,7 +109,8 @@ FD_INLINE void multiply(const uint32_t dtype, const fd_dense16_t *l, const void 
     static void multiply_bf16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {              \
         multiply(FD_ACT_BF16, l, x, rows, y, panel);                                                                   \
     }                                                                                                                  \
-    const fd_dense16_ops_t fd_dense16_##isa = {#isa, PANEL, PER_WORD, sizeof(in_t), multiply_bf16};
+    const fd_dense16_ops_t fd_dense16_##isa = {#isa,     PANEL,        PANEL,         PER_WORD,                        \
+                                               PER_WORD, sizeof(in_t), multiply_bf16, NULL};
 #else
 #define FD_DENSE16(isa)                                                                                                \
     static void multiply_fp16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {              \
@@ -119,7 +120,7 @@ FD_INLINE void multiply(const uint32_t dtype, const fd_dense16_t *l, const void 
         multiply(FD_ACT_BF16, l, x, rows, y, panel);                                                                   \
     }                                                                                                                  \
     const fd_dense16_ops_t fd_dense16_##isa[FD_ACT_DTYPES] = {                                                         \
-        [FD_ACT_FP16] = {#isa, PANEL, PER_WORD, sizeof(in_t), multiply_fp16},                                          \
-        [FD_ACT_BF16] = {#isa, PANEL, PER_WORD, sizeof(in_t), multiply_bf16},                                          \
+        [FD_ACT_FP16] = {#isa, PANEL, PANEL, PER_WORD, PER_WORD, sizeof(in_t), multiply_fp16, NULL},                   \
+        [FD_ACT_BF16] = {#isa, PANEL, PANEL, PER_WORD, PER_WORD, sizeof(in_t), multiply_bf16, NULL},                   \
     };
 #endif

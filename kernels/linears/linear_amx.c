@@ -8,9 +8,10 @@
 
 FD_BEGIN_TARGET(FD_AVX512 ",avx512vnni,amx-tile,amx-int8")
 
+#include "cpu/amx_tiles.h"
 #include "linear_vnni512.h"
 
-enum { TILE_ROWS = 16 };
+enum { TILE_ROWS = FD_AMX_ROWS };
 enum { LAG = 2, BUFFERS = LAG + 1 }; /* blocks between a product and its sums; products that are kept */
 /* Tile registers, as macros because gcc's intrinsics paste the number into an instruction. */
 #define DOTS 0
@@ -22,12 +23,6 @@ enum { LAG = 2, BUFFERS = LAG + 1 }; /* blocks between a product and its sums; p
 #else
 #define FD_UNROLL_ROWS _Pragma("GCC unroll 16") /* so that the sums stay in registers */
 #endif
-
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} tile_config_t;
 
 typedef int32_t dots_t[TILE_ROWS][FD_LINEAR_LANES] __attribute__((aligned(64)));
 
@@ -105,7 +100,7 @@ static void tile_rows_amx(const fd_linear_t *l, uint32_t tile, const fd_linear_r
     const uint32_t lines = FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8 / LINE;
     const uint32_t in_tiles = n / TILE_ROWS * TILE_ROWS;
     if (in_tiles) {
-        tile_config_t config = {.palette = 1};
+        fd_amx_config_t config = {.palette = 1};
         config.rows[DOTS] = config.rows[INPUTS] = TILE_ROWS;
         config.row_bytes[DOTS] = FD_LINEAR_LANES * 4;
         config.row_bytes[INPUTS] = FD_LINEAR_BLOCK;

@@ -34,10 +34,6 @@ static PyObject *supports(PyObject *type, PyObject *args) {
     return PyBool_FromLong(fd_dense16_ops(isa, dtype, act) != NULL);
 }
 
-static size_t packed_bytes(const fd_dense16_ops_t *ops, size_t outs, size_t ins) {
-    return (outs + ops->panel - 1) / ops->panel * ops->panel * ins * sizeof(uint16_t);
-}
-
 static PyObject *dense16_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keys[] = {"dtype", "act", "outs", "ins", "weights", "bias", NULL};
     unsigned dtype, act, outs, ins;
@@ -51,7 +47,7 @@ static PyObject *dense16_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->ops = ops, self->head.isa = ops->isa, self->act = act;
     Py_buffer *w = &self->buffers[WEIGHTS], *b = &self->buffers[BIAS];
     if (!outs || !ins || ins % ops->per_word) PyErr_Format(PyExc_ValueError, "no such linear: %u x %u", outs, ins);
-    else if (fd_py_bytes(weights, "weights", packed_bytes(ops, outs, ins), w) && bias != Py_None)
+    else if (fd_py_bytes(weights, "weights", fd_dense16_packed_bytes(ops, outs, ins), w) && bias != Py_None)
         fd_py_bytes(bias, "bias", outs * sizeof(float), b);
     self->linear = (fd_dense16_t){outs, ins, w->buf, b->buf};
     if (!PyErr_Occurred()) return (PyObject *)self;
@@ -71,14 +67,16 @@ static PyObject *dense16_run(dense16_t *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "y*w*I", &x, &y, &threads)) return NULL;
     const size_t row = l->ins * self->ops->number_bytes, rows = (size_t)x.len / row;
     const int fits = (size_t)x.len == rows * row && (size_t)y.len == rows * l->outs * self->ops->number_bytes;
+    fd_status_t status = FD_OK;
     if (fits && rows) {
         Py_BEGIN_ALLOW_THREADS
-        fd_dense16_multiply(self->ops, l, x.buf, rows, y.buf, threads ? threads : 1);
+        status = fd_dense16_multiply(self->ops, l, x.buf, rows, y.buf, threads ? threads : 1);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
     PyBuffer_Release(&y);
     if (!fits) return PyErr_Format(PyExc_ValueError, "x and y are not [rows, %zu] and [rows, %zu]", l->ins, l->outs);
+    if (status != FD_OK) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
@@ -86,22 +84,22 @@ static PyObject *dense16_packed_bytes(PyObject *type, PyObject *args) {
     unsigned dtype, act, outs, ins;
     if (!PyArg_ParseTuple(args, "IIII", &dtype, &act, &outs, &ins)) return NULL;
     const fd_dense16_ops_t *ops = choose(dtype, act);
-    return ops ? PyLong_FromSize_t(packed_bytes(ops, outs, ins)) : NULL;
+    return ops ? PyLong_FromSize_t(fd_dense16_packed_bytes(ops, outs, ins)) : NULL;
 }
 
 static PyObject *dense16_pack(PyObject *type, PyObject *args) {
-    unsigned dtype, act, outs, ins;
+    unsigned dtype, act, outs, ins, threads;
     Py_buffer from, to;
-    if (!PyArg_ParseTuple(args, "IIIIy*w*", &dtype, &act, &outs, &ins, &from, &to)) return NULL;
+    if (!PyArg_ParseTuple(args, "IIIIy*w*I", &dtype, &act, &outs, &ins, &from, &to, &threads)) return NULL;
     const fd_dense16_ops_t *ops = choose(dtype, act);
     if (ops && ins % ops->per_word)
         PyErr_Format(PyExc_ValueError, "%u inputs are not a multiple of %zu", ins, ops->per_word);
     else if (ops && ((size_t)from.len != (size_t)outs * ins * sizeof(uint16_t) ||
-                     (size_t)to.len != packed_bytes(ops, outs, ins)))
+                     (size_t)to.len != fd_dense16_packed_bytes(ops, outs, ins)))
         PyErr_Format(PyExc_ValueError, "weights do not have the bytes of %u x %u", outs, ins);
     else if (ops) {
         Py_BEGIN_ALLOW_THREADS
-        fd_dense16_pack(ops, outs, ins, from.buf, to.buf);
+        fd_dense16_pack(ops, outs, ins, from.buf, to.buf, threads);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&from);
@@ -131,8 +129,7 @@ static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.Dense16Linear",
 static fd_status_t multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
     const dense16_t *self = linear;
     (void)stride;
-    fd_dense16_multiply(self->ops, &self->linear, x, rows, y, threads);
-    return FD_OK;
+    return fd_dense16_multiply(self->ops, &self->linear, x, rows, y, threads);
 }
 
 bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product) {

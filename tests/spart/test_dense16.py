@@ -14,6 +14,8 @@ from fastdecode.spart.linears.dense16 import Embedding16, Linear16, exact16
 pytestmark = pytest.mark.quick
 
 VECTOR_ISAS = [isa for isa in _native.isa_supported() if isa != "scalar"]
+#: The ISAs that multiply bf16 rows.
+BF16_ISAS = [isa for isa in VECTOR_ISAS if isa in ("avx512bf16", "amx")]
 #: The functions that an ISA takes.
 EXPECTED = {"avx2": "avx2", "avxvnni": "avx2", "neon": "neon"}
 
@@ -42,31 +44,33 @@ def test_products_equal_float64(isa, outs, ins, dtype, bias):
         torch.testing.assert_close(linear(x).double(), want, rtol=1e-5, atol=4e-6 * ins**0.5)
 
 
-@pytest.mark.parametrize("outs, ins", [(1, 2), (64, 256), (100, 300), (130, 1514), (16, 1000)])
+@pytest.mark.parametrize("outs, ins", [(1, 2), (64, 256), (100, 300), (130, 1514), (16, 1000), (70, 4160)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_of_bf16_rows_equal_float64(isa, outs, ins, bias):
     weight = matrix(outs, ins, torch.bfloat16)
     vector = torch.randn(outs).bfloat16() if bias else None
-    if isa != "avx512bf16":
+    if isa not in BF16_ISAS:
         with pytest.raises(ValueError, match="has no products with 16-bit weights of these dtypes"):
             Linear16(weight, vector, torch.bfloat16)
         return
     linear = Linear16(weight, vector, torch.bfloat16)
-    assert linear.isa == "avx512bf16"
-    for n in (0, 1, 2, 3, 5, 6, 7, 13, 32, 33, 97, 200):
+    assert linear.isa == isa
+    for n in (0, 1, 2, 3, 5, 6, 7, 13, 16, 17, 32, 33, 97, 200, 261):
         x = torch.randn(n, ins, generator=torch.Generator().manual_seed(n)).bfloat16()
         want = x.double() @ weight.double().T + (0.0 if vector is None else vector.double())
         torch.testing.assert_close(linear(x).double(), want, rtol=2**-8, atol=4e-6 * ins**0.5)
 
 
-@pytest.mark.skipif("avx512bf16" not in VECTOR_ISAS, reason="no products of bf16 pairs")
-def test_bf16_rows_do_not_depend_on_each_other_and_take_pairs(monkeypatch):
-    monkeypatch.setenv("FASTDECODE_ISA", "avx512bf16")
-    linear = make_dense(matrix(200, 1300, torch.bfloat16))
+@pytest.mark.skipif(not BF16_ISAS, reason="no products of bf16 pairs")
+@pytest.mark.parametrize("isa", BF16_ISAS)
+@pytest.mark.parametrize("ins", [1300, 2080, 4160])  # steps of AMX: filled up with zeros, in one block, in two
+def test_bf16_rows_do_not_depend_on_each_other_and_take_pairs(isa, ins, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    linear = make_dense(matrix(200, ins, torch.bfloat16))
     assert isinstance(linear, Linear16)
-    x = torch.randn(300, 1300).bfloat16()
+    x = torch.randn(300, ins).bfloat16()
     whole = linear(x)
-    for n in (1, 5, 8, 33, 97):
+    for n in (1, 5, 16, 17, 32, 33, 97, 257):
         assert torch.equal(linear(x[:n]), whole[:n])
     assert not isinstance(make_dense(matrix(8, 7, torch.bfloat16)), Linear16)
     with pytest.raises(ValueError, match="7 inputs are not a multiple of 2"):

@@ -57,7 +57,7 @@ class Linear16(Linear):
         outs, ins = weight.shape
         dtype, rows = act_code(weight.dtype), act_code(act)
         packed = empty(_native.Dense16Linear.packed_bytes(dtype, rows, outs, ins))
-        _native.Dense16Linear.pack(dtype, rows, outs, ins, _numbers(weight.contiguous()), packed)
+        _native.Dense16Linear.pack(dtype, rows, outs, ins, _numbers(weight.contiguous()), packed, pool_threads())
         vector = None if bias is None else bias.float().contiguous().numpy()
         self._native = _native.Dense16Linear(dtype, rows, outs, ins, packed, vector)
         self._outs = outs

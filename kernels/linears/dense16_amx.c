@@ -1,0 +1,242 @@
+/* AMX (Intel SDM vol. 1, ch. 18): products of bf16 rows and bf16 weights. tdpbf16ps multiplies 16 rows of 32 inputs
+ * with 16 outputs. The sums of 32 rows and a panel's 32 outputs are four tiles, which add up all inputs in their order,
+ * so a row's result does not depend on the other rows.
+ *
+ * Up to 32 rows are read where they lie, while weights stream from memory. More rows are copied into tiles first: rows
+ * that stand a power of two apart share a set of the L1 cache, which has fewer ways than a tile has rows.
+ */
+#include "cpu/isa.h"
+
+#if FD_X86
+#include <immintrin.h>
+#include <stdlib.h>
+
+#include "cpu/parallel.h"
+
+FD_BEGIN_TARGET(FD_AVX512 ",avx512bf16,amx-tile,amx-bf16")
+
+#include "cpu/amx_tiles.h"
+#include "cpu/vec_avx512bf16.h"
+#include "dense16.h"
+
+enum {
+    LINE = 64,                 /* bytes */
+    PANEL = 2 * LANES,         /* outputs */
+    STEP = 32,                 /* inputs of a tile */
+    TILE = FD_AMX_ROWS * STEP, /* numbers of a tile */
+    TILE_LINES = TILE * 2 / LINE,
+    MOST_ROWS = 2 * FD_AMX_ROWS, /* rows whose sums are in the registers at the same time */
+    TILES_AHEAD = 2              /* of weights from memory */
+};
+/* BLOCK_STEPS steps of BLOCK_ROWS rows, the sums of GROUP panels and two panels' weights stay in an L2 cache of 2 MB.
+ */
+enum { BLOCK_ROWS = 256, BLOCK_STEPS = 64, GROUP = 8 };
+/* Tile registers, as macros because gcc's intrinsics paste the number into an instruction: sums of two tiles of rows by
+ * two tiles of weights. */
+#define SUMS00 0
+#define SUMS01 1
+#define SUMS10 2
+#define SUMS11 3
+#define ROWS0 4
+#define ROWS1 5
+#define WEIGHTS 6
+
+typedef float sums_t[MOST_ROWS][PANEL] __attribute__((aligned(LINE)));
+
+/* A product. Its rows are `tile` numbers apart from one tile of rows to the next, `row` from row to row, and `step`
+ * from the inputs of one tile to the next. */
+typedef struct {
+    const fd_dense16_t *l;
+    const uint16_t *x; /* the rows as they came */
+    uint16_t *tiles;   /* the rows' copies */
+    const uint16_t *rows;
+    size_t tile, row, step;
+    uint16_t *y;
+    size_t n, steps, panels, group; /* rows; tiles of a row; panels; panels of a part of the work */
+} run_t;
+
+/* Configures the tiles for n rows, at most MOST_ROWS. */
+static void configure(size_t n) {
+    fd_amx_config_t config = {.palette = 1};
+    for (int i = 0; i <= WEIGHTS; i++) config.row_bytes[i] = FD_AMX_ROW_BYTES, config.rows[i] = FD_AMX_ROWS;
+    if (n < FD_AMX_ROWS) config.rows[SUMS00] = config.rows[SUMS01] = config.rows[ROWS0] = (uint8_t)n;
+    else if (n > FD_AMX_ROWS)
+        config.rows[SUMS10] = config.rows[SUMS11] = config.rows[ROWS1] = (uint8_t)(n - FD_AMX_ROWS);
+    _tile_loadconfig(&config);
+}
+
+FD_INLINE void prefetch(const uint8_t *lines, size_t n) {
+    for (size_t i = 0; i < n; i++) __builtin_prefetch(lines + i * LINE, 0, 2);
+}
+
+/* Adds the products of `steps` tiles of inputs to the sums. `two` and `stream` are constants: whether there are two
+ * tiles of rows, and whether the weights come from memory, which is a quarter faster if each tile is prefetched
+ * TILES_AHEAD tiles early. Each step prefetches `ahead` lines more, from `next` on. */
+FD_INLINE void add_steps(const run_t *run, const uint16_t *x, const uint16_t *weights, size_t steps, const int two,
+                         const int stream, const uint8_t *next, size_t ahead) {
+    for (size_t s = 0; s < steps; s++, x += run->step, weights += 2 * TILE, next += ahead * LINE) {
+        prefetch(next, ahead);
+        if (stream) prefetch((const uint8_t *)(weights + TILES_AHEAD * TILE), TILE_LINES);
+        _tile_loadd(WEIGHTS, weights, LINE);
+        _tile_loadd(ROWS0, x, run->row * 2);
+        _tile_dpbf16ps(SUMS00, ROWS0, WEIGHTS);
+        if (two) {
+            _tile_loadd(ROWS1, x + run->tile, run->row * 2);
+            _tile_dpbf16ps(SUMS10, ROWS1, WEIGHTS);
+        }
+        if (stream) prefetch((const uint8_t *)(weights + (1 + TILES_AHEAD) * TILE), TILE_LINES);
+        _tile_loadd(WEIGHTS, weights + TILE, LINE);
+        _tile_dpbf16ps(SUMS01, ROWS0, WEIGHTS);
+        if (two) _tile_dpbf16ps(SUMS11, ROWS1, WEIGHTS);
+    }
+}
+
+FD_INLINE void zero_sums(void) {
+    _tile_zero(SUMS00);
+    _tile_zero(SUMS01);
+    _tile_zero(SUMS10);
+    _tile_zero(SUMS11);
+}
+FD_INLINE void load_sums(sums_t sums, const int two) {
+    _tile_loadd(SUMS00, sums[0], sizeof sums[0]);
+    _tile_loadd(SUMS01, sums[0] + LANES, sizeof sums[0]);
+    if (!two) return;
+    _tile_loadd(SUMS10, sums[FD_AMX_ROWS], sizeof sums[0]);
+    _tile_loadd(SUMS11, sums[FD_AMX_ROWS] + LANES, sizeof sums[0]);
+}
+FD_INLINE void store_sums(sums_t sums, const int two) {
+    _tile_stored(SUMS00, sums[0], sizeof sums[0]);
+    _tile_stored(SUMS01, sums[0] + LANES, sizeof sums[0]);
+    if (!two) return;
+    _tile_stored(SUMS10, sums[FD_AMX_ROWS], sizeof sums[0]);
+    _tile_stored(SUMS11, sums[FD_AMX_ROWS] + LANES, sizeof sums[0]);
+}
+
+/* Writes a panel's outputs of n rows. */
+static void store_outputs(const fd_dense16_t *l, sums_t sums, size_t n, size_t panel, uint16_t *y) {
+    const size_t column = panel * PANEL, outs = l->outs - column < PANEL ? l->outs - column : PANEL;
+    const __mmask32 mask = outs < PANEL ? (1u << outs) - 1 : 0xffffffffu;
+    vec_t low = vec_zero(), high = vec_zero();
+    if (l->bias) {
+        low = _mm512_maskz_loadu_ps((__mmask16)mask, l->bias + column);
+        high = _mm512_maskz_loadu_ps((__mmask16)(mask >> LANES), l->bias + column + LANES);
+    }
+    y += column;
+    for (size_t r = 0; r < n; r++, y += l->outs) {
+        const vec_t rounded =
+            vec_round_pairs(vec_add(vec_load(sums[r]), low), vec_add(vec_load(sums[r] + LANES), high));
+        _mm512_mask_storeu_epi16(y, mask, vec_ints(rounded));
+    }
+}
+
+/* Panels of up to MOST_ROWS rows. */
+static void few_rows(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    sums_t sums;
+    configure(run->n);
+    for (size_t panel = first; panel < first + n; panel++) {
+        const uint16_t *weights = run->l->weights + panel * run->steps * 2 * TILE;
+        zero_sums();
+        if (run->n > FD_AMX_ROWS) {
+            add_steps(run, run->rows, weights, run->steps, 1, 1, NULL, 0);
+            store_sums(sums, 1);
+        } else {
+            add_steps(run, run->rows, weights, run->steps, 0, 1, NULL, 0);
+            store_sums(sums, 0);
+        }
+        store_outputs(run->l, sums, run->n, panel, run->y);
+    }
+    _tile_release();
+}
+
+/* Copies tiles of rows. Rows and inputs that a tile lacks are zeros. */
+static void copy_rows(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    const size_t ins = run->l->ins;
+    for (size_t row = first * FD_AMX_ROWS; row < (first + n) * FD_AMX_ROWS; row++) {
+        const uint16_t *x = run->x + row * ins;
+        uint16_t *to = run->tiles + row / FD_AMX_ROWS * run->tile + row % FD_AMX_ROWS * run->row;
+        for (size_t s = 0; s < run->steps; s++) {
+            const size_t left = row < run->n ? ins - s * STEP : 0;
+            const __mmask32 mask = left < STEP ? (1u << left) - 1 : 0xffffffffu;
+            _mm512_store_si512(to + s * run->step, _mm512_maskz_loadu_epi16(mask, x + s * STEP));
+        }
+    }
+}
+
+FD_INLINE void add_block(const run_t *run, const uint16_t *x, const uint16_t *weights, size_t steps, const int two,
+                         const int stream, sums_t sums, int first, const uint8_t *next, size_t ahead) {
+    if (first) zero_sums();
+    else load_sums(sums, two);
+    add_steps(run, x, weights, steps, two, stream, next, ahead);
+    store_sums(sums, two);
+}
+
+/* Groups of panels of up to BLOCK_ROWS rows that have been copied. Where rows are few, the first ones stream the
+ * weights. While many rows are computed, the weights of the next panel are prefetched. */
+static void many_rows(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    const size_t pairs = (run->n + MOST_ROWS - 1) / MOST_ROWS;
+    const size_t ahead = pairs <= 2 ? 0 : (2 * TILE_LINES + pairs - 1) / pairs;
+    sums_t sums[GROUP][BLOCK_ROWS / MOST_ROWS];
+    configure(MOST_ROWS);
+    for (size_t part = first; part < first + n; part++) {
+        const size_t begin = part * run->group, left = run->panels - begin;
+        const size_t group = left < run->group ? left : run->group;
+        for (size_t step = 0, steps; step < run->steps; step += steps) {
+            steps = run->steps - step < BLOCK_STEPS ? run->steps - step : BLOCK_STEPS;
+            const int last = step + steps == run->steps;
+            for (size_t i = 0; i < group; i++) {
+                const uint16_t *weights = run->l->weights + ((begin + i) * run->steps + step) * 2 * TILE;
+                const size_t after = i + 1 < group || last ? (begin + i + 1) * run->steps + step
+                                                           : begin * run->steps + step + steps;
+                const uint8_t *next = (const uint8_t *)(run->l->weights + after * 2 * TILE);
+                for (size_t pair = 0; pair < pairs; pair++, next += ahead * steps * LINE) {
+                    float (*at)[PANEL] = sums[last && !step ? 0 : i][last && !step ? 0 : pair];
+                    const uint16_t *x = run->rows + 2 * pair * run->tile + step * run->step;
+                    const size_t rows = run->n - pair * MOST_ROWS;
+                    if (rows <= FD_AMX_ROWS) add_block(run, x, weights, steps, 0, 0, at, !step, next, ahead);
+                    else if (!ahead && !pair) add_block(run, x, weights, steps, 1, 1, at, !step, next, 0);
+                    else add_block(run, x, weights, steps, 1, 0, at, !step, next, ahead);
+                    if (last)
+                        store_outputs(run->l, at, rows < MOST_ROWS ? rows : MOST_ROWS, begin + i,
+                                      run->y + pair * MOST_ROWS * run->l->outs);
+                }
+            }
+        }
+    }
+    _tile_release();
+}
+
+static fd_status_t multiply_all(const fd_dense16_t *l, const void *x, size_t rows, void *y, unsigned threads) {
+    enum { WORTH_A_TURN = 1 << 16 }; /* weights whose products take longer than the threads' hand-over of parts */
+    const size_t steps = (l->ins + STEP - 1) / STEP, panels = (l->outs + PANEL - 1) / PANEL;
+    const size_t least = (WORTH_A_TURN + PANEL * l->ins - 1) / (PANEL * l->ins);
+    run_t run = {.l = l, .x = x, .y = y, .n = rows, .steps = steps, .panels = panels};
+    if (rows <= MOST_ROWS && l->ins % STEP == 0) {
+        run.rows = x, run.tile = FD_AMX_ROWS * l->ins, run.row = l->ins, run.step = STEP;
+        fd_parallel(few_rows, &run, panels, least, threads);
+        return FD_OK;
+    }
+    const size_t tiles = ((rows < BLOCK_ROWS ? rows : BLOCK_ROWS) + FD_AMX_ROWS - 1) / FD_AMX_ROWS;
+    run.tiles = aligned_alloc(LINE, tiles * steps * TILE * sizeof *run.tiles);
+    if (!run.tiles) return FD_INTERNAL;
+    run.rows = run.tiles, run.tile = steps * TILE, run.row = STEP, run.step = TILE;
+    const size_t wanted = panels / (4 * threads); /* so that threads have several parts each */
+    run.group = wanted < 1 ? 1 : wanted < GROUP ? wanted : GROUP;
+    for (size_t row = 0; row < rows; row += run.n, run.x += run.n * l->ins, run.y += run.n * l->outs) {
+        run.n = rows - row < BLOCK_ROWS ? rows - row : BLOCK_ROWS;
+        fd_parallel(copy_rows, &run, (run.n + FD_AMX_ROWS - 1) / FD_AMX_ROWS, 0,
+                    fd_worth_threads(run.n * l->ins, threads));
+        fd_parallel(many_rows, &run, (panels + run.group - 1) / run.group, (least + run.group - 1) / run.group,
+                    threads);
+    }
+    free(run.tiles);
+    return FD_OK;
+}
+
+extern const fd_dense16_ops_t fd_dense16_amx;
+const fd_dense16_ops_t fd_dense16_amx = {"amx", PANEL, LANES, 2, STEP, sizeof(uint16_t), NULL, multiply_all};
+
+FD_END_TARGET
+#endif
