@@ -6,7 +6,7 @@
 
 #if FD_X86
 extern const fd_prompt_ops_t fd_prompt_avx2[FD_ACT_DTYPES], fd_prompt_avx512[FD_ACT_DTYPES];
-extern const fd_prompt_ops_t fd_prompt_bf16_avx512bf16;
+extern const fd_prompt_ops_t fd_prompt_bf16_avx512bf16, fd_prompt_bf16_amx;
 #elif FD_ARM64
 extern const fd_prompt_ops_t fd_prompt_neon[FD_ACT_DTYPES];
 #endif
@@ -18,7 +18,7 @@ const fd_prompt_ops_t *fd_prompt_ops(fd_isa_t isa, uint32_t act_dtype) {
     case FD_ISA_AVX2:
     case FD_ISA_AVXVNNI: return &fd_prompt_avx2[act_dtype];
     case FD_ISA_AMX:
-        if (act_dtype == FD_ACT_BF16) return NULL; /* torch multiplies bf16 with AMX, which is faster */
+        if (act_dtype == FD_ACT_BF16) return &fd_prompt_bf16_amx;
         __attribute__((fallthrough));
     case FD_ISA_AVX512BF16:
         if (act_dtype == FD_ACT_BF16) return &fd_prompt_bf16_avx512bf16;

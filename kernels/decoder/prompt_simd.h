@@ -1,5 +1,7 @@
 /* fd_prompt_ops_t of an ISA, written with its vec_* primitives. The including file defines TILE_VECTORS, with which a
- * tile of sums fits into the registers, and, if it multiplies pairs of bf16, FD_BF16_PAIRS with its functions.
+ * tile of sums fits into the registers, and, if it multiplies pairs of bf16, FD_BF16_PAIRS with its functions. An ISA
+ * that multiplies whole tiles defines FD_OWN_MULTIPLY_TILE with multiply_whole_tile, TILE_ROWS, and STEP_WORDS, of
+ * which the words of a row of Q, K or weights are a multiple.
  *
  * Both products of attention, Q K^T and P V, are computed in tiles of at most TILE_ROWS rows by TILE_VECTORS vectors. A
  * tile broadcasts words of its rows and multiplies them with whole vectors of words: of K, words lie side by side for
@@ -14,7 +16,10 @@
 #include "cpu/exp2_simd.h"
 #include "prompt.h"
 
-enum { TILE_ROWS = 6, KEYS = FD_PROMPT_KEYS, PANEL = TILE_VECTORS * LANES, LINE = 64, AHEAD = 2 };
+#ifndef FD_OWN_MULTIPLY_TILE
+enum { TILE_ROWS = 6, STEP_WORDS = 1 };
+#endif
+enum { KEYS = FD_PROMPT_KEYS, PANEL = TILE_VECTORS * LANES, LINE = 64, AHEAD = 2 };
 
 /* A word, which may hold a float or two halves. */
 typedef uint32_t __attribute__((may_alias)) word_t;
@@ -29,7 +34,8 @@ typedef struct {
 } layout_t;
 
 FD_INLINE layout_t layout_of(const int pairs, size_t k_size, size_t v_size) {
-    const size_t per_word = pairs ? 2 : 1, depth = (k_size + per_word - 1) / per_word;
+    const size_t per_word = pairs ? 2 : 1, words = (k_size + per_word - 1) / per_word;
+    const size_t depth = (words + STEP_WORDS - 1) / STEP_WORDS * STEP_WORDS;
     const size_t width = (v_size + LANES - 1) / LANES * LANES, keys_depth = KEYS / per_word;
     return (layout_t){depth, width, keys_depth, depth * KEYS, depth * KEYS + keys_depth * width};
 }
@@ -68,6 +74,10 @@ typedef struct {
 FD_INLINE void multiply_tile(const int pairs, const int rows, const int vectors, const word_t *a, size_t a_stride,
                              const word_t *b, size_t b_stride, size_t depth, float *c, size_t c_stride, const int add,
                              ahead_t ahead) {
+#ifdef FD_OWN_MULTIPLY_TILE
+    for (size_t i = 0; i < depth * AHEAD && ahead.step; i++) __builtin_prefetch(ahead.at + i * LINE, 0, 2);
+    multiply_whole_tile(vectors, a, a_stride, b, b_stride, depth, c, c_stride, add);
+#else
     vec_t sums[TILE_ROWS][TILE_VECTORS];
     FD_UNROLL
     for (int r = 0; r < rows; r++) {
@@ -99,6 +109,7 @@ FD_INLINE void multiply_tile(const int pairs, const int rows, const int vectors,
         FD_UNROLL
         for (int j = 0; j < vectors; j++) vec_store(c + (size_t)r * c_stride + (size_t)j * LANES, sums[r][j]);
     }
+#endif
 }
 
 /* Packs the K of `n` tokens, which are tokens `t` to t + n - 1 of the block. */
@@ -114,6 +125,7 @@ FD_INLINE void pack_keys(const uint32_t dtype, const int pairs, const fd_prompt_
         for (size_t from = 0; from < l->depth; from += WORDS) {
             const size_t words = l->depth - from < WORDS ? l->depth - from : WORDS;
             const size_t first = from * per_word, left = k_size - first;
+            if (left < words * per_word) memset(row, 0, sizeof row);
             for (size_t i = 0; i < now; i++)
                 pack_row(dtype, pairs, prompt_at(dtype, k, (done + i) * o->k_row + first), row[i],
                          left < words * per_word ? left : words * per_word);
@@ -254,12 +266,14 @@ FD_INLINE void attend_tile(const int pairs, const int rows, const fd_prompt_t *o
 /* The attention of all rows to a block, in tiles of about equal heights. Rows that a tile lacks would cost as much as
  * rows that it has. */
 FD_INLINE void attend_block(const int pairs, const fd_prompt_t *o, const part_t *b, const word_t *block, size_t key) {
+#ifndef FD_OWN_MULTIPLY_TILE
     const size_t tiles = (b->filled + TILE_ROWS - 1) / TILE_ROWS, height = (b->filled + tiles - 1) / tiles;
     if (height <= 2)
         for (size_t r = 0; r < b->filled; r += 2) attend_tile(pairs, 2, o, b, r, block, key);
     else if (height <= 4)
         for (size_t r = 0; r < b->filled; r += 4) attend_tile(pairs, 4, o, b, r, block, key);
     else
+#endif
         for (size_t r = 0; r < b->filled; r += TILE_ROWS) attend_tile(pairs, TILE_ROWS, o, b, r, block, key);
 }
 

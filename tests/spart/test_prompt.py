@@ -54,7 +54,7 @@ EXPECTED = {
     "avx512": ("avx512", "avx512"),
     "avx512vnni": ("avx512", "avx512"),
     "avx512bf16": ("avx512", "avx512bf16"),
-    "amx": ("avx512", None),
+    "amx": ("avx512", "amx"),
     "neon": ("neon", "neon"),
 }
 
