@@ -147,7 +147,7 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
             if stop.is_set():
                 break
             splits = [SplitSystem(model, urls, name, args.steps, split.mini_batches) for name in kv_dtypes]
-            roofline = None if device.type == "cuda" else read_roofline(usable_cpus()[: split.s_threads]) * 1e-9
+            roofline = None if device.type == "cuda" else _roofline(model, split.s_threads)
             measured = await measure(cell, splits, runs, limits)
             others = [(run, its) for run, its in measured.items() if isinstance(run, PeerRun)]
             rows = []
@@ -178,6 +178,12 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         if node:
             await node.stop()
     return kept, ended_by[0]
+
+
+def _roofline(model: Model, threads: int) -> float:
+    """GB/s at which the S-Part's threads read as many bytes as the weights have, up to 1 GiB: some last-level caches
+    hold the weights of a small model."""
+    return read_roofline(usable_cpus()[:threads], min(model.weight_bytes, 1 << 30)) * 1e-9
 
 
 def _read_bytes(model: Model) -> int | None:

@@ -23,6 +23,7 @@ import uvloop
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from fastdecode.bench import products
 from fastdecode.bench.options import print_result
 from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import NodeConfig
@@ -71,7 +72,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time one random adapter for all sequences, then N adapters and the base model in equal shares, then the "
         "base model alone",
     )
-    parser.add_argument("--batch", action="append", type=int, help="sequences (repeatable); default: 1 and 32")
+    parser.add_argument(
+        "--products",
+        action="append",
+        type=products.shape,
+        metavar="OUTSxINS",
+        help="in place of a model's steps, time products with a bf16 matrix of this shape (repeatable), beside "
+        "oneDNN's and the speed at which the threads read memory",
+    )
+    parser.add_argument(
+        "--batch",
+        action="append",
+        type=int,
+        help="sequences, or rows of --products (repeatable); default: 1 and 32, or seven from 1 to 2048",
+    )
     parser.add_argument("--threads", type=int, help="threads of the S-Part; default: all cores")
     parser.add_argument("--steps", type=int, default=10, help="steps of each cell in a round")
     parser.add_argument("--rounds", type=int, default=5)
@@ -79,6 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.products:
+        print_result(args, products.run(args), products.print_table)
+        return
     print_result(args, uvloop.run(_run(args)), _print_table)
 
 

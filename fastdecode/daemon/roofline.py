@@ -50,7 +50,8 @@ class Roofline:
         self._map.close()
 
 
-def measure(cpus: Sequence[int]) -> int:
-    """Bytes a second that one thread on each of `cpus` reads in the fastest way. Raises OSError."""
-    with closing(Roofline(_PROBE_BYTES, cpus)) as roofline:
+def measure(cpus: Sequence[int], n_bytes: int = _PROBE_BYTES) -> int:
+    """Bytes a second at which one thread on each of `cpus` reads a buffer of `n_bytes` in the fastest way. Raises
+    OSError."""
+    with closing(Roofline(n_bytes, cpus)) as roofline:
         return int(roofline.choose() * 1e9)
