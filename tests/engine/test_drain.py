@@ -11,6 +11,7 @@ import pytest
 import torch
 from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from models.greedy import is_greedy
 from nodes.rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
@@ -56,9 +57,7 @@ async def tokens_of(stream):
 def assert_greedy(judge, given, results):
     """Every token is the one that transformers would have chosen after the tokens before it."""
     for prompt, tokens in zip(given, results, strict=True):
-        with torch.inference_mode():
-            logits = judge(torch.tensor([prompt + tokens])).logits[0]
-        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert is_greedy(judge, prompt, tokens)
 
 
 async def until(condition):

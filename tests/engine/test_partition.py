@@ -17,6 +17,7 @@ import pytest
 import torch
 from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from models.greedy import is_greedy
 from models.hf_models import save_model
 from nodes.rnode_process import RNodeProcess
 
@@ -130,9 +131,7 @@ def assert_greedy(judge, given, results, n=32):
     """Every token is the one that transformers would have chosen after the tokens before it."""
     for prompt, tokens in zip(given, results, strict=True):
         assert len(tokens) == n
-        with torch.inference_mode():
-            logits = judge(torch.tensor([prompt + tokens])).logits[0]
-        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert is_greedy(judge, prompt, tokens)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

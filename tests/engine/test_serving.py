@@ -17,6 +17,7 @@ import pytest
 import torch
 from engines.token_stream import submit
 from models.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
+from models.greedy import is_greedy
 from nodes.rnode_process import RNodeProcess
 from quick import quick
 from wire.cut_proxy import CutProxy
@@ -147,9 +148,7 @@ async def tokens_of(stream):
 
 def assert_greedy(judge, prompt, tokens):
     """Every token is the one that transformers would have chosen after the tokens before it."""
-    with torch.inference_mode():
-        logits = judge(torch.tensor([prompt + tokens])).logits[0]
-    assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert is_greedy(judge, prompt, tokens)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from engines.real_engine import real_engine
 from engines.token_stream import submit
 from models.adapters_made import merged, save_adapter
 from models.checkpoints import VOCAB_SIZE, make_checkpoint
+from models.greedy import is_greedy
 from models.hf_models import save_model
 from models.spart_steps import EXACT
 from openai import NotFoundError
@@ -70,9 +71,7 @@ async def tokens_of(stream) -> list[int]:
 
 
 def assert_greedy(judge, prompt: list[int], tokens: list[int]) -> None:
-    with torch.inference_mode():
-        logits = judge(torch.tensor([prompt + tokens])).logits[0]
-    assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert is_greedy(judge, prompt, tokens)
 
 
 async def test_64_requests_over_8_adapters_and_the_base_model_equal_the_merged_models(directories, tmp_path):
