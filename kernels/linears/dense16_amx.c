@@ -9,6 +9,7 @@
 
 #if FD_X86
 #include <immintrin.h>
+#include <stdbool.h>
 #include <stdlib.h>
 
 #include "cpu/parallel.h"
@@ -28,9 +29,11 @@ enum {
     MOST_ROWS = 2 * FD_AMX_ROWS, /* rows whose sums are in the registers at the same time */
     TILES_AHEAD = 2              /* of weights from memory */
 };
-/* BLOCK_STEPS steps of BLOCK_ROWS rows, the sums of GROUP panels and two panels' weights stay in an L2 cache of 2 MB.
- */
-enum { BLOCK_ROWS = 256, BLOCK_STEPS = 64, GROUP = 8 };
+/* How many rows and panels are multiplied together, in blocks of BLOCK_STEPS steps. An L2 cache of 2 MB holds, of up to
+ * FEW_ROWS rows, all rows and the weights of two panels, and of more rows the weights of a group of panels, two pairs
+ * of tiles of rows, and the sums of MANY_ROWS rows. Sums of inputs in a single block need no room: then there may be
+ * MOST_COPIED rows. */
+enum { BLOCK_STEPS = 64, FEW_ROWS = 256, MANY_ROWS = 512, MOST_COPIED = 2048, GROUP = 8 };
 /* Tile registers, as macros because gcc's intrinsics paste the number into an instruction: sums of two tiles of rows by
  * two tiles of weights. */
 #define SUMS00 0
@@ -44,7 +47,7 @@ enum { BLOCK_ROWS = 256, BLOCK_STEPS = 64, GROUP = 8 };
 typedef float sums_t[MOST_ROWS][PANEL] __attribute__((aligned(LINE)));
 
 /* A product. Its rows are `tile` numbers apart from one tile of rows to the next, `row` from row to row, and `step`
- * from the inputs of one tile to the next. */
+ * from the inputs of one tile to the next. Copied rows are [pair of tiles][step][tile][row][STEP]. */
 typedef struct {
     const fd_dense16_t *l;
     const uint16_t *x; /* the rows as they came */
@@ -52,7 +55,7 @@ typedef struct {
     const uint16_t *rows;
     size_t tile, row, step;
     uint16_t *y;
-    size_t n, steps, panels, group; /* rows; tiles of a row; panels; panels of a part of the work */
+    size_t n, steps, panels, group; /* rows; steps of a row; panels; panels of a part of the work */
 } run_t;
 
 /* Configures the tiles for n rows, at most MOST_ROWS. */
@@ -155,7 +158,8 @@ static void copy_rows(void *data, size_t first, size_t n) {
     const size_t ins = run->l->ins;
     for (size_t row = first * FD_AMX_ROWS; row < (first + n) * FD_AMX_ROWS; row++) {
         const uint16_t *x = run->x + row * ins;
-        uint16_t *to = run->tiles + row / FD_AMX_ROWS * run->tile + row % FD_AMX_ROWS * run->row;
+        uint16_t *to = run->tiles + row / MOST_ROWS * run->steps * run->step + row / FD_AMX_ROWS % 2 * run->tile +
+                       row % FD_AMX_ROWS * run->row;
         for (size_t s = 0; s < run->steps; s++) {
             const size_t left = row < run->n ? ins - s * STEP : 0;
             const __mmask32 mask = left < STEP ? (1u << left) - 1 : 0xffffffffu;
@@ -172,36 +176,48 @@ FD_INLINE void add_block(const run_t *run, const uint16_t *x, const uint16_t *we
     store_sums(sums, two);
 }
 
-/* Groups of panels of up to BLOCK_ROWS rows that have been copied. Where rows are few, the first ones stream the
- * weights. While many rows are computed, the weights of the next panel are prefetched. */
+/* Where the sums of a pair of tiles of rows and a panel wait for the next block of inputs. */
+typedef sums_t group_sums_t[GROUP];
+
+/* A block of `steps` steps from `step` on of one pair of tiles of rows and one panel. */
+static void multiply_block(const run_t *run, size_t pair, size_t panel, size_t step, size_t steps, sums_t sums,
+                           const uint8_t *next, size_t ahead) {
+    const uint16_t *weights = run->l->weights + (panel * run->steps + step) * 2 * TILE;
+    const uint16_t *x = run->rows + (pair * run->steps + step) * run->step;
+    const size_t rows = run->n - pair * MOST_ROWS;
+    if (rows <= FD_AMX_ROWS) add_block(run, x, weights, steps, 0, 0, sums, !step, next, ahead);
+    else if (!pair && !ahead) add_block(run, x, weights, steps, 1, 1, sums, !step, next, 0);
+    else add_block(run, x, weights, steps, 1, 0, sums, !step, next, ahead);
+    if (step + steps == run->steps)
+        store_outputs(run->l, sums, rows < MOST_ROWS ? rows : MOST_ROWS, panel,
+                      run->y + pair * MOST_ROWS * run->l->outs);
+}
+
+/* Groups of panels of rows that have been copied. Where rows are few, all of them pass a panel: the first ones stream
+ * its weights, or all of them prefetch those of the next panel. Where they are many, a pair of tiles of rows passes all
+ * panels of the group and prefetches the next pair. */
 static void many_rows(void *data, size_t first, size_t n) {
     const run_t *run = data;
     const size_t pairs = (run->n + MOST_ROWS - 1) / MOST_ROWS;
-    const size_t ahead = pairs <= 2 ? 0 : (2 * TILE_LINES + pairs - 1) / pairs;
-    sums_t sums[GROUP][BLOCK_ROWS / MOST_ROWS];
+    const bool by_rows = run->n > FEW_ROWS;
+    group_sums_t sums[MANY_ROWS / MOST_ROWS];
     configure(MOST_ROWS);
     for (size_t part = first; part < first + n; part++) {
         const size_t begin = part * run->group, left = run->panels - begin;
         const size_t group = left < run->group ? left : run->group;
         for (size_t step = 0, steps; step < run->steps; step += steps) {
             steps = run->steps - step < BLOCK_STEPS ? run->steps - step : BLOCK_STEPS;
-            const int last = step + steps == run->steps;
-            for (size_t i = 0; i < group; i++) {
-                const uint16_t *weights = run->l->weights + ((begin + i) * run->steps + step) * 2 * TILE;
-                const size_t after = i + 1 < group || last ? (begin + i + 1) * run->steps + step
-                                                           : begin * run->steps + step + steps;
-                const uint8_t *next = (const uint8_t *)(run->l->weights + after * 2 * TILE);
-                for (size_t pair = 0; pair < pairs; pair++, next += ahead * steps * LINE) {
-                    float (*at)[PANEL] = sums[last && !step ? 0 : i][last && !step ? 0 : pair];
-                    const uint16_t *x = run->rows + 2 * pair * run->tile + step * run->step;
-                    const size_t rows = run->n - pair * MOST_ROWS;
-                    if (rows <= FD_AMX_ROWS) add_block(run, x, weights, steps, 0, 0, at, !step, next, ahead);
-                    else if (!ahead && !pair) add_block(run, x, weights, steps, 1, 1, at, !step, next, 0);
-                    else add_block(run, x, weights, steps, 1, 0, at, !step, next, ahead);
-                    if (last)
-                        store_outputs(run->l, at, rows < MOST_ROWS ? rows : MOST_ROWS, begin + i,
-                                      run->y + pair * MOST_ROWS * run->l->outs);
-                }
+            const bool kept = steps < run->steps, last = step + steps == run->steps;
+            const size_t turns = by_rows ? group : pairs, ahead = (2 * TILE_LINES + turns - 1) / turns;
+            for (size_t i = 0; i < pairs * group; i++) {
+                const size_t pair = by_rows ? i / group : i % pairs, panel = by_rows ? i % group : i / pairs;
+                const size_t following = panel + 1 < group || last ? (begin + panel + 1) * run->steps + step
+                                                                   : begin * run->steps + step + steps;
+                const uint16_t *next = by_rows ? run->rows + ((pair + 1) * run->steps + step) * run->step
+                                               : run->l->weights + following * 2 * TILE;
+                const size_t lines = by_rows ? pair ? ahead : 0 : pairs > 2 ? ahead : 0;
+                multiply_block(run, pair, begin + panel, step, steps, sums[kept ? pair : 0][kept ? panel : 0],
+                               (const uint8_t *)next + i % turns * ahead * steps * LINE, lines);
             }
         }
     }
@@ -218,14 +234,15 @@ static fd_status_t multiply_all(const fd_dense16_t *l, const void *x, size_t row
         fd_parallel(few_rows, &run, panels, least, threads);
         return FD_OK;
     }
-    const size_t tiles = ((rows < BLOCK_ROWS ? rows : BLOCK_ROWS) + FD_AMX_ROWS - 1) / FD_AMX_ROWS;
-    run.tiles = aligned_alloc(LINE, tiles * steps * TILE * sizeof *run.tiles);
+    const size_t most = steps > BLOCK_STEPS ? MANY_ROWS : MOST_COPIED;
+    const size_t pairs = ((rows < most ? rows : most) + MOST_ROWS - 1) / MOST_ROWS;
+    run.tiles = aligned_alloc(LINE, pairs * steps * 2 * TILE * sizeof *run.tiles);
     if (!run.tiles) return FD_INTERNAL;
-    run.rows = run.tiles, run.tile = steps * TILE, run.row = STEP, run.step = TILE;
+    run.rows = run.tiles, run.tile = TILE, run.row = STEP, run.step = 2 * TILE;
     const size_t wanted = panels / (4 * threads); /* so that threads have several parts each */
     run.group = wanted < 1 ? 1 : wanted < GROUP ? wanted : GROUP;
     for (size_t row = 0; row < rows; row += run.n, run.x += run.n * l->ins, run.y += run.n * l->outs) {
-        run.n = rows - row < BLOCK_ROWS ? rows - row : BLOCK_ROWS;
+        run.n = rows - row < most ? rows - row : most;
         fd_parallel(copy_rows, &run, (run.n + FD_AMX_ROWS - 1) / FD_AMX_ROWS, 0,
                     fd_worth_threads(run.n * l->ins, threads));
         fd_parallel(many_rows, &run, (panels + run.group - 1) / run.group, (least + run.group - 1) / run.group,
