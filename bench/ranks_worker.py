@@ -1,6 +1,7 @@
 """The ranks of a tensor-parallel S-Part, with embedded R-nodes, as a peer of the decode benchmark; see worker.py."""
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,8 @@ class Worker:
     async def _fill(self, batch: int, context: int, kv_dtype: str) -> None:
         shape = DecodeShape(batch, context, self._steps, min(self._mini_batches, batch), kv_dtype)
         hello = shape.hello(self._model)
+        # Pages are those of the rank with the most KV heads, of which it has up to twice as many as rank 0.
+        hello = replace(hello, kv_bytes=2 * hello.kv_bytes)
         team = await self._ranks.team(await connect(self._node.url, hello, None), None, hello)
         self._decoding = Decoding(self._model, [team], shape, partial(_lead, self._ranks.followers))
         for seq_index in range(batch):

@@ -128,9 +128,11 @@ def cell_rate(cell: ResidentLoad) -> dict[str, Any]:
 
 def steady_rate(done: Simulated, users: int) -> float:
     """Output tokens a second while all users are at work: from the end of as many requests as there are users to the
-    beginning of the last request."""
+    beginning of the last request. Raises ValueError if there is no such time."""
     begun = sorted(answer.finished or 0.0 for answer in done.run.answers)[users - 1]
     ended = max(answer.sent for answer in done.run.answers)
+    if ended <= begun:
+        raise ValueError("users send too few requests (--requests) for a time in which all of them are at work")
     tokens = sum(begun < at <= ended for answer in done.run.answers for at in answer.chunks)
     return tokens / (ended - begun)
 
