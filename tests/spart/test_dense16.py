@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from models.checkpoints import make_checkpoint
 
 from fastdecode.kernels import _native
 from fastdecode.spart import load_model
+from fastdecode.spart.linears import dense16
 from fastdecode.spart.linears.dense import DenseEmbedding, PackedLinear, make_dense, make_embedding
 from fastdecode.spart.linears.dense16 import Embedding16, Linear16, exact16
 
@@ -59,6 +61,40 @@ def test_products_of_bf16_rows_equal_float64(isa, outs, ins, bias):
         x = torch.randn(n, ins, generator=torch.Generator().manual_seed(n)).bfloat16()
         want = x.double() @ weight.double().T + (0.0 if vector is None else vector.double())
         torch.testing.assert_close(linear(x).double(), want, rtol=2**-8, atol=4e-6 * ins**0.5)
+
+
+@pytest.mark.skipif(not BF16_ISAS, reason="no products of bf16 pairs")
+@pytest.mark.parametrize("isa", BF16_ISAS)
+@pytest.mark.parametrize("ins, n", [(34, 2090), (2114, 560)])  # more rows than AMX copies at a time
+def test_many_bf16_rows_and_panels_equal_float64(isa, ins, n, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    monkeypatch.setattr(dense16, "pool_threads", lambda: 2)  # few, so that AMX groups panels
+    weight, bias = matrix(600, ins, torch.bfloat16), torch.randn(600)
+    x = torch.randn(n, ins).bfloat16()
+    got = Linear16(weight, bias, torch.bfloat16)(x)
+    want = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=4e-6 * ins**0.5)
+
+
+@pytest.mark.skipif(not BF16_ISAS, reason="no products of bf16 pairs")
+@pytest.mark.parametrize("isa", BF16_ISAS)
+@pytest.mark.parametrize("ins", [1300, 2080])
+@pytest.mark.parametrize("n", [17, 33, 300])
+def test_nan_stays_in_its_row_and_its_output(isa, ins, n, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    monkeypatch.setattr(dense16, "empty", lambda size: np.full(size, 0xFF, np.uint8))  # NaN, which packing overwrites
+    weight, x = matrix(40, ins, torch.bfloat16), torch.randn(n, ins).bfloat16()
+    whole = Linear16(weight, None, torch.bfloat16)(x)
+    assert whole.isfinite().all()
+    for row in (1, n - 1):
+        x[row] = float("nan")
+    weight[39] = float("inf")
+    weight[3, 7] = float("nan")
+    broken = Linear16(weight, None, torch.bfloat16)(x)
+    rows, outs = torch.ones(n, dtype=torch.bool), torch.ones(40, dtype=torch.bool)
+    rows[[1, n - 1]], outs[[3, 39]] = False, False
+    assert torch.equal(broken[rows][:, outs], whole[rows][:, outs])
+    assert broken[~rows].isnan().all() and not broken[:, ~outs].isfinite().any()
 
 
 @pytest.mark.skipif(not BF16_ISAS, reason="no products of bf16 pairs")
