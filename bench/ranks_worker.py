@@ -51,6 +51,7 @@ class Worker:
     async def _fill(self, batch: int, context: int, kv_dtype: str) -> None:
         shape = DecodeShape(batch, context, self._steps, min(self._mini_batches, batch), kv_dtype)
         hello = shape.hello(self._model)
+        assert hello.kv_bytes is not None
         # Pages are those of the rank with the most KV heads, of which it has up to twice as many as rank 0.
         hello = replace(hello, kv_bytes=2 * hello.kv_bytes)
         team = await self._ranks.team(await connect(self._node.url, hello, None), None, hello)
