@@ -198,10 +198,14 @@ async def test_r_node_killed_under_load(node, other_node):
     async with untouched(other_node.url):
         before = Held.by(os.getpid())
         await cycle(before)
-        resident = needed_bytes()
-        for _ in range(CYCLES):
-            await cycle(before)
-        assert needed_bytes() < resident + GROWTH
+        for _ in range(3):  # a leak grows every time, what malloc and the kernel keep for threads does not
+            resident = needed_bytes()
+            for _ in range(CYCLES):
+                await cycle(before)
+            grown = needed_bytes() - resident
+            if grown < GROWTH:
+                break
+        assert grown < GROWTH
 
 
 async def test_s_node_killed_under_load(shared_node):
