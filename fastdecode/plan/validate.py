@@ -2,8 +2,9 @@
 
 The profile is measured first, in the same run, from steps with next to nothing cached and from attention alone; the
 points then decode with full caches. Each point is a batch, a context, a KV format and a number of R-nodes, which share
-this machine's cores. Without --model, a Llama of 93 million parameters with random weights is made. With --passes,
-every measurement is taken several times, and the fastest counts: other work on the machine can only make one slower.
+this machine's cores. Without --model, a Llama of 93 million parameters with random weights is made. With --state, the
+profile and the points are kept as they are measured, and a later run goes on with what is missing. With --passes, every
+measurement is taken several times, and the fastest counts: other work on the machine can only make one slower.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import argparse
 import dataclasses
 import statistics
 import tempfile
+import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
 import uvloop
 from tqdm import tqdm
 
 from fastdecode.bench import checkpoint
-from fastdecode.bench.options import print_result
+from fastdecode.bench.options import keep, print_result
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.plan.children import r_node
@@ -29,7 +32,7 @@ from fastdecode.plan.colocation_measure import ColocatedLoad
 from fastdecode.plan.equations import System, Work, round_seconds, stage_times
 from fastdecode.plan.measure import ProfileSettings, decode_rounds, load, measure
 from fastdecode.plan.model import PlannedModel, read_model
-from fastdecode.plan.profile import Profile, fastest
+from fastdecode.plan.profile import Profile, fastest, profile_from_json
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 
@@ -67,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "decode (repeatable); default: ten points of 16,384 to 65,536 cached tokens")  # fmt: skip
     add("--seconds", type=float, default=90.0, help="about how long to measure the profile")
     add("--point-seconds", type=float, default=12.0, help="how long to decode at each point")
+    add("--state", type=Path, metavar="FILE", help="keep what is measured in FILE, and measure only what it lacks")
     add("--passes", type=int, default=1, metavar="N", help="measure profile and points N times; the fastest count")
+    add("--stop-after", type=float, metavar="S", help="begin nothing after S seconds; needs --state")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -78,6 +83,8 @@ def _point(text: str) -> Point:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, decode and print. Raises ValueError, OSError, RuntimeError, TransportError."""
+    if args.stop_after is not None and args.state is None:
+        raise ValueError("--stop-after needs a --state, from which a later run goes on")
     with tempfile.TemporaryDirectory(prefix="fastdecode-") as made:
         directory = args.model or random_checkpoint(Path(made) / "llama-93m")
         print_result(args, uvloop.run(_run(directory, args)), _print_table)
@@ -91,23 +98,67 @@ def random_checkpoint(directory: Path) -> Path:
     return directory
 
 
+@dataclass(slots=True)
+class _State:
+    """The measurements of all passes so far."""
+
+    profiles: list[Profile] = field(default_factory=list)
+    measured: dict[Point, list[float]] = field(default_factory=dict)  # output tokens/s
+
+    @classmethod
+    def read(cls, path: Path | None) -> _State:
+        """The state that a run has left in a file; without the file, an empty one. Raises ValueError for another
+        file."""
+        if path is None or not path.exists():
+            return cls()
+        try:
+            value = orjson.loads(path.read_bytes())
+            points = {Point(**point): [float(speed) for speed in speeds] for point, speeds in value["measured"]}
+            return cls([profile_from_json(profile) for profile in value["profiles"]], points)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not a state of fastdecode-plan validate: {error}") from None
+
+    def write(self, path: Path | None) -> None:
+        measured = [(dataclasses.asdict(point), speeds) for point, speeds in self.measured.items()]
+        keep(path, {"profiles": self.profiles, "measured": measured})
+
+
 async def _run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     points: tuple[Point, ...] = tuple(args.point or POINTS)
-    planned = read_model(directory)
-    model: Model | None = None
-    profiles: list[Profile] = []
-    measured: dict[Point, list[float]] = {point: [] for point in points}  # output tokens/s, of each pass
+    planned, state = read_model(directory), _State.read(args.state)
+    await _measure(directory, planned, points, state, args)
+    profile, rows, missing = fastest(state.profiles), [], 0
+    for point in points:
+        speeds = state.measured.get(point, [])
+        missing += args.passes - min(args.passes, len(speeds))
+        if speeds:
+            measured, predicted = max(speeds), predict(planned, profile, point)
+            row = {"predicted": predicted, "measured": measured, "slowest": min(speeds), "passes": len(speeds)}
+            rows.append(dataclasses.asdict(point) | row | {"error": predicted / measured - 1})
+    shown = {"model": planned.name, "machine": profile.name, "profile": dataclasses.asdict(profile)}
+    return shown | {"rows": rows, "missing": missing}
+
+
+async def _measure(
+    directory: Path, planned: PlannedModel, points: tuple[Point, ...], state: _State, args: argparse.Namespace
+) -> None:
+    """Measure what the state lacks, pass by pass."""
+    begun, model = time.monotonic(), None
+
+    def late() -> bool:
+        return args.stop_after is not None and time.monotonic() - begun > args.stop_after
+
     for n in range(args.passes):
-        profiles.append(await _profile(directory, planned, points, args.seconds))
-        model = model or load(directory)
-        for point in tqdm(points, desc=f"points, pass {n + 1}", unit="point"):
-            measured[point].append(await _decode(model, planned, point, args.point_seconds))
-    profile, rows = fastest(profiles), []
-    for point, speeds in measured.items():
-        best, predicted = max(speeds), predict(planned, profile, point)
-        row = {"predicted": predicted, "measured": best, "slowest": min(speeds), "passes": len(speeds)}
-        rows.append(dataclasses.asdict(point) | row | {"error": predicted / best - 1})
-    return {"model": planned.name, "machine": profile.name, "profile": dataclasses.asdict(profile), "rows": rows}
+        if len(state.profiles) <= n and (not state.profiles or not late()):
+            state.profiles.append(await _profile(directory, planned, points, args.seconds))
+            state.write(args.state)
+        missing = [point for point in points if len(state.measured.get(point, [])) <= n]
+        for point in tqdm(missing, desc=f"points, pass {n + 1}", unit="point"):
+            if late():
+                return
+            model = model or load(directory)
+            state.measured.setdefault(point, []).append(await _decode(model, planned, point, args.point_seconds))
+            state.write(args.state)
 
 
 async def _profile(directory: Path, planned: PlannedModel, points: tuple[Point, ...], seconds: float) -> Profile:
@@ -173,4 +224,9 @@ def _print_table(result: dict[str, Any]) -> None:
             f"{row['measured']:9.1f} {100 * row['error']:+6.1f} %  {row['slowest']:.1f} of {row['passes']}"
         )
     errors = [abs(row["error"]) for row in result["rows"]]
-    print(f"{sum(error <= 0.1 for error in errors)} of {len(errors)} within 10 %; the worst {100 * max(errors):.1f} %")
+    if result["missing"]:
+        print(f"{result['missing']} measurement(s) are missing; run the same command again")
+    if errors:
+        print(
+            f"{sum(error <= 0.1 for error in errors)} of {len(errors)} within 10 %; the worst {100 * max(errors):.1f} %"
+        )

@@ -41,6 +41,27 @@ def test_points_are_decoded_and_set_beside_predictions(capsys):
         assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
 
 
+def test_a_run_that_was_stopped_goes_on_with_what_is_missing(capsys, tmp_path):
+    state = tmp_path / "state.json"
+    argv = ["validate", "--model", str(model_dir()), "--seconds", "0.1", "--point-seconds", "0.1"]
+    argv += ["--point", "2,128,fp16,1", "--point", "3,128,fp16,1", "--state", str(state)]
+    main([*argv, "--stop-after", "0"])
+    assert "2 measurement(s) are missing" in capsys.readouterr().out
+    profile = json.loads(state.read_bytes())["profiles"][0]
+    main([*argv[:-4], *argv[-2:], "--json"])  # the first point alone
+    first = json.loads(capsys.readouterr().out)
+    main([*argv, "--json"])
+    both = json.loads(capsys.readouterr().out)
+    assert first["profile"] == both["profile"] == profile
+    assert len(both["rows"]) == 2 and both["rows"][0] == first["rows"][0] and not both["missing"]
+
+
+def test_another_file_is_no_state(tmp_path):
+    (tmp_path / "state.json").write_text('{"profile": {}}')
+    with pytest.raises(SystemExit, match=r"state\.json is not a state of"):
+        main(["validate", "--model", str(model_dir()), "--state", str(tmp_path / "state.json")])
+
+
 def test_a_links_times_by_hand():
     """100 rows more take half a second on their way and a quarter of one at the R-node."""
     steps = [StepTime(1, 0.1, 0.032, 0.01), StepTime(101, 0.1, 0.032 + 0.75, 0.01 + 0.25)]
