@@ -18,8 +18,9 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.batching import deliver, logit_rules, step_batch
+from fastdecode.engine.batching import logit_rules, step_batch
 from fastdecode.engine.checks import adapter_index, check_generated, check_link, check_prompt, check_tokens
+from fastdecode.engine.delivery import deliver
 from fastdecode.engine.migration.prefill_client import PrefillNodes
 from fastdecode.engine.rnode_control import RNodeControl
 from fastdecode.engine.runner import Runner, StepRunner
