@@ -133,11 +133,12 @@ class _Follower:
             self._send(Failed(how))
             time.sleep(_END_SECONDS)  # rank 0 ends, and with it this process
             reduction = self._model.reduction
-            _end_rank_0(reduction.fault or how if reduction is not None else how)  # it is rank 0 that does not go on
+            _end_rank_0(reduction.fault or how if reduction is not None else how)  # rank 0 should have ended
         loop.call_soon_threadsafe(ended.set)
 
     def _beat(self) -> None:
-        """Tell that this process lives, and end rank 0 if it takes no notice: it has used no processor meanwhile."""
+        """Tell rank 0 every second that this process lives. End rank 0 if its process has used no processor time for
+        SILENT_BEATS seconds: the threads of a process that runs take these messages."""
         rank_0 = os.getppid()
         clock, seen, still = ~rank_0 << 3 | 2, 0, 0  # clock_getcpuclockid(3) of the process
         while True:

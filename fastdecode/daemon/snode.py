@@ -168,7 +168,7 @@ async def _serve(
             split = choosing.result()
             set_threads(split.s_threads, model)
         itemsize = model.dtype.itemsize
-        # Those of the whole model: the ranks share each state.
+        # The slots hold states of the whole model, of which each rank keeps its heads' part.
         slots = state_slots(config, backend.config, itemsize, free_memory(model.device), split.mini_batches)
         state_bytes = slots * backend.config.state_bytes(itemsize)
         if slots:

@@ -73,8 +73,8 @@ FD_INLINE void prefetch(const uint8_t *lines, size_t n) {
 }
 
 /* Adds the products of `steps` tiles of inputs to the sums. `two` and `stream` are constants: whether there are two
- * tiles of rows, and whether the weights come from memory, which is a quarter faster if each tile is prefetched
- * TILES_AHEAD tiles early. Each step prefetches `ahead` lines more, from `next` on. */
+ * tiles of rows, and whether the weights come from memory. These are read faster if each tile is prefetched TILES_AHEAD
+ * tiles early. Each step prefetches `ahead` lines more, from `next` on. */
 FD_INLINE void add_steps(const run_t *run, const uint16_t *x, const uint16_t *weights, size_t steps, const int two,
                          const int stream, const uint8_t *next, size_t ahead) {
     for (size_t s = 0; s < steps; s++, x += run->step, weights += 2 * TILE, next += ahead * LINE) {

@@ -13,10 +13,11 @@ import torch
 from nodes.rnode_process import RNodeProcess
 from transformers import AutoModelForCausalLM
 
-from fastdecode.bench import attention, transport_peers
+from fastdecode.bench import attention, products, transport_peers
 from fastdecode.demo import model_dir
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES
+from fastdecode.spart.linears.dense16 import multiplies_bf16
 
 BENCH = [sys.executable, "-m", "fastdecode.bench.cli"]
 
@@ -37,6 +38,26 @@ def test_decode_prints_one_object_with_the_split_its_parts_and_peers():
     assert low <= result["bound_ratio"] <= high
     for peer in ("transformers", "ranks"):
         assert result["peers"][peer]["tokens_per_s"] > 0
+
+
+def test_spart_sets_products_beside_onednn_and_the_roofline(monkeypatch, capsys):
+    monkeypatch.setattr(products, "_BYTES", 1 << 20)  # copies of a matrix
+    if not multiplies_bf16(torch.device("cpu"), 64):
+        with pytest.raises(RuntimeError, match="no products of bf16 pairs"):
+            products.measure([(96, 64)], [1], 1, 1)
+        return
+    result = products.measure([(96, 64)], [1, 33], 2, 1)
+    assert [(row["batch"], row["outs"], row["ins"]) for row in result["rows"]] == [(1, 96, 64), (33, 96, 64)]
+    for row in result["rows"]:
+        assert row["gbps"] == pytest.approx(2e-9 * 96 * 64 / row["seconds"])
+        assert row["tflops"] == pytest.approx(2e-12 * 96 * 64 * row["batch"] / row["seconds"])
+        low, high = row["speedups"]
+        assert 0 < low <= row["speedup"] <= high and row["roofline_gbps"] > 0
+    products.print_table(result)
+    assert "33 rows" in capsys.readouterr().out
+    for wrong in ("64", "0x64", "64x"):
+        with pytest.raises(ValueError):
+            products.shape(wrong)
 
 
 def test_decode_rounds_weights_as_the_node_does():

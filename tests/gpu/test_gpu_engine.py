@@ -44,7 +44,7 @@ class Gpu:
     def kernels(
         self, g: Geometry, kv_dtype: int, heads: Sequence[tuple[int, int, int, int]] | None = None
     ) -> list[tuple[int, ...]]:
-        """Those of each layer. `heads`: of each layer, if they differ."""
+        """The kernels of each layer. `heads` has the heads of each layer, if layers differ."""
         layers = [PagedLayer(KV_DTYPES[kv_dtype], "fp16", *each[:3], 1.0) for each in heads or [g.heads] * g.n_layers]
         for layer in layers:
             compile_layer(layer, self._folder)
