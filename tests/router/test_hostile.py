@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from engines.routed import SECRET, routed, scripted, served
 from engines.scripted_engine import ScriptedEngine
+from nodes.node_process import until
 
 from fastdecode.api.continuation import FIELD
 
@@ -74,13 +75,14 @@ async def address(request, tokenizer):
             yield "127.0.0.1", client.server.port, engine.prompts
 
 
-async def answers(address, sent):
-    """The status of each answer to some bytes, until the server closes the connection or is silent for a while."""
+async def answers(address, sent, first=2):
+    """The status of each answer to some bytes, until the server closes the connection or is silent for a while. The
+    first answer may take longer: 60 seconds where there must be one."""
     reader, writer = await asyncio.open_connection(*address[:2])
     received = b""
     with contextlib.suppress(ConnectionError, TimeoutError):
         writer.write(sent)
-        while part := await asyncio.wait_for(reader.read(65536), 2):
+        while part := await asyncio.wait_for(reader.read(65536), 2 if received else first):
             received += part
     writer.close()
     return [int(part.split(None, 1)[0]) for part in received.split(b"HTTP/1.1 ")[1:] + received.split(b"HTTP/1.0 ")[1:]]
@@ -105,7 +107,7 @@ async def test_a_client_cannot_continue_a_stream_as_a_router_does(address):
     resume = {"id": "cmpl-1", "created": 1700000000, "seed": 5, "begun": True, "choices": [[[5], None]]}
     for last in (b"", b"Last-Event-ID: cmpl-1:0\r\n", b"Last-Event-ID:\r\n"):
         body = orjson.dumps({"model": "tiny", "prompt": "x", "stream": True, FIELD: resume})
-        found = await answers(address, POST + last + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        found = await answers(address, POST + last + b"Content-Length: %d\r\n\r\n" % len(body) + body, 60)
         assert found in ([400], [404]) and not address[2]
 
 
@@ -117,9 +119,8 @@ async def test_a_foreign_host_changes_nothing(address):
         (b"http://127.0.0.1:%d/v1/models" % port, b"evil.example"),
         (b"/v1/models", b"evil.example"),
     ):
-        found = await answers(
-            address, b"GET " + line + b" HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n"
-        )
+        request = b"GET " + line + b" HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n"
+        found = await answers(address, request, 60)
         assert found in ([200], [400], [404])
     for method, path, body, headers in seen:
         assert (method, path, body) == ("GET", "/v1/models", b"") and "evil" not in headers["Host"]
@@ -141,15 +142,18 @@ async def left_half(address, sent):
 
 
 async def slow_reader(address, *headers):
-    """A client with a receive buffer of 2 kB that asks for a long stream and reads none of it for a while."""
-    body = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    """A client with a receive buffer of 2 kB that asks for a long stream, reads its status and no more, and leaves
+    before the stream's end."""
+    body = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 1000, "stream": True, "ignore_eos": True}
     content = orjson.dumps(body)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     sock.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(sock, address)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(sock, address)
     sock.send(POST + b"".join(headers) + b"Content-Length: %d\r\n\r\n" % len(content) + content)
-    await asyncio.sleep(1.5)
+    assert await loop.sock_recv(sock, 12) == b"HTTP/1.1 200"
+    await asyncio.sleep(0.5)
     sock.close()
 
 
@@ -163,9 +167,7 @@ async def once(address):
     halves = [POST[:30], POST, POST + b"Content-Length: 1000\r\n\r\n{", POST + CHUNKED + b"\r\n5\r\n{"]
     found = await asyncio.gather(
         *(answers(address, sent) for sent in (*SMUGGLED.values(), *NOT_HTTP.values())),
-        *(answers(address, sent) for sent in (long, chunks)),
-        answers(address, POST + forged + mark),
-        answers(address, POST + mark),
+        *(answers(address, sent, 60) for sent in (long, chunks, POST + forged + mark, POST + mark)),
         *(left_half(address, half) for half in halves * 25),
         *(slow_reader(address, *headers) for headers in ([], [b"Last-Event-ID:\r\n"]) * 4),
     )
@@ -174,7 +176,7 @@ async def once(address):
     assert statuses[-4:-2] == [[413], [413]] and statuses[-2] in ([400], [404]) and statuses[-1] == [400]
     body = orjson.dumps({"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 2})
     proper = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    assert await answers(address, proper) == [200]
+    assert await answers(address, proper, 60) == [200]
 
 
 async def test_hostile_clients_leave_neither_memory_nor_descriptors_behind(start, tmp_path):
@@ -187,12 +189,15 @@ async def test_hostile_clients_leave_neither_memory_nor_descriptors_behind(start
     await asyncio.to_thread(router.wait_for, "takes requests")
     door = router.wait_for(r"http://127\.0\.0\.1:(\d+)/v1")[1]
     pids = [router.process.pid, *s_node.api_processes()]
+    open_allowed = [n + 2 for n in memory_and_descriptors(pids)[1]]
     seen = []
-    for _ in range(3):
+    for _ in range(10):
         await asyncio.gather(*(once(("127.0.0.1", int(port))) for port in (door, url.rpartition(":")[2])))
-        await asyncio.sleep(2)  # streams that wait for their clients end
-        seen.append(memory_and_descriptors(pids))
-    print("MiB and descriptors of the router and the API process:", seen)
-    (early, open_early), (late, open_late) = seen[-2:]
-    assert all(after < before + 18 for before, after in zip(early, late, strict=True))
-    assert all(after <= before + 2 for before, after in zip(open_early, open_late, strict=True))
+        seen.append(memory_and_descriptors(pids)[0])
+        # A leak grows every time, what malloc keeps does not. The second round may use what the first one freed.
+        if len(seen) > 2 and all(after < before + 6 for before, after in zip(*seen[-2:], strict=True)):
+            break
+    else:
+        pytest.fail(f"MiB of the router and the API process after each round: {seen}")
+    # Streams wait a second for their clients, and an idle connection or two between the router and the S-node stay.
+    await asyncio.to_thread(until, lambda: all(map(int.__le__, memory_and_descriptors(pids)[1], open_allowed)))
