@@ -40,7 +40,7 @@ class Geometry:
     head_size: wire.U32
     act_dtype: wire.ActDtype
     v_size: wire.U32 = 0
-    v_in_k: wire.Flag = False
+    v_in_k: bool = False
     index_heads: wire.U32 = 0
     index_size: wire.U32 = 0
     index_topk: wire.U32 = 0

@@ -96,8 +96,8 @@ class LayerOptions:
     #: the last layer with an indexer has selected
     selections: wire.PerLayer = ()
     softcaps: wire.Softcaps = ()  # a score s of a layer becomes cap * tanh(s / cap); 0: the scores stay as they are
-    sinks: wire.Base64 = b""  # fp32, little-endian, [n_layers, n_q_heads]: one more score of each head, without a V
-    slopes: wire.Base64 = b""  # fp32, little-endian, [n_q_heads]: ALiBi's slopes
+    sinks: bytes = b""  # fp32, little-endian, [n_layers, n_q_heads]: one more score of each head, without a V
+    slopes: bytes = b""  # fp32, little-endian, [n_q_heads]: ALiBi's slopes
     heads: wire.HeadsPerLayer = ()  # if layers differ in them
     #: (i, n): the R-node keeps the i-th part of n of every sequence's tokens (kernels/engine/parts.h)
     part: wire.Part = (0, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Hashable
-from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Annotated, ClassVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import orjson
@@ -139,7 +139,7 @@ class PromptMessage(ControlMessage, frozen=True):
     """A prompt to compute: the ids of its tokens (uint32, little-endian), and the R-node at `url` that takes the pages
     for `token`. The other fields are those of engine.migration.prefill_client.Order."""
 
-    tokens: wire.Base64
+    tokens: bytes
     adapter: wire.Name | None
     cache_salt: wire.Sentence
     client: wire.Name
@@ -202,7 +202,7 @@ class _Numbered(ControlMessage, frozen=True):
 class Free(_Numbered, frozen=True):
     """`handles` are (seq_index, tag) pairs."""
 
-    handles: Annotated[list[tuple[wire.U32, wire.U32]], wire.list_of(MAX_HANDLES, f"pairs of {wire.U32S}")]
+    handles: Annotated[list[tuple[wire.U32, wire.U32]], Meta(max_length=MAX_HANDLES)]
 
 
 class Trim(_Numbered, frozen=True):
@@ -259,9 +259,7 @@ class Keep(_Numbered, frozen=True):
     """`sequences` are (seq_index, tag, key) triples. Whoever knows the key of a sequence may ADOPT it, also for some
     seconds after this link has ended. A key of null takes the key away; so does FREE."""
 
-    sequences: Annotated[
-        list[tuple[wire.U32, wire.U32, wire.Hex32 | None]], wire.list_of(MAX_KEYS, "triples of two numbers and a key")
-    ]
+    sequences: Annotated[list[tuple[wire.U32, wire.U32, wire.Hex32 | None]], Meta(max_length=MAX_KEYS)]
 
 
 class Find(_Numbered, frozen=True):
@@ -294,7 +292,7 @@ class Ok(_Numbered, frozen=True):
     """`stats` answers STATS and RESIZE, and is null otherwise; but an R-node that is about to end answers a PING with
     the counter `leaving`, which is 1. The answers to PAGES and NEXT have `id` 0."""
 
-    stats: Annotated[dict[str, Annotated[int, Meta(ge=0)]], Meta(description="an object of counters")] | None
+    stats: dict[str, Annotated[int, Meta(ge=0)]] | None
 
 
 class ErrorMessage(_Numbered, frozen=True):
@@ -332,49 +330,31 @@ def decode(body: bytes) -> Message:
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ProtocolError(f"unknown control message type {_show(name)}")
-    hints = _wire_hints(kind)
+    names = _wire_names(kind)
     # The version is checked before the fields, because another version's message may have other fields.
-    if "version" in hints and fields.get("version") != PROTOCOL_VERSION:
+    if "version" in names and fields.get("version") != PROTOCOL_VERSION:
         raise VersionMismatch(fields.get("version"))
-    for name in fields.keys() ^ hints.keys():
+    for name in fields.keys() ^ names:
         raise ProtocolError(f"{kind.TYPE}: {'unknown' if name in fields else 'missing'} field {_show(name)}")
     values = fields | {name: fields[wired] for name, wired in _WIRE_NAMES.items() if wired in fields}
     try:
         # Every part finds its fields beside the message's own, and leaves the others alone.
         inner = values | dict.fromkeys(_PARTS, values)
         return msgspec.convert(values | dict.fromkeys(_PARTS, inner), kind)
-    except msgspec.ValidationError:
-        raise ProtocolError(_fault(kind, fields)) from None
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"{kind.TYPE}: {error}") from None
 
 
 @functools.cache
-def _wire_hints(kind: Hashable) -> dict[str, Any]:
-    """The types of the fields that a message has on the wire."""
-    hints: dict[str, Any] = {}
-    for name, hint in get_type_hints(kind, include_extras=True).items():
+def _wire_names(kind: Hashable) -> frozenset[str]:
+    """The names of the fields that a message has on the wire."""
+    names: set[str] = set()
+    for name, hint in get_type_hints(kind).items():
         if name in _PARTS:
-            hints |= _wire_hints(hint)
+            names |= _wire_names(hint)
         elif get_origin(hint) is not ClassVar:
-            hints[_WIRE_NAMES.get(name, name)] = hint
-    return hints
-
-
-def _fault(kind: type[Message], fields: dict[str, object]) -> str:
-    """Why the values of `fields` are not those of a message of this kind."""
-    for name, hint in _wire_hints(kind).items():
-        try:
-            msgspec.convert(fields[name], hint)
-        except msgspec.ValidationError:
-            return f"{kind.TYPE}.{name}: expected {_description(hint)}, got {_show(fields[name])}"
-    raise AssertionError("msgspec refused a message whose fields are all right")
-
-
-def _description(hint: object) -> str:
-    """The description of a field's type."""
-    if type(None) in get_args(hint):
-        return _description(get_args(hint)[0]) + ", or null"
-    meta: Meta = next(part for part in get_args(hint) if isinstance(part, Meta))
-    return meta.description or ""
+            names.add(_WIRE_NAMES.get(name, name))
+    return frozenset(names)
 
 
 _repr = reprlib.Repr()
