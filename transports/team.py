@@ -149,11 +149,13 @@ class Team(Link):
         await self._each(lambda link: link.free(handles))
 
     async def trim(self, seq_index: int, tag: int, length: int) -> None:
-        await self._each(lambda link: link.trim(seq_index, tag, length))
+        links = enumerate(self.links)
+        await self._all(link.trim(seq_index, tag, self._part_length(length, i)) for i, link in links)
 
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
+        lengths = [self._part_length(length, i) for i in range(len(self.links))]
         try:
-            await self._each(lambda link: link.fork(src, dst, length))
+            await self._all(link.fork(src, dst, k) for link, k in zip(self.links, lengths, strict=True) if k)
         except CallRefused:
             with contextlib.suppress(CallRefused):  # of the members that have refused the fork
                 await self.free([dst])

@@ -16,7 +16,6 @@ All members have the same sequences at the same indexes, but the one with the mo
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ import numpy as np
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import region_layout
 
-from .base import CallRefused, Hello, LayerOptions, Lease, Link, TransportError
+from .base import Hello, LayerOptions, Lease, Link, TransportError
 from .team import Team, heads_of
 
 #: As many members as the R-engine takes (FD_MAX_PARTS of kernels/engine/parts.h).
@@ -136,19 +135,6 @@ class TokenTeam(Team):
 
     def _part_length(self, length: int, i: int) -> int:
         return part_length(length, i, len(self.links))
-
-    async def trim(self, seq_index: int, tag: int, length: int) -> None:
-        parts = enumerate(self.links)
-        await self._all(link.trim(seq_index, tag, self._part_length(length, i)) for i, link in parts)
-
-    async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
-        lengths = [self._part_length(length, i) for i in range(len(self.links))]
-        try:
-            await self._all(link.fork(src, dst, k) for link, k in zip(self.links, lengths, strict=True) if k)
-        except CallRefused:
-            with contextlib.suppress(CallRefused):  # of the members that have refused the fork
-                await self.free([dst])
-            raise
 
     async def resize(self, n_pages: int) -> dict[str, int]:
         n, seqs = len(self.links), self.lease.max_seqs
