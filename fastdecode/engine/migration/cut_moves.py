@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
 
+from fastdecode.engine.migration.migrator import MoveCancelled
 from fastdecode.engine.migration.page_copies import copy_to_device, copy_to_r_node
 from fastdecode.engine.state.prefixes import CachedSequence
 from fastdecode.engine.state.sequence import SpilledPrefix
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.sequence import Sequence
     from fastdecode.spart.resident.link import ResidentLink
-
-
-class MoveCancelled(Exception):
-    """The move has no more use: the sequence has left the device, or an R-node is lost."""
 
 
 class CutMove(ABC):

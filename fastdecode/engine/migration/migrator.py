@@ -54,8 +54,8 @@ _FAILED_SECONDS = 5.0
 _REBALANCE_SECONDS = 0.5
 
 
-class _MigrationCancelled(Exception):
-    """The migration has no more use: the sequence has left its R-node, or one of the two R-nodes is lost."""
+class MoveCancelled(Exception):
+    """The move has no more use: the sequence has left its place, or an R-node is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class _Migration:
     pages: PageTable  # on `target`
 
     def check(self) -> None:
-        """Raise _MigrationCancelled if the sequence has left its R-node."""
+        """Raise MoveCancelled if the sequence has left its R-node."""
         seq = self.seq
         if seq.node is not self.source or seq.handle != self.old_handle or seq.mini_batch is None or seq.cancelled:
-            raise _MigrationCancelled
+            raise MoveCancelled
 
 
 class Migrator:
@@ -183,7 +183,7 @@ class Migrator:
             self.migrated += done
             if done and len(self._scheduler.running.on_node(source)) <= _FEW_LEFT:
                 await self._step(seq, target)
-        except _MigrationCancelled:
+        except MoveCancelled:
             pass
         except CallRefused as error:
             log.warning("a sequence could not be migrated from R-node %s to %s: %s", source.url, target.url, error)
@@ -198,7 +198,7 @@ class Migrator:
     async def _copy(self, migration: _Migration) -> bool:
         """Copy a sequence and let it continue on the target. False: it stays on its R-node.
 
-        Raises _MigrationCancelled, CallRefused.
+        Raises MoveCancelled, CallRefused.
         """
         seq, source, target, pages = migration.seq, migration.source, migration.target, migration.pages
         token, url = secrets.token_hex(32), target.link.peer_url or target.url
@@ -210,28 +210,27 @@ class Migrator:
             sent = whole
         migration.check()
         if seq.state is not None:  # no token may be computed again, because the state has seen it
-            await self._hold(migration)
+            await self.hold(seq, migration.check)
         cached = seq.cached
         if cached > pages.covered:
             return False  # it has grown more than was foreseen; it is tried again
         rest = range(sent, blocks_for(cached))
         await self._ask(source, source.link.migrate(migration.old_handle, rest, cached, url, token))
-        await self._hold(migration)
+        await self.hold(seq, migration.check)
         if not target.alive:
             return False
         self._scheduler.migrate(seq, target, migration.handle, pages, cached)
         self._on_change()  # its mini-batch waits for it
         return True
 
-    async def _hold(self, migration: _Migration) -> None:
-        """Leave a sequence out of further steps, and wait until it is in none and no FORK reads its pages. Raises
-        _MigrationCancelled."""
-        seq = migration.seq
-        migration.check()
+    async def hold(self, seq: Sequence, check: Callable[[], None]) -> None:
+        """Leave a sequence out of further steps, and wait until it is in none and no FORK reads its pages. `check`
+        raises MoveCancelled when the wait has no more use."""
+        check()
         seq.held = True
         while seq.in_flight or (seq.entry is not None and seq.entry.pins):
             await self.change()
-            migration.check()
+            check()
 
     async def _step(self, seq: Sequence, node: RNodeLedger) -> None:
         """Wait for the next step of a sequence on `node`, or until it has left."""
@@ -240,12 +239,12 @@ class Migrator:
             await self.change()
 
     async def _ask(self, node: RNodeLedger, request: Awaitable[None]) -> None:
-        """Await a request to an R-node. Raises CallRefused, and _MigrationCancelled if the R-node is lost."""
+        """Await a request to an R-node. Raises CallRefused, and MoveCancelled if the R-node is lost."""
         try:
             await request
         except LinkDown as error:
             self._lost(node, error)
-            raise _MigrationCancelled from None
+            raise MoveCancelled from None
 
 
 def _blocks_wanted(seq: Sequence) -> int:

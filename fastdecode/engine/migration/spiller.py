@@ -17,7 +17,8 @@ from collections.abc import Callable, Coroutine
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
-from fastdecode.engine.migration.cut_moves import CutMove, MoveCancelled, Refill, Spill
+from fastdecode.engine.migration.cut_moves import CutMove, Refill, Spill
+from fastdecode.engine.migration.migrator import MoveCancelled
 from fastdecode.engine.migration.prefix_moves import MovedBytes, PrefixMoves
 from fastdecode.engine.scheduling.ways import Way
 from fastdecode.region.contract import PAGE_TOKENS
@@ -191,7 +192,7 @@ class Spiller:
             async with self._copying:
                 move.check()
                 await move.copy(lambda: self._pause(move))
-            await self._hold(move)
+            await self._migrator.hold(seq, move.check)
             done = True
             move.switch()
             self._scheduler.running.go_home(seq, self._scheduler.limits.max_seqs)
@@ -226,13 +227,3 @@ class Spiller:
             self._cut[move.seq] = None
         else:
             self.moved.refilled += n_bytes
-
-    async def _hold(self, move: CutMove) -> None:
-        """Leave a sequence out of further steps, and wait until it is in none and no FORK reads its pages. Raises
-        MoveCancelled."""
-        seq = move.seq
-        move.check()
-        seq.held = True
-        while seq.in_flight or (seq.entry is not None and seq.entry.pins):
-            await self._migrator.change()
-            move.check()
