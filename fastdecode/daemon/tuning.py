@@ -33,6 +33,7 @@ from tqdm import tqdm
 from fastdecode import __version__
 from fastdecode.daemon.check_model import parameters, weights_of
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.config_files import cache_file
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.daemon.embedded import SMALL_MODEL, EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import available_memory, busy_seconds, cpu_model, own_seconds, usable_cpus
@@ -344,8 +345,5 @@ def remember(record: Record) -> None:
 
 def _path(key: Key) -> Path:
     """The file of a record. Raises RuntimeError without a home directory."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    if not cache.is_absolute():  # the XDG specification says to ignore such a value
-        cache = Path.home() / ".cache"
     digest = hashlib.blake2b(repr(sorted(key.items())).encode(), digest_size=8).hexdigest()
-    return cache / "fastdecode" / f"split-{digest}.json"
+    return cache_file(f"split-{digest}.json")
