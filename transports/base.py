@@ -29,7 +29,8 @@ from __future__ import annotations
 import enum
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
@@ -77,6 +78,19 @@ class CallRefused(TransportError):
         super().__init__(message)
         self.status = status
         self.link = link
+
+
+@contextmanager
+def refusals(link: DataPath | None = None) -> Iterator[None]:
+    """Turn the exceptions of the R-engine and of page lists into CallRefused."""
+    try:
+        yield
+    except ValueError as error:
+        raise CallRefused(Status.BAD_SEQUENCE, str(error), link) from None
+    except MemoryError as error:
+        raise CallRefused(Status.OUT_OF_PAGES, str(error), link) from None
+    except RuntimeError as error:
+        raise CallRefused(Status.LINK_CLOSED, str(error), link) from None
 
 
 class HadamardHeads(enum.IntFlag):

@@ -4,11 +4,10 @@ this R-node, whose pages are copied in memory. Adoption copies likewise (orphans
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -16,7 +15,7 @@ from fastdecode.daemon.orphans import KeptLease, Orphans
 from fastdecode.kernels._native import REngineLink
 from fastdecode.region.contract import PAGE_TOKENS, Status
 from fastdecode.transports import migration
-from fastdecode.transports.base import CallRefused, LinkRefused, TransportError
+from fastdecode.transports.base import CallRefused, LinkRefused, TransportError, refusals
 from fastdecode.transports.frames import FrameSocket
 from fastdecode.transports.migration import MigrationSender
 
@@ -32,19 +31,6 @@ def _give_way() -> None:
 
 #: The thread that faults in memory for all links: the OS clears pages, in a virtual machine for tens of milliseconds.
 fault_thread = ThreadPoolExecutor(1, "fault-in", _give_way)
-
-
-@contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """Turn the R-engine's exceptions into CallRefused."""
-    try:
-        yield
-    except ValueError as error:
-        raise CallRefused(Status.BAD_SEQUENCE, str(error)) from None
-    except MemoryError as error:
-        raise CallRefused(Status.OUT_OF_PAGES, str(error)) from None
-    except RuntimeError as error:
-        raise CallRefused(Status.LINK_CLOSED, str(error)) from None
 
 
 class _MigratingSequence(ABC):

@@ -18,14 +18,14 @@ from typing import Any
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
-from fastdecode.daemon.migrations import Inbox, IncomingSequence, Migrations, OfferedSequence, refusals
+from fastdecode.daemon.migrations import Inbox, IncomingSequence, Migrations, OfferedSequence
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.daemon.orphans import KeptLease, Orphans, kv_format
 from fastdecode.daemon.rnode_gpu import RNodeGpu
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory
 from fastdecode.region.contract import MAX_PAGES, MAX_SEQS, PAGE_TOKENS, Status
 from fastdecode.transports import registry
-from fastdecode.transports.base import CallRefused, Hello, Lease, LinkRefused, Server
+from fastdecode.transports.base import CallRefused, Hello, Lease, LinkRefused, Server, refusals
 
 log = logging.getLogger(__name__)
 _quiet_log = logging.getLogger(f"{__name__}.quiet")

@@ -15,7 +15,7 @@ from fastdecode.region.contract import KV_DTYPES, ROW_DTYPE, Status
 from fastdecode.region.geometry import geometry_tuple, region_layout
 from fastdecode.spart.resident.arena import PageArena
 from fastdecode.spart.resident.kernels import ResidentKernels
-from fastdecode.transports.base import CallRefused, Hello, Lease, Link, LinkDown, Member, TransportError
+from fastdecode.transports.base import CallRefused, Hello, Lease, Link, LinkDown, Member, TransportError, refusals
 from fastdecode.transports.migration import MigrationSender, PageFetcher, receive_bytes, send_bytes
 
 #: Pinned memory that holds pages on their way to or from an R-node.
@@ -234,14 +234,3 @@ class PinnedPages:
             self._stream = torch.Stream(self._arena.memory.device)
         with torch.inference_mode(), self._stream:
             yield
-
-
-@contextmanager
-def refusals(link: ResidentLink) -> Iterator[None]:
-    """Let errors of the page lists be refusals, as those of an R-node."""
-    try:
-        yield
-    except ValueError as error:
-        raise CallRefused(Status.BAD_SEQUENCE, str(error), link) from None
-    except MemoryError as error:
-        raise CallRefused(Status.OUT_OF_PAGES, str(error), link) from None

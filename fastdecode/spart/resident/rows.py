@@ -11,8 +11,9 @@ import torch
 
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.resident.kernels import ResidentTables
-from fastdecode.spart.resident.link import ResidentLink, refusals
+from fastdecode.spart.resident.link import ResidentLink
 from fastdecode.spart.step.step_table import StepTable
+from fastdecode.transports.base import refusals
 
 
 class ResidentNumbers(NamedTuple):
