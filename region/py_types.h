@@ -6,13 +6,15 @@
 /* Sets an exception and is false. */
 #define FD_PY_FAIL(exception, ...) (PyErr_Format(exception, __VA_ARGS__) != NULL)
 
-/* The PyType_Spec of a type whose objects are the C struct `object`. */
-#define FD_PY_TYPE(type, object, type_slots)                                                                           \
-    {                                                                                                                  \
-        .name = type,                                                                                                  \
+/* Defines `spec`, the PyType_Spec of the type `type_name`, whose objects are the C struct `object`; its slots follow.
+ */
+#define FD_PY_TYPE(spec, type_name, object, ...)                                                                       \
+    static PyType_Slot spec##_slots[] = {__VA_ARGS__, {0, NULL}};                                                      \
+    PyType_Spec spec = {                                                                                               \
+        .name = type_name,                                                                                             \
         .basicsize = sizeof(object),                                                                                   \
         .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,                                                        \
-        .slots = type_slots,                                                                                           \
+        .slots = spec##_slots,                                                                                         \
     }
 
 /* The function and the flags of a method that takes keyword arguments, for a PyMethodDef. */

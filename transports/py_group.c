@@ -403,12 +403,6 @@ static PyMethodDef group_methods[] = {
     {0},
 };
 
-static PyType_Slot group_slots[] = {
-    {Py_tp_doc, "One step of a mini-batch over all links that have rows in it; see _native.pyi."},
-    {Py_tp_new, group_new},
-    {Py_tp_dealloc, group_dealloc},
-    {Py_tp_methods, group_methods},
-    {0, NULL},
-};
-
-PyType_Spec fd_py_group_spec = FD_PY_TYPE("fastdecode.transports._native.StepGroup", GroupObject, group_slots);
+FD_PY_TYPE(fd_py_group_spec, "fastdecode.transports._native.StepGroup", GroupObject,
+           {Py_tp_doc, "One step of a mini-batch over all links that have rows in it; see _native.pyi."},
+           {Py_tp_new, group_new}, {Py_tp_dealloc, group_dealloc}, {Py_tp_methods, group_methods});

@@ -222,23 +222,11 @@ static PyGetSetDef port_getset[] = {
     {0},
 };
 
-static PyType_Slot port_slots[] = {
-    {Py_tp_doc, "The S side of a link's data path; see _native.pyi."},
-    {Py_tp_new, port_new},
-    {Py_tp_dealloc, port_dealloc},
-    {Py_tp_methods, port_methods},
-    {Py_tp_members, port_members},
-    {Py_tp_getset, port_getset},
-    {0, NULL},
-};
-static PyType_Slot r_port_slots[] = {
-    {Py_tp_doc, "The R side of a TCP or RDMA link's data path; see _native.pyi."},
-    {Py_tp_new, r_port_new},
-    {Py_tp_dealloc, port_dealloc},
-    {Py_tp_methods, r_port_methods},
-    {Py_tp_members, port_members},
-    {Py_tp_getset, port_getset},
-    {0, NULL},
-};
-PyType_Spec fd_py_port_spec = FD_PY_TYPE("fastdecode.transports._native.Port", PortObject, port_slots);
-PyType_Spec fd_py_r_port_spec = FD_PY_TYPE("fastdecode.transports._native.RPort", PortObject, r_port_slots);
+FD_PY_TYPE(fd_py_port_spec, "fastdecode.transports._native.Port", PortObject,
+           {Py_tp_doc, "The S side of a link's data path; see _native.pyi."}, {Py_tp_new, port_new},
+           {Py_tp_dealloc, port_dealloc}, {Py_tp_methods, port_methods}, {Py_tp_members, port_members},
+           {Py_tp_getset, port_getset});
+FD_PY_TYPE(fd_py_r_port_spec, "fastdecode.transports._native.RPort", PortObject,
+           {Py_tp_doc, "The R side of a TCP or RDMA link's data path; see _native.pyi."}, {Py_tp_new, r_port_new},
+           {Py_tp_dealloc, port_dealloc}, {Py_tp_methods, r_port_methods}, {Py_tp_members, port_members},
+           {Py_tp_getset, port_getset});

@@ -105,13 +105,7 @@ static PyMethodDef proxy_methods[] = {
     {"end", (PyCFunction)proxy_end, METH_VARARGS, NULL},   {0},
 };
 
-static PyType_Slot proxy_slots[] = {
-    {Py_tp_doc, "Carries the layer words of slots that a device drives; see _native.pyi."},
-    {Py_tp_new, proxy_new},
-    {Py_tp_dealloc, proxy_dealloc},
-    {Py_tp_methods, proxy_methods},
-    {Py_bf_getbuffer, proxy_buffer},
-    {0, NULL},
-};
-
-PyType_Spec fd_py_proxy_spec = FD_PY_TYPE("fastdecode.transports._native.Proxy", ProxyObject, proxy_slots);
+FD_PY_TYPE(fd_py_proxy_spec, "fastdecode.transports._native.Proxy", ProxyObject,
+           {Py_tp_doc, "Carries the layer words of slots that a device drives; see _native.pyi."},
+           {Py_tp_new, proxy_new}, {Py_tp_dealloc, proxy_dealloc}, {Py_tp_methods, proxy_methods},
+           {Py_bf_getbuffer, proxy_buffer});

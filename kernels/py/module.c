@@ -2,23 +2,35 @@
  * attention of prompts and draws of tokens. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stdbool.h>
 
-#include "cpu/isa.h"
+#include "decoder/reduction.h"
+#include "engine/engine.h"
+#include "py_object.h"
 
 extern PyMethodDef fd_engine_methods[];        /* py_engine.c */
 extern PyMethodDef fd_roofline_methods[];      /* py_roofline.c */
 extern PyMethodDef fd_parallel_methods[];      /* py_parallel.c */
-bool fd_engine_add_types(PyObject *module);    /* py_engine.c */
-bool fd_linears_add_types(PyObject *module);   /* py_linears.c */
-bool fd_dense16_add_types(PyObject *module);   /* py_dense16.c */
-bool fd_row_ops_add_types(PyObject *module);   /* py_row_ops.c */
-bool fd_delta_add_types(PyObject *module);     /* py_delta.c */
-bool fd_prompt_add_types(PyObject *module);    /* py_prompt.c */
-bool fd_joints_add_types(PyObject *module);    /* py_joints.c */
-bool fd_reduction_add_types(PyObject *module); /* py_reduction.c */
-bool fd_draw_rows_add_types(PyObject *module); /* py_draw_rows.c */
-bool fd_lists_add_types(PyObject *module);     /* py_page_lists.c */
+bool fd_reduction_add_names(PyObject *module); /* py_reduction.c */
+
+PyTypeObject *fd_py_engine_link_type, *fd_py_linear_type, *fd_py_dense16_type, *fd_py_prompt_type,
+    *fd_py_reduction_type;
+
+static const struct {
+    PyType_Spec *spec;
+    PyTypeObject **kept;
+} types[] = {
+    {&fd_py_engine_spec, NULL},
+    {&fd_py_engine_link_spec, &fd_py_engine_link_type},
+    {&fd_py_lists_spec, NULL},
+    {&fd_py_linear_spec, &fd_py_linear_type},
+    {&fd_py_dense16_spec, &fd_py_dense16_type},
+    {&fd_py_row_ops_spec, NULL},
+    {&fd_py_delta_spec, NULL},
+    {&fd_py_prompt_spec, &fd_py_prompt_type},
+    {&fd_py_joints_spec, NULL},
+    {&fd_py_reduction_spec, &fd_py_reduction_type},
+    {&fd_py_draw_rows_spec, NULL},
+};
 
 static PyObject *isa_best(PyObject *self, PyObject *unused) { return PyUnicode_FromString(fd_isa_name(fd_isa_best())); }
 
@@ -41,15 +53,13 @@ static PyMethodDef isa_methods[] = {
 
 static int exec_module(PyObject *module) {
     PyMethodDef *const methods[] = {isa_methods, fd_engine_methods, fd_roofline_methods, fd_parallel_methods};
-    bool (*const add_types[])(PyObject *) = {
-        fd_linears_add_types, fd_dense16_add_types,   fd_row_ops_add_types, fd_delta_add_types, fd_prompt_add_types,
-        fd_joints_add_types,  fd_draw_rows_add_types, fd_engine_add_types,  fd_lists_add_types, fd_reduction_add_types,
-    };
     for (size_t i = 0; i < sizeof methods / sizeof *methods; i++)
         if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;
-    for (size_t i = 0; i < sizeof add_types / sizeof *add_types; i++)
-        if (!add_types[i](module)) return -1;
-    return 0;
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+        if (!fd_py_add_type(module, types[i].spec, types[i].kept)) return -1;
+    if (PyModule_AddIntConstant(module, "MAX_THREADS", FD_MAX_THREADS) < 0) return -1;
+    if (PyModule_AddIntConstant(module, "MAX_RANKS", FD_MOST_RANKS) < 0) return -1;
+    return fd_reduction_add_names(module) ? 0 : -1;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};

@@ -51,13 +51,6 @@ static PyMethodDef methods[] = {
     {"advance", (PyCFunction)advance, METH_VARARGS, "Advance the states of rows (fd_delta_rows_t)."},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot slots[] = {
-    {Py_tp_doc, "The gated delta rule of a block, for rows of decoding sequences (delta.h)."},
-    {Py_tp_new, delta_new},
-    {Py_tp_methods, methods},
-    {Py_tp_members, fd_py_isa_member},
-    {0, NULL},
-};
-static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.DeltaRows", delta_t, slots);
-
-bool fd_delta_add_types(PyObject *module) { return fd_py_add_type(module, &spec, NULL); }
+FD_PY_TYPE(fd_py_delta_spec, "fastdecode.kernels._native.DeltaRows", delta_t,
+           {Py_tp_doc, "The gated delta rule of a block, for rows of decoding sequences (delta.h)."},
+           {Py_tp_new, delta_new}, {Py_tp_methods, methods}, {Py_tp_members, fd_py_isa_member});

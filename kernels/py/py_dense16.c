@@ -16,8 +16,6 @@ typedef struct {
     Py_buffer buffers[BUFFERS]; /* obj NULL: not given */
 } dense16_t;
 
-static PyTypeObject *dense16_type;
-
 static const fd_dense16_ops_t *choose(unsigned dtype, unsigned act) {
     fd_isa_t isa;
     if (!fd_py_choose_isa(NULL, &isa)) return NULL;
@@ -115,15 +113,9 @@ static PyMethodDef methods[] = {
     {"packed_bytes", dense16_packed_bytes, METH_VARARGS | METH_STATIC, "The bytes of packed weights."},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot slots[] = {
-    {Py_tp_doc, "A matrix of 16-bit numbers (fd_dense16_t)."},
-    {Py_tp_new, dense16_new},
-    {Py_tp_dealloc, dense16_dealloc},
-    {Py_tp_methods, methods},
-    {Py_tp_members, fd_py_isa_member},
-    {0, NULL},
-};
-static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.Dense16Linear", dense16_t, slots);
+FD_PY_TYPE(fd_py_dense16_spec, "fastdecode.kernels._native.Dense16Linear", dense16_t,
+           {Py_tp_doc, "A matrix of 16-bit numbers (fd_dense16_t)."}, {Py_tp_new, dense16_new},
+           {Py_tp_dealloc, dense16_dealloc}, {Py_tp_methods, methods}, {Py_tp_members, fd_py_isa_member});
 
 /* Outputs have no room between rows: such a product is the only one of its rows. */
 static fd_status_t multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
@@ -133,10 +125,8 @@ static fd_status_t multiply(const void *linear, const void *x, size_t rows, void
 }
 
 bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product) {
-    if (!Py_IS_TYPE(o, dense16_type) || ((dense16_t *)o)->act != act) return false;
+    if (!Py_IS_TYPE(o, fd_py_dense16_type) || ((dense16_t *)o)->act != act) return false;
     const fd_dense16_t *l = &((dense16_t *)o)->linear;
     *product = (fd_product_t){l->ins, l->outs, multiply, o};
     return true;
 }
-
-bool fd_dense16_add_types(PyObject *module) { return fd_py_add_type(module, &spec, &dense16_type); }

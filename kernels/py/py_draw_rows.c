@@ -40,13 +40,6 @@ static PyMethodDef methods[] = {
     {"run", (PyCFunction)run, METH_VARARGS, "Draw the next tokens of rows (fd_draw_t)."},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot slots[] = {
-    {Py_tp_doc, "Draws the next tokens of rows of logits (draw_rows.h)."},
-    {Py_tp_new, row_draws_new},
-    {Py_tp_methods, methods},
-    {Py_tp_members, fd_py_isa_member},
-    {0, NULL},
-};
-static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.RowDraws", row_draws_t, slots);
-
-bool fd_draw_rows_add_types(PyObject *module) { return fd_py_add_type(module, &spec, NULL); }
+FD_PY_TYPE(fd_py_draw_rows_spec, "fastdecode.kernels._native.RowDraws", row_draws_t,
+           {Py_tp_doc, "Draws the next tokens of rows of logits (draw_rows.h)."}, {Py_tp_new, row_draws_new},
+           {Py_tp_methods, methods}, {Py_tp_members, fd_py_isa_member});

@@ -239,17 +239,10 @@ static PyMethodDef engine_methods[] = {
 
 /* ---- module ---- */
 
-static PyType_Slot engine_slots[] = {
-    {Py_tp_doc, "The R-engine: threads that serve the calls of all links without entering Python."},
-    {Py_tp_new, engine_new},
-    {Py_tp_dealloc, engine_dealloc},
-    {Py_tp_methods, engine_methods},
-    {Py_tp_members, engine_members},
-    {Py_tp_getset, engine_getset},
-    {0, NULL},
-};
-
-static PyType_Spec engine_spec = FD_PY_TYPE("fastdecode.kernels._native.REngine", engine_object_t, engine_slots);
+FD_PY_TYPE(fd_py_engine_spec, "fastdecode.kernels._native.REngine", engine_object_t,
+           {Py_tp_doc, "The R-engine: threads that serve the calls of all links without entering Python."},
+           {Py_tp_new, engine_new}, {Py_tp_dealloc, engine_dealloc}, {Py_tp_methods, engine_methods},
+           {Py_tp_members, engine_members}, {Py_tp_getset, engine_getset});
 
 static PyObject *py_gpu_splits(PyObject *module, PyObject *args) {
     unsigned long long pairs;
@@ -276,8 +269,3 @@ PyMethodDef fd_engine_methods[] = {
      "Pages of a block, for the layers that see all tokens and for those of limited reach, and their reach."},
     {0},
 };
-
-bool fd_engine_add_types(PyObject *module) {
-    return PyModule_AddIntConstant(module, "MAX_THREADS", FD_MAX_THREADS) == 0 &&
-           fd_py_add_type(module, &engine_spec, NULL) && fd_engine_link_add_type(module);
-}

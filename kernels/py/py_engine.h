@@ -35,6 +35,3 @@ static inline PyObject *engine_error(const fd_error_t *error, PyObject *exceptio
     PyErr_SetString(wrong ? PyExc_ValueError : exception, error->text);
     return NULL;
 }
-
-extern PyTypeObject *fd_py_engine_link_type;
-bool fd_engine_link_add_type(PyObject *module);

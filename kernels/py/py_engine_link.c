@@ -8,8 +8,6 @@
 
 #include "py_engine.h"
 
-PyTypeObject *fd_py_engine_link_type;
-
 /* Removes the link from the engine. The engine does not touch the region after that. */
 static void remove_link(link_object_t *self) {
     fd_link_t *link = self->link;
@@ -298,11 +296,9 @@ static PyType_Slot link_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec link_spec = {
+PyType_Spec fd_py_engine_link_spec = {
     .name = "fastdecode.kernels._native.REngineLink",
     .basicsize = sizeof(link_object_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = link_slots,
 };
-
-bool fd_engine_link_add_type(PyObject *module) { return fd_py_add_type(module, &link_spec, &fd_py_engine_link_type); }

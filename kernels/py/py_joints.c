@@ -208,13 +208,6 @@ static PyMethodDef methods[] = {
      "The capsule of spart_layers.h for the rows of a step."},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot slots[] = {
-    {Py_tp_doc, "What an S-Part computes between the attention of two layers (joint.h)."},
-    {Py_tp_new, joints_new},
-    {Py_tp_dealloc, joints_dealloc},
-    {Py_tp_methods, methods},
-    {0, NULL},
-};
-static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.Joints", joints_t, slots);
-
-bool fd_joints_add_types(PyObject *module) { return fd_py_add_type(module, &spec, NULL); }
+FD_PY_TYPE(fd_py_joints_spec, "fastdecode.kernels._native.Joints", joints_t,
+           {Py_tp_doc, "What an S-Part computes between the attention of two layers (joint.h)."},
+           {Py_tp_new, joints_new}, {Py_tp_dealloc, joints_dealloc}, {Py_tp_methods, methods});

@@ -15,8 +15,6 @@ typedef struct {
     Py_buffer buffers[BUFFERS]; /* obj NULL: not given */
 } linear_t;
 
-static PyTypeObject *linear_type;
-
 /* Takes the buffers of a matrix. Those from MINS on may be None. */
 static bool take_buffers(linear_t *self, PyObject *const *o) {
     static const char *const names[BUFFERS] = {"weights", "scales", "units", "mins", "bias", "table", "negated_sums"};
@@ -153,15 +151,9 @@ static PyMethodDef methods[] = {
     {"read_rows", (PyCFunction)linear_read_rows, METH_VARARGS, "Copy rows of W, as far as W has them."},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot slots[] = {
-    {Py_tp_doc, "A quantised matrix (fd_linear_t)."},
-    {Py_tp_new, linear_new},
-    {Py_tp_dealloc, linear_dealloc},
-    {Py_tp_methods, methods},
-    {Py_tp_members, fd_py_isa_member},
-    {0, NULL},
-};
-static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.QuantisedLinear", linear_t, slots);
+FD_PY_TYPE(fd_py_linear_spec, "fastdecode.kernels._native.QuantisedLinear", linear_t,
+           {Py_tp_doc, "A quantised matrix (fd_linear_t)."}, {Py_tp_new, linear_new}, {Py_tp_dealloc, linear_dealloc},
+           {Py_tp_methods, methods}, {Py_tp_members, fd_py_isa_member});
 
 static fd_status_t multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
     const linear_t *self = linear;
@@ -169,10 +161,8 @@ static fd_status_t multiply(const void *linear, const void *x, size_t rows, void
 }
 
 bool fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product) {
-    if (act != FD_ACT_FP32 || !Py_IS_TYPE(o, linear_type)) return false;
+    if (act != FD_ACT_FP32 || !Py_IS_TYPE(o, fd_py_linear_type)) return false;
     const fd_linear_t *l = &((linear_t *)o)->linear;
     *product = (fd_product_t){l->ins, l->outs, multiply, o};
     return true;
 }
-
-bool fd_linears_add_types(PyObject *module) { return fd_py_add_type(module, &spec, &linear_type); }

@@ -201,16 +201,7 @@ static PyMethodDef lists_methods[] = {
     {0},
 };
 
-static PyType_Slot lists_slots[] = {
-    {Py_tp_doc, "The page lists of a KV-cache whose arena is memory of a device."},
-    {Py_tp_new, lists_new},
-    {Py_tp_dealloc, lists_dealloc},
-    {Py_tp_methods, lists_methods},
-    {Py_tp_members, lists_members},
-    {Py_tp_getset, lists_getset},
-    {0, NULL},
-};
-
-static PyType_Spec lists_spec = FD_PY_TYPE("fastdecode.kernels._native.PageLists", page_lists_t, lists_slots);
-
-bool fd_lists_add_types(PyObject *module) { return fd_py_add_type(module, &lists_spec, NULL); }
+FD_PY_TYPE(fd_py_lists_spec, "fastdecode.kernels._native.PageLists", page_lists_t,
+           {Py_tp_doc, "The page lists of a KV-cache whose arena is memory of a device."}, {Py_tp_new, lists_new},
+           {Py_tp_dealloc, lists_dealloc}, {Py_tp_methods, lists_methods}, {Py_tp_members, lists_members},
+           {Py_tp_getset, lists_getset});

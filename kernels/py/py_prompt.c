@@ -13,8 +13,6 @@ typedef struct {
     uint32_t act; /* fd_act_dtype_t of the rows */
 } prompt_attention_t;
 
-static PyTypeObject *prompt_attention_type;
-
 static PyObject *prompt_attention_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keys[] = {"act_dtype", NULL};
     unsigned act_dtype;
@@ -120,7 +118,7 @@ fd_prompt_chunks_t *fd_py_prompt_chunks(PyObject *o, uint32_t act, const fd_join
     if (!is_tuple(o) ||
         !PyArg_ParseTuple(o, "OfO!;prompts are (attention, scale, chunks)", &attention, &scale, &PyList_Type, &list))
         return NULL;
-    if (!Py_IS_TYPE(attention, prompt_attention_type) || ((prompt_attention_t *)attention)->act != act)
+    if (!Py_IS_TYPE(attention, fd_py_prompt_type) || ((prompt_attention_t *)attention)->act != act)
         return (fd_prompt_chunks_t *)PyErr_Format(PyExc_TypeError,
                                                   "prompts need a PromptAttention of the joints' dtype");
     const size_t n = (size_t)PyList_GET_SIZE(list);
@@ -145,13 +143,6 @@ static PyMethodDef methods[] = {
     {"attend", (PyCFunction)attend, METH_VARARGS, "Attend rows (fd_prompt_t)."},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot slots[] = {
-    {Py_tp_doc, "Attention of a prompt's rows on the S-node's CPU (prompt.h)."},
-    {Py_tp_new, prompt_attention_new},
-    {Py_tp_methods, methods},
-    {Py_tp_members, fd_py_isa_member},
-    {0, NULL},
-};
-static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.PromptAttention", prompt_attention_t, slots);
-
-bool fd_prompt_add_types(PyObject *module) { return fd_py_add_type(module, &spec, &prompt_attention_type); }
+FD_PY_TYPE(fd_py_prompt_spec, "fastdecode.kernels._native.PromptAttention", prompt_attention_t,
+           {Py_tp_doc, "Attention of a prompt's rows on the S-node's CPU (prompt.h)."},
+           {Py_tp_new, prompt_attention_new}, {Py_tp_methods, methods}, {Py_tp_members, fd_py_isa_member});

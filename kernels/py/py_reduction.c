@@ -7,7 +7,6 @@
 #include "py_reduction.h"
 
 static PyObject *rank_error; /* RankError */
-static PyTypeObject *reduction_type;
 
 typedef struct {
     PyObject_HEAD
@@ -16,7 +15,7 @@ typedef struct {
 } reduction_t;
 
 fd_reduction_t *fd_py_reduction(PyObject *o) {
-    if (Py_TYPE(o) == reduction_type) return &((reduction_t *)o)->reduction;
+    if (Py_TYPE(o) == fd_py_reduction_type) return &((reduction_t *)o)->reduction;
     PyErr_SetString(PyExc_TypeError, "not a RankReduction");
     return NULL;
 }
@@ -109,20 +108,13 @@ static PyMethodDef methods[] = {
     {"leave", (PyCFunction)leave, METH_NOARGS, "Let all other ranks out (fd_reduction_leave)."},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot slots[] = {
-    {Py_tp_doc, "A rank's end of the sums over a tensor-parallel S-Part's ranks (reduction.h)."},
-    {Py_tp_new, reduction_new},
-    {Py_tp_dealloc, reduction_dealloc},
-    {Py_tp_methods, methods},
-    {0, NULL},
-};
-static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.RankReduction", reduction_t, slots);
+FD_PY_TYPE(fd_py_reduction_spec, "fastdecode.kernels._native.RankReduction", reduction_t,
+           {Py_tp_doc, "A rank's end of the sums over a tensor-parallel S-Part's ranks (reduction.h)."},
+           {Py_tp_new, reduction_new}, {Py_tp_dealloc, reduction_dealloc}, {Py_tp_methods, methods});
 
-bool fd_reduction_add_types(PyObject *module) {
+bool fd_reduction_add_names(PyObject *module) {
     rank_error = PyErr_NewExceptionWithDoc("fastdecode.kernels._native.RankError",
                                            "A rank of a tensor-parallel S-Part does not take part any more.",
                                            PyExc_RuntimeError, NULL);
-    return rank_error && PyModule_AddObjectRef(module, "RankError", rank_error) == 0 &&
-           PyModule_AddIntConstant(module, "MAX_RANKS", FD_MOST_RANKS) == 0 &&
-           fd_py_add_type(module, &spec, &reduction_type);
+    return rank_error && PyModule_AddObjectRef(module, "RankError", rank_error) == 0;
 }

@@ -75,13 +75,6 @@ static PyMethodDef methods[] = {
     {"rope", (PyCFunction)rope, METH_VARARGS, "Normalise and turn the heads of rows (fd_rope_rows_t)."},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot slots[] = {
-    {Py_tp_doc, "The S-Part's operations between products (row_ops.h)."},
-    {Py_tp_new, row_ops_new},
-    {Py_tp_methods, methods},
-    {Py_tp_members, fd_py_isa_member},
-    {0, NULL},
-};
-static PyType_Spec spec = FD_PY_TYPE("fastdecode.kernels._native.RowOps", row_ops_t, slots);
-
-bool fd_row_ops_add_types(PyObject *module) { return fd_py_add_type(module, &spec, NULL); }
+FD_PY_TYPE(fd_py_row_ops_spec, "fastdecode.kernels._native.RowOps", row_ops_t,
+           {Py_tp_doc, "The S-Part's operations between products (row_ops.h)."}, {Py_tp_new, row_ops_new},
+           {Py_tp_methods, methods}, {Py_tp_members, fd_py_isa_member});
