@@ -273,7 +273,7 @@ async def test_a_wire_that_goes_down_under_load_leaves_nothing_behind(node, far_
     before = held()
     for _ in range(CYCLES):
         await cycle()
-        await until(nothing_is_left, 2 * NOTICED_S)
+        await until(nothing_is_left, NOTICED_S)
     await bystander.close()
 
 

@@ -1,6 +1,6 @@
 """Part of the conformance suite of the transports: an S-node or an R-node dies, at every phase and many times.
 
-Each time, the other end reports it within 5 seconds, no resource is left behind, and no other link notices.
+Each time, the other end reports it within seconds, no resource is left behind, and no other link notices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ async def test_r_node_killed_during_the_hand_shake(node):
         if node.process.poll() is not None:
             node.start()
         before = before or Held.by(os.getpid())
-        assert Held.by(os.getpid()) == before
+        await until(partial(holds, os.getpid(), before), HANG_S)
         with contextlib.suppress(LinkDown):
             async with asyncio.timeout(NOTICED_S):
                 with before_frame(n, lambda: node.end(signal.SIGKILL)):
@@ -175,6 +176,18 @@ async def test_r_node_killed_within_a_reply(tcp_node):
 # ---- under load, again and again ----
 
 
+async def least_growth(cycle: Callable[[], Awaitable[None]], resident: Callable[[], int]) -> int:
+    """The bytes by which memory grows in CYCLES cycles, the least of up to three times: a leak grows every time, what
+    malloc and the kernel keep for threads does not."""
+    grown = []
+    while len(grown) < 3 and (not grown or grown[-1] >= GROWTH):
+        before = resident()
+        for _ in range(CYCLES):
+            await cycle()
+        grown.append(resident() - before)
+    return min(grown)
+
+
 async def test_r_node_killed_under_load(node, other_node):
     start_executor_threads()
     node.end(signal.SIGKILL)
@@ -198,14 +211,7 @@ async def test_r_node_killed_under_load(node, other_node):
     async with untouched(other_node.url):
         before = Held.by(os.getpid())
         await cycle(before)
-        for _ in range(3):  # a leak grows every time, what malloc and the kernel keep for threads does not
-            resident = needed_bytes()
-            for _ in range(CYCLES):
-                await cycle(before)
-            grown = needed_bytes() - resident
-            if grown < GROWTH:
-                break
-        assert grown < GROWTH
+        assert await least_growth(partial(cycle, before), needed_bytes) < GROWTH
 
 
 async def test_s_node_killed_under_load(shared_node):
@@ -218,10 +224,7 @@ async def test_s_node_killed_under_load(shared_node):
     async with untouched(shared_node.url):
         before = Held.by(shared_node.pid)
         await cycle(before)
-        resident = resident_bytes(shared_node.pid)
-        for _ in range(CYCLES):
-            await cycle(before)
-        assert resident_bytes(shared_node.pid) < resident + GROWTH
+        assert await least_growth(partial(cycle, before), partial(resident_bytes, shared_node.pid)) < GROWTH
     await until(lambda: whole_cache_is_free(shared_node.url), NOTICED_S)
 
 
@@ -232,7 +235,7 @@ def test_wires_that_go_down():
         pytest.skip(done.stdout)
     assert done.returncode == 0
     result = json.loads(done.stdout)
-    assert max(result["given_up"], result["freed"]) < 2 * NOTICED_S  # twice the limit, because the machine may be busy
+    assert max(result["given_up"], result["freed"]) < NOTICED_S
     r_before, r_after, s_before, s_after = result["held"]
     assert (r_after, s_after) == (r_before, s_before)
     assert max(result["grown"]) < GROWTH

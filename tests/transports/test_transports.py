@@ -497,7 +497,7 @@ def test_vanished_host_is_noticed_by_both_sides():
         pytest.skip("no network namespace may be made here")
     assert done.returncode == 0
     idle, busy, freed = json.loads(done.stdout)
-    assert max(idle, busy, freed) < 2 * NOTICED_S  # twice the limit, because the machine may be busy
+    assert max(idle, busy, freed) < NOTICED_S
 
 
 async def test_neither_side_leaks_over_many_links(shared_node):
