@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 
 from attention.rengine_peer import KV_FP32, Geometry, Peer
 
@@ -53,9 +54,10 @@ def test_calls_go_on_while_the_gil_is_held():
     try:
         assert child.stdout.readline() == "ready\n"
         witness.start()
-        begin = time.monotonic()
+        while not ticks:
+            time.sleep(0.001)
         ctypes.PyDLL(None).usleep(1_000_000)  # PyDLL, unlike CDLL, keeps the GIL
-        end = time.monotonic()
+        ticks.append(time.monotonic())
         peer.map[72] = 1  # a byte of the header page that nobody uses: stop
         served = [float(t) for t in child.communicate(timeout=30)[0].split()]
     finally:
@@ -68,11 +70,13 @@ def test_calls_go_on_while_the_gil_is_held():
         lease.close()
         engine.close()
         os.close(fd)
-    assert not [t for t in ticks if begin + 0.1 < t < end - 0.1], "the GIL was not held"
-    assert len([t for t in served if begin + 0.1 < t < end - 0.1]) > 10  # even if the machine is busy
+    begin, end = max(pairwise(sorted(ticks)), key=lambda pair: pair[1] - pair[0])
+    assert end - begin > 0.9, "the GIL was not held"
+    assert len([t for t in served if begin < t < end]) > 10  # even if the machine is busy
 
 
-#: Three threads use whichever link is open, while the main thread closes it and opens the next one.
+#: Three threads use whichever link is open, while the main thread closes it and opens the next one: a thousand times,
+#: or for 20 seconds on a busy machine.
 CLOSER = """
 import mmap, sys, threading, time
 from attention.rengine_peer import KV_FP32, Geometry, Peer
@@ -93,7 +97,10 @@ def use():
             refusals.add(str(error))
 users = [threading.Thread(target=use) for _ in range(3)]
 for user in users: user.start()
+end = time.monotonic() + 20
 for _ in range(1000):
+    if time.monotonic() > end:
+        break
     time.sleep(0.0002)
     link.close()
     link = open_link()
@@ -109,7 +116,7 @@ def test_a_link_may_be_closed_while_other_threads_use_it():
     fd = os.memfd_create("region")
     try:
         child = subprocess.run(
-            [sys.executable, "-c", CLOSER, str(fd)], pass_fds=[fd], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", CLOSER, str(fd)], pass_fds=[fd], capture_output=True, text=True, timeout=200
         )
     finally:
         os.close(fd)
