@@ -43,11 +43,12 @@ def without_heads(data):
 
 
 @pytest.fixture
-async def waiting(tokenizer):
-    """A client of an engine that gives two tokens, waits, and gives two more; the engine; and the event."""
+async def waiting(tokenizer, request):
+    """A client of an engine that gives two tokens, waits, and gives two more; the engine; and the event. The parameter
+    is how long a stream waits for its client."""
     go_on = asyncio.Event()
     engine = ScriptedEngine(*[[5, 6, go_on, 7, 8]] * 3)
-    async with served(engine, tokenizer, remote=False, resume_seconds=1.0) as client:
+    async with served(engine, tokenizer, remote=False, resume_seconds=getattr(request, "param", 60.0)) as client:
         yield client, engine, go_on
 
 
@@ -93,6 +94,7 @@ async def test_without_the_header_events_have_no_ids_and_a_client_that_leaves_en
         await engine.streams[0].cancelled.wait()
 
 
+@pytest.mark.parametrize("waiting", [1.0], indirect=True)
 async def test_a_stream_waits_for_its_client_for_a_time(waiting):
     client, engine, _ = waiting
     source = await begun(EventSource(*ask(COMPLETION)), client.http)

@@ -82,6 +82,7 @@ class ScriptedServer:
         self.first, self.gap = first, gap
         self.bodies: list[dict] = []
         self.under_way = self.most_under_way = 0
+        self.await_under_way = 1  # answers wait until so many requests have been under way at once
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -92,6 +93,8 @@ class ScriptedServer:
         self.most_under_way = max(self.most_under_way, self.under_way)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        while self.most_under_way < self.await_under_way:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(self.first)
         for i in range(body["max_tokens"]):
             if i:
@@ -140,9 +143,10 @@ async def test_latencies_are_those_of_the_server(scripted) -> None:
 
 async def test_arrivals_do_not_wait_for_answers_and_a_closed_loop_does(scripted) -> None:
     server, where = scripted
+    server.await_under_way = 8
     await load(where, workload.fixed(8, 4, 3))
     assert server.most_under_way == 8
-    server.most_under_way = 0
+    server.most_under_way, server.await_under_way = 0, 2
     await load(where, workload.fixed(8, 4, 3), concurrency=2)
     assert server.most_under_way == 2
 

@@ -31,7 +31,7 @@ def health(api: openai.OpenAI) -> str:
 
 
 def wait_until_idle(api: openai.OpenAI) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not re.search(r'"running":0,"waiting":0', health(api)):
         assert time.monotonic() < deadline, health(api)
         time.sleep(0.05)
@@ -107,7 +107,7 @@ def test_the_log_of_an_idle_node_that_ends_with_its_parent_ends_calmly(tmp_path)
     parent.kill()
     parent.wait()
     while "the engine's process has ended" not in log.read_text():
-        assert time.monotonic() < deadline + 20, log.read_text()
+        assert time.monotonic() < deadline + 60, log.read_text()
         time.sleep(0.1)
     assert not re.search("WARNING|ERROR|CRITICAL", log.read_text())
 

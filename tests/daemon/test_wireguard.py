@@ -154,7 +154,7 @@ def test_the_tunnel_of_the_page(machines, tmp_path):
             with log.open("wb") as out:
                 command = machines[role].inside(sys.executable, "-m", "fastdecode.daemon.node", *arguments)
                 node = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-            ended.callback(node.wait, 20)
+            ended.callback(node.wait, 60)
             ended.callback(node.terminate)
             wait_for(log, started, node)
         answer = json.loads(subprocess.check_output(machines["S-node"].inside(sys.executable, "-c", COMPLETE)))

@@ -48,7 +48,7 @@ class ScriptProcess:
             self.send_signal(number)
             self.send_signal(signal.SIGCONT)
         try:
-            return self.process.wait(20)
+            return self.process.wait(60)
         finally:
             self.process.kill()
             self.process.wait()
