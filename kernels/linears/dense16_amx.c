@@ -2,8 +2,10 @@
  * with 16 outputs. The sums of 32 rows and a panel's 32 outputs are four tiles, which add up all inputs in their order,
  * so a row's result does not depend on the other rows.
  *
- * Up to 32 rows are read where they lie, while weights stream from memory. More rows are copied into tiles first: rows
- * that stand a power of two apart share a set of the L1 cache, which has fewer ways than a tile has rows.
+ * Up to 32 rows are read where they lie, while weights stream from memory. If a thread's weights are more than its L2
+ * cache holds, they have evicted the lines of the outputs before these are written again: reading such lines in order
+ * to overwrite them holds the weights up, so outputs are stored past the caches. More rows are copied into tiles first:
+ * rows that stand a power of two apart share a set of the L1 cache, which has fewer ways than a tile has rows.
  */
 #include "cpu/isa.h"
 
@@ -22,12 +24,13 @@ FD_BEGIN_TARGET(FD_AVX512 ",avx512bf16,amx-tile,amx-bf16")
 
 enum {
     LINE = 64,                 /* bytes */
+    L2_BYTES = 2 << 20,        /* of a thread's L2 cache */
     PANEL = 2 * LANES,         /* outputs */
     STEP = 32,                 /* inputs of a tile */
     TILE = FD_AMX_ROWS * STEP, /* numbers of a tile */
     TILE_LINES = TILE * 2 / LINE,
     MOST_ROWS = 2 * FD_AMX_ROWS, /* rows whose sums are in the registers at the same time */
-    TILES_AHEAD = 2              /* of weights from memory */
+    TILES_AHEAD = 1              /* of weights from memory */
 };
 /* How many rows and panels are multiplied together, in blocks of BLOCK_STEPS steps. An L2 cache of 2 MB holds, of up to
  * FEW_ROWS rows, all rows and the weights of two panels, and of more rows the weights of a group of panels, two pairs
@@ -56,6 +59,7 @@ typedef struct {
     size_t tile, row, step;
     uint16_t *y;
     size_t n, steps, panels, group; /* rows; steps of a row; panels; panels of a part of the work */
+    bool past_caches;               /* stores outputs so; each panel's outputs of a row are a line then */
 } run_t;
 
 /* Configures the tiles for n rows, at most MOST_ROWS. */
@@ -115,8 +119,9 @@ FD_INLINE void store_sums(sums_t sums, const int two) {
     _tile_stored(SUMS11, sums[FD_AMX_ROWS] + LANES, sizeof sums[0]);
 }
 
-/* Writes a panel's outputs of n rows. */
-static void store_outputs(const fd_dense16_t *l, sums_t sums, size_t n, size_t panel, uint16_t *y) {
+/* Writes a panel's outputs of n rows from `y` on. */
+static void store_outputs(const run_t *run, sums_t sums, size_t n, size_t panel, uint16_t *y) {
+    const fd_dense16_t *l = run->l;
     const size_t column = panel * PANEL, outs = l->outs - column < PANEL ? l->outs - column : PANEL;
     const __mmask32 mask = outs < PANEL ? (1u << outs) - 1 : 0xffffffffu;
     vec_t low = vec_zero(), high = vec_zero();
@@ -128,8 +133,14 @@ static void store_outputs(const fd_dense16_t *l, sums_t sums, size_t n, size_t p
     for (size_t r = 0; r < n; r++, y += l->outs) {
         const vec_t rounded =
             vec_round_pairs(vec_add(vec_load(sums[r]), low), vec_add(vec_load(sums[r] + LANES), high));
-        _mm512_mask_storeu_epi16(y, mask, vec_ints(rounded));
+        if (run->past_caches) _mm512_stream_si512((__m512i *)y, vec_ints(rounded));
+        else _mm512_mask_storeu_epi16(y, mask, vec_ints(rounded));
     }
+}
+
+/* Ends a part of the work: outputs that were stored past the caches could be seen after the end of the loop. */
+FD_INLINE void end_stores(const run_t *run) {
+    if (run->past_caches) _mm_sfence();
 }
 
 /* Panels of up to MOST_ROWS rows. */
@@ -147,8 +158,10 @@ static void few_rows(void *data, size_t first, size_t n) {
             add_steps(run, run->rows, weights, run->steps, 0, 1, NULL, 0);
             store_sums(sums, 0);
         }
-        store_outputs(run->l, sums, run->n, panel, run->y);
+        prefetch((const uint8_t *)(weights + (run->steps * 2 + TILES_AHEAD) * TILE), TILE_LINES);
+        store_outputs(run, sums, run->n, panel, run->y);
     }
+    end_stores(run);
     _tile_release();
 }
 
@@ -156,15 +169,15 @@ static void few_rows(void *data, size_t first, size_t n) {
 static void copy_rows(void *data, size_t first, size_t n) {
     const run_t *run = data;
     const size_t ins = run->l->ins;
-    for (size_t row = first * FD_AMX_ROWS; row < (first + n) * FD_AMX_ROWS; row++) {
-        const uint16_t *x = run->x + row * ins;
-        uint16_t *to = run->tiles + row / MOST_ROWS * run->steps * run->step + row / FD_AMX_ROWS % 2 * run->tile +
-                       row % FD_AMX_ROWS * run->row;
-        for (size_t s = 0; s < run->steps; s++) {
-            const size_t left = row < run->n ? ins - s * STEP : 0;
-            const __mmask32 mask = left < STEP ? (1u << left) - 1 : 0xffffffffu;
-            _mm512_store_si512(to + s * run->step, _mm512_maskz_loadu_epi16(mask, x + s * STEP));
-        }
+    for (size_t tile = first; tile < first + n; tile++) {
+        uint16_t *to = run->tiles + tile / 2 * run->steps * run->step + tile % 2 * run->tile;
+        const uint16_t *x = run->x + tile * FD_AMX_ROWS * ins;
+        for (size_t s = 0; s < run->steps; s++, to += run->step, x += STEP)
+            for (size_t r = 0; r < FD_AMX_ROWS; r++) {
+                const size_t left = tile * FD_AMX_ROWS + r < run->n ? ins - s * STEP : 0;
+                const __mmask32 mask = left < STEP ? (1u << left) - 1 : 0xffffffffu;
+                _mm512_store_si512(to + r * run->row, _mm512_maskz_loadu_epi16(mask, x + r * ins));
+            }
     }
 }
 
@@ -189,13 +202,12 @@ static void multiply_block(const run_t *run, size_t pair, size_t panel, size_t s
     else if (!pair && !ahead) add_block(run, x, weights, steps, 1, 1, sums, !step, next, 0);
     else add_block(run, x, weights, steps, 1, 0, sums, !step, next, ahead);
     if (step + steps == run->steps)
-        store_outputs(run->l, sums, rows < MOST_ROWS ? rows : MOST_ROWS, panel,
-                      run->y + pair * MOST_ROWS * run->l->outs);
+        store_outputs(run, sums, rows < MOST_ROWS ? rows : MOST_ROWS, panel, run->y + pair * MOST_ROWS * run->l->outs);
 }
 
-/* Groups of panels of rows that have been copied. Where rows are few, all of them pass a panel: the first ones stream
- * its weights, or all of them prefetch those of the next panel. Where they are many, a pair of tiles of rows passes all
- * panels of the group and prefetches the next pair. */
+/* Groups of panels of rows that have been copied. Where rows are few, all of them pass a panel, and the first ones
+ * stream its weights. Where they are many, a pair of tiles of rows passes all panels of the group and prefetches the
+ * next pair. */
 static void many_rows(void *data, size_t first, size_t n) {
     const run_t *run = data;
     const size_t pairs = (run->n + MOST_ROWS - 1) / MOST_ROWS;
@@ -204,23 +216,19 @@ static void many_rows(void *data, size_t first, size_t n) {
     configure(MOST_ROWS);
     for (size_t part = first; part < first + n; part++) {
         const size_t begin = part * run->group, left = run->panels - begin;
-        const size_t group = left < run->group ? left : run->group;
+        const size_t group = left < run->group ? left : run->group, ahead = (2 * TILE_LINES + group - 1) / group;
         for (size_t step = 0, steps; step < run->steps; step += steps) {
             steps = run->steps - step < BLOCK_STEPS ? run->steps - step : BLOCK_STEPS;
-            const bool kept = steps < run->steps, last = step + steps == run->steps;
-            const size_t turns = by_rows ? group : pairs, ahead = (2 * TILE_LINES + turns - 1) / turns;
+            const bool kept = steps < run->steps;
             for (size_t i = 0; i < pairs * group; i++) {
                 const size_t pair = by_rows ? i / group : i % pairs, panel = by_rows ? i % group : i / pairs;
-                const size_t following = panel + 1 < group || last ? (begin + panel + 1) * run->steps + step
-                                                                   : begin * run->steps + step + steps;
-                const uint16_t *next = by_rows ? run->rows + ((pair + 1) * run->steps + step) * run->step
-                                               : run->l->weights + following * 2 * TILE;
-                const size_t lines = by_rows ? pair ? ahead : 0 : pairs > 2 ? ahead : 0;
+                const uint16_t *next = run->rows + ((pair + 1) * run->steps + step) * run->step;
                 multiply_block(run, pair, begin + panel, step, steps, sums[kept ? pair : 0][kept ? panel : 0],
-                               (const uint8_t *)next + i % turns * ahead * steps * LINE, lines);
+                               (const uint8_t *)next + i % group * ahead * steps * LINE, by_rows && pair ? ahead : 0);
             }
         }
     }
+    end_stores(run);
     _tile_release();
 }
 
@@ -229,6 +237,8 @@ static fd_status_t multiply_all(const fd_dense16_t *l, const void *x, size_t row
     const size_t steps = (l->ins + STEP - 1) / STEP, panels = (l->outs + PANEL - 1) / PANEL;
     const size_t least = (WORTH_A_TURN + PANEL * l->ins - 1) / (PANEL * l->ins);
     run_t run = {.l = l, .x = x, .y = y, .n = rows, .steps = steps, .panels = panels};
+    run.past_caches = panels * steps * 2 * TILE * sizeof *l->weights > (size_t)threads * L2_BYTES &&
+                      l->outs % PANEL == 0 && (uintptr_t)y % LINE == 0;
     if (rows <= MOST_ROWS && l->ins % STEP == 0) {
         run.rows = x, run.tile = FD_AMX_ROWS * l->ins, run.row = l->ins, run.step = STEP;
         fd_parallel(few_rows, &run, panels, least, threads);

@@ -78,6 +78,24 @@ def test_many_bf16_rows_and_panels_equal_float64(isa, ins, n, monkeypatch):
 
 @pytest.mark.skipif(not BF16_ISAS, reason="no products of bf16 pairs")
 @pytest.mark.parametrize("isa", BF16_ISAS)
+@pytest.mark.parametrize("outs, first", [(1056, 0), (1056, 2), (1050, 0)])  # lines, parts of lines, a narrow panel
+def test_few_bf16_rows_of_a_matrix_beyond_the_caches_equal_float64(isa, outs, first, monkeypatch):
+    """With more than 2 MiB of weights a thread, AMX stores outputs past the caches where they are whole lines."""
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    weight, bias = matrix(outs, 4160, torch.bfloat16), torch.randn(outs)
+    linear = Linear16(weight, bias, torch.bfloat16)
+    for n in (1, 7, 16, 17, 32):
+        x = torch.randn(n, 4160, generator=torch.Generator().manual_seed(n)).bfloat16()
+        y = torch.zeros(n * outs + 64, dtype=torch.bfloat16)
+        product = y[first : first + n * outs].view(n, outs)
+        linear.native[0].run(x.view(torch.int16).numpy(), product.view(torch.int16).numpy(), 2)
+        want = x.double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(product.double(), want, rtol=2**-8, atol=4e-6 * 4160**0.5)
+        assert not y[:first].any() and not y[first + n * outs :].any()
+
+
+@pytest.mark.skipif(not BF16_ISAS, reason="no products of bf16 pairs")
+@pytest.mark.parametrize("isa", BF16_ISAS)
 @pytest.mark.parametrize("ins", [1300, 2080])
 @pytest.mark.parametrize("n", [17, 33, 300])
 def test_nan_stays_in_its_row_and_its_output(isa, ins, n, monkeypatch):
