@@ -1,7 +1,9 @@
 """Products of bf16 rows with a matrix of bf16 weights by kernels/linears, beside oneDNN's and the read roofline.
 
 Every call multiplies with another copy of the matrix, so that weights come from memory, as they do in a step. Each
-round takes the roofline, our products and oneDNN's in turns.
+round takes the roofline, our products and oneDNN's in turns. Our products are called as a step's are, with memory that
+is there, and again through torch like oneDNN's, for the ratio of the two: behind a matrix that has emptied the caches,
+Python takes tens of microseconds for a call.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def measure(shapes: Sequence[tuple[int, int]], batches: Sequence[int], rounds: i
     set_threads(threads)
     rows = []
     with closing(Roofline(_BYTES, usable_cpus()[:threads])) as roofline:
-        roofline.choose()
+        roofline.choose(passes=4)  # long readings, so that chance chooses less
         for outs, ins in shapes:
             weight = torch.randn(outs, ins).bfloat16()
             n = math.ceil(_BYTES / weight.nbytes)
@@ -58,18 +60,19 @@ def measure(shapes: Sequence[tuple[int, int]], batches: Sequence[int], rounds: i
 
 
 def _row(
-    roofline: Roofline, ours: Sequence[Linear], theirs: Sequence[Linear], batch: int, ins: int, rounds: int
+    roofline: Roofline, ours: Sequence[Linear16], theirs: Sequence[Linear], batch: int, ins: int, rounds: int
 ) -> dict[str, Any]:
     x = torch.randn(batch, ins).bfloat16()
     weights = ours[0].nbytes // 2
     calls = max(1, min(len(ours), int(_OPERATIONS / (2 * batch * weights))))
     _seconds(theirs[:1], x)  # oneDNN compiles a kernel
-    read, our_seconds, their_seconds = [], [], []
+    read, in_place, our_seconds, their_seconds = [], [], [], []
     for _ in range(rounds):
         read.append(roofline.gbps())
+        in_place.append(_seconds_in_place(ours[:calls], x, len(roofline.cpus)))
         our_seconds.append(_seconds(ours[:calls], x))
         their_seconds.append(_seconds(theirs[:calls], x))
-    seconds, others = statistics.median(our_seconds), statistics.median(their_seconds)
+    seconds, others = statistics.median(in_place), statistics.median(their_seconds)
     ratios = [b / a for a, b in zip(our_seconds, their_seconds, strict=True)]
     return {
         "batch": batch,
@@ -83,8 +86,18 @@ def _row(
     }
 
 
+def _seconds_in_place(linears: Sequence[Linear16], x: torch.Tensor, threads: int) -> float:
+    """Seconds of one linear's product, as a step calls it."""
+    rows, y = x.view(torch.int16).numpy(), linears[0](x).view(torch.int16).numpy()
+    products = [linear.native[0].run for linear in linears]
+    start = time.perf_counter()
+    for product in products:
+        product(rows, y, threads)
+    return (time.perf_counter() - start) / len(linears)
+
+
 def _seconds(linears: Sequence[Linear], x: torch.Tensor) -> float:
-    """Seconds of one linear's product."""
+    """Seconds of one linear's product, through torch."""
     start = time.perf_counter()
     for linear in linears:
         linear(x)
