@@ -241,7 +241,7 @@ async def test_a_wire_that_goes_down_is_the_reason_given(node, far_node, wire, w
 
 
 @needs_wire
-@pytest.mark.timeout(120 + 20 * CYCLES)
+@pytest.mark.timeout(280 + 20 * CYCLES)
 @pytest.mark.parametrize("which", ["va", "vb"])
 async def test_a_wire_that_goes_down_under_load_leaves_nothing_behind(node, far_node, wire, which):
     """Neither side keeps memory, descriptors, threads or verbs objects, and a link on another device goes on."""

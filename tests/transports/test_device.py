@@ -90,7 +90,7 @@ class Driven:
         return int(self.memory[at : at + 4].view(np.uint32)[0])
 
 
-@pytest.mark.timeout(FEWER * (60 + STEPS / 50))
+@pytest.mark.timeout(FEWER * (240 + STEPS / 50))
 async def test_a_device_drives_steps_bit_for_bit_like_the_host(shared_node, replay):
     link = await connect(shared_node.url, hello(kv_bytes=4 << 20, max_seqs=AT_ONCE + 1), None)
     driven = Driven(link)

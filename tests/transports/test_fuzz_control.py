@@ -45,7 +45,7 @@ REQUESTS = [
 ]
 ANSWERS = [BY_TYPE[name] for name in ("OK", "ERROR")]
 
-pytestmark = pytest.mark.timeout(120 + 2 * SECONDS)
+pytestmark = pytest.mark.timeout(300 + 2 * SECONDS)
 
 
 def rounds(n: int = ROUNDS) -> Iterator[random.Random]:

@@ -36,7 +36,7 @@ GONE = r"(closed|reset) the (data )?connection|connection broke|within a frame|r
 #: of KV-cache.
 GROWTH = 4 << 20
 
-pytestmark = pytest.mark.timeout(120 + 10 * CYCLES)
+pytestmark = pytest.mark.timeout(290 + 10 * CYCLES)
 
 
 @contextlib.asynccontextmanager

@@ -120,7 +120,7 @@ async def test_hundreds_of_calls_in_order_and_slots_reused(shared_node):
     await link.close()
 
 
-@pytest.mark.timeout(120 + CALLS / 1000)
+@pytest.mark.timeout(280 + CALLS / 1000)
 async def test_no_byte_of_any_call_is_torn(shared_node):
     """A bell appears only after all bytes of its call or reply. FASTDECODE_CALLS=1000000 makes a million calls."""
     link = await connect(shared_node.url, Payloads.HELLO, None)
