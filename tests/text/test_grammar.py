@@ -49,7 +49,7 @@ def test_a_state_that_a_job_takes_while_it_is_submitted_stops_no_later_state():
     thread._due = deque()
     third.may_end.set()
     thread.submit(third)
-    assert third.begun.wait(10)
+    assert third.begun.wait(30)
 
 
 def test_a_matcher_that_fails_takes_no_other_with_it(caplog):

@@ -92,7 +92,7 @@ class Forked:
         self.send_signal(signal.SIGTERM)
 
 
-def run_script(script: Path, *arguments: str, seconds: float = 220, env: dict[str, str] | None = None) -> Any:
+def run_script(script: Path, *arguments: str, seconds: float = 380, env: dict[str, str] | None = None) -> Any:
     """The JSON that a script with a model prints. Fails with the script's standard error."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = Forked([str(script), *arguments], MODELS, stdout=out.fileno(), stderr=err.fileno(), env=env)
