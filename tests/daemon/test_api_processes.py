@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 from engines.scripted_engine import ScriptedEngine
-from nodes.node_process import complete, fetch, gone, traces, until
+from nodes.node_process import START_SECONDS, complete, fetch, gone, traces, until
 
 from fastdecode.api.server import bind
 from fastdecode.daemon import api_processes
@@ -100,7 +100,7 @@ def test_the_log_of_an_idle_node_that_ends_with_its_parent_ends_calmly(tmp_path)
     with log.open("wb") as out:
         command = [sys.executable, "-c", PARENT, "-m", "fastdecode.daemon.node", *NODE]
         parent = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_SECONDS
     while "Serving" not in log.read_text():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
