@@ -1,9 +1,9 @@
 """Products of bf16 rows with a matrix of bf16 weights by kernels/linears, beside oneDNN's and the read roofline.
 
 Every call multiplies with another copy of the matrix, so that weights come from memory, as they do in a step. Each
-round takes the roofline, our products and oneDNN's in turns. Our products are called as a step's are, with memory that
-is there, and again through torch like oneDNN's, for the ratio of the two: behind a matrix that has emptied the caches,
-Python takes tens of microseconds for a call.
+round takes the roofline, our products and oneDNN's in turns. Our products are called as a step calls them, into memory
+that is there, and again through torch like oneDNN's, for the ratio of the two: behind a matrix that has emptied the
+caches, Python takes tens of microseconds for a call.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def _row(
     weights = ours[0].nbytes // 2
     calls = max(1, min(len(ours), int(_OPERATIONS / (2 * batch * weights))))
     _seconds(theirs[:1], x)  # oneDNN compiles a kernel
-    read, in_place, our_seconds, their_seconds = [], [], [], []
+    read, in_step, our_seconds, their_seconds = [], [], [], []
     for _ in range(rounds):
         read.append(roofline.gbps())
-        in_place.append(_seconds_in_place(ours[:calls], x, len(roofline.cpus)))
+        in_step.append(_seconds_in_step(ours[:calls], x, len(roofline.cpus)))
         our_seconds.append(_seconds(ours[:calls], x))
         their_seconds.append(_seconds(theirs[:calls], x))
-    seconds, others = statistics.median(in_place), statistics.median(their_seconds)
+    seconds, others = statistics.median(in_step), statistics.median(their_seconds)
     ratios = [b / a for a, b in zip(our_seconds, their_seconds, strict=True)]
     return {
         "batch": batch,
@@ -86,7 +86,7 @@ def _row(
     }
 
 
-def _seconds_in_place(linears: Sequence[Linear16], x: torch.Tensor, threads: int) -> float:
+def _seconds_in_step(linears: Sequence[Linear16], x: torch.Tensor, threads: int) -> float:
     """Seconds of one linear's product, as a step calls it."""
     rows, y = x.view(torch.int16).numpy(), linears[0](x).view(torch.int16).numpy()
     products = [linear.native[0].run for linear in linears]
