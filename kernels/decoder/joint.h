@@ -53,7 +53,7 @@ typedef struct {
     size_t pairs, rows;
 } fd_joint_rows_t;
 
-/* Bytes of scratch that fd_joint_run needs for `rows` rows. */
+/* Bytes of scratch, at any address, that fd_joint_run needs for `rows` rows. */
 size_t fd_joint_scratch(const fd_joints_t *j, size_t rows);
 
 /* Finishes block `layer - 1`, if there is one, and projects block `layer`, if there is one. FD_INTERNAL if memory runs

@@ -1,0 +1,67 @@
+/* Runs joints whose products and row operations only look at their addresses: what stands in the scratch begins with a
+ * cache line, wherever the scratch is. */
+
+#include "decoder/joint.h"
+#include "cpu/parallel.h"
+#include "require.h"
+
+enum { LINE = 64, ROWS = 3, HEADS = 3, HEAD_SIZE = 10, HIDDEN = 30, INNER = 50, QKV = 3 * HEADS * HEAD_SIZE };
+
+static uint16_t o[ROWS * HIDDEN];
+static uint8_t memory[4096];
+static const uint8_t *begin, *end; /* of the scratch */
+static int products;
+
+static bool is_line(const void *numbers, size_t bytes) {
+    const uint8_t *at = numbers;
+    return (uintptr_t)at % LINE == 0 && at >= begin && at + bytes <= end;
+}
+
+static fd_status_t multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
+    (void)linear, (void)threads;
+    REQUIRE(x == o || is_line(x, rows * 2));
+    REQUIRE(is_line(y, rows * stride * 2));
+    products++;
+    return FD_OK;
+}
+
+fd_loop_kind_t fd_loops_compute(fd_loop_kind_t kind) { return kind; }
+fd_status_t fd_reduction_sum(fd_reduction_t *r, void *y, size_t n, uint32_t dtype, unsigned threads) {
+    (void)r, (void)y, (void)n, (void)dtype, (void)threads;
+    return FD_OK;
+}
+void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *rows, size_t n, unsigned threads) {
+    (void)ops, (void)rows, (void)n, (void)threads;
+}
+void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *rows, size_t n, unsigned threads) {
+    (void)ops, (void)rows, (void)n, (void)threads;
+}
+void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *rows, size_t n, unsigned threads) {
+    (void)ops, (void)rows, (void)n, (void)threads;
+}
+
+static fd_products_t one(size_t ins, size_t outs) { return (fd_products_t){{{ins, outs, multiply, NULL}}, 1}; }
+
+int main(void) {
+    const size_t width = HEADS * HEAD_SIZE;
+    const fd_joint_layer_t layer = {
+        .qkv = one(HIDDEN, QKV), .o = one(width, HIDDEN), .up = one(HIDDEN, 2 * INNER), .down = one(INNER, HIDDEN)};
+    const fd_joint_layer_t layers[] = {layer, layer};
+    const fd_joints_t joints = {.number_bytes = 2,
+                                .hidden = HIDDEN,
+                                .inner = INNER,
+                                .q_heads = HEADS,
+                                .kv_heads = HEADS,
+                                .head_size = HEAD_SIZE,
+                                .n_layers = 2,
+                                .layers = layers};
+    const fd_joint_rows_t rows = {.o = o, .rows = ROWS};
+    const size_t bytes = fd_joint_scratch(&joints, ROWS);
+    REQUIRE(bytes + LINE <= sizeof memory);
+    for (size_t offset = 0; offset < LINE; offset++) {
+        begin = memory + offset, end = begin + bytes;
+        REQUIRE(fd_joint_run(&joints, 1, &rows, memory + offset, 1) == FD_OK);
+    }
+    REQUIRE(products == 4 * LINE);
+    return 0;
+}

@@ -1,0 +1,23 @@
+"""Compiles the joints (kernels/decoder/joint.c) without Python, and looks at the addresses that products get."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from sources.folders import INCLUDES, ROOT
+
+pytestmark = pytest.mark.quick
+
+
+def test_a_steps_products_read_and_write_whole_lines(tmp_path: Path) -> None:
+    """malloc's memory begins 16 bytes into a line: then AMX stored no output of a step past the caches."""
+    if not shutil.which("gcc"):
+        pytest.skip("needs gcc")
+    sources = [ROOT / "tests/c/joint_lines.c", ROOT / "kernels/decoder/joint.c"]
+    program = tmp_path / "joint_lines"
+    flags = ["-std=gnu11", "-Wall", "-fsanitize=address,undefined", *INCLUDES]
+    subprocess.run(["gcc", *flags, *sources, "-o", program], check=True)
+    subprocess.run([program], check=True, timeout=60)
