@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import numpy as np
 import pytest
 import torch
@@ -92,6 +95,21 @@ def test_few_bf16_rows_of_a_matrix_beyond_the_caches_equal_float64(isa, outs, fi
         want = x.double() @ weight.double().T + bias.double()
         torch.testing.assert_close(product.double(), want, rtol=2**-8, atol=4e-6 * 4160**0.5)
         assert not y[:first].any() and not y[first + n * outs :].any()
+
+
+@pytest.mark.skipif(not BF16_ISAS, reason="no products of bf16 pairs")
+@pytest.mark.parametrize("isa", BF16_ISAS)
+@pytest.mark.parametrize("n", [1, 15, 17, 33, 49])
+def test_rows_are_read_no_further_than_their_memory(isa, n, monkeypatch):
+    """Tiles and steps have numbers that the rows lack. A product that read them would crash here."""
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(at + 3 * mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    x = np.frombuffer(memory, np.int16, n * 90, 3 * mmap.PAGESIZE - n * 180)
+    y = np.full((n, 40), 1, np.int16)
+    Linear16(matrix(40, 90, torch.bfloat16), None, torch.bfloat16).native[0].run(x, y, 1)
+    assert not y.any()
 
 
 @pytest.mark.skipif(not BF16_ISAS, reason="no products of bf16 pairs")
