@@ -1,4 +1,4 @@
-"""The files that options name: the model, and files with secrets."""
+"""The files that options name, which are the model and files with secrets, and those that fastdecode remembers."""
 
 from __future__ import annotations
 

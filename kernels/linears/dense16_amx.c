@@ -59,7 +59,7 @@ typedef struct {
     size_t tile, row, step;
     uint16_t *y;
     size_t n, steps, panels, group; /* rows; steps of a row; panels; panels of a part of the work */
-    bool past_caches;               /* stores outputs so; each panel's outputs of a row are a line then */
+    bool past_caches;               /* how outputs are stored; a panel's outputs of a row are a line then */
 } run_t;
 
 /* Configures the tiles for n rows, at most MOST_ROWS. */
@@ -138,7 +138,8 @@ static void store_outputs(const run_t *run, sums_t sums, size_t n, size_t panel,
     }
 }
 
-/* Ends a part of the work: outputs that were stored past the caches could be seen after the end of the loop. */
+/* Ends a part of the work. Without the fence, other threads could see outputs that were stored past the caches only
+ * after the end of the loop. */
 FD_INLINE void end_stores(const run_t *run) {
     if (run->past_caches) _mm_sfence();
 }

@@ -30,7 +30,7 @@ typedef struct {
 } fd_py_kernels_t;
 extern PyMemberDef fd_py_isa_member[];
 
-/* The types that tests of objects need, and all types, which module.c adds to the module. */
+/* The types whose objects are told from others, and the specs of all types, which module.c adds to the module. */
 extern PyTypeObject *fd_py_engine_link_type, *fd_py_linear_type, *fd_py_dense16_type, *fd_py_prompt_type,
     *fd_py_reduction_type;
 extern PyType_Spec fd_py_engine_spec, fd_py_engine_link_spec, fd_py_lists_spec, fd_py_linear_spec, fd_py_dense16_spec,

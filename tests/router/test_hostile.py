@@ -76,8 +76,8 @@ async def address(request, tokenizer):
 
 
 async def answers(address, sent, first=2):
-    """The status of each answer to some bytes, until the server closes the connection or is silent for a while. The
-    first answer may take longer: 60 seconds where there must be one."""
+    """The status of each answer to some bytes, until the server closes the connection or is silent for a while.
+    `first`: the seconds that the first answer may take."""
     reader, writer = await asyncio.open_connection(*address[:2])
     received = b""
     with contextlib.suppress(ConnectionError, TimeoutError):

@@ -1,6 +1,6 @@
 """Part of the conformance suite of the transports: an S-node or an R-node dies, at every phase and many times.
 
-Each time, the other end reports it within seconds, no resource is left behind, and no other link notices.
+Each time, the other end reports it within NOTICED_S, no resource is left behind, and no other link notices.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ HANG_S = 300.0 if SLOW else 60.0
 #: Tests divide their numbers of repetitions by this.
 FEWER = 4 if SLOW else 1
 
-#: Seconds within which a peer's death must have been noticed: by fastdecode in about 4 s of silence, on a busy machine
-#: later, by TCP alone in minutes.
+#: Seconds within which a peer's death must have been noticed. fastdecode notices it after about 4 s of silence, on a
+#: busy machine later; TCP alone takes minutes.
 NOTICED_S = 20.0
 
 #: How many calls the test of torn payloads makes, and how often the tests of leaks kill a node or cut the wires.
