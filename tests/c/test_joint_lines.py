@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
 
 
 def test_a_steps_products_read_and_write_whole_lines(tmp_path: Path) -> None:
-    """malloc's memory begins 16 bytes into a line: then AMX stored no output of a step past the caches."""
+    """malloc's memory may begin 16 bytes into a line. AMX stored no output of a step past the caches then."""
     if not shutil.which("gcc"):
         pytest.skip("needs gcc")
     sources = [ROOT / "tests/c/joint_lines.c", ROOT / "kernels/decoder/joint.c"]
