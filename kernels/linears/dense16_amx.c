@@ -32,11 +32,11 @@ enum {
     MOST_ROWS = 2 * FD_AMX_ROWS, /* rows whose sums are in the registers at the same time */
     TILES_AHEAD = 1              /* of weights from memory */
 };
-/* How many rows and panels are multiplied together, in blocks of BLOCK_STEPS steps. An L2 cache of 2 MB holds, of up to
- * FEW_ROWS rows, all rows and the weights of two panels, and of more rows the weights of a group of panels, two pairs
- * of tiles of rows, and the sums of MANY_ROWS rows. Sums of inputs in a single block need no room: then there may be
- * MOST_COPIED rows. */
-enum { BLOCK_STEPS = 64, FEW_ROWS = 256, MANY_ROWS = 512, MOST_COPIED = 2048, GROUP = 8 };
+/* How many rows and panels are multiplied together, in blocks of inputs. An L2 cache of 2 MB holds, of up to FEW_ROWS
+ * rows, all rows and the weights of two panels in blocks of FEW_ROWS_STEPS steps. Of more rows it holds the weights of
+ * a group of panels and the sums of MANY_ROWS rows; then MANY_ROWS_STEPS steps of a pair of tiles of rows stay in L1.
+ */
+enum { FEW_ROWS = 256, FEW_ROWS_STEPS = 64, MANY_ROWS = 512, MANY_ROWS_STEPS = 8, GROUP = 8 };
 /* Tile registers, as macros because gcc's intrinsics paste the number into an instruction: sums of two tiles of rows by
  * two tiles of weights. */
 #define SUMS00 0
@@ -213,13 +213,14 @@ static void many_rows(void *data, size_t first, size_t n) {
     const run_t *run = data;
     const size_t pairs = (run->n + MOST_ROWS - 1) / MOST_ROWS;
     const bool by_rows = run->n > FEW_ROWS;
+    const size_t block = by_rows ? MANY_ROWS_STEPS : FEW_ROWS_STEPS;
     group_sums_t sums[MANY_ROWS / MOST_ROWS];
     configure(MOST_ROWS);
     for (size_t part = first; part < first + n; part++) {
         const size_t begin = part * run->group, left = run->panels - begin;
         const size_t group = left < run->group ? left : run->group, ahead = (2 * TILE_LINES + group - 1) / group;
         for (size_t step = 0, steps; step < run->steps; step += steps) {
-            steps = run->steps - step < BLOCK_STEPS ? run->steps - step : BLOCK_STEPS;
+            steps = run->steps - step < block ? run->steps - step : block;
             const bool kept = steps < run->steps;
             for (size_t i = 0; i < pairs * group; i++) {
                 const size_t pair = by_rows ? i / group : i % pairs, panel = by_rows ? i % group : i / pairs;
@@ -245,15 +246,14 @@ static fd_status_t multiply_all(const fd_dense16_t *l, const void *x, size_t row
         fd_parallel(few_rows, &run, panels, least, threads);
         return FD_OK;
     }
-    const size_t most = steps > BLOCK_STEPS ? MANY_ROWS : MOST_COPIED;
-    const size_t pairs = ((rows < most ? rows : most) + MOST_ROWS - 1) / MOST_ROWS;
+    const size_t pairs = ((rows < MANY_ROWS ? rows : MANY_ROWS) + MOST_ROWS - 1) / MOST_ROWS;
     run.tiles = aligned_alloc(LINE, pairs * steps * 2 * TILE * sizeof *run.tiles);
     if (!run.tiles) return FD_INTERNAL;
     run.rows = run.tiles, run.tile = TILE, run.row = STEP, run.step = 2 * TILE;
     const size_t wanted = panels / (4 * threads); /* so that threads have several parts each */
     run.group = wanted < 1 ? 1 : wanted < GROUP ? wanted : GROUP;
     for (size_t row = 0; row < rows; row += run.n, run.x += run.n * l->ins, run.y += run.n * l->outs) {
-        run.n = rows - row < most ? rows - row : most;
+        run.n = rows - row < MANY_ROWS ? rows - row : MANY_ROWS;
         fd_parallel(copy_rows, &run, (run.n + FD_AMX_ROWS - 1) / FD_AMX_ROWS, 0,
                     fd_worth_threads(run.n * l->ins, threads));
         fd_parallel(many_rows, &run, (panels + run.group - 1) / run.group, (least + run.group - 1) / run.group,

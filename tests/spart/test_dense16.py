@@ -68,7 +68,7 @@ def test_products_of_bf16_rows_equal_float64(isa, outs, ins, bias):
 
 @pytest.mark.skipif(not BF16_ISAS, reason="no products of bf16 pairs")
 @pytest.mark.parametrize("isa", BF16_ISAS)
-@pytest.mark.parametrize("ins, n", [(34, 2090), (2114, 560)])  # more rows than AMX copies at a time
+@pytest.mark.parametrize("ins, n", [(34, 2090), (2114, 560)])  # more rows than AMX multiplies together
 def test_many_bf16_rows_and_panels_equal_float64(isa, ins, n, monkeypatch):
     monkeypatch.setenv("FASTDECODE_ISA", isa)
     monkeypatch.setattr(dense16, "pool_threads", lambda: 2)  # few, so that AMX groups panels
