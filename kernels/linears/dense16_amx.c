@@ -33,10 +33,10 @@ enum {
     TILES_AHEAD = 1              /* of weights from memory */
 };
 /* How many rows and panels are multiplied together, in blocks of inputs. An L2 cache of 2 MB holds, of up to FEW_ROWS
- * rows, all rows and the weights of two panels in blocks of FEW_ROWS_STEPS steps. Of more rows it holds the weights of
- * a group of panels and the sums of MANY_ROWS rows; then MANY_ROWS_STEPS steps of a pair of tiles of rows stay in L1.
- */
-enum { FEW_ROWS = 256, FEW_ROWS_STEPS = 64, MANY_ROWS = 512, MANY_ROWS_STEPS = 8, GROUP = 8 };
+ * rows, all rows and the weights of two panels in blocks of FEW_ROWS_STEPS steps; a step prefetches SOME_LINES, because
+ * more keep its rows waiting. Of more rows it holds the weights of a group of panels and the sums of MANY_ROWS rows;
+ * then MANY_ROWS_STEPS steps of a pair of tiles of rows stay in L1. */
+enum { FEW_ROWS = 256, FEW_ROWS_STEPS = 64, SOME_LINES = 2, MANY_ROWS = 512, MANY_ROWS_STEPS = 8, GROUP = 8 };
 /* Tile registers, as macros because gcc's intrinsics paste the number into an instruction: sums of two tiles of rows by
  * two tiles of weights. */
 #define SUMS00 0
@@ -206,9 +206,9 @@ static void multiply_block(const run_t *run, size_t pair, size_t panel, size_t s
         store_outputs(run, sums, rows < MOST_ROWS ? rows : MOST_ROWS, panel, run->y + pair * MOST_ROWS * run->l->outs);
 }
 
-/* Groups of panels of rows that have been copied. Where rows are few, all of them pass a panel, and the first ones
- * stream its weights. Where they are many, a pair of tiles of rows passes all panels of the group and prefetches the
- * next pair. */
+/* Groups of panels of rows that have been copied. Where rows are few, all of them pass a panel: the first ones stream
+ * its weights, and the others prefetch some of the next panel's. Where they are many, a pair of tiles of rows passes
+ * all panels of the group and prefetches the next pair. */
 static void many_rows(void *data, size_t first, size_t n) {
     const run_t *run = data;
     const size_t pairs = (run->n + MOST_ROWS - 1) / MOST_ROWS;
@@ -218,15 +218,20 @@ static void many_rows(void *data, size_t first, size_t n) {
     configure(MOST_ROWS);
     for (size_t part = first; part < first + n; part++) {
         const size_t begin = part * run->group, left = run->panels - begin;
-        const size_t group = left < run->group ? left : run->group, ahead = (2 * TILE_LINES + group - 1) / group;
+        const size_t group = left < run->group ? left : run->group;
+        const size_t ahead = by_rows ? (2 * TILE_LINES + group - 1) / group : SOME_LINES;
         for (size_t step = 0, steps; step < run->steps; step += steps) {
             steps = run->steps - step < block ? run->steps - step : block;
-            const bool kept = steps < run->steps;
+            const bool kept = steps < run->steps, last = step + steps == run->steps;
             for (size_t i = 0; i < pairs * group; i++) {
                 const size_t pair = by_rows ? i / group : i % pairs, panel = by_rows ? i % group : i / pairs;
-                const uint16_t *next = run->rows + ((pair + 1) * run->steps + step) * run->step;
+                const size_t following = panel + 1 < group || last ? (begin + panel + 1) * run->steps + step
+                                                                   : begin * run->steps + step + steps;
+                const uint16_t *next = by_rows ? run->rows + ((pair + 1) * run->steps + step) * run->step
+                                               : run->l->weights + following * 2 * TILE;
+                const size_t turn = by_rows ? panel : pair ? pair - 1 : 0;
                 multiply_block(run, pair, begin + panel, step, steps, sums[kept ? pair : 0][kept ? panel : 0],
-                               (const uint8_t *)next + i % group * ahead * steps * LINE, by_rows && pair ? ahead : 0);
+                               (const uint8_t *)next + turn * ahead * steps * LINE, pair ? ahead : 0);
             }
         }
     }
