@@ -7,6 +7,7 @@ field is an error too: both ends have the same protocol version, so such a field
 from __future__ import annotations
 
 import functools
+import re
 import reprlib
 from collections.abc import Hashable
 from typing import Annotated, ClassVar, get_args, get_origin, get_type_hints
@@ -28,6 +29,8 @@ MAX_KEYS = 8192
 LEAVING = "leaving"
 #: Fields whose own fields stand on the wire beside those of the message.
 _PARTS = ("hello", "geometry", "layers", "lease")
+#: What the path of a field in msgspec's errors has and the wire has not.
+_PARTS_OF_PATH = re.compile(rf"(?<=`\$)(\.({'|'.join(_PARTS)}))+(?=\.)")
 #: Fields that have another name on the wire.
 _WIRE_NAMES = {"hadamard": "rotated"}
 
@@ -342,7 +345,15 @@ def decode(body: bytes) -> Message:
         inner = values | dict.fromkeys(_PARTS, values)
         return msgspec.convert(values | dict.fromkeys(_PARTS, inner), kind)
     except msgspec.ValidationError as error:
-        raise ProtocolError(f"{kind.TYPE}: {error}") from None
+        raise ProtocolError(f"{kind.TYPE}: {_on_the_wire(str(error))}") from None
+
+
+def _on_the_wire(error: str) -> str:
+    """An error of msgspec with the path that its field has on the wire."""
+    error = _PARTS_OF_PATH.sub("", error)
+    for name, wired in _WIRE_NAMES.items():
+        error = error.replace(f"`$.{name}`", f"`$.{wired}`")
+    return error
 
 
 @functools.cache

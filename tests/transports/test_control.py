@@ -156,6 +156,7 @@ async def test_bad_geometry_and_requests_that_cannot_be_granted(r_node, bystande
         ("softcaps", [0, -1.0]),
         ("softcaps", [0, "1"]),
         ("softcaps", [0, True]),
+        ("rotated", "1"),
         ("sinks", "not base64!"),
         ("sinks", 7),
         ("slopes", None),
@@ -169,7 +170,7 @@ async def test_bad_geometry_and_requests_that_cannot_be_granted(r_node, bystande
 )
 async def test_wrong_field_types_and_ranges(r_node, bystander, field, value):
     reason = await refusal(r_node.shm, hello_message(**{field: value}))
-    assert re.search(rf"^HELLO: .* - at `\$.*\.{field}\b", reason) and len(reason) < 300
+    assert re.search(rf"^HELLO: .* - at `\$\.{field}\b", reason) and len(reason) < 300
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ async def test_r_node_of_another_version_or_none_at_all():
     fake = FakeRNode()
     fake.welcome["n_pages"] = 0
     async with fake as url:
-        with pytest.raises(TransportError, match=r"WELCOME: Expected `int` >= 1 - at `\$\.lease\.n_pages"):
+        with pytest.raises(TransportError, match=r"WELCOME: Expected `int` >= 1 - at `\$\.n_pages"):
             await connect(url, hello(), None)
 
 
@@ -283,7 +284,7 @@ async def test_an_r_node_that_grants_more_than_was_asked_for_is_refused(granted,
 async def test_a_message_nested_deeper_than_python_can_show_is_an_error(r_node, bystander):
     """Before the caller has proved anything."""
     message = orjson.dumps(hello_message(windows="@")).replace(b'"@"', b"[" * 1000 + b"]" * 1000)
-    assert "HELLO: Expected `int`, got `array` - at `$.hello.windows" in await refusal(r_node.tcp, message)
+    assert "HELLO: Expected `int`, got `array` - at `$.windows" in await refusal(r_node.tcp, message)
 
 
 @pytest.mark.parametrize("nested", [b"[" * 60_000, b"[" * 1000 + b"]" * 1000, b'{"a":' * 900 + b"1" + b"}" * 900])
