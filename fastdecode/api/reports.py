@@ -1,5 +1,5 @@
-"""The node's state: /health says whether it can take requests and whether its running requests make progress, /cluster
-what the engine and the metrics count, in one JSON object for the page."""
+"""Reports the node's state. /health says whether the node can take requests and whether its running requests make
+progress. /cluster says in one JSON object, for the page, what the engine and the metrics count."""
 
 from __future__ import annotations
 

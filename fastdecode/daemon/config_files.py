@@ -1,4 +1,4 @@
-"""The files that options name, which are the model and files with secrets, and those that fastdecode remembers."""
+"""Finds the files that options name, and those in which fastdecode remembers what it has measured or printed."""
 
 from __future__ import annotations
 

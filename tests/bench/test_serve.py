@@ -82,7 +82,7 @@ class ScriptedServer:
         self.first, self.gap = first, gap
         self.bodies: list[dict] = []
         self.under_way = self.most_under_way = 0
-        self.await_under_way = 1  # answers wait until so many requests have been under way at once
+        self.await_under_way = 1  # every answer waits until this many requests have been under way at once
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
