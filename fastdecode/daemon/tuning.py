@@ -272,7 +272,10 @@ class Speed(msgspec.Struct, frozen=True):
     one_sequence: float = msgspec.field(name="of_one")  # tokens a second
 
     def __str__(self) -> str:
-        return f"{self.split}: {self.tokens_per_s:.4g} tokens/s, {self.one_sequence:.4g} with one sequence"
+        many, one = (
+            f"{rate:.0f}" if rate >= 1000 else f"{rate:.4g}" for rate in (self.tokens_per_s, self.one_sequence)
+        )
+        return f"{self.split}: {many} tokens/s, {one} with one sequence"
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -92,6 +92,11 @@ def test_a_node_measures_the_splits_with_real_r_nodes_which_leave_nothing_behind
     )
 
 
+def test_a_speed_of_five_digits_has_no_exponent():
+    split = side_by_side()
+    assert str(Speed(split, 13014.6, 99.987)) == f"{split}: 13015 tokens/s, 99.99 with one sequence"
+
+
 @needs_two_cpus
 def test_a_remembered_split_is_used_without_a_measurement(start):
     split = side_by_side()
