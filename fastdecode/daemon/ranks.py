@@ -3,7 +3,8 @@
 Two connections lead to each rank. Over one, the thread that computes follows the steps of rank 0; over the other, the
 rank's event loop opens links and passes requests on to R-nodes, and tells every second that the process lives. A rank
 that ends, falls silent, or does not go on in a step (kernels/decoder/rank_watch.h) ends the S-node: the sums of its
-steps cannot be completed. The other ranks end rank 0 if its process does not run.
+steps cannot be completed. The other ranks watch the thread that computes in rank 0, too, and end rank 0 if its process
+does not run.
 """
 
 from __future__ import annotations

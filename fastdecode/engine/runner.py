@@ -108,8 +108,11 @@ class Runner:
         """The job to go on with, taken out of `active`; None if the thread is to end."""
         while True:
             # A new step starts at once: its S-Part fills the time in which the R-nodes work for the other steps.
+            # An idle thread wakes up, too: other ranks watch it (kernels/decoder/rank_watch.h).
             with contextlib.suppress(Empty):
-                return self._inbox.get(block=not active)
+                return self._inbox.get(block=not active, timeout=_PATIENCE_S)
+            if not active:
+                continue
             if len(active) == 1 and not isinstance(active[0].pending, int):
                 return active.popleft()  # the only step waits by itself: the thread has nothing else to do
             since = time.perf_counter()

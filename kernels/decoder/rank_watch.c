@@ -44,6 +44,17 @@ static bool read_life(uint32_t pid, uint32_t tid, fd_life_t *life) {
     return true;
 }
 
+/* True if the thread waits for a processor that others have, or for a page from a disk: proc_pid_stat(5). */
+static bool waits_for_machine(uint32_t pid, uint32_t tid) {
+    char path[64], state;
+    snprintf(path, sizeof path, "/proc/%" PRIu32 "/task/%" PRIu32 "/stat", pid, tid);
+    FILE *file = fopen(path, "re");
+    if (!file) return false;
+    const int found = fscanf(file, "%*u (%*[^)]) %c", &state);
+    fclose(file);
+    return found == 1 && (state == 'R' || state == 'D');
+}
+
 fd_rank_sight_t fd_rank_look(fd_rank_watch_t *watch, uint32_t pid, uint32_t tid, uint64_t limit_ns, uint64_t own_ns) {
     fd_life_t life;
     const uint64_t now = fd_now_ns(), passed = now - watch->looked_ns;
@@ -59,6 +70,6 @@ fd_rank_sight_t fd_rank_look(fd_rank_watch_t *watch, uint32_t pid, uint32_t tid,
         watch->last = life;
         watch->still_ns = 0;
     }
-    if (watch->still_ns >= limit_ns) return FD_RANK_STALLS;
+    if (watch->still_ns >= limit_ns && !waits_for_machine(pid, tid)) return FD_RANK_STALLS;
     return life.run_ns - watch->first.run_ns > limit_ns + OWN_TIMES * own_ns ? FD_RANK_LOOPS : FD_RANK_GOES_ON;
 }

@@ -1,8 +1,9 @@
 /* Whether the thread that computes in another rank goes on, from what Linux counts for it.
  *
- * A thread goes on if it runs, if it wakes up now and then (all waits for R-nodes and for sums have time limits), or if
- * helpers compute for it. No limit is set to the time that work takes: the attention of a long prompt takes many
- * seconds between two sums. A thread that runs in a loop without end is told by other ranks: they do the same work.
+ * A thread goes on if it runs, if it waits for a processor or a disk, if it wakes up now and then (all waits for
+ * R-nodes, for sums and for the next step have time limits), or if helpers compute for it. No limit is set to the time
+ * that work takes: the attention of a long prompt takes many seconds between two sums. A thread that runs in a loop
+ * without end is told by other ranks: they do the same work.
  */
 #pragma once
 

@@ -150,7 +150,8 @@ static bool has_ended(uint32_t pid) {
     return has;
 }
 
-bool fd_reduction_look(fd_reduction_t *r, uint32_t rank) {
+/* `same_work`: the rank does what this rank has done. */
+static bool look(fd_reduction_t *r, uint32_t rank, bool same_work) {
     const words_t *words = words_of(r, rank);
     const uint32_t pid = __atomic_load_n(&words->pid, __ATOMIC_ACQUIRE);
     const uint32_t thread = __atomic_load_n(&words->thread, __ATOMIC_ACQUIRE);
@@ -162,12 +163,12 @@ bool fd_reduction_look(fd_reduction_t *r, uint32_t rank) {
         r->watch = (fd_rank_watch_t){0};
         r->own_ns = fd_now_ns() - r->passed_ns;
     }
-    switch (fd_rank_look(&r->watch, pid, thread ? thread : pid, r->limit_ns, r->own_ns)) {
-    case FD_RANK_STALLS: return break_with(r, STALLED, rank);
-    case FD_RANK_LOOPS: return break_with(r, LOOPS, rank);
-    default: return true;
-    }
+    const fd_rank_sight_t sight = fd_rank_look(&r->watch, pid, thread ? thread : pid, r->limit_ns, r->own_ns);
+    if (sight == FD_RANK_STALLS) return break_with(r, STALLED, rank);
+    return sight != FD_RANK_LOOPS || !same_work || break_with(r, LOOPS, rank);
 }
+
+bool fd_reduction_look(fd_reduction_t *r, uint32_t rank) { return look(r, rank, rank != 0); }
 
 /* Waits until `rank` has arrived where this rank is. False if the reduction is broken. */
 static bool await_rank(fd_reduction_t *r, uint32_t rank) {
@@ -184,7 +185,7 @@ static bool await_rank(fd_reduction_t *r, uint32_t rank) {
         const uint64_t waited = now - start;
         if (waited >= SPIN_NS) {
             sleep_until_arrived(r, words, SLEEP_MAX_NS);
-            if (!has_arrived(words, r->arrived) && !fd_reduction_look(r, rank)) return false;
+            if (!has_arrived(words, r->arrived) && !look(r, rank, true)) return false;
         } else if (waited >= FD_YIELD_AFTER_NS) sched_yield();
     }
     return true;

@@ -55,8 +55,8 @@ void fd_reduction_open(fd_reduction_t *r, void *segment, uint32_t rank, uint32_t
  * is undefined. */
 fd_status_t fd_reduction_sum(fd_reduction_t *r, void *data, size_t n, uint32_t act_dtype, unsigned threads);
 
-/* Looks at a rank that this rank waits for elsewhere, at most every 50 ms. False if the reduction is broken, by this
- * look or earlier. */
+/* Looks at a rank that this rank waits for elsewhere, at most every 50 ms. No loop of rank 0 is told there, because it
+ * has work that no other rank does. False if the reduction is broken, by this look or earlier. */
 bool fd_reduction_look(fd_reduction_t *r, uint32_t rank);
 
 /* Breaks the reduction, because this rank ends. Any thread may call this, beside one that sums. */

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -156,6 +157,24 @@ def test_the_s_node_ends_if_its_own_process_hangs(decodes, start):
         why = rf"the S-node ends, because rank 0 \(pid {pid}\) (has not gone on for 3.0 s|does not run)"
         assert re.search(why, node.log.read_text())
         assert all(gone(child) for child in children)
+
+
+def test_the_s_node_ends_if_only_its_own_thread_that_computes_hangs(start):
+    """It stops outside a sum, while the other rank waits for the next step."""
+    node = start(*EMBEDDED, "--tensor-parallel", "2")
+    pid, children = node.process.pid, node.children()
+    with node.api() as api:
+        stream = greedy(api, "It was", 900, stream=True)
+        next(stream)
+        computes = busiest_thread(pid)
+        assert len([*stream]) > 100
+        time.sleep(4)  # a thread that has nothing to do is not taken for one that hangs
+        greedy(api, "It was")
+        with stopped_thread(computes):
+            assert node.process.wait(60) == 1
+    why = rf"the S-node ends, because rank 0 \(pid {pid}\) has not gone on for 3.0 s"
+    assert re.search(why, node.log.read_text())
+    assert all(gone(child) for child in children)
 
 
 def test_r_nodes_over_shm_and_tcp_and_their_loss(start, tmp_path):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +148,51 @@ def take_long(reduction: Reduction) -> float:
 def test_ranks_that_take_long_are_waited_for() -> None:
     with RankProcesses(4, take_long, limit_s=1.5) as ranks:
         assert [ranks.result(rank) for rank in range(4)] == [4.0] * 4
+
+
+def be_crowded_out(_: str) -> None:
+    """Wait while another process has the processor: beside it, a thread of SCHED_IDLE gets one turn a second."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        compute(1.5)
+        other.kill()
+
+
+def sleep_in_kernel(fifo: str) -> None:
+    """Sleep in state D, as for a page from a disk, while a new process waits for the writer of its standard input."""
+    os.mkfifo(fifo)
+    with subprocess.Popen(["sh", "-c", f"sleep 1; : > {fifo}"]):
+        actions = [(os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)]
+        os.waitpid(os.posix_spawnp("true", ["true"], os.environ, file_actions=actions), 0)
+
+
+def sum_after(reduction: Reduction, wait: Callable[[str], None], fifo: str) -> float:
+    if reduction.rank == 1:
+        wait(fifo)
+    return reduction.sum_(torch.ones(1)).item()
+
+
+@pytest.mark.parametrize("wait", [be_crowded_out, sleep_in_kernel])
+def test_a_rank_that_waits_for_a_processor_or_a_disk_is_waited_for(wait: Callable[[str], None], tmp_path: Path) -> None:
+    with RankProcesses(2, sum_after, wait, str(tmp_path / "fifo"), limit_s=0.2) as ranks:
+        assert [ranks.result(rank) for rank in range(2)] == [2.0] * 2
+
+
+def wait_for_rank_0(reduction: Reduction, ours: Connection, theirs: Connection) -> bytes:
+    """Rank 0 computes for long outside a sum, and then sleeps without end."""
+    reduction.sum_(torch.ones(1))
+    if reduction.rank == 0:
+        compute(2.0)
+        ours.send_bytes(b"the next step")
+        ours.recv_bytes()
+    assert reduction.receive(theirs, 0) == b"the next step"
+    return reduction.receive(theirs, 0)
+
+
+def test_rank_0_may_compute_alone_but_not_hang() -> None:
+    with RankProcesses(2, wait_for_rank_0, *multiprocessing.Pipe(), limit_s=0.5) as ranks:
+        assert ranks.result(1) == lost(ranks, 0, "has not gone on for 0.5 s, while others wait for it")
 
 
 def leave_second_sum(reduction: Reduction) -> None:

@@ -2,7 +2,8 @@
 
 Each step's batch goes to the other ranks as rank 0 begins it. With several mini-batches, rank 0 also tells which step
 it resumes: the ranks must meet at the same sum, and the order in which R-nodes answer differs between ranks. A rank
-whose link has failed goes on without the link's rows, so that the other ranks do not wait for it.
+whose link has failed goes on without the link's rows, so that the other ranks do not wait for it. From the first step
+on, ranks that wait for a message watch the thread that computes in rank 0, as they do in a sum.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NoReturn, TypeAlias
 
@@ -242,9 +244,12 @@ class FollowingSPart(SPart):
         what BalanceHeads asks for. Raises what steps raise."""
         steps: dict[int, _Step] = {}
         decoder, encoder = Decoder(StepMessage), Encoder()
+        receive: Callable[[], bytes] = lead.recv_bytes
+        reduction = self.model.reduction
+        assert reduction is not None
         while True:
             try:
-                message = decoder.decode(lead.recv_bytes())
+                message = decoder.decode(receive())
             except EOFError:
                 return
             if isinstance(message, PrepareSteps):
@@ -258,6 +263,7 @@ class FollowingSPart(SPart):
                 lead.send_bytes(encoder.encode(RankOutput()))
                 continue
             if isinstance(message, BeginStep):
+                receive = partial(reduction.receive, lead, 0)
                 own = {i: links[numbers[self._rank - 1]] for i, numbers in message.links.items()}
                 self._use(own)
                 chunks = [one.chunk for one in message.chunks]

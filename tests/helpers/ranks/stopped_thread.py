@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -31,8 +31,12 @@ except ChildProcessError:
 
 def _run_ns(pid: int) -> dict[int, int]:
     """How long each thread of a process but the first has run."""
-    threads = (int(path.name) for path in Path(f"/proc/{pid}/task").iterdir())
-    return {tid: int(Path(f"/proc/{pid}/task/{tid}/schedstat").read_text().split()[0]) for tid in threads if tid != pid}
+    run_ns = {}
+    for path in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            run_ns[int(path.name)] = int((path / "schedstat").read_text().split()[0])
+    del run_ns[pid]
+    return run_ns
 
 
 def busiest_thread(pid: int, seconds: float = 0.5) -> int:
