@@ -13,13 +13,20 @@ enum { MOST_WORKERS = 1023, LINE = 64 };
 typedef struct {
     void (*body)(void *data, size_t first, size_t n);
     void *data;
-    size_t parts;
-    size_t shares, least;         /* a thread takes 1 / `shares` of the remaining parts, but at least `least` */
+    size_t parts, least; /* at least `least` of a slice's parts are taken at a time */
+    uint32_t number;
+    unsigned slices;
     uint64_t began;               /* fd_now_ns if the loop is timed, otherwise 0 */
-    _Alignas(LINE) size_t next;   /* parts from `next` on remain */
     _Alignas(LINE) uint64_t came; /* sum of the times at which workers came */
     uint64_t busy_ns, n_came;     /* of the workers */
 } loop_t;
+
+/* A thread's slice of a loop's parts: the loop's number in the upper half, and how many of its parts have been taken in
+ * the lower one. If the number is another loop's, none has been taken. So the caller need not write to lines that the
+ * workers' caches hold. */
+typedef struct {
+    _Alignas(LINE) uint64_t taken;
+} slice_t;
 
 /* The pool's state is one word, so that a worker joins a loop only while its caller is there:
  *   bits 0 to 14   workers that are in the loop
@@ -38,6 +45,7 @@ static struct {
     uint32_t number, n_workers;          /* of the loop in progress, of all workers; under `busy` */
     bool timed;                          /* under `busy` */
     fd_loop_times_t times[FD_LOOP_KINDS];
+    slice_t slices[MOST_WORKERS + 1]; /* the caller's is the first */
 } pool = {.busy = PTHREAD_MUTEX_INITIALIZER};
 
 static _Thread_local fd_loop_kind_t loops_compute;
@@ -48,16 +56,25 @@ fd_loop_kind_t fd_loops_compute(fd_loop_kind_t kind) {
     return before;
 }
 
-static void take_parts(loop_t *loop) {
-    size_t first = __atomic_load_n(&loop->next, __ATOMIC_RELAXED);
-    while (first < loop->parts) {
-        const size_t left = loop->parts - first, share = left / loop->shares;
-        const size_t wanted = share > loop->least ? share : loop->least, n = wanted < left ? wanted : left;
-        if (!__atomic_compare_exchange_n(&loop->next, &first, first + n, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
-            continue;
-        loop->body(loop->data, first, n);
-        first = __atomic_load_n(&loop->next, __ATOMIC_RELAXED);
+/* Takes parts of a slice until none is left, half of them at a time, so that others can take the rest. */
+static void take_slice(const loop_t *loop, size_t slice) {
+    uint64_t *word = &pool.slices[slice].taken, before = __atomic_load_n(word, __ATOMIC_RELAXED);
+    const size_t begin = loop->parts * slice / loop->slices, end = loop->parts * (slice + 1) / loop->slices;
+    for (;;) {
+        const size_t taken = before >> 32 == loop->number ? (uint32_t)before : 0, left = end - begin - taken;
+        if (!left) return;
+        const size_t half = (left + 1) / 2, wanted = half > loop->least ? half : loop->least;
+        const size_t n = wanted + loop->least > left ? left : wanted;
+        const uint64_t after = (uint64_t)loop->number << 32 | (taken + n);
+        if (!__atomic_compare_exchange_n(word, &before, after, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
+        loop->body(loop->data, begin + taken, n);
+        before = __atomic_load_n(word, __ATOMIC_RELAXED);
     }
+}
+
+/* Takes the parts of the thread's own slice, and then what other threads have left of theirs. */
+static void take_parts(const loop_t *loop, size_t thread) {
+    for (size_t i = 0; i < loop->slices; i++) take_slice(loop, (thread + i) % loop->slices);
 }
 
 /* True if a worker that was in loop `last` may join the present one. */
@@ -84,14 +101,14 @@ static void sleep_until_called(uint32_t last) {
     __atomic_fetch_sub(&pool.sleepers, 1, __ATOMIC_RELAXED);
 }
 
-static void *work(void *unused) {
+static void *work(void *thread) {
     uint32_t last = 0;
     uint64_t since = fd_now_ns();
     for (;;) {
         if (join(&last)) {
             loop_t *loop = pool.loop;
             const uint64_t came = loop->began ? fd_now_ns() : 0;
-            take_parts(loop);
+            take_parts(loop, (size_t)thread);
             if (came) {
                 __atomic_fetch_add(&loop->came, came, __ATOMIC_RELAXED);
                 __atomic_fetch_add(&loop->busy_ns, fd_now_ns() - came, __ATOMIC_RELAXED);
@@ -119,16 +136,17 @@ static void forget_workers(void) {
 
 static void forget_workers_at_fork(void) { pthread_atfork(NULL, NULL, forget_workers); }
 
-static bool start_worker(void) {
+/* Starts the worker whose slice is `thread`. */
+static bool start_worker(size_t thread) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     sigset_t all, before;
-    pthread_t thread;
+    pthread_t id;
     pthread_once(&once, forget_workers_at_fork);
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before); /* signals are for the threads of Python */
-    const bool started = !pthread_create(&thread, NULL, work, NULL);
+    const bool started = !pthread_create(&id, NULL, work, (void *)thread);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (started) pthread_detach(thread);
+    if (started) pthread_detach(id);
     return started;
 }
 
@@ -151,15 +169,19 @@ static void add_times(const loop_t *loop, unsigned workers, uint64_t caller_done
 }
 
 static void run(loop_t *loop, unsigned workers) {
-    while (pool.n_workers < workers && start_worker()) pool.n_workers++;
+    while (pool.n_workers < workers && start_worker(pool.n_workers + 1)) pool.n_workers++;
     pool.loop = loop;
     loop->began = pool.timed ? fd_now_ns() : 0;
-    if (!++pool.number) pool.number = 1; /* 0 is a new worker's last loop */
+    if (!++pool.number) { /* 0 is a new worker's last loop; the others' numbers begin again */
+        pool.number = 1;
+        memset(pool.slices, 0, sizeof pool.slices);
+    }
+    loop->number = pool.number;
     const uint64_t state = (uint64_t)pool.number << 32 | (uint64_t)workers << 16 | OPEN;
     __atomic_store_n(&pool.state, state, __ATOMIC_SEQ_CST);
     const uint32_t sleepers = __atomic_load_n(&pool.sleepers, __ATOMIC_SEQ_CST), awake = pool.n_workers - sleepers;
     if (sleepers && awake < workers) wake_workers(workers - awake);
-    take_parts(loop);
+    take_parts(loop, 0);
     __atomic_fetch_and(&pool.state, ~(uint64_t)OPEN, __ATOMIC_ACQ_REL);
     const uint64_t since = fd_now_ns();
     while (__atomic_load_n(&pool.state, __ATOMIC_ACQUIRE) & IN_LOOP) {
@@ -171,17 +193,15 @@ static void run(loop_t *loop, unsigned workers) {
 
 void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, size_t parts, size_t least,
                  unsigned threads) {
-    const unsigned workers = threads > MOST_WORKERS ? MOST_WORKERS : threads > 1 ? threads - 1 : 0;
-    if (!workers || parts < 2 || pthread_mutex_trylock(&pool.busy)) {
+    if (!least) least = parts / ((size_t)threads * 4) + 1;
+    const size_t most = (parts + least - 1) / least, wanted = most < threads ? most : threads;
+    const unsigned slices = wanted > MOST_WORKERS ? MOST_WORKERS + 1 : (unsigned)wanted;
+    if (slices < 2 || pthread_mutex_trylock(&pool.busy)) {
         body(data, 0, parts);
         return;
     }
-    loop_t loop = {.body = body,
-                   .data = data,
-                   .parts = parts,
-                   .shares = 2 * threads,
-                   .least = least ? least : parts / (threads * 4) + 1};
-    run(&loop, workers);
+    loop_t loop = {.body = body, .data = data, .parts = parts, .least = least, .slices = slices};
+    run(&loop, slices - 1);
     pthread_mutex_unlock(&pool.busy);
 }
 

@@ -11,9 +11,10 @@
 #include <stdint.h>
 
 /* Calls body(data, first, n) for ranges that together are 0 to parts - 1, in up to `threads` threads; in this one if
- * another thread has the pool at work. A thread takes ever fewer parts at a time, but at least `least`, so that threads
- * end together. `least` 0 means a quarter of a thread's share: for parts that are computed sooner than a cache line
- * moves from core to core. */
+ * another thread has the pool at work. `parts` is below 2^32. Every thread has a slice of successive parts, the same in
+ * all loops of as many parts and threads, so it finds in its caches what it had before. It takes ever fewer parts at a
+ * time, but at least `least`; threads that are done take what others have left, so that all end together. `least` 0
+ * means a quarter of a slice: for parts that are computed sooner than a cache line moves from core to core. */
 void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, size_t parts, size_t least,
                  unsigned threads);
 
