@@ -2,10 +2,11 @@
  * with 16 outputs. The sums of 32 rows and a panel's 32 outputs are four tiles, which add up all inputs in their order,
  * so a row's result does not depend on the other rows.
  *
- * Up to 32 rows are read where they lie, while weights stream from memory. If a thread's weights are more than its L2
- * cache holds, they have evicted the lines of the outputs before these are written again: reading such lines in order
- * to overwrite them holds the weights up, so outputs are stored past the caches. More rows are copied into tiles first:
- * rows that stand a power of two apart share a set of the L1 cache, which has fewer ways than a tile has rows.
+ * Up to 32 rows are read where they lie, while weights stream from memory. The sums of a panel are stored by tiles, and
+ * loaded, rounded and stored as outputs while the next panel is multiplied, because they cannot be loaded before they
+ * have reached the L1 cache. Reading the lines of outputs in order to overwrite them would hold the weights up, so they
+ * are stored past the caches. More rows are copied into tiles first: rows that stand a power of two apart share a set
+ * of the L1 cache, which has fewer ways than a tile has rows.
  */
 #include "cpu/isa.h"
 
@@ -24,13 +25,13 @@ FD_BEGIN_TARGET(FD_AVX512 ",avx512bf16,amx-tile,amx-bf16")
 
 enum {
     LINE = 64,                 /* bytes */
-    L2_BYTES = 2 << 20,        /* of a thread's L2 cache */
     PANEL = 2 * LANES,         /* outputs */
     STEP = 32,                 /* inputs of a tile */
     TILE = FD_AMX_ROWS * STEP, /* numbers of a tile */
     TILE_LINES = TILE * 2 / LINE,
     MOST_ROWS = 2 * FD_AMX_ROWS, /* rows whose sums are in the registers at the same time */
-    TILES_AHEAD = 1              /* of weights from memory */
+    TILES_AHEAD = 1,             /* of weights from memory */
+    OUTPUTS_PER_STEP = 2
 };
 /* How many rows and panels are multiplied together, in blocks of inputs. An L2 cache of 2 MB holds, of up to FEW_ROWS
  * rows, all rows and the weights of two panels in blocks of FEW_ROWS_STEPS steps; a step prefetches SOME_LINES, because
@@ -59,7 +60,7 @@ typedef struct {
     size_t tile, row, step;
     uint16_t *y;
     size_t n, steps, panels, group; /* rows; steps of a row; panels; panels of a part of the work */
-    bool past_caches;               /* how outputs are stored; a panel's outputs of a row are a line then */
+    bool past_caches;               /* how outputs are stored: if a panel's outputs of a row are a line */
 } run_t;
 
 /* Configures the tiles for n rows, at most MOST_ROWS. */
@@ -76,11 +77,43 @@ FD_INLINE void prefetch(const uint8_t *lines, size_t n) {
     for (size_t i = 0; i < n; i++) __builtin_prefetch(lines + i * LINE, 0, 2);
 }
 
+/* Outputs of a panel that are not stored yet: of `left` rows, whose sums begin at `sums`. */
+typedef struct {
+    const float *sums;
+    uint16_t *y;
+    size_t left;
+    vec_t bias[2];
+    __mmask32 mask; /* of the panel's outputs that there are */
+} outputs_t;
+
+static outputs_t outputs_of(const run_t *run, sums_t sums, size_t n, size_t panel, uint16_t *y) {
+    const fd_dense16_t *l = run->l;
+    const size_t column = panel * PANEL, outs = l->outs - column < PANEL ? l->outs - column : PANEL;
+    const __mmask32 mask = outs < PANEL ? (1u << outs) - 1 : 0xffffffffu;
+    outputs_t outputs = {sums[0], y + column, n, {vec_zero(), vec_zero()}, mask};
+    if (l->bias) {
+        outputs.bias[0] = _mm512_maskz_loadu_ps((__mmask16)mask, l->bias + column);
+        outputs.bias[1] = _mm512_maskz_loadu_ps((__mmask16)(mask >> LANES), l->bias + column + LANES);
+    }
+    return outputs;
+}
+
+/* Stores the outputs of up to n rows. */
+FD_INLINE void store_outputs(const run_t *run, outputs_t *o, size_t n) {
+    for (; n && o->left; n--, o->left--, o->sums += PANEL, o->y += run->l->outs) {
+        const vec_t low = vec_add(vec_load(o->sums), o->bias[0]), high = vec_add(vec_load(o->sums + LANES), o->bias[1]);
+        const vec_t rounded = vec_round_pairs(low, high);
+        if (run->past_caches) _mm512_stream_si512((__m512i *)o->y, vec_ints(rounded));
+        else _mm512_mask_storeu_epi16(o->y, o->mask, vec_ints(rounded));
+    }
+}
+
 /* Adds the products of `steps` tiles of inputs to the sums. `two` and `stream` are constants: whether there are two
  * tiles of rows, and whether the weights come from memory. These are read faster if each tile is prefetched TILES_AHEAD
- * tiles early. Each step prefetches `ahead` lines more, from `next` on. */
+ * tiles early, and a step stores up to OUTPUTS_PER_STEP rows of `outputs`. Each step prefetches `ahead` lines more,
+ * from `next` on. */
 FD_INLINE void add_steps(const run_t *run, const uint16_t *x, const uint16_t *weights, size_t steps, const int two,
-                         const int stream, const uint8_t *next, size_t ahead) {
+                         const int stream, outputs_t *outputs, const uint8_t *next, size_t ahead) {
     for (size_t s = 0; s < steps; s++, x += run->step, weights += 2 * TILE, next += ahead * LINE) {
         prefetch(next, ahead);
         if (stream) prefetch((const uint8_t *)(weights + TILES_AHEAD * TILE), TILE_LINES);
@@ -95,6 +128,7 @@ FD_INLINE void add_steps(const run_t *run, const uint16_t *x, const uint16_t *we
         _tile_loadd(WEIGHTS, weights + TILE, LINE);
         _tile_dpbf16ps(SUMS01, ROWS0, WEIGHTS);
         if (two) _tile_dpbf16ps(SUMS11, ROWS1, WEIGHTS);
+        if (stream) store_outputs(run, outputs, OUTPUTS_PER_STEP);
     }
 }
 
@@ -119,25 +153,6 @@ FD_INLINE void store_sums(sums_t sums, const int two) {
     _tile_stored(SUMS11, sums[FD_AMX_ROWS] + LANES, sizeof sums[0]);
 }
 
-/* Writes a panel's outputs of n rows from `y` on. */
-static void store_outputs(const run_t *run, sums_t sums, size_t n, size_t panel, uint16_t *y) {
-    const fd_dense16_t *l = run->l;
-    const size_t column = panel * PANEL, outs = l->outs - column < PANEL ? l->outs - column : PANEL;
-    const __mmask32 mask = outs < PANEL ? (1u << outs) - 1 : 0xffffffffu;
-    vec_t low = vec_zero(), high = vec_zero();
-    if (l->bias) {
-        low = _mm512_maskz_loadu_ps((__mmask16)mask, l->bias + column);
-        high = _mm512_maskz_loadu_ps((__mmask16)(mask >> LANES), l->bias + column + LANES);
-    }
-    y += column;
-    for (size_t r = 0; r < n; r++, y += l->outs) {
-        const vec_t rounded =
-            vec_round_pairs(vec_add(vec_load(sums[r]), low), vec_add(vec_load(sums[r] + LANES), high));
-        if (run->past_caches) _mm512_stream_si512((__m512i *)y, vec_ints(rounded));
-        else _mm512_mask_storeu_epi16(y, mask, vec_ints(rounded));
-    }
-}
-
 /* Ends a part of the work. Without the fence, other threads could see outputs that were stored past the caches only
  * after the end of the loop. */
 FD_INLINE void end_stores(const run_t *run) {
@@ -147,21 +162,19 @@ FD_INLINE void end_stores(const run_t *run) {
 /* Panels of up to MOST_ROWS rows. */
 static void few_rows(void *data, size_t first, size_t n) {
     const run_t *run = data;
-    sums_t sums;
+    sums_t sums[2]; /* of a panel, and of the one before it */
+    outputs_t outputs = {.left = 0};
     configure(run->n);
     for (size_t panel = first; panel < first + n; panel++) {
         const uint16_t *weights = run->l->weights + panel * run->steps * 2 * TILE;
         zero_sums();
-        if (run->n > FD_AMX_ROWS) {
-            add_steps(run, run->rows, weights, run->steps, 1, 1, NULL, 0);
-            store_sums(sums, 1);
-        } else {
-            add_steps(run, run->rows, weights, run->steps, 0, 1, NULL, 0);
-            store_sums(sums, 0);
-        }
-        prefetch((const uint8_t *)(weights + (run->steps * 2 + TILES_AHEAD) * TILE), TILE_LINES);
-        store_outputs(run, sums, run->n, panel, run->y);
+        if (run->n > FD_AMX_ROWS) add_steps(run, run->rows, weights, run->steps, 1, 1, &outputs, NULL, 0);
+        else add_steps(run, run->rows, weights, run->steps, 0, 1, &outputs, NULL, 0);
+        store_outputs(run, &outputs, MOST_ROWS);
+        store_sums(sums[panel % 2], run->n > FD_AMX_ROWS);
+        outputs = outputs_of(run, sums[panel % 2], run->n, panel, run->y);
     }
+    store_outputs(run, &outputs, MOST_ROWS);
     end_stores(run);
     _tile_release();
 }
@@ -184,9 +197,10 @@ static void copy_rows(void *data, size_t first, size_t n) {
 
 FD_INLINE void add_block(const run_t *run, const uint16_t *x, const uint16_t *weights, size_t steps, const int two,
                          const int stream, sums_t sums, int first, const uint8_t *next, size_t ahead) {
+    outputs_t none = {.left = 0};
     if (first) zero_sums();
     else load_sums(sums, two);
-    add_steps(run, x, weights, steps, two, stream, next, ahead);
+    add_steps(run, x, weights, steps, two, stream, &none, next, ahead);
     store_sums(sums, two);
 }
 
@@ -202,8 +216,10 @@ static void multiply_block(const run_t *run, size_t pair, size_t panel, size_t s
     if (rows <= FD_AMX_ROWS) add_block(run, x, weights, steps, 0, 0, sums, !step, next, ahead);
     else if (!pair && !ahead) add_block(run, x, weights, steps, 1, 1, sums, !step, next, 0);
     else add_block(run, x, weights, steps, 1, 0, sums, !step, next, ahead);
-    if (step + steps == run->steps)
-        store_outputs(run, sums, rows < MOST_ROWS ? rows : MOST_ROWS, panel, run->y + pair * MOST_ROWS * run->l->outs);
+    if (step + steps < run->steps) return;
+    uint16_t *y = run->y + pair * MOST_ROWS * run->l->outs;
+    outputs_t outputs = outputs_of(run, sums, rows < MOST_ROWS ? rows : MOST_ROWS, panel, y);
+    store_outputs(run, &outputs, MOST_ROWS);
 }
 
 /* Groups of panels of rows that have been copied. Where rows are few, all of them pass a panel: the first ones stream
@@ -244,8 +260,7 @@ static fd_status_t multiply_all(const fd_dense16_t *l, const void *x, size_t row
     const size_t steps = (l->ins + STEP - 1) / STEP, panels = (l->outs + PANEL - 1) / PANEL;
     const size_t least = (WORTH_A_TURN + PANEL * l->ins - 1) / (PANEL * l->ins);
     run_t run = {.l = l, .x = x, .y = y, .n = rows, .steps = steps, .panels = panels};
-    run.past_caches = panels * steps * 2 * TILE * sizeof *l->weights > (size_t)threads * L2_BYTES &&
-                      l->outs % PANEL == 0 && (uintptr_t)y % LINE == 0;
+    run.past_caches = l->outs % PANEL == 0 && (uintptr_t)y % LINE == 0;
     if (rows <= MOST_ROWS && l->ins % STEP == 0) {
         run.rows = x, run.tile = FD_AMX_ROWS * l->ins, run.row = l->ins, run.step = STEP;
         fd_parallel(few_rows, &run, panels, least, threads);
