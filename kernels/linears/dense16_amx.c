@@ -37,7 +37,8 @@ enum {
  * rows, all rows and the weights of two panels in blocks of FEW_ROWS_STEPS steps; a step prefetches SOME_LINES, because
  * more keep its rows waiting. Of more rows it holds the weights of a group of panels and the sums of MANY_ROWS rows;
  * then MANY_ROWS_STEPS steps of a pair of tiles of rows stay in L1. */
-enum { FEW_ROWS = 256, FEW_ROWS_STEPS = 64, SOME_LINES = 2, MANY_ROWS = 512, MANY_ROWS_STEPS = 8, GROUP = 8 };
+enum { FEW_ROWS = 256, FEW_ROWS_STEPS = 64, SOME_LINES = 2, MANY_ROWS = 512, MANY_ROWS_STEPS = 9, GROUP = 8 };
+enum { LEAST_PAIRS = 8, PARTS = 4 }; /* pairs of tiles of rows in a part of the work; parts of a thread */
 /* Tile registers, as macros because gcc's intrinsics paste the number into an instruction: sums of two tiles of rows by
  * two tiles of weights. */
 #define SUMS00 0
@@ -59,8 +60,9 @@ typedef struct {
     const uint16_t *rows;
     size_t tile, row, step;
     uint16_t *y;
-    size_t n, steps, panels, group; /* rows; steps of a row; panels; panels of a part of the work */
-    bool past_caches;               /* how outputs are stored: if a panel's outputs of a row are a line */
+    size_t n, steps, panels; /* rows; steps of a row; panels */
+    size_t pairs, group;     /* pairs of tiles of rows, and panels, of a part of the work */
+    bool past_caches;        /* how outputs are stored: if a panel's outputs of a row are a line */
 } run_t;
 
 /* Configures the tiles for n rows, at most MOST_ROWS. */
@@ -110,8 +112,8 @@ FD_INLINE void store_outputs(const run_t *run, outputs_t *o, size_t n) {
 
 /* Adds the products of `steps` tiles of inputs to the sums. `two` and `stream` are constants: whether there are two
  * tiles of rows, and whether the weights come from memory. These are read faster if each tile is prefetched TILES_AHEAD
- * tiles early, and a step stores up to OUTPUTS_PER_STEP rows of `outputs`. Each step prefetches `ahead` lines more,
- * from `next` on. */
+ * tiles early. A step also stores up to OUTPUTS_PER_STEP rows of `outputs`, and prefetches `ahead` lines from `next`.
+ */
 FD_INLINE void add_steps(const run_t *run, const uint16_t *x, const uint16_t *weights, size_t steps, const int two,
                          const int stream, outputs_t *outputs, const uint8_t *next, size_t ahead) {
     for (size_t s = 0; s < steps; s++, x += run->step, weights += 2 * TILE, next += ahead * LINE) {
@@ -128,7 +130,7 @@ FD_INLINE void add_steps(const run_t *run, const uint16_t *x, const uint16_t *we
         _tile_loadd(WEIGHTS, weights + TILE, LINE);
         _tile_dpbf16ps(SUMS01, ROWS0, WEIGHTS);
         if (two) _tile_dpbf16ps(SUMS11, ROWS1, WEIGHTS);
-        if (stream) store_outputs(run, outputs, OUTPUTS_PER_STEP);
+        store_outputs(run, outputs, OUTPUTS_PER_STEP);
     }
 }
 
@@ -162,7 +164,7 @@ FD_INLINE void end_stores(const run_t *run) {
 /* Panels of up to MOST_ROWS rows. */
 static void few_rows(void *data, size_t first, size_t n) {
     const run_t *run = data;
-    sums_t sums[2]; /* of a panel, and of the one before it */
+    sums_t sums;
     outputs_t outputs = {.left = 0};
     configure(run->n);
     for (size_t panel = first; panel < first + n; panel++) {
@@ -171,8 +173,8 @@ static void few_rows(void *data, size_t first, size_t n) {
         if (run->n > FD_AMX_ROWS) add_steps(run, run->rows, weights, run->steps, 1, 1, &outputs, NULL, 0);
         else add_steps(run, run->rows, weights, run->steps, 0, 1, &outputs, NULL, 0);
         store_outputs(run, &outputs, MOST_ROWS);
-        store_sums(sums[panel % 2], run->n > FD_AMX_ROWS);
-        outputs = outputs_of(run, sums[panel % 2], run->n, panel, run->y);
+        store_sums(sums, run->n > FD_AMX_ROWS);
+        outputs = outputs_of(run, sums, run->n, panel, run->y);
     }
     store_outputs(run, &outputs, MOST_ROWS);
     end_stores(run);
@@ -196,88 +198,106 @@ static void copy_rows(void *data, size_t first, size_t n) {
 }
 
 FD_INLINE void add_block(const run_t *run, const uint16_t *x, const uint16_t *weights, size_t steps, const int two,
-                         const int stream, sums_t sums, int first, const uint8_t *next, size_t ahead) {
-    outputs_t none = {.left = 0};
+                         const int stream, sums_t sums, int first, outputs_t *outputs, const uint8_t *next,
+                         size_t ahead) {
     if (first) zero_sums();
     else load_sums(sums, two);
-    add_steps(run, x, weights, steps, two, stream, &none, next, ahead);
+    add_steps(run, x, weights, steps, two, stream, outputs, next, ahead);
+    store_outputs(run, outputs, MOST_ROWS);
     store_sums(sums, two);
 }
 
-/* Where the sums of a pair of tiles of rows and a panel wait for the next block of inputs. */
+/* Where sums of a pair of tiles of rows and a panel wait for the next block of inputs, or until they are outputs. */
 typedef sums_t group_sums_t[GROUP];
 
-/* A block of `steps` steps from `step` on of one pair of tiles of rows and one panel. */
+/* A block of `steps` steps from `step` on of one pair of tiles of rows and one panel. Stores the `outputs` of another
+ * pair or panel, and sets them to its own after the last step. */
 static void multiply_block(const run_t *run, size_t pair, size_t panel, size_t step, size_t steps, sums_t sums,
-                           const uint8_t *next, size_t ahead) {
+                           outputs_t *outputs, const uint8_t *next, size_t ahead) {
     const uint16_t *weights = run->l->weights + (panel * run->steps + step) * 2 * TILE;
     const uint16_t *x = run->rows + (pair * run->steps + step) * run->step;
     const size_t rows = run->n - pair * MOST_ROWS;
-    if (rows <= FD_AMX_ROWS) add_block(run, x, weights, steps, 0, 0, sums, !step, next, ahead);
-    else if (!pair && !ahead) add_block(run, x, weights, steps, 1, 1, sums, !step, next, 0);
-    else add_block(run, x, weights, steps, 1, 0, sums, !step, next, ahead);
+    if (rows <= FD_AMX_ROWS) add_block(run, x, weights, steps, 0, 0, sums, !step, outputs, next, ahead);
+    else if (!pair && !ahead) add_block(run, x, weights, steps, 1, 1, sums, !step, outputs, next, 0);
+    else add_block(run, x, weights, steps, 1, 0, sums, !step, outputs, next, ahead);
     if (step + steps < run->steps) return;
     uint16_t *y = run->y + pair * MOST_ROWS * run->l->outs;
-    outputs_t outputs = outputs_of(run, sums, rows < MOST_ROWS ? rows : MOST_ROWS, panel, y);
-    store_outputs(run, &outputs, MOST_ROWS);
+    *outputs = outputs_of(run, sums, rows < MOST_ROWS ? rows : MOST_ROWS, panel, y);
 }
 
-/* Groups of panels of rows that have been copied. Where rows are few, all of them pass a panel: the first ones stream
- * its weights, and the others prefetch some of the next panel's. Where they are many, a pair of tiles of rows passes
- * all panels of the group and prefetches the next pair. */
-static void many_rows(void *data, size_t first, size_t n) {
-    const run_t *run = data;
-    const size_t pairs = (run->n + MOST_ROWS - 1) / MOST_ROWS;
+static size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
+
+/* Multiplies a group of panels with rows that have been copied. Where rows are few, all of them pass a panel: the first
+ * ones stream its weights, and the others prefetch some of the next panel's. Where they are many, a pair of tiles of
+ * rows passes all panels of the group and prefetches the next pair. */
+static void multiply_group(const run_t *run, size_t part, group_sums_t *sums, outputs_t *outputs) {
+    const size_t groups = ceil_div(run->panels, run->group), pair0 = part / groups * run->pairs;
+    const size_t panel0 = part % groups * run->group, all_pairs = ceil_div(run->n, MOST_ROWS);
+    const size_t pairs = all_pairs - pair0 < run->pairs ? all_pairs - pair0 : run->pairs;
+    const size_t group = run->panels - panel0 < run->group ? run->panels - panel0 : run->group;
     const bool by_rows = run->n > FEW_ROWS;
-    const size_t block = by_rows ? MANY_ROWS_STEPS : FEW_ROWS_STEPS;
-    group_sums_t sums[MANY_ROWS / MOST_ROWS];
-    configure(MOST_ROWS);
-    for (size_t part = first; part < first + n; part++) {
-        const size_t begin = part * run->group, left = run->panels - begin;
-        const size_t group = left < run->group ? left : run->group;
-        const size_t ahead = by_rows ? (2 * TILE_LINES + group - 1) / group : SOME_LINES;
-        for (size_t step = 0, steps; step < run->steps; step += steps) {
-            steps = run->steps - step < block ? run->steps - step : block;
-            const bool kept = steps < run->steps, last = step + steps == run->steps;
-            for (size_t i = 0; i < pairs * group; i++) {
-                const size_t pair = by_rows ? i / group : i % pairs, panel = by_rows ? i % group : i / pairs;
-                const size_t following = panel + 1 < group || last ? (begin + panel + 1) * run->steps + step
-                                                                   : begin * run->steps + step + steps;
-                const uint16_t *next = by_rows ? run->rows + ((pair + 1) * run->steps + step) * run->step
-                                               : run->l->weights + following * 2 * TILE;
-                const size_t turn = by_rows ? panel : pair ? pair - 1 : 0;
-                multiply_block(run, pair, begin + panel, step, steps, sums[kept ? pair : 0][kept ? panel : 0],
-                               (const uint8_t *)next + turn * ahead * steps * LINE, pair ? ahead : 0);
-            }
+    const size_t block = ceil_div(run->steps, ceil_div(run->steps, by_rows ? MANY_ROWS_STEPS : FEW_ROWS_STEPS));
+    const size_t ahead = by_rows ? ceil_div(2 * TILE_LINES, group) : SOME_LINES;
+    for (size_t step = 0, steps; step < run->steps; step += steps) {
+        steps = run->steps - step < block ? run->steps - step : block;
+        const bool kept = steps < run->steps, last = step + steps == run->steps;
+        for (size_t i = 0; i < pairs * group; i++) {
+            const size_t pair = by_rows ? i / group : i % pairs, panel = by_rows ? i % group : i / pairs;
+            const size_t following = panel + 1 < group || last ? (panel0 + panel + 1) * run->steps + step
+                                                               : panel0 * run->steps + step + steps;
+            const uint16_t *next = by_rows ? run->rows + ((pair0 + pair + 1) * run->steps + step) * run->step
+                                           : run->l->weights + following * 2 * TILE;
+            const size_t turn = by_rows ? panel : pair ? pair - 1 : 0;
+            multiply_block(run, pair0 + pair, panel0 + panel, step, steps, sums[kept ? pair : 0][kept ? panel : 0],
+                           outputs, (const uint8_t *)next + turn * ahead * steps * LINE, pair0 + pair ? ahead : 0);
         }
     }
+}
+
+static void many_rows(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    group_sums_t sums[MANY_ROWS / MOST_ROWS];
+    outputs_t outputs = {.left = 0};
+    configure(MOST_ROWS);
+    for (size_t part = first; part < first + n; part++) multiply_group(run, part, sums, &outputs);
+    store_outputs(run, &outputs, MOST_ROWS);
     end_stores(run);
     _tile_release();
 }
 
+static size_t parts_of(const run_t *run) {
+    return ceil_div(ceil_div(run->n, MOST_ROWS), run->pairs) * ceil_div(run->panels, run->group);
+}
+
+/* Cuts the work on run->n rows that have been copied, and returns the number of parts. */
+static size_t cut(run_t *run, unsigned threads) {
+    const size_t wanted = (size_t)PARTS * threads;
+    run->pairs = ceil_div(run->n, MOST_ROWS);
+    run->group = ceil_div(run->panels, ceil_div(run->panels, GROUP));
+    while (run->n > FEW_ROWS && run->pairs > LEAST_PAIRS && parts_of(run) < wanted)
+        run->pairs = ceil_div(run->pairs, 2);
+    while (run->group > 1 && parts_of(run) < wanted) run->group = ceil_div(run->group, 2);
+    return parts_of(run);
+}
+
 static fd_status_t multiply_all(const fd_dense16_t *l, const void *x, size_t rows, void *y, unsigned threads) {
     enum { WORTH_A_TURN = 1 << 16 }; /* weights whose products take longer than the threads' hand-over of parts */
-    const size_t steps = (l->ins + STEP - 1) / STEP, panels = (l->outs + PANEL - 1) / PANEL;
-    const size_t least = (WORTH_A_TURN + PANEL * l->ins - 1) / (PANEL * l->ins);
+    const size_t steps = ceil_div(l->ins, STEP), panels = ceil_div(l->outs, PANEL);
     run_t run = {.l = l, .x = x, .y = y, .n = rows, .steps = steps, .panels = panels};
     run.past_caches = l->outs % PANEL == 0 && (uintptr_t)y % LINE == 0;
     if (rows <= MOST_ROWS && l->ins % STEP == 0) {
         run.rows = x, run.tile = FD_AMX_ROWS * l->ins, run.row = l->ins, run.step = STEP;
-        fd_parallel(few_rows, &run, panels, least, threads);
+        fd_parallel(few_rows, &run, panels, ceil_div(WORTH_A_TURN, PANEL * l->ins), threads);
         return FD_OK;
     }
-    const size_t pairs = ((rows < MANY_ROWS ? rows : MANY_ROWS) + MOST_ROWS - 1) / MOST_ROWS;
+    const size_t pairs = ceil_div(rows < MANY_ROWS ? rows : MANY_ROWS, MOST_ROWS);
     run.tiles = aligned_alloc(LINE, pairs * steps * 2 * TILE * sizeof *run.tiles);
     if (!run.tiles) return FD_INTERNAL;
     run.rows = run.tiles, run.tile = TILE, run.row = STEP, run.step = 2 * TILE;
-    const size_t wanted = panels / (4 * threads); /* so that threads have several parts each */
-    run.group = wanted < 1 ? 1 : wanted < GROUP ? wanted : GROUP;
     for (size_t row = 0; row < rows; row += run.n, run.x += run.n * l->ins, run.y += run.n * l->outs) {
         run.n = rows - row < MANY_ROWS ? rows - row : MANY_ROWS;
-        fd_parallel(copy_rows, &run, (run.n + FD_AMX_ROWS - 1) / FD_AMX_ROWS, 0,
-                    fd_worth_threads(run.n * l->ins, threads));
-        fd_parallel(many_rows, &run, (panels + run.group - 1) / run.group, (least + run.group - 1) / run.group,
-                    threads);
+        fd_parallel(copy_rows, &run, ceil_div(run.n, FD_AMX_ROWS), 0, fd_worth_threads(run.n * l->ins, threads));
+        fd_parallel(many_rows, &run, cut(&run, threads), 1, threads);
     }
     free(run.tiles);
     return FD_OK;
