@@ -1,10 +1,18 @@
-"""One torch thread in every test of this room, also where OMP_NUM_THREADS asks for more."""
+"""Every test of this room has one torch thread, also where OMP_NUM_THREADS asks for more, and draws from a seed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test draws the same numbers whichever tests ran before it in its worker."""
+    import torch
+
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

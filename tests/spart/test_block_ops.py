@@ -66,7 +66,6 @@ def ops_class(request, monkeypatch):
 
 @pytest.fixture(params=BUDGET, ids=str)
 def dtype(request):
-    torch.manual_seed(0)
     return request.param
 
 

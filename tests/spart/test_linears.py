@@ -129,11 +129,6 @@ def assert_product(linear: GroupedLinear, x: torch.Tensor, bias: torch.Tensor | 
     assert ((got.double() - want).abs() <= ROUNDING * terms).all(), ((got - want).abs() / terms).max()
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 HADAMARD = {4: {"hadamard": True}, 8: {"mins": False, "zero": 128, "hadamard": True}}
 
 

@@ -174,7 +174,6 @@ SIZES = [(1, 64, 64), (3, 24, 40), (4, 128, 128), (7, 80, 96), (130, 8, 8), (2, 
 @pytest.mark.parametrize("n, m", [(1, 1), (1, 200), (63, 64), (130, 321)])
 def test_native_attention_of_heads_of_any_size(native, n, m, sizes, dtype):
     attention, (group, k_size, v_size) = native(dtype), sizes
-    torch.manual_seed(n)
     q, k, v = torch.randn(n, 2 * group, k_size), torch.randn(2, m, k_size), torch.randn(2, m, v_size)
     q, k, v, out = q.to(dtype), k.to(dtype), v.to(dtype), torch.empty(n, 2 * group, v_size, dtype=dtype)
     blocks = empty_blocks(attention, k, v)
@@ -193,7 +192,6 @@ def test_native_attention_of_heads_of_any_size(native, n, m, sizes, dtype):
 def test_a_row_depends_neither_on_other_rows_nor_on_chunks(native, window, segment, dtype):
     """Equal to the last bit: whole, in chunks, and with another number of threads."""
     attention = native(dtype)
-    torch.manual_seed(0)
     q, k, v = torch.randn(300, 6, 32).to(dtype), torch.randn(2, 300, 32).to(dtype), torch.randn(2, 300, 48).to(dtype)
 
     def in_chunks(size: int) -> torch.Tensor:
