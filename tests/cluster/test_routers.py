@@ -10,17 +10,25 @@ from pathlib import Path
 
 import pytest
 from nodes.node_process import until
+from nodes.ports import ports_in_a_row
 
 from fastdecode.cluster.config import ClusterConfig, ClusterError, RouterConfig, SNodesConfig
 from fastdecode.cluster.directory import Directory, Entry
-from fastdecode.cluster.hosts import HOSTS, free_port
+from fastdecode.cluster.hosts import HOSTS
 from fastdecode.daemon.discovery import parse_list
 
 
 @pytest.fixture
-def routers(tmp_path):
+def port():
+    """The first of two in a row."""
+    with ports_in_a_row(2) as first:
+        yield first
+
+
+@pytest.fixture
+def routers(tmp_path, port):
     """Two routers of one machine, the directory, and the file with their URLs. No S-node answers."""
-    door = RouterConfig(port=free_port("127.0.0.1"), count=2, file=str(tmp_path / "routers"))
+    door = RouterConfig(port=port, count=2, file=str(tmp_path / "routers"))
     config, directory = ClusterConfig(router=door, s_nodes=SNodesConfig(drain_seconds=0.0)), Directory()
 
     def report(entry):
@@ -44,7 +52,7 @@ def test_a_list_of_routers_that_cannot_be_written_is_an_error(tmp_path):
 
 def answers(url):
     try:
-        urllib.request.urlopen(url.replace("/v1", "/health"), timeout=10).close()
+        urllib.request.urlopen(url.replace("/v1", "/health"), timeout=60).close()
     except urllib.error.HTTPError as error:
         return error.code == 503  # it knows no S-node that answers
     except OSError:

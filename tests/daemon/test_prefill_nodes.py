@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import socket
 
 import pytest
 import torch
@@ -47,11 +46,6 @@ class ScriptedWorker:
             raise
         if self.error is not None:
             raise self.error
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 @pytest.fixture
@@ -242,13 +236,12 @@ async def test_every_token_is_that_of_transformers(serve, tmp_path, apart):
 
 def test_nodes_whose_prefill_s_node_is_killed(start, tmp_path):
     """Both S-nodes share an R-node. What the prefill S-node has computed is computed again without it."""
-    url, at = f"shm://{tmp_path}/r.sock", f"tcp://127.0.0.1:{free_port()}"
+    url = f"shm://{tmp_path}/r.sock"
     common = ("--r-node", url, "--port", "0", "--dtype", "fp32", "--kv-dtype", "fp32", "--kv-lease", "64MiB",
               "--s-threads", "1", "--no-prefix-cache")  # fmt: skip
     start("--role", "r", "--listen", url, "--threads", "1", "--kv-memory", "256MiB")
-    prefill = start(*common, "--prefill-listen", at, own_group=True)
-    decode = start(*common, "--prefill-at", at)
-    prefill.wait_for("Try:")
+    prefill = start(*common, "--prefill-listen", "tcp://127.0.0.1:0", own_group=True)
+    decode = start(*common, "--prefill-at", prefill.wait_for(r"prompts of other S-nodes are taken at (tcp://\S+)")[1])
 
     def ask(seed):
         prompt = [(i * i * seed + i) % 500 + 3 for i in range(300)]

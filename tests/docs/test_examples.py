@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nodes.ports import ports_in_a_row
 from openai import OpenAI
 from sources.folders import ROOT
 
@@ -23,7 +23,7 @@ GREEDY = {"model": "fastdecode-demo", "max_tokens": 12, "temperature": 0}
 
 def run(command: list[str], stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **(env or {})}
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +56,12 @@ def test_chat_client_answers_one_message(url):
 
 @pytest.mark.parametrize("name", ["chat_client.py", "batch_completions.py"])
 def test_a_client_without_a_server_says_so(name, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     words = tmp_path / "prompts.txt"
     words.write_text("It was\n")
-    done = run([sys.executable, str(EXAMPLES / name), str(words), "--url", url])
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody listens, and no other process gets the port
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        done = run([sys.executable, str(EXAMPLES / name), str(words), "--url", url])
     assert done.returncode == 1 and "cannot be asked" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
@@ -81,12 +82,10 @@ def test_batch_completions_are_those_of_single_requests_in_order(url, tmp_path: 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 def test_two_r_nodes_lose_one_and_no_token():
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-        ports = [str(sock.getsockname()[1]) for sock in sockets]
     # `fastdecode-node` of this environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {"PATH": path, "PORT": ports[0], "R_PORTS": " ".join(ports[1:]), "KV_MEMORY": "64MiB"}
-    done = run([str(EXAMPLES / "two_r_nodes.sh")], env=env)
+    with ports_in_a_row(3) as port:
+        env = {"PATH": path, "PORT": str(port), "R_PORTS": f"{port + 1} {port + 2}", "KV_MEMORY": "64MiB"}
+        done = run([str(EXAMPLES / "two_r_nodes.sh")], env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "was lost" in done.stdout and "character for character" in done.stdout
