@@ -8,7 +8,8 @@
  * that a link waits for must be answered, and the sum of the O rows of a sequence whose V is 1 everywhere must be the
  * number of their elements.
  *
- * Usage: race_engine THREADS SECONDS. Prints the numbers of calls, control operations and links.
+ * Usage: race_engine THREADS SECONDS. Goes on for these seconds, and until it has done enough of everything. Prints the
+ * numbers of calls, control operations and links.
  */
 #include <math.h>
 #include <pthread.h>
@@ -33,6 +34,12 @@ static fd_stand_in_t stand_in;
 static time_t end;
 static bool ended;                            /* atomic: the R-engine has ended */
 static uint64_t n_calls, n_controls, n_links; /* atomic */
+
+/* However slow the machine is, a run does enough to be worth watching. */
+static bool over(void) {
+    return time(NULL) >= end && __atomic_load_n(&n_calls, __ATOMIC_RELAXED) > 200 &&
+           __atomic_load_n(&n_controls, __ATOMIC_RELAXED) > 1000 && __atomic_load_n(&n_links, __ATOMIC_RELAXED) > 5;
+}
 
 static uint32_t below(uint64_t *state, uint32_t bound) {
     *state ^= *state << 13, *state ^= *state >> 7, *state ^= *state << 17;
@@ -176,7 +183,7 @@ static void *s_node_main(void *arg) {
     uint64_t seed = (uintptr_t)arg + 1;
     if (seed > 1) s_side_stand_in = &stand_in;
     fd_error_t error;
-    for (; time(NULL) < end; seed++) {
+    for (; !over(); seed++) {
         s_node_t s = {.state = seed * 0x9e3779b97f4a7c15u | 1, .control_state = seed * 0xd1342543de82ef95u | 1};
         const fd_heads_t heads = fd_geometry_heads(&geometry);
         const fd_layer_t layers[LAYERS] = {{.heads = heads, .window = 0, .kv_layer = 0},
@@ -193,7 +200,7 @@ static void *s_node_main(void *arg) {
         __atomic_fetch_add(&n_links, 1, __ATOMIC_RELAXED);
         pthread_t controller;
         REQUIRE(pthread_create(&controller, NULL, control, &s) == 0);
-        for (uint32_t n = 5 + below(&s.state, 40); n && time(NULL) < end; n--) steps(&s);
+        for (uint32_t n = 5 + below(&s.state, 40); n && !over(); n--) steps(&s);
         if (below(&s.state, 2)) { /* leave a step in flight */
             step_t step;
             begin_step(&s, 0, &step);

@@ -3,7 +3,8 @@
  * Each part of a loop adds to a number of its own, without atomics, so that a part that runs twice or beside its caller
  * is seen. Loops follow each other at once, or after the workers have gone to sleep, and some of them are timed.
  *
- * Usage: race_parallel THREADS SECONDS. Prints the number of loops and of parts that a worker took.
+ * Usage: race_parallel THREADS SECONDS. Goes on for these seconds, and until the workers have taken enough parts.
+ * Prints the number of loops and of parts that a worker took.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -34,7 +35,8 @@ static void count(void *data, size_t first, size_t n) {
 
 static void *call(void *seed) {
     unsigned state = (unsigned)(size_t)seed;
-    while (time(NULL) < end) {
+    while (time(NULL) < end || __atomic_load_n(&n_loops, __ATOMIC_RELAXED) <= 1000 ||
+           __atomic_load_n(&n_taken, __ATOMIC_RELAXED) <= 100) {
         loop_t loop = {.caller = pthread_self()};
         const size_t parts = (size_t)rand_r(&state) % (MOST_PARTS + 1);
         fd_parallel(count, &loop, parts, (size_t)rand_r(&state) % 4, threads);
