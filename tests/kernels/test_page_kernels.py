@@ -185,11 +185,14 @@ def test_decoding_rows(host, kv_dtype, size, group):
     check(host, paged(kv_dtype, "fp16", 2, group, size), DECODE, shape=shape)
 
 
-@pytest.mark.parametrize("kv_dtype", FORMATS)
-@pytest.mark.parametrize("size", range(16, 257, 16))
+@pytest.mark.parametrize(
+    ("kv_dtype", "size"),
+    [(kv_dtype, size) for size in range(16, 257, 16) for kv_dtype in ("int8", ("fp16", "bf16")[size // 16 % 2])],
+)
 def test_every_size_of_heads_and_of_groups(host, kv_dtype, size):
-    """A block takes several rows of a small group. Each format has each size once, and each group."""
-    group = (5 * size // 16 + 7 * FORMATS.index(kv_dtype)) % 16 + 1
+    """A block takes several rows of a small group. int8, whose rows are transformed by their size, has each size and
+    each group once; so have fp16 and bf16 together, whose elements have the same places."""
+    group = (5 * size // 16 + 7 * (kv_dtype == "int8")) % 16 + 1
     shape = replace(SHAPE, warps=2, stages=2)
     check(host, paged(kv_dtype, "fp16", 1, group, size), [Run(61, 9), Run(150)], shape=shape)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from attention import kernel_calls
-from attention.emulated import NEON, SCALAR, is_emulated, kernels, params
+from attention.emulated import NEON, SCALAR, is_emulated, kernels, neighbours, params
 from attention.kernel_budget import budget
 from attention.kernel_reference import Cache, Partial, aligned_bytes, assert_close, normal, queries, reference
 from attention.kv_accuracy import INTEGERS, hadamard, stored
@@ -117,8 +117,7 @@ def test_garbage_beyond_the_limits_never_reaches_a_result(isa: str, kv_dtype: st
 
 @pytest.mark.quick
 @by_kv_dtype
-@pytest.mark.parametrize("reader", params([*ISAS, NEON, SCALAR]))
-@pytest.mark.parametrize("writer", params([*ISAS, NEON, SCALAR]))
+@pytest.mark.parametrize(("writer", "reader"), neighbours([*ISAS, NEON, SCALAR]))
 def test_a_chunk_written_by_one_isa_is_read_by_another(writer: str, reader: str, kv_dtype: str) -> None:
     rng = np.random.default_rng(4)
     q, k = queries(rng, 1, 4, 104), normal(rng, 100, 104)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import shutil
 import struct
 import subprocess
@@ -44,6 +45,13 @@ def is_emulated(isa: str) -> bool:
 def params(isas: list[str]) -> list:
     """For pytest.mark.parametrize: the emulated ones are skipped where there is no emulator."""
     return [pytest.param(isa, marks=needs_emulator if is_emulated(isa) else ()) for isa in isas]
+
+
+def neighbours(isas: list[str]) -> list:
+    """For pytest.mark.parametrize: pairs in which each ISA is first once and second once. What both of each pair
+    have in common, all have."""
+    pairs = itertools.pairwise([*isas, isas[0]])
+    return [pytest.param(*pair, marks=needs_emulator if any(map(is_emulated, pair)) else ()) for pair in pairs]
 
 
 # ---- building for aarch64 ----
