@@ -1,4 +1,4 @@
-"""`fastdecode-bench soak`, for less than half a minute: S-nodes share an R-node, and are killed."""
+"""`fastdecode-bench soak`, for some seconds: S-nodes share an R-node, and are killed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastdecode.bench.soaking.load import KnownRequest, SoakClient, Tally
 
 @pytest.mark.timeout(400)
 def test_three_s_nodes_share_an_r_node_and_are_killed(tmp_path):
-    command = [sys.executable, "-m", "fastdecode.bench.cli", "soak", "--minutes", "0.25", "--kill-every", "5", "--json"]
-    run = subprocess.run([*command, "--logs", tmp_path], capture_output=True, text=True, timeout=380, check=False)
+    command = [sys.executable, "-m", "fastdecode.bench.cli", "soak", "--minutes", "0.15", "--kill-every", "5", "--json"]
+    run = subprocess.run([*command, "--logs", tmp_path], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     seen = json.loads(run.stdout)
     assert seen["faults"] == [] and len(seen["snodes"]) == 3
@@ -37,7 +37,7 @@ def test_three_s_nodes_share_an_r_node_and_are_killed(tmp_path):
 def test_a_soak_that_finds_a_fault_says_so(tmp_path):
     """An R-node that refuses its memory ends at start, and the soak with an error."""
     command = [sys.executable, "-m", "fastdecode.bench.cli", "soak", "--snodes", "1", "--kv-memory", "50KiB"]
-    run = subprocess.run([*command, "--logs", tmp_path], capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run([*command, "--logs", tmp_path], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "a node ended at start" in run.stderr and "--kv-memory" in run.stderr
 
