@@ -171,6 +171,6 @@ def test_three_thousand_half_requests_leave_a_process_with_a_thousand_descriptor
             one.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         router.terminate()
-        router.communicate(timeout=60)
+        router.communicate(timeout=300)
     assert router.returncode == 0
     assert "Traceback" not in log.read_text() and "Too many open files" not in log.read_text()

@@ -51,7 +51,7 @@ def expected(url) -> str:
 
 def run(*command: str, **variables: str) -> str:
     environment = os.environ | {"HF_HUB_OFFLINE": "1"} | variables
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 

@@ -65,7 +65,6 @@ def run(home: Path, *command: str) -> str:
         command,
         capture_output=True,
         text=True,
-        timeout=300,
         env=os.environ | folders,
         cwd=home,
         stdin=subprocess.DEVNULL,

@@ -23,7 +23,7 @@ BENCH = [sys.executable, "-m", "fastdecode.bench.cli"]
 
 
 def bench(*argv: str) -> str:
-    done = subprocess.run([*BENCH, *argv], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([*BENCH, *argv], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -127,7 +127,7 @@ def test_a_permuted_model_computes_the_same_with_other_weights(tmp_path):
     ],
 )
 def test_a_bad_call_is_one_sentence(argv, sentence):
-    done = subprocess.run([*BENCH, *argv], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([*BENCH, *argv], capture_output=True, text=True)
     assert done.returncode == 1
     assert sentence in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 

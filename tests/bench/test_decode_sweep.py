@@ -28,7 +28,7 @@ LOAD = PeerLoad(model_dir(), "auto", torch.float32, torch.device("cpu"), 1, 2, 4
 
 
 def decode(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*BENCH, *argv], capture_output=True, text=True, timeout=110)
+    return subprocess.run([*BENCH, *argv], capture_output=True, text=True)
 
 
 def test_a_sweep_keeps_its_cells_and_goes_on_with_those_it_lacks(tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ def test_an_interrupted_sweep_prints_what_it_has(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     argv = ["--batch", "1", "--context", "16", "--context", "40", "--out", str(out), "--rounds", "1000000"]
     process = subprocess.Popen([*BENCH, *argv, "--cell-seconds", "2"], stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 100
-    while not out.exists() and time.monotonic() < deadline:
+    while not out.exists():
+        assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
     assert "cut off after 2 s" in printed  # the first cell has ended by its time
     (row,) = json.loads(out.read_bytes())["rows"]

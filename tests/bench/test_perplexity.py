@@ -74,7 +74,7 @@ def test_a_run_that_is_cut_off_prints_what_it_has():
         assert piece, seen.decode()
         seen += piece
     run.send_signal(signal.SIGTERM)
-    out, _ = run.communicate(timeout=60)
+    out, _ = run.communicate(timeout=300)
     assert run.returncode == 128 + signal.SIGTERM
     result = json.loads(out)
     whole, part = result["rows"]

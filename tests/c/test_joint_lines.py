@@ -20,4 +20,4 @@ def test_a_steps_products_read_and_write_whole_lines(tmp_path: Path) -> None:
     program = tmp_path / "joint_lines"
     flags = ["-std=gnu11", "-Wall", "-fsanitize=address,undefined", *INCLUDES]
     subprocess.run(["gcc", *flags, *sources, "-o", program], check=True)
-    subprocess.run([program], check=True, timeout=60)
+    subprocess.run([program], check=True)

@@ -241,7 +241,7 @@ def test_three_r_nodes_over_tcp_with_a_secret(start, tmp_path):
 
 
 def test_check_prints_a_report_of_the_machine():
-    out = subprocess.run([*NODE, "--check"], capture_output=True, text=True, timeout=60, check=True).stdout
+    out = subprocess.run([*NODE, "--check"], capture_output=True, text=True, check=True).stdout
     for fact in ("ISA", "cores", "memory", "NUMA", "huge pages", "GPU", "RDMA"):
         assert re.search(rf"^{fact}\s+\S", out, re.M), out
 
@@ -274,6 +274,6 @@ def test_the_log_says_what_ends_a_turn(start):
 
 
 def test_check_says_what_fits_of_a_model():
-    run = subprocess.run([*NODE, "--check", "--model", str(model_dir())], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([*NODE, "--check", "--model", str(model_dir())], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "by the native backend" in run.stdout and "KV int8" in run.stdout and "per token" in run.stdout

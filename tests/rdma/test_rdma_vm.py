@@ -44,7 +44,7 @@ def alone_here() -> Iterator[None]:
 def suite_of(*arguments: str) -> str:
     """The command that runs pytest in a guest."""
     return (
-        f"exec {sys.executable} -m pytest -v -n0 -p no:cacheprovider -o timeout=300 --durations=8 {' '.join(arguments)}"
+        f"exec {sys.executable} -m pytest -v -n0 -p no:cacheprovider -o timeout=600 --durations=8 {' '.join(arguments)}"
     )
 
 

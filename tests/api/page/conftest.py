@@ -9,6 +9,8 @@ from pages.chat_page import CHROMIUM
 
 from fastdecode.text.tokenizer import Tokenizer
 
+BUSY_MS = 60_000  # what a busy machine may take to show or to do something
+
 
 @pytest.fixture(scope="module")
 def chat_tokenizer(tmp_path_factory):
@@ -24,6 +26,7 @@ def script(chat_tokenizer):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser():
     playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+    playwright.expect.set_options(timeout=BUSY_MS)
     async with playwright.async_playwright() as tool:
         # In a container Chromium's own sandbox cannot be set up.
         browser = await tool.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -35,6 +38,7 @@ async def browser():
 async def page(browser):
     """A page in a profile of its own. Fails if a script throws, a dialog opens, or another host is asked."""
     context = await browser.new_context()
+    context.set_default_timeout(BUSY_MS)
     page = await context.new_page()
     thrown, dialogs, hosts = [], [], set()
     page.on("pageerror", lambda error: thrown.append(error))

@@ -264,7 +264,7 @@ async def test_a_long_answer_is_shown_as_it_comes(page, chat_tokenizer, script):
         await expect(blocks).to_have_count(4)
         await page.evaluate("window.first = document.querySelector('.assistant .text > *')")
         pauses[0].set()
-        await expect(blocks).to_have_count(2 * times, timeout=60_000)
+        await expect(blocks).to_have_count(2 * times)
         assert await page.evaluate("window.first.isConnected")
         pauses[1].set()
         await answered(page)

@@ -26,7 +26,7 @@ async def test_a_lost_r_node_is_shown(page, chat_tokenizer):
         await page.goto(url(client) + "#cluster")
         await expect(page.locator(".r-node")).to_contain_text("tcp://r1")
         engine.alive = False
-        await expect(page.locator(".r-node.down")).to_contain_text("lost", timeout=10_000)
+        await expect(page.locator(".r-node.down")).to_contain_text("lost")
         await expect(page.locator("#status-text")).to_contain_text("no R-node is connected")
 
 

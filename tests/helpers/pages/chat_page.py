@@ -31,5 +31,5 @@ async def answered(page: Any, number: int = 1) -> None:
     """Wait until there are `number` answers, of which none is being written."""
     from playwright.async_api import expect
 
-    await expect(page.locator(f"{ANSWER}:not(.writing)")).to_have_count(number, timeout=20_000)
+    await expect(page.locator(f"{ANSWER}:not(.writing)")).to_have_count(number)
     await expect(page.locator("#send")).to_be_visible()

@@ -78,7 +78,7 @@ def _machine(objects: Path) -> None:
 
 
 def _run(*command: str | Path) -> None:
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True)
 
 
 _BUILDERS: dict[str, Callable[[Path], None]] = {
