@@ -176,6 +176,8 @@ class _Soak:
     async def _kill_in_turn(self, until: asyncio.Event) -> None:
         begun = time.monotonic()
         for turn in itertools.count():
+            if until.is_set():
+                return  # wait_for would not notice it without a pause
             with contextlib.suppress(TimeoutError):
                 pause = begun + (turn + 1) * self.args.kill_every - time.monotonic()
                 await asyncio.wait_for(until.wait(), max(0.0, pause))

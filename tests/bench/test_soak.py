@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from fastdecode.bench.soak import _Soak
 from fastdecode.bench.soaking.load import KnownRequest, SoakClient, Tally
 
 
@@ -40,6 +44,12 @@ def test_a_soak_that_finds_a_fault_says_so(tmp_path):
     run = subprocess.run([*command, "--logs", tmp_path], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "a node ended at start" in run.stderr and "--kv-memory" in run.stderr
+
+
+async def test_kills_that_are_late_end_with_the_soak():
+    soak, over = _Soak(argparse.Namespace(snodes=1, kill_every=0.0), Path(), Path()), asyncio.Event()
+    over.set()
+    await soak._kill_in_turn(over)
 
 
 async def test_each_way_of_asking_notices_a_wrong_answer():
