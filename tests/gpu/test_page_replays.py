@@ -27,6 +27,8 @@ from fastdecode.kernels.gpu.page_kernels import (
     shared_bytes,
 )
 
+pytestmark = pytest.mark.tools
+
 LAYER = PagedLayer("fp16", "fp16", 4, 2, 32, 32**-0.5, window=150)
 ROWS, BLOCKS, PAGES, SPLITS = 4, 3, 8, 2
 WIDTH, KV_WIDTH = LAYER.n_q_heads * LAYER.head_size, 2 * LAYER.n_kv_heads * LAYER.head_size
