@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import resource
 import socket
@@ -15,7 +16,7 @@ import pytest
 from engines.api_client import MODEL
 from engines.scripted_engine import ScriptedEngine
 
-from fastdecode.api import body
+from fastdecode.api import body, server
 from fastdecode.api.app import MAX_BODY_BYTES, make_app
 from fastdecode.api.server import bind, serve
 
@@ -26,11 +27,11 @@ GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 @contextlib.asynccontextmanager
 async def served(tokenizer, *scripts, **options):
     """The port of a server with `options` of its connections."""
-    server = await serve(make_app(ScriptedEngine(*scripts), tokenizer, MODEL), bind("127.0.0.1", 0), **options)
+    made = await serve(make_app(ScriptedEngine(*scripts), tokenizer, MODEL), bind("127.0.0.1", 0), **options)
     try:
-        yield server.port
+        yield made.port
     finally:
-        await server.close()
+        await made.close()
 
 
 async def until_end(reader):
@@ -62,26 +63,26 @@ async def test_bytes_that_trickle_do_not_prolong_a_header(tokenizer):
 
 
 async def test_a_connection_may_rest_between_requests_but_not_within_a_header(tokenizer):
-    async with served(tokenizer, header_seconds=1.5) as port:
+    async with served(tokenizer, header_seconds=0.5) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):
             writer.write(GET)
             assert b"200 OK" in await reader.readuntil(b"}")
-            await asyncio.sleep(2)
+            await asyncio.sleep(0.8)
         writer.write(GET[:20])
         assert await until_end(reader) == b""
         writer.close()
 
 
 async def test_an_answer_may_take_longer_than_a_header(tokenizer):
-    async with served(tokenizer, [asyncio.Event()], header_seconds=1.5) as port:
+    async with served(tokenizer, [asyncio.Event()], header_seconds=0.5) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         content = orjson.dumps({"model": MODEL, "prompt": "x", "stream": True})
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(content) + content)
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
         writer.write(GET[:20])  # the beginning of a next request
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(1):
                 while await reader.read(1000):
                     pass
         writer.close()
@@ -89,6 +90,8 @@ async def test_an_answer_may_take_longer_than_a_header(tokenizer):
 
 async def test_half_a_body_is_answered_and_ended(tokenizer, monkeypatch):
     monkeypatch.setattr(body, "_BODY_SECONDS", 0.2)
+    # aiohttp reads on for 10 s before it closes the connection.
+    monkeypatch.setattr(server, "Arrivals", functools.partial(server.Arrivals, lingering_time=0.2))
     async with served(tokenizer) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(POST + b"Content-Length: 1000\r\n\r\n{")
