@@ -39,16 +39,18 @@ static void compute_tiles(void *data, size_t first, size_t n) {
 
 fd_status_t fd_linear_run(const fd_linear_t *l, const fd_linear_ops_t *ops, const float *x, uint32_t rows, float *y,
                           uint32_t stride, uint32_t threads) {
-    const size_t blocks = (size_t)rows * fd_linear_blocks(l);
+    const uint32_t beside = ops->beside ? ops->beside(l, rows) : 1, rest = -rows % beside;
+    const size_t blocks = (size_t)(rows + rest) * fd_linear_blocks(l);
     const size_t numbers = blocks * l->passes * FD_LINEAR_BLOCK;
     int8_t *memory = aligned_alloc(64, (numbers + blocks * 3 * sizeof(float) + 63) / 64 * 64);
     if (!memory) return FD_INTERNAL;
     work_t work = {.l = l, .ops = ops, .x = x, .y = y, .n = rows};
     work.rows.x = memory;
-    work.rows.stride = stride;
+    work.rows.beside = beside, work.rows.stride = stride;
     work.rows.scales = (float *)(memory + numbers);
     work.rows.sums = work.rows.scales + blocks;
     work.rows.starts = (int32_t *)(work.rows.sums + blocks);
+    if (rest) memset(work.rows.scales, 0, 2 * blocks * sizeof(float));
     /* Less is done sooner than a thread wakes up. */
     enum { BLOCKS_WORTH_SHARING = 1024, BLOCK_TILES_WORTH_SHARING = 512 };
     enum { BLOCKS_WORTH_A_TURN = 128 }; /* of tiles: they take longer than the threads' hand-over of parts */

@@ -64,13 +64,14 @@ static inline size_t fd_linear_tile_bytes(const fd_linear_t *l) {
     return (size_t)fd_linear_blocks(l) * FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8;
 }
 
-/* Rows of rounded activations. */
+/* Rows of rounded activations, in groups of `beside`. */
 typedef struct {
-    int8_t *x;       /* [rows][blocks][passes][FD_LINEAR_BLOCK], from -127 to 127; the high part first. For a matrix of
-                        signed numbers unsigned, from 0 to 128 */
-    float *scales;   /* [rows][blocks] */
-    float *sums;     /* [rows][blocks], of the multiples, times the scale */
-    int32_t *starts; /* [rows][blocks], the sum of the multiples times the ISA's dot_offset */
+    int8_t *x;       /* [groups][blocks][passes][beside][FD_LINEAR_BLOCK], from -127 to 127; the high part first. For a
+                        matrix of signed numbers unsigned, from 0 to 128 */
+    float *scales;   /* [groups][blocks][beside] */
+    float *sums;     /* [groups][blocks][beside], of the multiples, times the scale */
+    int32_t *starts; /* [groups][blocks][beside], the sum of the multiples times the ISA's dot_offset */
+    uint32_t beside; /* rows whose blocks stand side by side */
     uint32_t stride; /* outputs from one row of y to the next, outs or more */
 } fd_linear_rows_t;
 
@@ -89,6 +90,8 @@ typedef struct {
     void (*round_row)(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out);
     /* Writes the tile's outputs of all rows to the first outs of y [rows][stride]. */
     void (*tile)(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y);
+    /* fd_linear_rows_t.beside of n rows; NULL: 1. A group that is not full has scales and sums 0 behind its rows. */
+    uint32_t (*beside)(const fd_linear_t *l, uint32_t n);
 } fd_linear_ops_t;
 
 extern const fd_linear_ops_t fd_linear_ops_scalar, fd_linear_ops_avx2, fd_linear_ops_avxvnni, fd_linear_ops_avx512vnni,

@@ -12,7 +12,7 @@ static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_
     tile_rows_from(l, tile, rows, 0, n, y);
 }
 
-const fd_linear_ops_t fd_linear_ops_avx512vnni = {"avx512vnni", 0, round_row, tile_rows};
+const fd_linear_ops_t fd_linear_ops_avx512vnni = {"avx512vnni", 0, round_row, tile_rows, NULL};
 
 FD_END_TARGET
 #endif

@@ -41,9 +41,9 @@ static inline void hadamard_block(const float *from, float *to) {
 #endif
 }
 
-/* `steps`: the largest multiple. `base` is added to each. */
-static inline void round_block(const float *x, uint32_t passes, float steps, int32_t base, int8_t *q, float *scale,
-                               int32_t *sum) {
+/* `steps`: the largest multiple. `base` is added to each. `low`: of the second pass. */
+static inline void round_block(const float *x, uint32_t passes, float steps, int32_t base, int8_t *q, int8_t *low,
+                               float *scale, int32_t *sum) {
     const fd_float_bits_t *x_bits = (const fd_float_bits_t *)x;
     int32_t bits[FD_LINEAR_BLOCK], largest = 0, total = 0;
     for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
@@ -53,7 +53,8 @@ static inline void round_block(const float *x, uint32_t passes, float steps, int
     float most;
     memcpy(&most, &largest, sizeof most);
     if (largest >= 0x7f800000) { /* infinity or NaN: the outputs must show it */
-        memset(q, 0, (size_t)passes * FD_LINEAR_BLOCK);
+        memset(q, 0, FD_LINEAR_BLOCK);
+        memset(low, 0, FD_LINEAR_BLOCK);
         *scale = NAN;
         *sum = 0;
         return;
@@ -69,7 +70,7 @@ static inline void round_block(const float *x, uint32_t passes, float steps, int
         for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
             const int32_t high = (bits[i] + (1 << (FD_LINEAR_LOW_BITS - 1))) >> FD_LINEAR_LOW_BITS;
             q[i] = (int8_t)high;
-            q[FD_LINEAR_BLOCK + i] = (int8_t)(bits[i] - (high << FD_LINEAR_LOW_BITS));
+            low[i] = (int8_t)(bits[i] - (high << FD_LINEAR_LOW_BITS));
         }
     }
     *scale = most > 1e-30f ? most / steps : 0.0f;
@@ -77,7 +78,7 @@ static inline void round_block(const float *x, uint32_t passes, float steps, int
 }
 
 static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out) {
-    const size_t blocks = fd_linear_blocks(l), first = row * blocks;
+    const size_t blocks = fd_linear_blocks(l), beside = out->beside, first = row / beside * blocks;
     const uint32_t passes = l->passes, hadamard = l->hadamard;
     const float steps = passes == 1 ? (float)dot_steps(l) : 127 << FD_LINEAR_LOW_BITS;
     const int32_t offset = dot_offset(l), base = l->negated_sums ? FD_LINEAR_SIGNED_STEPS : 0;
@@ -94,9 +95,10 @@ static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const 
             hadamard_block(from, block);
             from = block;
         }
-        const size_t at = first + b;
+        const size_t block_at = (first + b) * beside, at = block_at + row % beside;
+        int8_t *q = out->x + (block_at * passes + row % beside) * FD_LINEAR_BLOCK;
         int32_t sum;
-        round_block(from, passes, steps, base, out->x + at * passes * FD_LINEAR_BLOCK, out->scales + at, &sum);
+        round_block(from, passes, steps, base, q, q + (passes - 1) * beside * FD_LINEAR_BLOCK, out->scales + at, &sum);
         out->sums[at] = out->scales[at] * (float)sum;
         out->starts[at] = offset * sum;
     }

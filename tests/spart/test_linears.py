@@ -176,11 +176,19 @@ def test_an_empty_fastdecode_isa_means_the_best_isa(monkeypatch):
 @pytest.mark.quick
 def test_a_row_does_not_depend_on_the_others(isa):
     """Draws are reproducible in any batch, which a scale for the whole batch would break."""
-    linear = GroupedLinear(random_matrix(8, 48, 96), None)
-    x = torch.randn(9, 96) * torch.logspace(-3, 3, 9)[:, None]
-    together = linear(x)
-    for i in range(9):
-        assert torch.equal(linear(x[i : i + 1])[0], together[i])
+    table = {**HADAMARD[4], "table": LEVELS}
+    for bits, form in (
+        (8, {}),
+        (8, HADAMARD[8]),
+        (4, table),
+        (4, {"activation_bits": 15}),
+        (8, {"activation_bits": 15}),
+    ):
+        linear = GroupedLinear(random_matrix(bits, 40, 1120, **form), torch.randn(40))
+        x = torch.randn(37, 1120) * torch.logspace(-3, 3, 37)[:, None]
+        together = linear(x)
+        for i in range(37):
+            assert torch.equal(linear(x[i : i + 1])[0], together[i])
 
 
 def test_extreme_activations(isa):
