@@ -17,7 +17,7 @@ FD_BEGIN_TARGET(FD_AVX512 ",avx512vnni,amx-tile,amx-int8")
 #include "linear_vnni512.h"
 
 enum { TILE_ROWS = FD_AMX_ROWS };
-enum { FEWEST_ROWS = 5 };  /* that AMX multiplies sooner than VNNI, for each pass */
+enum { FEWEST_ROWS = 5 };      /* that AMX multiplies sooner than VNNI, for each pass */
 enum { MOST_BLOCKS = 32 };     /* whose numbers stay in the L1 cache while all rows are multiplied with them */
 #define STEPS_OF_1 12582912.0f /* 1.5 * 2^23 */
 /* Tile registers, as macros because gcc's intrinsics paste the number into an instruction. There are two of each kind,
