@@ -114,18 +114,6 @@ def usable_cpus() -> list[int]:
     return cpus
 
 
-def cache_bytes(cpus: Iterable[int], sysfs: Path = _SYSFS) -> int:
-    """Bytes of the last-level caches that these cpus have; 0 if Linux does not tell."""
-    caches: dict[str, int] = {}  # by the cpus that share one
-    for cpu in cpus:
-        levels = (sysfs / "devices" / "system" / "cpu" / f"cpu{cpu}" / "cache").glob("index*")
-        with contextlib.suppress(OSError, ValueError):
-            last = max(levels, key=lambda path: int((path / "level").read_text()))
-            size = (last / "size").read_text().strip()
-            caches[(last / "shared_cpu_list").read_text()] = int(size.removesuffix("K")) << 10
-    return sum(caches.values())
-
-
 def cpu_model() -> str:
     """The name of the processor, or of its architecture where the kernel does not tell the name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -92,18 +92,6 @@ def test_the_roofline_counts_every_pass():
         roofline.close()
 
 
-def test_the_roofline_reads_part_after_part():
-    roofline = Roofline(3 << 20, [0], part_bytes=1 << 20)
-    try:
-        begins = []
-        for _ in range(4):
-            begins.append(roofline._next)
-            assert roofline.gbps() > 0
-        assert begins == [0, 1 << 20, 2 << 20, 0]
-    finally:
-        roofline.close()
-
-
 def test_the_roofline_keeps_a_variant_that_exists():
     roofline = Roofline(1 << 20, [0], variant=len(read_variants()))
     try:

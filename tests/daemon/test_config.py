@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import try_to_load_from_cache
 
-from fastdecode.daemon import embedded, machine, rnode, roofline
+from fastdecode.daemon import embedded, machine, rnode
 from fastdecode.daemon.check import report
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
@@ -352,33 +352,6 @@ def test_numa_nodes_may_have_gaps_or_no_cpus(tmp_path):
         machine.NumaNode(3, (), 4 << 30),
     ]
     assert machine.numa_nodes(tmp_path / "elsewhere") == []
-
-
-def test_caches_that_cpus_share_count_once(tmp_path):
-    for cpu in range(6):
-        for index, (level, size, shared) in enumerate(
-            [(1, 48, f"{cpu}"), (3, 32768, f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}")]
-        ):
-            directory = tmp_path / f"devices/system/cpu/cpu{cpu}/cache/index{index}"
-            directory.mkdir(parents=True)
-            for name, value in (("level", level), ("size", f"{size}K"), ("shared_cpu_list", shared)):
-                (directory / name).write_text(f"{value}\n")
-    assert machine.cache_bytes([0, 1, 5], tmp_path) == 2 * (32 << 20)
-    assert machine.cache_bytes([0, 1, 5, 6], tmp_path / "elsewhere") == 0
-
-
-@pytest.mark.parametrize(
-    ("caches", "available", "parts"),
-    [
-        (0, 1 << 30, 1),
-        (32 << 20, 16 << 30, 1),
-        (480 << 20, 64 << 30, 8),
-        (480 << 20, 4 << 30, 2),
-        (4 << 30, 1 << 40, 16),
-    ],
-)
-def test_the_rooflines_buffer_is_larger_than_the_caches_as_far_as_memory_allows(caches, available, parts):
-    assert roofline.probe_parts(caches, available) == parts
 
 
 def test_numa_nodes_of_this_machine_have_its_cpus_and_memory():
