@@ -105,7 +105,7 @@ FD_INLINE void configure_tiles(fd_kv_dtype_t dtype, uint32_t block) {
         config.row_bytes[tile] = TILE_ROW_BYTES;
         config.rows[tile] = tile == 5 || tile == 6 ? TILE_ROWS : dtype == FD_KV_BF16 ? block : 2 * block;
     }
-    _tile_loadconfig(&config);
+    fd_amx_configure(&config);
 }
 
 /* The elements of a word of K or V as the tiles read it; int4 has been unpacked to bytes. */

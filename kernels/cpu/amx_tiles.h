@@ -11,3 +11,9 @@ typedef struct {
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } fd_amx_config_t;
+
+/* _tile_loadconfig tells gcc 12 that it reads 8 bytes, so gcc may drop what was stored in the others. */
+FD_INLINE void fd_amx_configure(const fd_amx_config_t *config) {
+    __asm__ volatile("" : : "m"(*config));
+    _tile_loadconfig(config);
+}

@@ -54,7 +54,7 @@ FD_PROMPT_FUNCTIONS(bf16, FD_ACT_BF16, 1)
 static fd_status_t attend_in_tiles(const fd_prompt_t *o, size_t head, size_t row, size_t n) {
     fd_amx_config_t config = {.palette = 1};
     for (int i = 0; i <= COLUMNS; i++) config.row_bytes[i] = FD_AMX_ROW_BYTES, config.rows[i] = FD_AMX_ROWS;
-    _tile_loadconfig(&config);
+    fd_amx_configure(&config);
     const fd_status_t status = attend_bf16(o, head, row, n);
     _tile_release();
     return status;

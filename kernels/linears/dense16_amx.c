@@ -72,7 +72,7 @@ static void configure(size_t n) {
     if (n < FD_AMX_ROWS) config.rows[SUMS00] = config.rows[SUMS01] = config.rows[ROWS0] = (uint8_t)n;
     else if (n > FD_AMX_ROWS)
         config.rows[SUMS10] = config.rows[SUMS11] = config.rows[ROWS1] = (uint8_t)(n - FD_AMX_ROWS);
-    _tile_loadconfig(&config);
+    fd_amx_configure(&config);
 }
 
 FD_INLINE void prefetch(const uint8_t *lines, size_t n) {

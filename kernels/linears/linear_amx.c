@@ -186,7 +186,7 @@ static void tile_rows_amx(const fd_linear_t *l, uint32_t tile, const fd_linear_r
         config.rows[i] = i < NUMBERS0 ? TILE_ROWS : FD_LINEAR_CHUNKS;
         config.row_bytes[i] = i == INPUTS0 || i == INPUTS1 ? FD_LINEAR_BLOCK : FD_AMX_ROW_BYTES;
     }
-    _tile_loadconfig(&config);
+    fd_amx_configure(&config);
     product_t p;
     p.l = l, p.tile = tile, p.rows = rows, p.n = n, p.y = y;
     p.packed = l->weights + tile * fd_linear_tile_bytes(l);
