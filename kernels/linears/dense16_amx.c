@@ -31,7 +31,7 @@ enum {
     TILE_LINES = TILE * 2 / LINE,
     MOST_ROWS = 2 * FD_AMX_ROWS, /* rows whose sums are in the registers at the same time */
     TILES_AHEAD = 1,             /* of weights from memory */
-    OUTPUTS_PER_STEP = 2
+    OUTPUTS_PER_STEP = 2         /* rows of the panel before that a step stores */
 };
 /* How many rows and panels are multiplied together, in blocks of inputs. An L2 cache of 2 MB holds, of up to FEW_ROWS
  * rows, all rows and the weights of two panels in blocks of FEW_ROWS_STEPS steps; a step prefetches SOME_LINES, because
@@ -62,7 +62,7 @@ typedef struct {
     uint16_t *y;
     size_t n, steps, panels; /* rows; steps of a row; panels */
     size_t pairs, group;     /* pairs of tiles of rows, and panels, of a part of the work */
-    bool past_caches;        /* how outputs are stored: if a panel's outputs of a row are a line */
+    bool past_caches;        /* outputs are stored past the caches: a panel's outputs of a row are a whole line */
 } run_t;
 
 /* Configures the tiles for n rows, at most MOST_ROWS. */
@@ -269,7 +269,8 @@ static size_t parts_of(const run_t *run) {
     return ceil_div(ceil_div(run->n, MOST_ROWS), run->pairs) * ceil_div(run->panels, run->group);
 }
 
-/* Cuts the work on run->n rows that have been copied, and returns the number of parts. */
+/* Cuts the work on the copied rows into parts, and returns their number. Parts get fewer rows first, then fewer
+ * panels. */
 static size_t cut(run_t *run, unsigned threads) {
     const size_t wanted = (size_t)PARTS * threads;
     run->pairs = ceil_div(run->n, MOST_ROWS);

@@ -50,6 +50,7 @@ fd_status_t fd_linear_run(const fd_linear_t *l, const fd_linear_ops_t *ops, cons
     work.rows.scales = (float *)(memory + numbers);
     work.rows.sums = work.rows.scales + blocks;
     work.rows.starts = (int32_t *)(work.rows.sums + blocks);
+    /* The rows that the last group lacks have scales and sums of 0. */
     if (rest) memset(work.rows.scales, 0, 2 * blocks * sizeof(float));
     /* Less is done sooner than a thread wakes up. */
     enum { BLOCKS_WORTH_SHARING = 1024, BLOCK_TILES_WORTH_SHARING = 512 };

@@ -2,9 +2,9 @@
  * stored: a chunk is a row of the right operand. AVX-512 scales and sums what the blocks give. Few rows are multiplied
  * by VNNI, whose results are the same in every bit.
  *
- * While AMX is in use, a 512-bit product, fma or conversion has one port of two, and these limit the speed (measured on
- * a Xeon 6 with tests of single instructions). Where integers are below 2^22, another port makes them floats: added as
- * integers to the bits of 1.5 * 2^23, around which floats have steps of 1, they only have this number to be subtracted.
+ * While AMX is in use, a Xeon 6 computes 512-bit products, fmas and conversions on one port in place of two, and this
+ * port limits the speed. Integers below 2^22 become floats on another port: an integer is added to the bits of
+ * 1.5 * 2^23, around which floats have steps of 1, and 1.5 * 2^23 is subtracted from the float that these bits are.
  */
 #include "cpu/isa.h"
 
