@@ -1,9 +1,10 @@
 """Products of bf16 rows with a matrix of bf16 weights by kernels/linears, beside oneDNN's and the read roofline.
 
 Every call multiplies with another copy of the matrix, so that weights come from memory, as they do in a step. Each
-round takes the roofline, our products and oneDNN's in turns. Our products are called as a step calls them, into memory
-that is there, and again through torch like oneDNN's, for the ratio of the two: behind a matrix that has emptied the
-caches, Python takes tens of microseconds for a call.
+round takes the roofline, our products and oneDNN's in turns. Our products are called as a step calls them: into memory
+that is there, and from C, so the time that Python takes for a call is measured with calls without rows and subtracted.
+They are called again through torch like oneDNN's, for the ratio of the two: behind a matrix that has emptied the
+caches, torch takes tens of microseconds for a call.
 """
 
 from __future__ import annotations
@@ -89,11 +90,15 @@ def _row(
 def _seconds_in_step(linears: Sequence[Linear16], x: torch.Tensor, threads: int) -> float:
     """Seconds of one linear's product, as a step calls it."""
     rows, y = x.view(torch.int16).numpy(), linears[0](x).view(torch.int16).numpy()
+    no_rows, no_outputs = rows[:0], y[:0]
     products = [linear.native[0].run for linear in linears]
     start = time.perf_counter()
     for product in products:
         product(rows, y, threads)
-    return (time.perf_counter() - start) / len(linears)
+    end = time.perf_counter()
+    for product in products:
+        product(no_rows, no_outputs, threads)
+    return (end - start - (time.perf_counter() - end)) / len(linears)
 
 
 def _seconds(linears: Sequence[Linear], x: torch.Tensor) -> float:

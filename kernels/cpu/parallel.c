@@ -56,14 +56,14 @@ fd_loop_kind_t fd_loops_compute(fd_loop_kind_t kind) {
     return before;
 }
 
-/* Takes parts of a slice until none is left, half of them at a time, so that others can take the rest. */
+/* Takes parts of a slice until none is left, three quarters of them at a time, so that others can take the rest. */
 static void take_slice(const loop_t *loop, size_t slice) {
     uint64_t *word = &pool.slices[slice].taken, before = __atomic_load_n(word, __ATOMIC_RELAXED);
     const size_t begin = loop->parts * slice / loop->slices, end = loop->parts * (slice + 1) / loop->slices;
     for (;;) {
         const size_t taken = before >> 32 == loop->number ? (uint32_t)before : 0, left = end - begin - taken;
         if (!left) return;
-        const size_t half = (left + 1) / 2, wanted = half > loop->least ? half : loop->least;
+        const size_t most = left - left / 4, wanted = most > loop->least ? most : loop->least;
         const size_t n = wanted + loop->least > left ? left : wanted;
         const uint64_t after = (uint64_t)loop->number << 32 | (taken + n);
         if (!__atomic_compare_exchange_n(word, &before, after, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;

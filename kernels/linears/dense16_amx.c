@@ -36,8 +36,10 @@ enum {
 /* How many rows and panels are multiplied together, in blocks of inputs. An L2 cache of 2 MB holds, of up to FEW_ROWS
  * rows, all rows and the weights of two panels in blocks of FEW_ROWS_STEPS steps; a step prefetches SOME_LINES, because
  * more keep its rows waiting. Of more rows it holds the weights of a group of panels and the sums of MANY_ROWS rows;
- * then MANY_ROWS_STEPS steps of a pair of tiles of rows stay in L1. */
-enum { FEW_ROWS = 256, FEW_ROWS_STEPS = 64, SOME_LINES = 2, MANY_ROWS = 512, MANY_ROWS_STEPS = 9, GROUP = 8 };
+ * then MANY_ROWS_STEPS steps of a pair of tiles of rows stay in L1. L2 also holds MANY_ROWS rows of up to KEPT_STEPS
+ * steps; longer ones are prefetched. */
+enum { FEW_ROWS = 256, FEW_ROWS_STEPS = 64, SOME_LINES = 2 };
+enum { MANY_ROWS = 512, MANY_ROWS_STEPS = 18, KEPT_STEPS = 48, GROUP = 8 };
 enum { LEAST_PAIRS = 8, PARTS = 4 }; /* pairs of tiles of rows in a part of the work; parts of a thread */
 /* Tile registers, as macros because gcc's intrinsics paste the number into an instruction: sums of two tiles of rows by
  * two tiles of weights. */
@@ -85,14 +87,15 @@ typedef struct {
     uint16_t *y;
     size_t left;
     vec_t bias[2];
-    __mmask32 mask; /* of the panel's outputs that there are */
+    __mmask32 mask;   /* of the panel's outputs that there are */
+    bool past_caches; /* as in run_t */
 } outputs_t;
 
 static outputs_t outputs_of(const run_t *run, sums_t sums, size_t n, size_t panel, uint16_t *y) {
     const fd_dense16_t *l = run->l;
     const size_t column = panel * PANEL, outs = l->outs - column < PANEL ? l->outs - column : PANEL;
     const __mmask32 mask = outs < PANEL ? (1u << outs) - 1 : 0xffffffffu;
-    outputs_t outputs = {sums[0], y + column, n, {vec_zero(), vec_zero()}, mask};
+    outputs_t outputs = {sums[0], y + column, n, {vec_zero(), vec_zero()}, mask, run->past_caches};
     if (l->bias) {
         outputs.bias[0] = _mm512_maskz_loadu_ps((__mmask16)mask, l->bias + column);
         outputs.bias[1] = _mm512_maskz_loadu_ps((__mmask16)(mask >> LANES), l->bias + column + LANES);
@@ -105,29 +108,36 @@ FD_INLINE void store_outputs(const run_t *run, outputs_t *o, size_t n) {
     for (; n && o->left; n--, o->left--, o->sums += PANEL, o->y += run->l->outs) {
         const vec_t low = vec_add(vec_load(o->sums), o->bias[0]), high = vec_add(vec_load(o->sums + LANES), o->bias[1]);
         const vec_t rounded = vec_round_pairs(low, high);
-        if (run->past_caches) _mm512_stream_si512((__m512i *)o->y, vec_ints(rounded));
+        if (o->past_caches) _mm512_stream_si512((__m512i *)o->y, vec_ints(rounded));
         else _mm512_mask_storeu_epi16(o->y, o->mask, vec_ints(rounded));
     }
 }
 
-/* Adds the products of `steps` tiles of inputs to the sums. `two` and `stream` are constants: whether there are two
- * tiles of rows, and whether the weights come from memory. These are read faster if each tile is prefetched TILES_AHEAD
- * tiles early. A step also stores up to OUTPUTS_PER_STEP rows of `outputs`, and prefetches `ahead` lines from `next`.
+/* How weights are read: from memory, each tile prefetched TILES_AHEAD tiles early; from L2 into L1; or from L2 past L1
+ * (TILELOADDT1), which keeps the rows that it has. */
+typedef enum { FROM_MEMORY, INTO_L1, PAST_L1 } reading_t;
+
+FD_INLINE void load_weights(const uint16_t *tile, const reading_t reading) {
+    if (reading == FROM_MEMORY) prefetch((const uint8_t *)(tile + TILES_AHEAD * TILE), TILE_LINES);
+    if (reading == PAST_L1) _tile_stream_loadd(WEIGHTS, tile, LINE);
+    else _tile_loadd(WEIGHTS, tile, LINE);
+}
+
+/* Adds the products of `steps` tiles of inputs to the sums. `two`, whether there are two tiles of rows, and `reading`
+ * are constants. A step also stores up to OUTPUTS_PER_STEP rows of `outputs`, and prefetches `ahead` lines from `next`.
  */
 FD_INLINE void add_steps(const run_t *run, const uint16_t *x, const uint16_t *weights, size_t steps, const int two,
-                         const int stream, outputs_t *outputs, const uint8_t *next, size_t ahead) {
+                         const reading_t reading, outputs_t *outputs, const uint8_t *next, size_t ahead) {
     for (size_t s = 0; s < steps; s++, x += run->step, weights += 2 * TILE, next += ahead * LINE) {
         prefetch(next, ahead);
-        if (stream) prefetch((const uint8_t *)(weights + TILES_AHEAD * TILE), TILE_LINES);
-        _tile_loadd(WEIGHTS, weights, LINE);
+        load_weights(weights, reading);
         _tile_loadd(ROWS0, x, run->row * 2);
         _tile_dpbf16ps(SUMS00, ROWS0, WEIGHTS);
         if (two) {
             _tile_loadd(ROWS1, x + run->tile, run->row * 2);
             _tile_dpbf16ps(SUMS10, ROWS1, WEIGHTS);
         }
-        if (stream) prefetch((const uint8_t *)(weights + (1 + TILES_AHEAD) * TILE), TILE_LINES);
-        _tile_loadd(WEIGHTS, weights + TILE, LINE);
+        load_weights(weights + TILE, reading);
         _tile_dpbf16ps(SUMS01, ROWS0, WEIGHTS);
         if (two) _tile_dpbf16ps(SUMS11, ROWS1, WEIGHTS);
         store_outputs(run, outputs, OUTPUTS_PER_STEP);
@@ -170,12 +180,13 @@ static void few_rows(void *data, size_t first, size_t n) {
     for (size_t panel = first; panel < first + n; panel++) {
         const uint16_t *weights = run->l->weights + panel * run->steps * 2 * TILE;
         zero_sums();
-        if (run->n > FD_AMX_ROWS) add_steps(run, run->rows, weights, run->steps, 1, 1, &outputs, NULL, 0);
-        else add_steps(run, run->rows, weights, run->steps, 0, 1, &outputs, NULL, 0);
+        if (run->n > FD_AMX_ROWS) add_steps(run, run->rows, weights, run->steps, 1, FROM_MEMORY, &outputs, NULL, 0);
+        else add_steps(run, run->rows, weights, run->steps, 0, FROM_MEMORY, &outputs, NULL, 0);
         store_outputs(run, &outputs, MOST_ROWS);
         store_sums(sums, run->n > FD_AMX_ROWS);
         outputs = outputs_of(run, sums, run->n, panel, run->y);
     }
+    outputs.past_caches = false; /* the fence would wait until memory has them */
     store_outputs(run, &outputs, MOST_ROWS);
     end_stores(run);
     _tile_release();
@@ -198,11 +209,11 @@ static void copy_rows(void *data, size_t first, size_t n) {
 }
 
 FD_INLINE void add_block(const run_t *run, const uint16_t *x, const uint16_t *weights, size_t steps, const int two,
-                         const int stream, sums_t sums, int first, outputs_t *outputs, const uint8_t *next,
+                         const reading_t reading, sums_t sums, int first, outputs_t *outputs, const uint8_t *next,
                          size_t ahead) {
     if (first) zero_sums();
     else load_sums(sums, two);
-    add_steps(run, x, weights, steps, two, stream, outputs, next, ahead);
+    add_steps(run, x, weights, steps, two, reading, outputs, next, ahead);
     store_outputs(run, outputs, MOST_ROWS);
     store_sums(sums, two);
 }
@@ -217,9 +228,11 @@ static void multiply_block(const run_t *run, size_t pair, size_t panel, size_t s
     const uint16_t *weights = run->l->weights + (panel * run->steps + step) * 2 * TILE;
     const uint16_t *x = run->rows + (pair * run->steps + step) * run->step;
     const size_t rows = run->n - pair * MOST_ROWS;
-    if (rows <= FD_AMX_ROWS) add_block(run, x, weights, steps, 0, 0, sums, !step, outputs, next, ahead);
-    else if (!pair && !ahead) add_block(run, x, weights, steps, 1, 1, sums, !step, outputs, next, 0);
-    else add_block(run, x, weights, steps, 1, 0, sums, !step, outputs, next, ahead);
+    const int first = !step;
+    if (rows <= FD_AMX_ROWS) add_block(run, x, weights, steps, 0, INTO_L1, sums, first, outputs, next, ahead);
+    else if (run->n > FEW_ROWS) add_block(run, x, weights, steps, 1, PAST_L1, sums, first, outputs, next, ahead);
+    else if (!pair) add_block(run, x, weights, steps, 1, FROM_MEMORY, sums, first, outputs, next, 0);
+    else add_block(run, x, weights, steps, 1, INTO_L1, sums, first, outputs, next, ahead);
     if (step + steps < run->steps) return;
     uint16_t *y = run->y + pair * MOST_ROWS * run->l->outs;
     *outputs = outputs_of(run, sums, rows < MOST_ROWS ? rows : MOST_ROWS, panel, y);
@@ -229,7 +242,7 @@ static size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
 /* Multiplies a group of panels with rows that have been copied. Where rows are few, all of them pass a panel: the first
  * ones stream its weights, and the others prefetch some of the next panel's. Where they are many, a pair of tiles of
- * rows passes all panels of the group and prefetches the next pair. */
+ * rows passes all panels of the group and prefetches the next pair, unless L2 has it. */
 static void multiply_group(const run_t *run, size_t part, group_sums_t *sums, outputs_t *outputs) {
     const size_t groups = ceil_div(run->panels, run->group), pair0 = part / groups * run->pairs;
     const size_t panel0 = part % groups * run->group, all_pairs = ceil_div(run->n, MOST_ROWS);
@@ -237,7 +250,8 @@ static void multiply_group(const run_t *run, size_t part, group_sums_t *sums, ou
     const size_t group = run->panels - panel0 < run->group ? run->panels - panel0 : run->group;
     const bool by_rows = run->n > FEW_ROWS;
     const size_t block = ceil_div(run->steps, ceil_div(run->steps, by_rows ? MANY_ROWS_STEPS : FEW_ROWS_STEPS));
-    const size_t ahead = by_rows ? ceil_div(2 * TILE_LINES, group) : SOME_LINES;
+    const size_t row_lines = run->steps > KEPT_STEPS ? ceil_div(2 * TILE_LINES, group) : 0;
+    const size_t ahead = by_rows ? row_lines : SOME_LINES;
     for (size_t step = 0, steps; step < run->steps; step += steps) {
         steps = run->steps - step < block ? run->steps - step : block;
         const bool kept = steps < run->steps, last = step + steps == run->steps;
