@@ -129,6 +129,22 @@ def needed_bytes() -> int:
     return resident_bytes(os.getpid())
 
 
+class _MallocInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc: ten sizes, among them hblkhd (bytes in mappings) and uordblks (bytes in use)."""
+
+    _fields_ = [("sizes", ctypes.c_size_t * 10)]
+
+
+def allocated_bytes() -> int:
+    """Memory that this process holds from malloc and from Python's allocator, each of whose blocks counts as 512 bytes,
+    its largest. Resident memory says less: the kernel makes huge pages around pages in use, and counts them whole."""
+    gc.collect()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _MallocInfo
+    sizes = mallinfo2().sizes
+    return sizes[4] + sizes[7] + 512 * sys.getallocatedblocks()
+
+
 def start_executor_threads() -> None:
     """Start all threads of the running loop's executor and the one that faults in memory, so that any thread that
     appears later belongs to a link."""
