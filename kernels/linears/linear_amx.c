@@ -17,7 +17,7 @@ FD_BEGIN_TARGET(FD_AVX512 ",avx512vnni,amx-tile,amx-int8")
 #include "linear_vnni512.h"
 
 enum { TILE_ROWS = FD_AMX_ROWS };
-enum { FEWEST_ROWS = 5 };      /* that AMX multiplies sooner than VNNI, for each pass */
+enum { FEWEST_ROWS = 9 };      /* that AMX multiplies sooner than VNNI */
 enum { MOST_BLOCKS = 32 };     /* whose numbers stay in the L1 cache while all rows are multiplied with them */
 #define STEPS_OF_1 12582912.0f /* 1.5 * 2^23 */
 /* Tile registers, as macros because gcc's intrinsics paste the number into an instruction. There are two of each kind,
@@ -171,7 +171,7 @@ FD_INLINE void sixteen_rows(product_t *p, uint32_t row, const uint8_t *next, uin
 static uint32_t rows_beside(const fd_linear_t *l, uint32_t n) {
     const int32_t most = l->bits == 8 ? UINT8_MAX : FD_LINEAR_MOST_IN_TABLE;
     const bool is_signed = l->zero <= -INT8_MIN && most - l->zero <= INT8_MAX;
-    return n >= FEWEST_ROWS * l->passes && (l->passes == 2 || is_signed) ? TILE_ROWS : 1;
+    return n >= FEWEST_ROWS && (l->passes == 2 || is_signed) ? TILE_ROWS : 1;
 }
 
 static void tile_rows_amx(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y) {
