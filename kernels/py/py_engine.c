@@ -70,7 +70,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (threads < 1 || threads > FD_MAX_THREADS)
         return PyErr_Format(PyExc_ValueError, "%u threads are not within 1..%d", threads, FD_MAX_THREADS);
     int pins[FD_MAX_THREADS];
-    if (cpus != Py_None && !convert_ints(cpus, "cpus", threads, INT_MAX, pins, sizeof *pins)) return NULL;
+    if (cpus != Py_None && !fd_py_ints(cpus, "cpus", threads, INT_MAX, pins, sizeof *pins)) return NULL;
     engine_object_t *self = (engine_object_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->has_gpu = config.gpu >= 0;
@@ -113,7 +113,7 @@ static PyObject *engine_close(engine_object_t *self, PyObject *unused) {
 /* Reads the kernels of each layer, tuples (append, attend, warps, shared_bytes, queries, at_once), to
  * kernels[n_layers]. */
 static bool get_gpu_kernels(PyObject *o, uint32_t n_layers, fd_gpu_kernels_t *kernels) {
-    PyObject *seq = get_sequence(o, "gpu_kernels", n_layers);
+    PyObject *seq = fd_py_sequence(o, "gpu_kernels", n_layers);
     for (uint32_t i = 0; seq && i < n_layers; i++) {
         fd_gpu_kernels_t *k = &kernels[i];
         PyObject *of_layer = PySequence_Fast_GET_ITEM(seq, i);

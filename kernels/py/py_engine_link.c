@@ -38,29 +38,11 @@ static PyObject *link_close(link_object_t *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* The sequence indexes in a list; NULL, with an exception, if it is none. The caller frees them. */
-static uint32_t *indexes_of(PyObject *list, Py_ssize_t *n) {
-    if (!PyList_Check(list)) {
-        PyErr_SetString(PyExc_TypeError, "sequence indexes are a list");
-        return NULL;
-    }
-    *n = PyList_GET_SIZE(list);
-    uint32_t *indexes = malloc((*n + 1) * sizeof *indexes);
-    if (!indexes) PyErr_NoMemory();
-    for (Py_ssize_t i = 0; indexes && i < *n; i++) {
-        indexes[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GET_ITEM(list, i));
-        if (!PyErr_Occurred()) continue;
-        free(indexes);
-        return NULL;
-    }
-    return indexes;
-}
-
 static PyObject *link_retire(link_object_t *self, PyObject *kept) {
     fd_link_t *link = self->link;
     if (!link || self->retired) return closed_error("the link");
     Py_ssize_t n;
-    uint32_t *indexes = indexes_of(kept, &n);
+    uint32_t *indexes = fd_py_new_ints(kept, "sequence indexes", UINT32_MAX, &n);
     if (!indexes) return NULL;
     self->retired = true;
     self->users++;
@@ -68,7 +50,7 @@ static PyObject *link_retire(link_object_t *self, PyObject *kept) {
     fd_engine_retire_link(self->owner->engine, link, indexes, (uint32_t)n);
     Py_END_ALLOW_THREADS
     self->users--;
-    free(indexes);
+    PyMem_Free(indexes);
     PyBuffer_Release(&self->region);
     Py_RETURN_NONE;
 }

@@ -5,30 +5,6 @@
 #include "engine/layers.h"
 #include "py_object.h"
 
-/* The `n` objects of `o` as a list or tuple, NULL if there are not as many. */
-static PyObject *get_sequence(PyObject *o, const char *what, Py_ssize_t n) {
-    PyObject *seq = PySequence_Fast(o, what);
-    if (!seq || PySequence_Fast_GET_SIZE(seq) == n) return seq;
-    PyErr_Format(PyExc_ValueError, "%s: %zd given, %zd needed", what, PySequence_Fast_GET_SIZE(seq), n);
-    Py_DECREF(seq);
-    return NULL;
-}
-
-/* Writes the `n` integers of the sequence `o`, 0 to `max`, to 32-bit fields that begin `stride` bytes apart. */
-static bool convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long max, void *fields, size_t stride) {
-    PyObject *seq = get_sequence(o, what, n);
-    if (!seq) return false;
-    bool ok = true;
-    for (Py_ssize_t i = 0; ok && i < n; i++) {
-        const long long v = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(seq, i));
-        if (v == -1 && PyErr_Occurred()) ok = false;
-        else if (v < 0 || v > max) ok = FD_PY_FAIL(PyExc_ValueError, "%s: %lld is not within 0..%lld", what, v, max);
-        else *(uint32_t *)((uint8_t *)fields + (size_t)i * stride) = (uint32_t)v;
-    }
-    Py_DECREF(seq);
-    return ok;
-}
-
 /* The keyword arguments of add_link that say what the layers' attention does. NULL or None: nothing. */
 typedef struct {
     PyObject *windows, *segments, *kv_layers, *selections, *softcaps, *sinks, *slopes, *heads;
@@ -54,12 +30,12 @@ static bool get_fp32(PyObject *o, const char *what, size_t n, Py_buffer *view) {
 
 /* Gets an integer of each layer, which is the field of `layers[0]` at `field` and of the others. */
 static bool get_ints(PyObject *o, const char *what, uint32_t n_layers, uint32_t max, uint32_t *field) {
-    return !is_given(o) || convert_ints(o, what, n_layers, max, field, sizeof(fd_layer_t));
+    return !is_given(o) || fd_py_ints(o, what, n_layers, max, field, sizeof(fd_layer_t));
 }
 
 static bool get_softcaps(PyObject *o, uint32_t n_layers, fd_layer_t *layers) {
     if (!is_given(o)) return true;
-    PyObject *seq = get_sequence(o, "softcaps", n_layers);
+    PyObject *seq = fd_py_sequence(o, "softcaps", n_layers);
     for (uint32_t i = 0; seq && i < n_layers; i++)
         layers[i].softcap = (float)PyFloat_AsDouble(PySequence_Fast_GET_ITEM(seq, i));
     Py_XDECREF(seq);
@@ -69,7 +45,7 @@ static bool get_softcaps(PyObject *o, uint32_t n_layers, fd_layer_t *layers) {
 /* Reads `o`, a tuple of four integers: query heads, KV heads, head size, size of a V head. */
 static bool convert_heads(PyObject *o, bool v_in_k, fd_heads_t *heads) {
     uint32_t n[4];
-    if (!convert_ints(o, "heads of a layer", 4, UINT32_MAX, n, sizeof *n)) return false;
+    if (!fd_py_ints(o, "heads of a layer", 4, UINT32_MAX, n, sizeof *n)) return false;
     *heads = (fd_heads_t){n[0], n[1], n[2], n[3], v_in_k};
     return true;
 }
@@ -78,7 +54,7 @@ static bool convert_heads(PyObject *o, bool v_in_k, fd_heads_t *heads) {
 static bool get_heads(PyObject *o, const fd_geometry_t *g, fd_layer_t *layers) {
     for (uint32_t i = 0; i < g->n_layers; i++) layers[i].heads = fd_geometry_heads(g);
     if (!is_given(o)) return true;
-    PyObject *seq = get_sequence(o, "heads", g->n_layers);
+    PyObject *seq = fd_py_sequence(o, "heads", g->n_layers);
     bool ok = seq != NULL;
     for (uint32_t i = 0; ok && i < g->n_layers; i++)
         ok = convert_heads(PySequence_Fast_GET_ITEM(seq, i), g->v_in_k, &layers[i].heads);

@@ -43,3 +43,34 @@ bool fd_py_bytes(PyObject *o, const char *name, size_t size, Py_buffer *view) {
     PyBuffer_Release(view);
     return FD_PY_FAIL(PyExc_ValueError, "%s has %zd bytes, not %zu", name, len, size);
 }
+
+PyObject *fd_py_sequence(PyObject *o, const char *what, Py_ssize_t n) {
+    PyObject *seq = PySequence_Fast(o, what);
+    if (!seq || PySequence_Fast_GET_SIZE(seq) == n) return seq;
+    PyErr_Format(PyExc_ValueError, "%s: %zd given, %zd needed", what, PySequence_Fast_GET_SIZE(seq), n);
+    Py_DECREF(seq);
+    return NULL;
+}
+
+bool fd_py_ints(PyObject *o, const char *what, Py_ssize_t n, long long max, void *fields, size_t stride) {
+    PyObject *seq = fd_py_sequence(o, what, n);
+    if (!seq) return false;
+    bool ok = true;
+    for (Py_ssize_t i = 0; ok && i < n; i++) {
+        const long long v = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(seq, i));
+        if (v == -1 && PyErr_Occurred()) ok = false;
+        else if (v < 0 || v > max) ok = FD_PY_FAIL(PyExc_ValueError, "%s: %lld is not within 0..%lld", what, v, max);
+        else *(uint32_t *)((uint8_t *)fields + (size_t)i * stride) = (uint32_t)v;
+    }
+    Py_DECREF(seq);
+    return ok;
+}
+
+void *fd_py_new_ints(PyObject *o, const char *what, long long max, Py_ssize_t *n) {
+    if ((*n = PyObject_Length(o)) < 0) return NULL;
+    uint32_t *ints = PyMem_New(uint32_t, *n);
+    if (!ints) return PyErr_NoMemory();
+    if (fd_py_ints(o, what, *n, max, ints, sizeof *ints)) return ints;
+    PyMem_Free(ints);
+    return NULL;
+}

@@ -23,6 +23,13 @@ bool fd_py_view(PyObject *o, const char *name, int flags, Py_buffer *view);
 /* The same for a buffer that must have `size` bytes. */
 bool fd_py_bytes(PyObject *o, const char *name, size_t size, Py_buffer *view);
 
+/* The `n` objects of `o` as a list or tuple, NULL if there are not as many. */
+PyObject *fd_py_sequence(PyObject *o, const char *what, Py_ssize_t n);
+/* Writes the `n` integers of the sequence `o`, 0 to `max`, to 32-bit fields that begin `stride` bytes apart. */
+bool fd_py_ints(PyObject *o, const char *what, Py_ssize_t n, long long max, void *fields, size_t stride);
+/* A new array of all the integers of `o`, of 32 bits each and *n in number. The caller frees it with PyMem_Free. */
+void *fd_py_new_ints(PyObject *o, const char *what, long long max, Py_ssize_t *n);
+
 /* The head of an object that runs the kernels of one ISA, and its attribute. */
 typedef struct {
     PyObject_HEAD
