@@ -14,6 +14,7 @@ import itertools
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from fastdecode.daemon.device_plan import node_device
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.daemon.machine import total_memory, usable_cpus
 from fastdecode.daemon.options import WEIGHTS
-from fastdecode.daemon.roofline import measure as read_roofline
+from fastdecode.daemon.roofline import Roofline
 from fastdecode.demo import model_dir
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, choose_dtype, load_model, read_config
@@ -183,7 +184,8 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 def _roofline(model: Model, threads: int) -> float:
     """GB/s at which the S-Part's threads read as many bytes as the weights have, up to 1 GiB: some last-level caches
     hold the weights of a small model."""
-    return read_roofline(usable_cpus()[:threads], min(model.weight_bytes, 1 << 30)) * 1e-9
+    with closing(Roofline(min(model.weight_bytes, 1 << 30), usable_cpus()[:threads])) as roofline:
+        return roofline.choose()
 
 
 def _read_bytes(model: Model) -> int | None:

@@ -19,11 +19,13 @@ def isa_supported() -> list[str]:
 
 # ---- the roofline of memory reads (roofline.h), for measurements ----
 
-def read_seconds(buffer: Buffer, cpus: Sequence[int], passes: int = 1, variant: int = 0, /) -> float:
+def read_seconds(
+    buffer: Buffer, cpus: Sequence[int], passes: int = 1, variant: int = 0, cold: bool = False, /
+) -> float:
     """Seconds to read `buffer` (64-byte aligned) `passes` times, shared among one thread on each of `cpus`.
 
-    `variant` is the index of one of `read_variants()`. Raises ValueError for a bad buffer, CPU or variant, OSError if a
-    thread cannot be started on its CPU.
+    `variant` is the index of one of `read_variants()`. If `cold`, no cache has the buffer at first. Raises ValueError
+    for a bad buffer, CPU or variant, OSError if a thread cannot be started on its CPU.
     """
 
 def read_variants() -> list[str]:

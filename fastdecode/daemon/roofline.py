@@ -8,7 +8,7 @@ from contextlib import closing
 
 from fastdecode.kernels._native import read_seconds, read_variants
 
-#: Bytes that an R-node reads to measure its roofline: more than most last-level caches hold.
+#: Bytes that an R-node reads to measure its roofline.
 _PROBE_BYTES = 128 << 20
 #: Readings with each variant, of which the best counts: whatever else runs makes one slower.
 _PROBES = 2
@@ -24,18 +24,20 @@ def huge_pages(n_bytes: int) -> mmap.mmap:
 class Roofline:
     """A buffer of `n_bytes` that one thread pinned to each of `cpus` reads.
 
-    `variant` is the way in which the threads read (`read_variants`): which one is fastest depends on the processor.
+    `variant` is the way in which the threads read (`read_variants`): which one is fastest depends on the processor. If
+    `cold`, the threads first take the buffer out of all caches, so that they read it from memory.
     """
 
-    def __init__(self, n_bytes: int, cpus: Sequence[int], variant: int = 0):
-        self.cpus, self.variant = tuple(cpus), variant
+    def __init__(self, n_bytes: int, cpus: Sequence[int], variant: int = 0, *, cold: bool = False):
+        self.cpus, self.variant, self.cold = tuple(cpus), variant, cold
         self._map = huge_pages(n_bytes)
         for offset in range(0, len(self._map), mmap.PAGESIZE):  # else all pages would be the one page of zeros
             self._map[offset] = 1
 
     def gbps(self, passes: int = 1) -> float:
         """GB/s over `passes` readings of the whole buffer. Raises OSError."""
-        return passes * len(self._map) / read_seconds(self._map, self.cpus, passes, self.variant) * 1e-9
+        seconds = read_seconds(self._map, self.cpus, passes, self.variant, self.cold)
+        return passes * len(self._map) / seconds * 1e-9
 
     def choose(self, passes: int = 1) -> float:
         """Try every variant a few times and keep the fastest; GB/s of its best reading. Raises OSError."""
@@ -50,8 +52,7 @@ class Roofline:
         self._map.close()
 
 
-def measure(cpus: Sequence[int], n_bytes: int = _PROBE_BYTES) -> int:
-    """Bytes a second at which one thread on each of `cpus` reads a buffer of `n_bytes` in the fastest way. Raises
-    OSError."""
-    with closing(Roofline(n_bytes, cpus)) as roofline:
+def measure(cpus: Sequence[int]) -> int:
+    """Bytes a second at which one thread on each of `cpus` reads memory in the fastest way. Raises OSError."""
+    with closing(Roofline(_PROBE_BYTES, cpus, cold=True)) as roofline:
         return int(roofline.choose() * 1e9)

@@ -11,6 +11,10 @@
 #include "dispatch.h"
 #include "region/doorbell.h"
 
+#if FD_X86
+#include <cpuid.h>
+#endif
+
 enum { LINE = 64 };
 
 typedef long long fd_line_t __attribute__((vector_size(LINE), aligned(LINE)));
@@ -88,14 +92,37 @@ typedef struct {
     const fd_line_t *lines;
     size_t n;
     uint32_t passes, variant;
+    bool cold;
     uint32_t *ready; /* threads that have not started; all begin to read when this is 0 */
     uint64_t start_ns, end_ns;
     long long sum; /* keeps the reads from being optimised away */
 } reader_t;
 
+/* Takes lines out of all caches, on x86 and 64-bit Arm. clflush waits for each line, clflushopt does not. */
+#if FD_X86
+static bool has_clflushopt(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && ebx & bit_CLFLUSHOPT;
+}
+__attribute__((target("clflushopt"))) static void evict_together(const fd_line_t *lines, size_t n) {
+    for (size_t i = 0; i < n; i++) __builtin_ia32_clflushopt(&lines[i]);
+}
+#endif
+static void evict(const fd_line_t *lines, size_t n) {
+#if FD_X86
+    if (has_clflushopt()) evict_together(lines, n);
+    else
+        for (size_t i = 0; i < n; i++) __builtin_ia32_clflush(&lines[i]);
+#elif FD_ARM64
+    for (size_t i = 0; i < n; i++) __asm__ __volatile__("dc civac, %0" : : "r"(&lines[i]) : "memory");
+#endif
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
 static void *reader_main(void *arg) {
     reader_t *r = arg;
     const read_fn read = widest_reads()[r->variant];
+    if (r->cold) evict(r->lines, r->n);
     __atomic_sub_fetch(r->ready, 1, __ATOMIC_ACQ_REL);
     while (__atomic_load_n(r->ready, __ATOMIC_ACQUIRE)) sched_yield();
     r->start_ns = fd_now_ns();
@@ -117,7 +144,7 @@ static int start(reader_t *r, int cpu) {
 }
 
 double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32_t n_threads, uint32_t passes,
-                       uint32_t variant) {
+                       uint32_t variant, bool cold) {
     reader_t *readers = calloc(n_threads, sizeof *readers);
     if (!readers) return -1;
     const size_t lines = bytes / LINE;
@@ -132,6 +159,7 @@ double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32
                                       .n = end - first,
                                       .passes = passes,
                                       .variant = variant,
+                                      .cold = cold,
                                       .ready = &ready};
         rc = start(&readers[started], cpus[started]);
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import mmap
 import sys
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.daemon.roofline import Roofline
-from fastdecode.kernels._native import read_variants
+from fastdecode.kernels._native import read_seconds, read_variants
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 
 pytestmark = pytest.mark.quick
@@ -84,12 +85,21 @@ def test_a_peer_that_does_not_see_every_token_is_not_timed():
         peer.close()
 
 
-def test_the_roofline_counts_every_pass():
-    roofline = Roofline(1 << 20, [0])
+@pytest.mark.parametrize("cold", [False, True])
+def test_the_roofline_counts_every_pass(cold):
+    roofline = Roofline(1 << 20, [0], cold=cold)
     try:
         assert roofline.gbps() > 0 and roofline.gbps(20) > 0
     finally:
         roofline.close()
+
+
+def test_taking_a_buffer_out_of_the_caches_keeps_its_bytes():
+    buffer = np.random.default_rng(1).bytes(1 << 16)
+    numbers = np.frombuffer(mmap.mmap(-1, 1 << 16), np.uint8)
+    numbers[:] = np.frombuffer(buffer, np.uint8)
+    read_seconds(numbers, [0], 1, 0, True)
+    assert numbers.tobytes() == buffer
 
 
 def test_the_roofline_keeps_a_variant_that_exists():
