@@ -30,8 +30,7 @@ enum {
     TILE = FD_AMX_ROWS * STEP, /* numbers of a tile */
     TILE_LINES = TILE * 2 / LINE,
     MOST_ROWS = 2 * FD_AMX_ROWS, /* rows whose sums are in the registers at the same time */
-    TILES_AHEAD = 1,             /* of weights from memory */
-    OUTPUTS_PER_STEP = 1         /* rows of the panel before that a step stores for each tile of rows */
+    TILES_AHEAD = 1              /* of weights from memory */
 };
 /* How many rows and panels are multiplied together, in blocks of inputs. An L2 cache of 2 MB holds, of up to FEW_ROWS
  * rows, all rows and the weights of two panels in blocks of FEW_ROWS_STEPS steps; a step prefetches SOME_LINES, because
@@ -124,7 +123,8 @@ FD_INLINE void load_weights(const uint16_t *tile, const reading_t reading) {
 }
 
 /* Adds the products of `steps` tiles of inputs to the sums. `two`, whether there are two tiles of rows, and `reading`
- * are constants. A step also stores rows of `outputs`, and prefetches `ahead` lines from `next`. */
+ * are constants. A step also stores a row of `outputs` for each tile of rows, and prefetches `ahead` lines from `next`.
+ */
 FD_INLINE void add_steps(const run_t *run, const uint16_t *x, const uint16_t *weights, size_t steps, const int two,
                          const reading_t reading, outputs_t *outputs, const uint8_t *next, size_t ahead) {
     for (size_t s = 0; s < steps; s++, x += run->step, weights += 2 * TILE, next += ahead * LINE) {
@@ -139,7 +139,7 @@ FD_INLINE void add_steps(const run_t *run, const uint16_t *x, const uint16_t *we
         load_weights(weights + TILE, reading);
         _tile_dpbf16ps(SUMS01, ROWS0, WEIGHTS);
         if (two) _tile_dpbf16ps(SUMS11, ROWS1, WEIGHTS);
-        store_outputs(run, outputs, two ? 2 * OUTPUTS_PER_STEP : OUTPUTS_PER_STEP);
+        store_outputs(run, outputs, two ? 2 : 1);
     }
 }
 
