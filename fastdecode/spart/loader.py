@@ -393,7 +393,7 @@ class _Loading:
         self._progress.update(rows * width)
         if isinstance(matrix, torch.Tensor) and self._tokens is not None:
             self._float_head, self._head_tied = matrix.to(self._device, self._dtype), True
-            return DenseEmbedding(self._float_head), DenseLinear(self._float_head)
+            return DenseEmbedding(self._float_head, self._dtype), DenseLinear(self._float_head)
         if isinstance(matrix, Quantised):
             return tied_quantised([matrix], self._device, self._dtype)
         if self._bits:

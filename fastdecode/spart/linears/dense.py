@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdecode.spart.linears.base import Embedding, Linear
-from fastdecode.spart.linears.dense16 import Embedding16, Linear16, exact16, keeps16, multiplies_bf16
+from fastdecode.spart.linears.dense16 import Linear16, exact16, keeps16, multiplies_bf16
 
 
 class DenseLinear(Linear):
@@ -55,15 +55,15 @@ class PackedLinear(Linear):
 
 
 class DenseEmbedding(Embedding):
-    """`weight` is [rows, width]."""
+    """`weight` is [rows, width]; its rows are widened to `act`, the activations' dtype."""
 
-    __slots__ = ("weight",)
+    __slots__ = ("_act", "weight")
 
-    def __init__(self, weight: torch.Tensor):
-        self.weight = weight
+    def __init__(self, weight: torch.Tensor, act: torch.dtype):
+        self.weight, self._act = weight, act
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.weight.index_select(0, ids)
+        return self.weight.index_select(0, ids).to(self._act)
 
     @property
     def nbytes(self) -> int:
@@ -106,5 +106,5 @@ def make_dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear
 def make_embedding(weight: torch.Tensor) -> Embedding:
     """The best embedding for a weight [rows, width], by its device and dtype."""
     if weight.dtype is torch.float32 and keeps16(weight.device) and (narrow := exact16(weight)) is not None:
-        return Embedding16(narrow)
-    return DenseEmbedding(weight)
+        return DenseEmbedding(narrow, torch.float32)
+    return DenseEmbedding(weight, weight.dtype)

@@ -1,4 +1,4 @@
-"""Linear16, Embedding16: 16-bit weights on a CPU, exactly as in the checkpoint, by kernels/linears.
+"""Linear16: 16-bit weights on a CPU, exactly as in the checkpoint, by kernels/linears.
 
 CPUs without 16-bit products compute in fp32. Kept in fp32, the weights of a 16-bit checkpoint would take twice the
 memory, and a step of few rows, which memory limits, twice as long. Where the CPU has products of bf16 pairs, bf16 rows
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fastdecode.kernels import _native
-from fastdecode.spart.linears.base import Embedding, Linear
+from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.linears.memory import empty
 from fastdecode.spart.served import act_code
 from fastdecode.spart.threads import pool_threads
@@ -81,19 +81,3 @@ class Linear16(Linear):
 def _numbers(x: torch.Tensor) -> np.ndarray:
     """The tensor's memory; numpy has no bf16."""
     return x.numpy() if x.dtype is torch.float32 else x.view(torch.int16).numpy()
-
-
-class Embedding16(Embedding):
-    """`weight` is [rows, width] in fp16 or bf16; its rows are widened to fp32."""
-
-    __slots__ = ("weight",)
-
-    def __init__(self, weight: torch.Tensor):
-        self.weight = weight
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.weight.index_select(0, ids).float()
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes

@@ -134,7 +134,7 @@ class EmptyParameters:
     def embedding(self, name: str, rows: int, width: int) -> Any:
         from fastdecode.spart.linears.dense import DenseEmbedding
 
-        return DenseEmbedding(self.tensor(name, rows, width))
+        return DenseEmbedding(self.tensor(name, rows, width), self._dtype)
 
     def block_read(self, weights: Any, index: int) -> None:
         """Does nothing."""
