@@ -1,4 +1,4 @@
-"""The JSON of the answers of both endpoints, whole and streamed."""
+"""The JSON of the answers of completions and chats, whole and streamed, and the base of answers that have items."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fastdecode.engine.state.request import TokenScore
 from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser, PlainParser
 from fastdecode.text.tokenizer import Tokenizer
 
+Event = dict[str, Any]
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
 
 
@@ -273,6 +274,62 @@ class ChatAnswer(Answer):
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self.tokenizer.token_bytes(token)
         return {"token": self._text_of(token), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+class ItemAnswer(Answer):
+    """An answer of one choice that consists of items: reasoning, text and calls, in the order of the model's output."""
+
+    named_events = True
+    kinds: tuple[str, str, str]  # the endpoint's names of these items
+
+    def __init__(self, model: str, tokenizer: Tokenizer, *, parser: OutputParser):
+        super().__init__(model, tokenizer, logprobs=False)
+        self.id = f"{self.id_prefix}_{uuid4().hex}"
+        self._parser = parser
+
+    @abstractmethod
+    def _body(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer, as it is now."""
+
+    @abstractmethod
+    def _begin(self, kind: str, call: CallDelta | None = None) -> list[Event]:
+        """The events that begin an item of this kind, unless it has begun already."""
+
+    @abstractmethod
+    def _text(self, text: str) -> Event:
+        """The event that extends the last item."""
+
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError(f"a {self.object} has items and no choices")
+
+    def text_delta(self, index: int, text: str) -> dict[str, Any]:
+        raise NotImplementedError(f"a delta of a {self.object} depends on its items")
+
+    def whole(self, pieces: dict[int, Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        self.deltas(0, pieces[0])
+        return self._body(usage)
+
+    def chunk(
+        self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None, *, with_usage: bool = False
+    ) -> dict[str, Any]:
+        return choice or {}
+
+    def deltas(self, index: int, piece: Piece) -> list[Event]:
+        delta = self._parser.push(piece.text)
+        if piece.finish_reason:
+            delta += self._parser.finish()
+        reasoning, content, called = self.kinds
+        events: list[Event] = []
+        for kind, text in ((reasoning, delta.reasoning), (content, delta.content)):
+            if text:
+                events += self._begin(kind)
+                events.append(self._text(text))
+        for call in delta.calls:
+            if call.name is not None:
+                events += self._begin(called, call)
+            if call.arguments:
+                events.append(self._text(call.arguments))
+        return events
 
 
 def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
-from uuid import uuid4
 
 import orjson
 
-from fastdecode.api.answers import Answer
+from fastdecode.api.answers import Event, ItemAnswer
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError
 from fastdecode.api.fields import (
@@ -28,7 +27,7 @@ from fastdecode.api.fields import (
 from fastdecode.api.generation import Piece
 from fastdecode.api.protocol import HINTS, ChatRequest, parse_chat, read_hint
 from fastdecode.api.response_tools import drop_hosted_tool
-from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser
+from fastdecode.text.output.deltas import CallDelta, OutputParser
 from fastdecode.text.tokenizer import Tokenizer
 
 #: Fields that a chat has under the same names.
@@ -239,7 +238,6 @@ def _format(fields: Fields) -> dict[str, Any]:
     return {"type": kind, "json_schema": {"name": "answer", "schema": schema}}
 
 
-_Event = dict[str, Any]
 #: For each kind of content block, its field that grows, and the delta and the delta's field by which it does.
 _TEXTS = {
     "text": ("text", "text_delta", "text"),
@@ -274,45 +272,24 @@ class _ContentBlock:
         return self._head | {_TEXTS[self.kind][0]: text}
 
 
-class AnthropicAnswer(Answer):
-    """The answer of /v1/messages, which has one choice."""
+class AnthropicAnswer(ItemAnswer):
+    """The answer of /v1/messages. Its items are content blocks."""
 
     id_prefix = "msg"
     object = "message"
-    chunk_object = "message"
     prompt_param = "messages"
-    named_events = True
+    kinds = ("thinking", "text", "tool_use")
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, parser: OutputParser):
-        super().__init__(model, tokenizer, logprobs=False)
-        self.id = f"{self.id_prefix}_{uuid4().hex}"
-        self._parser = parser
+        super().__init__(model, tokenizer, parser=parser)
         self._blocks: list[_ContentBlock] = []
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
-    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError("a message has content blocks and no choices")
+    def begin(self, usage: dict[str, Any]) -> list[Event]:
+        return [{"type": "message_start", "message": self._body(usage)}]
 
-    def text_delta(self, index: int, text: str) -> dict[str, Any]:
-        raise NotImplementedError("a delta of a message depends on its content blocks")
-
-    def whole(self, pieces: dict[int, Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        self.deltas(0, pieces[0])
-        return self._message(usage)
-
-    def begin(self, usage: dict[str, Any]) -> list[_Event]:
-        return [{"type": "message_start", "message": self._message(usage)}]
-
-    def chunk(
-        self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None, *, with_usage: bool = False
-    ) -> dict[str, Any]:
-        return choice or {}
-
-    def deltas(self, index: int, piece: Piece) -> list[_Event]:
-        delta = self._parser.push(piece.text)
-        if piece.finish_reason:
-            delta += self._parser.finish()
-        events = self._events_of(delta)
+    def deltas(self, index: int, piece: Piece) -> list[Event]:
+        events = super().deltas(index, piece)
         if piece.finish_reason:
             self._stop = {"stop_reason": self._stop_reason(piece), "stop_sequence": piece.stop_string}
         return events
@@ -324,21 +301,7 @@ class AnthropicAnswer(Answer):
             return "stop_sequence"
         return "tool_use" if any(block.kind == "tool_use" for block in self._blocks) else "end_turn"
 
-    def _events_of(self, delta: MessageDelta) -> list[_Event]:
-        events: list[_Event] = []
-        for kind, text in (("thinking", delta.reasoning), ("text", delta.content)):
-            if text:
-                events += self._begin(kind)
-                events.append(self._text(text))
-        for call in delta.calls:
-            if call.name is not None:
-                events += self._begin("tool_use", call)
-            if call.arguments:
-                events.append(self._text(call.arguments))
-        return events
-
-    def _begin(self, kind: str, call: CallDelta | None = None) -> list[_Event]:
-        """The events that begin a content block of this kind, unless it has begun already."""
+    def _begin(self, kind: str, call: CallDelta | None = None) -> list[Event]:
         if self._blocks and self._blocks[-1].kind == kind and call is None:
             return []
         events = self._end_block()
@@ -346,23 +309,23 @@ class AnthropicAnswer(Answer):
         self._blocks.append(block)
         return [*events, {"type": "content_block_start", "index": block.index, "content_block": block.shown}]
 
-    def _end_block(self) -> list[_Event]:
+    def _end_block(self) -> list[Event]:
         return [{"type": "content_block_stop", "index": self._blocks[-1].index}] if self._blocks else []
 
-    def _text(self, text: str) -> _Event:
+    def _text(self, text: str) -> Event:
         block = self._blocks[-1]
         block.text += text
         _, kind, name = _TEXTS[block.kind]
         return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
 
-    def end(self, usage: dict[str, Any], *, wanted: bool) -> list[_Event]:
+    def end(self, usage: dict[str, Any], *, wanted: bool) -> list[Event]:
         ended = {"type": "message_delta", "delta": self._stop, "usage": _usage(usage)}
         return [*self._end_block(), ended, {"type": "message_stop"}]
 
-    def failure(self, error: ApiError) -> _Event:
+    def failure(self, error: ApiError) -> Event:
         return error.anthropic_body
 
-    def _message(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def _body(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self.id,
             "type": "message",

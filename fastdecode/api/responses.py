@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
-from uuid import uuid4
 
-from fastdecode.api.answers import Answer
+from fastdecode.api.answers import Event, ItemAnswer
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError
 from fastdecode.api.fields import Fields, invalid, is_integer, is_one_of, is_string, read_objects
 from fastdecode.api.generation import Piece
 from fastdecode.api.protocol import HINTS, LEFT_OUT, LEFT_OUT_OF_STREAMS, ChatRequest, parse_chat, read_hint
 from fastdecode.api.response_tools import ResponseTools, flat_name
-from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser
+from fastdecode.text.output.deltas import CallDelta, OutputParser
 from fastdecode.text.tokenizer import Tokenizer
 
 #: Fields that a chat has under the same names.
@@ -203,9 +202,6 @@ def _format(fields: Fields) -> dict[str, Any]:
     return found
 
 
-_Event = dict[str, Any]
-
-
 class _Item:
     """An output item that is being written: a message, a reasoning or a function call."""
 
@@ -235,14 +231,13 @@ class _Item:
         return item | {"role": "assistant", "content": content}
 
 
-class ResponseAnswer(Answer):
-    """The answer of /v1/responses, which has one choice."""
+class ResponseAnswer(ItemAnswer):
+    """The answer of /v1/responses. Its items are output items."""
 
     id_prefix = "resp"
     object = "response"
-    chunk_object = "response"
     prompt_param = "input"
-    named_events = True
+    kinds = ("reasoning", "message", "function_call")
 
     def __init__(
         self,
@@ -254,55 +249,22 @@ class ResponseAnswer(Answer):
         namespaces: Mapping[str, tuple[str, str]],
     ):
         """`shown` are fields of the request that the answer repeats. `namespaces`: see ResponseTools."""
-        super().__init__(model, tokenizer, logprobs=False)
-        self.id = f"{self.id_prefix}_{uuid4().hex}"
-        self._parser, self._shown, self._namespaces = parser, shown, namespaces
+        super().__init__(model, tokenizer, parser=parser)
+        self._shown, self._namespaces = shown, namespaces
         self._items: list[_Item] = []
         self._n_events = 0
         self._finish_reason: str | None = None
         self._last: dict[str, Any] | None = None  # the response after its last event
 
-    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError("a response has output items and no choices")
-
-    def whole(self, pieces: dict[int, Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        self.deltas(0, pieces[0])
-        return self._response(usage)
-
-    def begin(self, usage: dict[str, Any]) -> list[_Event]:
-        response = self._response(None, "in_progress")
+    def begin(self, usage: dict[str, Any]) -> list[Event]:
+        response = self._body(None, "in_progress")
         return [self._event("created", response=response), self._event("in_progress", response=response)]
 
-    def chunk(
-        self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None, *, with_usage: bool = False
-    ) -> dict[str, Any]:
-        return choice or {}
-
-    def deltas(self, index: int, piece: Piece) -> list[_Event]:
+    def deltas(self, index: int, piece: Piece) -> list[Event]:
         self._finish_reason = piece.finish_reason
-        delta = self._parser.push(piece.text)
-        if piece.finish_reason:
-            delta += self._parser.finish()
-        return self._events_of(delta)
+        return super().deltas(index, piece)
 
-    def text_delta(self, index: int, text: str) -> dict[str, Any]:
-        raise NotImplementedError("each event of a response has a number of its own")
-
-    def _events_of(self, delta: MessageDelta) -> list[_Event]:
-        events: list[_Event] = []
-        for kind, text in (("reasoning", delta.reasoning), ("message", delta.content)):
-            if text:
-                events += self._item(kind, None)
-                events.append(self._text(self._items[-1], text))
-        for call in delta.calls:
-            if call.name is not None:
-                events += self._item("function_call", call)
-            if call.arguments:
-                events.append(self._text(self._items[-1], call.arguments))
-        return events
-
-    def _item(self, kind: str, call: CallDelta | None) -> list[_Event]:
-        """The events that begin an item of this kind, unless it has begun already."""
+    def _begin(self, kind: str, call: CallDelta | None = None) -> list[Event]:
         if self._items and self._items[-1].kind == kind and call is None:
             return []
         events = self._end_item() if self._items else []
@@ -320,7 +282,8 @@ class ResponseAnswer(Answer):
         namespace, name = self._namespaces[name]
         return {"name": name, "namespace": namespace}
 
-    def _text(self, item: _Item, text: str) -> _Event:
+    def _text(self, text: str) -> Event:
+        item = self._items[-1]
         item.text += text
         if item.kind == "function_call":
             return self._of_item("function_call_arguments.delta", item, delta=text)
@@ -328,7 +291,7 @@ class ResponseAnswer(Answer):
             return self._of_item("reasoning_text.delta", item, content_index=0, delta=text)
         return self._of_item("output_text.delta", item, content_index=0, delta=text, logprobs=[])
 
-    def _end_item(self) -> list[_Event]:
+    def _end_item(self) -> list[Event]:
         item = self._items[-1]
         match item.kind:
             case "function_call":
@@ -342,37 +305,37 @@ class ResponseAnswer(Answer):
             events.append(self._of_item("content_part.done", item, content_index=0, part=item.part(item.text)))
         return [*events, self._event("output_item.done", output_index=item.index, item=item.shown(self._status))]
 
-    def end(self, usage: dict[str, Any], *, wanted: bool) -> list[_Event]:
+    def end(self, usage: dict[str, Any], *, wanted: bool) -> list[Event]:
         events = self._end_item() if self._items else []
-        self._last = self._response(usage)
+        self._last = self._body(usage)
         return [*events, self._event(self._status, response=self._last)]
 
-    def failure(self, error: ApiError) -> _Event:
-        self._last = self._response(None, "failed")
+    def failure(self, error: ApiError) -> Event:
+        self._last = self._body(None, "failed")
         self._last["error"] = {"code": error.code or "server_error", "message": error.message}
         return self._event("failed", response=self._last)
 
     def cancel(self) -> None:
         """Be a response that its client has cancelled, unless it has ended."""
-        self._last = self._last or self._response(None, "cancelled")
+        self._last = self._last or self._body(None, "cancelled")
 
     @property
     def so_far(self) -> dict[str, Any]:
         """The response as it is now."""
-        return self._last or self._response(None, "in_progress")
+        return self._last or self._body(None, "in_progress")
 
     @property
     def _status(self) -> str:
         return "incomplete" if self._finish_reason == "length" else "completed"
 
-    def _event(self, kind: str, /, **fields: Any) -> _Event:
+    def _event(self, kind: str, /, **fields: Any) -> Event:
         self._n_events += 1
         return {"type": f"response.{kind}", "sequence_number": self._n_events - 1, **fields}
 
-    def _of_item(self, kind: str, item: _Item, /, **fields: Any) -> _Event:
+    def _of_item(self, kind: str, item: _Item, /, **fields: Any) -> Event:
         return self._event(kind, item_id=item.id, output_index=item.index, **fields)
 
-    def _response(self, usage: dict[str, Any] | None, status: str | None = None) -> dict[str, Any]:
+    def _body(self, usage: dict[str, Any] | None, status: str | None = None) -> dict[str, Any]:
         status = status or self._status
         last = len(self._items) - 1
         items = [item.shown(self._status if item.index == last else "completed") for item in self._items]
