@@ -143,16 +143,16 @@ def _llama(config: ConfigJson) -> dict[str, Any]:
 
 def _mistral(config: ConfigJson) -> dict[str, Any]:
     common = _llama_like(config, 8, _equal_heads(config), 131072)
-    return {**common, "windows": (_window(config),) * len(common["windows"])}
+    return {**common, "windows": (_window(config, 4096),) * len(common["windows"])}
 
 
-def _window(config: ConfigJson) -> int:
-    """`sliding_window`. null means full attention, an absent key the default of the Mistral and Qwen classes."""
-    return 0 if config.raw.get("sliding_window", 4096) is None else config.size("sliding_window", 4096)
+def _window(config: ConfigJson, absent: int | None = None) -> int:
+    """`sliding_window`: 0 means full attention. `absent` is the default of an absent key; None and null mean 0."""
+    return 0 if config.raw.get("sliding_window", absent) is None else config.size("sliding_window", absent)
 
 
 def _qwen_windows(config: ConfigJson, n_layers: int) -> tuple[int, ...]:
-    window = _window(config) if config.flag("use_sliding_window", False) else 0
+    window = _window(config, 4096) if config.flag("use_sliding_window", False) else 0
     if not window:
         return (0,) * n_layers
     types = config.raw.get("layer_types")
@@ -206,10 +206,9 @@ def _phi3(config: ConfigJson) -> dict[str, Any]:
     trained_on = config.size("original_max_position_embeddings", 4096)
     config = ConfigJson(raw | {"original_max_position_embeddings": trained_on})
     common = _llama_like(config, config.size("num_attention_heads"), _equal_heads(config), 4096, partial=True)
-    window = 0 if config.raw.get("sliding_window") is None else config.size("sliding_window")
     return {
         **common,
-        "windows": (window,) * len(common["windows"]),
+        "windows": (_window(config),) * len(common["windows"]),
         "norm_eps": config.number("rms_norm_eps", 1e-5),
         "names": PHI3_NAMES,
     }
@@ -254,10 +253,9 @@ def _experts(config: ConfigJson, n: int, used: int, intermediate_size: int, **op
 
 def _mixtral(config: ConfigJson) -> dict[str, Any]:
     common = _llama_like(config, 8, _equal_heads(config), 131072, theta=1e6)
-    window = 0 if config.raw.get("sliding_window") is None else config.size("sliding_window")
     return {
         **common,
-        "windows": (window,) * len(common["windows"]),
+        "windows": (_window(config),) * len(common["windows"]),
         "norm_eps": config.number("rms_norm_eps", 1e-5),
         "experts": _experts(config, 8, 2, common["intermediate_size"], renormalise=True),
         "names": MIXTRAL_NAMES,
@@ -266,7 +264,7 @@ def _mixtral(config: ConfigJson) -> dict[str, Any]:
 
 def _qwen3_moe(config: ConfigJson) -> dict[str, Any]:
     common = _llama_like(config, 4, _equal_heads(config), 32768)
-    window = _window(config) if config.flag("use_sliding_window", False) else 0
+    window = _window(config, 4096) if config.flag("use_sliding_window", False) else 0
     n_layers, bias = len(common["windows"]), config.flag("attention_bias", False)
     experts = _experts(
         config,
@@ -295,7 +293,7 @@ def _dense_layers(config: ConfigJson, n_layers: int) -> frozenset[int]:
 def _gpt_oss(config: ConfigJson) -> dict[str, Any]:
     common = _llama_like(config, 8, 64, 131072, theta=150000.0, scaling=_GPT_OSS_ROPE)
     n_layers, bias = len(common["windows"]), config.flag("attention_bias", True)
-    window = 0 if config.raw.get("sliding_window", 128) is None else config.size("sliding_window", 128)
+    window = _window(config, 128)
     types = config.raw.get("layer_types") or ["sliding_attention", "full_attention"] * n_layers
     swiglu = config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
     size = common["intermediate_size"]
