@@ -33,7 +33,7 @@ QUANTISED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
 def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     """Lines of the report, (name, value), about a model. Raises CheckpointError, ConfigError."""
     model = backend.config
-    check_for_model(config, model)
+    check_for_model(config, backend)
     backend.check_tensors()
     device = choose_device(config.device)
     _check_mtp(config, model, device)
@@ -41,6 +41,7 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     dtype = str(torch_dtype).removeprefix("torch.")
     weights, stored = weights_of(config, backend, device, dtype)
     memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
+    copies = backend.kv_copies(config.tensor_parallel)
     free, state, slots = free_memory(device), model.state_bytes(torch_dtype.itemsize), 0
     if free > weights:
         slots = state_slots(config, model, torch_dtype.itemsize, free - weights, config.mini_batches or 2)
@@ -52,9 +53,9 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     length = min(config.max_model_len or model.max_positions, model.max_positions)
     for kv_dtype in model.kv_dtypes:
         pages = KVPages(model.hello_geometry(1, 1, "fp32"), kv_dtype, model.windows, model.options)
-        token = pages.block_bytes / PAGE_TOKENS
+        token = copies * pages.block_bytes / PAGE_TOKENS
         tokens = int(memory // token)
-        sequences = memory // pages.page_bytes // pages.groups(config.step_rows).pages_for(length)
+        sequences = int(memory // (copies * pages.page_bytes)) // pages.groups(config.step_rows).pages_for(length)
         whole = f"{sequences} sequences of {length}" if sequences else f"not one sequence of {length}"
         chosen = " (--kv-dtype)" if kv_dtype == config.kv_dtype else ""
         text = f"{format_bytes(token)} per token; {format_bytes(memory)} hold {tokens} tokens, {whole}{chosen}"
@@ -127,8 +128,10 @@ def weights_of(config: NodeConfig, backend: Backend, device: torch.device, dtype
     if how and config.weights == "auto":
         return backend.source.weight_bytes, f"stored and kept as {how}"
     kept = config.weights if config.weights in QUANTISED_BYTES else dtype
-    n_bytes = int(parameters(backend) * QUANTISED_BYTES.get(config.weights, dense))
-    return n_bytes, f"stored as {how or model.dtype}, kept as {kept}"
+    n = parameters(backend)
+    if config.tensor_parallel > 1:
+        n += (config.tensor_parallel - 1) * backend.parameters_of_each_rank()
+    return int(n * QUANTISED_BYTES.get(config.weights, dense)), f"stored as {how or model.dtype}, kept as {kept}"
 
 
 def parameters(backend: Backend) -> int:

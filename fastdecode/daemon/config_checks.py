@@ -91,8 +91,8 @@ _CHECKS = (
         lambda c: f"--tensor-parallel and {_given(c, *_NOT_OF_RANKS)[0]} are not supported together",
     ),
     _Check(
-        lambda c: c.tensor_parallel > 1 and (c.device == "cuda" or c.backend == "transformers"),
-        lambda c: "--tensor-parallel is for the native backend on CPUs: no --device cuda, no --backend transformers",
+        lambda c: c.tensor_parallel > 1 and c.device == "cuda",
+        lambda c: "--tensor-parallel is for S-Parts on CPUs: no --device cuda",
     ),
     _Check(
         lambda c: c.tensor_parallel > 1 and c.weights == "int4" and not c.no_calibration,

@@ -10,7 +10,7 @@ from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import region_layout
 from fastdecode.spart import ModelConfig
-from fastdecode.spart.ranks.cut import why_not_shared
+from fastdecode.spart.backend import Backend
 from fastdecode.transports.base import TransportError
 from fastdecode.transports.team import check_parts
 from fastdecode.transports.token_team import check_tokens
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from fastdecode.spart.hf.config import HFConfig
 
 
-def check_for_model(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+def check_for_model(config: NodeConfig, backend: Backend) -> None:
     """Raise ConfigError for the first option that the model does not have or that is too large or small for it."""
+    model = backend.config
     if (config.max_model_len or 0) > model.max_positions:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is more than the model's {model.max_positions} positions"
         )
     _check_kv_dtype(config, model)
-    _check_ranks(config, model)
+    _check_ranks(config, backend)
     _check_partition(config, model)
     _check_states(config, model)
-    _check_kv_memory(config, model)
+    _check_kv_memory(config, backend)
 
 
 def _check_kv_dtype(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
@@ -41,16 +42,16 @@ def _check_kv_dtype(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
         )
 
 
-def _check_ranks(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+def _check_ranks(config: NodeConfig, backend: Backend) -> None:
     """Raise ConfigError if the ranks of `--tensor-parallel` cannot share the model."""
     if config.tensor_parallel == 1:
         return
-    if not isinstance(model, ModelConfig):
+    if config.lora and backend.name == "transformers":
         raise ConfigError(
-            f"--tensor-parallel {config.tensor_parallel}: {model.architecture} runs by the transformers backend, whose "
-            "models ranks do not share"
+            f"--tensor-parallel and --lora are not supported together for {backend.config.architecture}, which runs by "
+            "the transformers backend"
         )
-    if reason := why_not_shared(model, config.tensor_parallel):
+    if reason := backend.why_not_shared(config.tensor_parallel):
         raise ConfigError(f"--tensor-parallel {config.tensor_parallel}: {reason}")
 
 
@@ -78,10 +79,12 @@ def _check_states(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
             )
 
 
-def _check_kv_memory(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+def _check_kv_memory(config: NodeConfig, backend: Backend) -> None:
     """Raise ConfigError if --kv-memory or --kv-lease is too small for a block of a sequence."""
+    model = backend.config
     geometry = model.hello_geometry(config.mini_batches or 1, config.step_rows, "fp32")
     block = KVPages(geometry, config.kv_dtype, model.windows, model.options).block_bytes // config.parts
+    block = int(block * backend.kv_copies(config.tensor_parallel))
     for option, size, needed in (
         ("--kv-memory", config.kv_memory, block + region_layout(geometry).region_bytes),
         ("--kv-lease", config.kv_lease, block),

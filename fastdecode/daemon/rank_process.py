@@ -18,7 +18,7 @@ import time
 from collections.abc import Coroutine
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.msgpack import encode
 
@@ -40,9 +40,8 @@ from fastdecode.daemon.rank_messages import (
 from fastdecode.daemon.ranks import HEARTBEAT_SECONDS, SILENT_BEATS
 from fastdecode.demo import model_dir
 from fastdecode.spart import Model, choose_dtype
-from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.checkpoints.config_file import open_source
-from fastdecode.spart.decoder.rank_steps import FollowingSPart
 from fastdecode.spart.int4.balance import balance_for
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.own_thread import in_own_thread
@@ -52,6 +51,9 @@ from fastdecode.spart.threads import set_threads
 from fastdecode.transports.base import Link, TransportError
 from fastdecode.transports.rank_team import LinkFailure, Opened, described
 from fastdecode.transports.registry import connect
+
+if TYPE_CHECKING:
+    from fastdecode.spart.hf.model import HFModel
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,8 @@ def main() -> None:
     stay_on_node(rank, config.tensor_parallel)
     set_threads(split.s_threads)
     try:
-        model = _load(config, Share.join(rank, config.tensor_parallel, *memory))
+        backend = choose_backend(config.backend, open_source(config.model_path() or model_dir()))
+        model = _load(config, backend, Share.join(rank, config.tensor_parallel, *memory))
     except Exception as error:
         log.debug("rank %d has not loaded its weights", rank, exc_info=True)
         requests.send_bytes(encode(Failed(f"rank {rank} (pid {os.getpid()}) has failed: {error}")))
@@ -78,29 +81,35 @@ def main() -> None:
     set_threads(split.s_threads, model)
     freeze()
     requests.send_bytes(encode(Loaded()))
-    asyncio.run(_Follower(config, split, model, rank, lead, requests).run())
+    asyncio.run(_Follower(config, split, backend, model, rank, lead, requests).run())
+    logging.shutdown()
+    os._exit(0)  # if Python ended as usual, libraries that transformers imports would list their leaks
 
 
-def _load(config: NodeConfig, share: Share) -> Model:
+def _load(config: NodeConfig, backend: Backend, share: Share) -> Model | HFModel:
     """Load the rank's share of the model. Raises what Backend.load raises."""
-    backend = choose_backend(config.backend, open_source(config.model_path() or model_dir()))
     import torch
 
     device = torch.device("cpu")
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
     adapters = [read_adapter(name, directory) for name, directory in config.lora]
-    model = in_own_thread(backend.load, device, dtype, weights=config.weights, adapters=adapters, share=share)
-    assert isinstance(model, Model), "model_checks.py has refused a model of the transformers backend"
-    return model
+    return in_own_thread(backend.load, device, dtype, weights=config.weights, adapters=adapters, share=share)
 
 
 class _Follower:
     """The rank's event loop."""
 
     def __init__(
-        self, config: NodeConfig, split: Split, model: Model, rank: int, lead: Connection, requests: Connection
+        self,
+        config: NodeConfig,
+        split: Split,
+        backend: Backend,
+        model: Model | HFModel,
+        rank: int,
+        lead: Connection,
+        requests: Connection,
     ):
-        self._config, self._split, self._model = config, split, model
+        self._config, self._split, self._backend, self._model = config, split, backend, model
         self._rank, self._lead, self._requests = rank, lead, requests
         self._links: dict[int, Link] = {}
         self._embedded: EmbeddedRNode | None = None
@@ -125,7 +134,7 @@ class _Follower:
     def _follow(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
         try:
             balance = partial(balance_for, self._model)
-            FollowingSPart(self._model, self._rank).follow(self._lead, self._links, balance)
+            self._backend.make_follower(self._model, self._rank).follow(self._lead, self._links, balance)
         except BaseException as error:
             if not isinstance(error, RankError):
                 log.exception("a step has failed in rank %d", self._rank)

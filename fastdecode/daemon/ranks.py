@@ -42,11 +42,11 @@ from fastdecode.daemon.rank_messages import (
     RankAnswer,
     ToRank,
 )
-from fastdecode.spart import Model
 from fastdecode.spart.decoder.rank_steps import Followers
 from fastdecode.spart.int4.balance import balance_for
 from fastdecode.spart.ranks.reduction import RankError, create_segment
 from fastdecode.spart.ranks.share import Share
+from fastdecode.spart.served import ServedModel
 from fastdecode.transports.base import Hello, Link, LinkDown
 from fastdecode.transports.rank_team import RankTeam, RemoteLink, restored
 
@@ -206,7 +206,7 @@ class Ranks:
         for rank in self._others:
             rank.loaded.result()
 
-    def balance(self, model: Model, kv_dtype: str, tokens: Sequence[int]) -> None:
+    def balance(self, model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> None:
         """balance_for at all ranks at once, each for its heads. `model` is that of rank 0. Raises RankError."""
         self.followers.balance(kv_dtype, tokens)
         balance_for(model, kv_dtype, tokens)

@@ -46,7 +46,6 @@ from fastdecode.region.contract import MAX_ROWS, MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, SPart, choose_dtype
 from fastdecode.spart.backend import Backend
-from fastdecode.spart.decoder.rank_steps import LeadSPart
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.int4.balance import balance_digest, balance_for
 from fastdecode.spart.lora.files import read_adapter
@@ -113,7 +112,6 @@ def serve_model(
         if ranks is None:
             in_own_thread(balance_for, model, config.kv_dtype, calibration)
         else:
-            assert isinstance(model, Model), "model_checks.py has refused other models"
             in_own_thread(ranks.balance, model, config.kv_dtype, calibration)
         set_threads(split.s_threads, model)
         log.info("exchange: %s", exchange)
@@ -213,12 +211,7 @@ async def _serve(
         if prefill_nodes is not None and config.prefill_file is not None:
             followed = FileSet(config.prefill_file, ("tcp",), may_be_empty=True)
             stack.callback(asyncio.create_task(prefill_nodes.follow(followed)).cancel)
-        spart: SPart
-        if ranks is None:
-            spart = backend.make_spart(model, links, exchange, slots)
-        else:
-            assert isinstance(model, Model), "model_checks.py has refused other models"
-            spart = LeadSPart(model, links, ranks.followers, slots)
+        spart = backend.make_spart(model, links, exchange, slots, None if ranks is None else ranks.followers)
         if exchange.bypass is not None:
             await asyncio.to_thread(exchange.bypass.prepare, spart, split.mini_batches)
         ends = _end_tokens(settings.tokenizer, backend.config)

@@ -36,7 +36,7 @@ def run_s_node(config: NodeConfig) -> None:
         for sock in sockets:
             stack.callback(sock.close)
         backend = choose_backend(config.backend, source).with_mtp(mtp_drafts(config.speculate))
-        check_for_model(config, backend.config)
+        check_for_model(config, backend)
         if not asyncio.run(_check_until_shutdown(config, secret)):
             return
         from fastdecode.daemon.snode import serve_model  # imports torch

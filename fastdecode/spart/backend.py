@@ -12,11 +12,13 @@ from fastdecode.gguf.file import ModelSource
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, UnknownArchitecture
 from fastdecode.spart.checkpoints.config_file import open_source, read_config
 from fastdecode.spart.checkpoints.config_json import read_json
+from fastdecode.spart.ranks.cut import heads_of_rank, why_not_shared
 
 if TYPE_CHECKING:
     import torch
 
     from fastdecode.spart.decoder.decoder import SPart
+    from fastdecode.spart.decoder.rank_steps import Followers, FollowingSPart
     from fastdecode.spart.decoder.weights import Model
     from fastdecode.spart.exchange.choice import ChosenExchange
     from fastdecode.spart.hf.config import HFConfig
@@ -46,8 +48,7 @@ class Backend:
     ) -> Model | HFModel:
         """Load the weights, or quantise them: `weights` is "auto", "int8" or "int4". `progress` shows a progress bar on
         stderr. `adapters` are LoRA adapters that chunks may use. `calibration` are the tokens of a text by which the
-        native decoder rounds to int4; see load_model. `share`: the rank of a native model to load. Raises
-        CheckpointError."""
+        native decoder rounds to int4; see load_model. `share`: the rank to load. Raises CheckpointError."""
         if self.name == "native":
             from fastdecode.spart.loader import load_model
 
@@ -56,7 +57,7 @@ class Backend:
             return load_model(self.source, device, dtype, progress, weights, adapters, calibration, mtp, share)
         from fastdecode.spart.hf.model import load_hf_model
 
-        return load_hf_model(self.source.path, device, dtype, progress, weights, adapters, self.config.mtp)
+        return load_hf_model(self.source.path, device, dtype, progress, weights, adapters, self.config.mtp, share)
 
     def with_mtp(self, drafts: int) -> Backend:
         """The checkpoint with its MTP head, which drafts `drafts` tokens in a step; 0: without. Raises
@@ -78,6 +79,38 @@ class Backend:
 
             check_hf_tensors(self.source.path, self.config.mtp)
 
+    def why_not_shared(self, n: int) -> str | None:
+        """The reason why `n` ranks cannot share the model, or None if they can."""
+        if isinstance(self.config, ModelConfig):
+            return why_not_shared(self.config, n)
+        from fastdecode.spart.hf.model import check_ranks
+
+        if self.config.mtp:
+            return "ranks do not share an MTP head"
+        try:
+            check_ranks(self.source.path, n)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def kv_copies(self, n: int) -> float:
+        """How many times the memory of a token's K and V `n` ranks need together: more than once if several ranks have
+        the same KV head, or if ranks with fewer KV heads leave memory unused."""
+        if not isinstance(self.config, ModelConfig):
+            return float(n) if all(layer.v_in_k for layer in self.config.layers) else 1.0
+        of_ranks = [heads_of_rank(self.config, rank, n)[1] for rank in range(n)]
+        most: int = max(heads.stop - heads.start for heads in of_ranks)
+        return n * most / self.config.n_kv_heads
+
+    def parameters_of_each_rank(self) -> int:
+        """About how many of the model's numbers every rank has, beside its part of the others. Raises
+        CheckpointError."""
+        if isinstance(self.config, ModelConfig):
+            return 0  # norms and routers
+        from fastdecode.spart.hf.model import parameters_of_each_rank
+
+        return parameters_of_each_rank(self.source.path)
+
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of each linear that adapters may change, by its name. Raises CheckpointError."""
         if isinstance(self.config, ModelConfig):
@@ -94,19 +127,40 @@ class Backend:
         links: Sequence[DataPath],
         exchange: ChosenExchange | None = None,
         state_slots: int = 0,
+        followers: Followers | None = None,
     ) -> SPart:
-        """The S-Part of a model that `load` returned; see SPart."""
+        """The S-Part of a model that `load` returned; see SPart. `followers`: the other ranks of rank 0."""
         if self.name == "native":
             from fastdecode.spart.decoder.decoder import SPart
+            from fastdecode.spart.decoder.rank_steps import LeadSPart
             from fastdecode.spart.decoder.weights import Model
 
             assert isinstance(model, Model), "the model is not one that `load` returned"
+            if followers is not None:
+                return LeadSPart(model, links, followers, state_slots)
             return SPart(model, links, exchange, state_slots)
         from fastdecode.spart.hf.decoder import HFSPart
         from fastdecode.spart.hf.model import HFModel
+        from fastdecode.spart.hf.rank_steps import HFLeadSPart
 
         assert isinstance(model, HFModel), "the model is not one that `load` returned"
+        if followers is not None:
+            return HFLeadSPart(model, links, followers, state_slots)
         return HFSPart(model, links, exchange, state_slots)
+
+    def make_follower(self, model: Model | HFModel, rank: int) -> FollowingSPart:
+        """The S-Part of another rank than 0, of a model that `load` returned."""
+        if self.name == "native":
+            from fastdecode.spart.decoder.rank_steps import FollowingSPart
+            from fastdecode.spart.decoder.weights import Model
+
+            assert isinstance(model, Model), "the model is not one that `load` returned"
+            return FollowingSPart(model, rank)
+        from fastdecode.spart.hf.model import HFModel
+        from fastdecode.spart.hf.rank_steps import HFFollowingSPart
+
+        assert isinstance(model, HFModel), "the model is not one that `load` returned"
+        return HFFollowingSPart(model, rank)
 
 
 def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:

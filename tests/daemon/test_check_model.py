@@ -9,13 +9,16 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 from models.checkpoints import make_checkpoint, make_model
 from models.gguf_made import write_gguf
-from models.hf_models import save_model
+from models.hf_models import TYPES
+from models.hf_models import save_model as save_hf_model
 from models.mtp_made import make_head
+from ranks.in_threads import HFRanks
 
 from fastdecode.daemon.check import report
-from fastdecode.daemon.check_model import rows
+from fastdecode.daemon.check_model import rows, weights_of
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.options import WEIGHTS
@@ -24,6 +27,7 @@ from fastdecode.demo import model_dir
 from fastdecode.spart import load_model
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config import CheckpointError
+from fastdecode.spart.hf.model import load_hf_model
 from fastdecode.spart.loader import parameter_count
 
 pytestmark = pytest.mark.quick
@@ -60,6 +64,32 @@ def test_a_16_bit_checkpoint_keeps_its_size_with_fp32_activations():
     number = float(re.match(r"([\d.]+) KiB", said).group(1))
     assert 1024 * number == pytest.approx(2 * model.parameters, rel=0.01)
     assert model.weight_bytes < 3 * model.parameters
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "n", "copies"),
+    [("llama-gqa", 2, 1), ("llama-gqa", 4, 2), ("llama-mha", 3, 1.5), ("deepseek_v3", 2, 2), ("gemma", 2, 1)],
+)
+def test_ranks_that_have_the_same_kv_head_keep_k_and_v_several_times(checkpoint, n, copies, tmp_path):
+    path = save_hf_model(checkpoint, tmp_path) if checkpoint in TYPES else make_checkpoint(checkpoint)
+    backend = choose_backend("auto", path)
+    one, several = (
+        int(re.search(r"hold (\d+) tokens", dict(rows(config, backend))["KV fp16"])[1])
+        for config in (NodeConfig(model=path, kv_memory=1 << 26, tensor_parallel=i, device="cpu") for i in (1, n))
+    )
+    assert several == pytest.approx(one / copies, rel=0.001)
+
+
+def test_what_each_rank_has_whole_counts_for_each(tmp_path):
+    path = save_hf_model("gemma4_text", tmp_path)
+    backend = choose_backend("auto", path)
+    one, two = (
+        weights_of(NodeConfig(model=path, tensor_parallel=n), backend, torch.device("cpu"), "float32")[0]
+        for n in (1, 2)
+    )
+    ranks = HFRanks(path, 2, dtype="fp32").models
+    held = sum(model.weight_bytes for model in ranks) - load_hf_model(path, dtype="fp32").weight_bytes
+    assert two - one == pytest.approx(held, rel=0.05)
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
@@ -143,7 +173,7 @@ def test_what_a_model_with_states_does_not_have_is_refused(options):
 
 
 def test_v_that_is_a_part_of_k_has_the_format_of_k(tmp_path):
-    path = save_model("deepseek_v3", tmp_path)
+    path = save_hf_model("deepseek_v3", tmp_path)
     backend = choose_backend("transformers", path)
     lines = dict(rows(NodeConfig(model=path), backend))
     assert "1 KV heads of 24 (V: the first 16)" in lines["model"]
@@ -169,7 +199,7 @@ def test_an_mtp_head_counts_with_its_weights_and_its_kv(tmp_path):
 
 
 def test_an_mtp_head_of_a_model_of_transformers_counts_with_its_kv(tmp_path):
-    directory = save_model("deepseek_v32", tmp_path)
+    directory = save_hf_model("deepseek_v32", tmp_path)
     path = make_head(directory).save(directory, tmp_path / "m")
     config = NodeConfig(model=path, kv_dtype="fp32", device="cpu", speculate="mtp:2")
     backend = choose_backend("auto", path)
@@ -195,6 +225,6 @@ def test_a_model_without_an_mtp_head_is_refused(name, backend, says):
 
 
 def test_a_model_of_transformers_without_an_mtp_head_is_refused(tmp_path):
-    backend = choose_backend("auto", save_model("deepseek_v3", tmp_path))
+    backend = choose_backend("auto", save_hf_model("deepseek_v3", tmp_path))
     with pytest.raises(CheckpointError, match=r"no MTP head .*: it lacks the tensor 'model\.layers\.3\.eh_proj"):
         backend.with_mtp(2)

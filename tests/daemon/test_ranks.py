@@ -7,10 +7,10 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from models.adapters_made import merged, save_adapter
 from models.checkpoints import make_checkpoint, reference
 from nodes.node_process import Node, fetch, gone, health
 from openai import APIError
-from ranks.stopped_thread import busiest_thread, stopped_thread
+from ranks.stopped_thread import stopped_thread, thread_that_computes
 
 from fastdecode.demo import model_dir
 from fastdecode.text.tokenizer import Tokenizer
@@ -68,10 +68,22 @@ def metric(api, name: str) -> float:
     return float(value)
 
 
-def decode_until_the_end(api) -> None:
-    with contextlib.suppress(APIError):
-        while True:
-            greedy(api, "It was", 900)
+@contextlib.contextmanager
+def decoding(api) -> Iterator[None]:
+    """Let the S-node decode one sequence after another meanwhile."""
+    ended = threading.Event()
+
+    def decode() -> None:
+        with contextlib.suppress(APIError):
+            while not ended.is_set():
+                greedy(api, "It was", 900)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(decode)
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 @contextlib.contextmanager
@@ -85,8 +97,7 @@ def streaming(start, n: int, *options: str, check: bool = False) -> Iterator[Nod
                 (f"{i}/{n}", True) for i in range(1, n + 1)
             ]
         children = node.children()
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(decode_until_the_end, api)
+        with decoding(api):
             try:
                 yield node
             finally:
@@ -118,7 +129,7 @@ def test_the_s_node_ends_if_a_rank_hangs(hangs, start):
             os.kill(rank, signal.SIGSTOP)
             assert node.process.wait(60) == 1
         else:
-            with stopped_thread(busiest_thread(rank)):
+            with stopped_thread(thread_that_computes(rank)):
                 assert node.process.wait(60) == 1
         why = rf"the S-node ends, because rank 1 \(pid {rank}\) (has not gone on for 3.0 s|does not answer)"
         assert re.search(why, node.log.read_text())
@@ -133,14 +144,29 @@ def test_ranks_keep_their_parts_of_states(start):
         check_against_transformers(api, directory, cached=640)
         # Texts of three tokens repeat themselves.
         theirs, few = reference(directory), (5, 40, 77)
-        prompts = [[few[i % 3], *few * (20 + i)] for i in range(5)]
+        prompts = [[few[i % 3], *few * (20 + i)] for i in range(8)]
         others = [i for i in range(theirs.config.vocab_size) if i not in few]
-        with ThreadPoolExecutor(5) as threads:
-            ask = partial(greedy, api, n=80, logit_bias={str(i): 100 for i in few})
-            answers = [answer.choices[0].text for answer in threads.map(ask, prompts)]
-        assert answers == [continuation(theirs, prompt, 80, suppress_tokens=others) for prompt in prompts]
+        before = metric(api, "num_preemptions")
+        # The prompts of one request run at the same time, also on a busy machine.
+        answers = greedy(api, prompts, 80, logit_bias={str(i): 100 for i in few}).choices
+        expected = [continuation(theirs, prompt, 80, suppress_tokens=others) for prompt in prompts]
+        assert [answer.text for answer in sorted(answers, key=lambda answer: answer.index)] == expected
         assert 0 < metric(api, "guessed_right_tokens") < metric(api, "guessed_tokens")
-        assert metric(api, "num_preemptions") > 0
+        assert metric(api, "num_preemptions") > before
+
+
+def test_ranks_of_the_transformers_backend(start):
+    """Mini-batches, a cached prefix, and the end of a rank."""
+    directory = make_checkpoint("llama-gqa")
+    options = ("--model", str(directory), "--served-model-name", "fastdecode-demo", "--backend", "transformers")
+    node = start(*EMBEDDED, "--tensor-parallel", "2", "--mini-batches", "2", *options)
+    with node.api() as api:
+        check_against_transformers(api, directory)
+        [rank] = rank_processes(node)
+        with decoding(api):
+            os.kill(rank, signal.SIGKILL)
+            assert node.process.wait(60) == 1
+    assert re.search(rf"the S-node ends, because rank 1 \(pid {rank}\) has ended$", node.log.read_text(), re.M)
 
 
 @pytest.mark.parametrize("decodes", [False, True], ids=["idle", "decoding"])
@@ -164,10 +190,8 @@ def test_the_s_node_ends_if_only_its_own_thread_that_computes_hangs(start):
     node = start(*EMBEDDED, "--tensor-parallel", "2")
     pid, children = node.process.pid, node.children()
     with node.api() as api:
-        stream = greedy(api, "It was", 900, stream=True)
-        next(stream)
-        computes = busiest_thread(pid)
-        assert len([*stream]) > 100
+        with decoding(api):
+            computes = thread_that_computes(pid)
         time.sleep(4)  # a thread that has nothing to do is not taken for one that hangs
         greedy(api, "It was")
         with stopped_thread(computes):

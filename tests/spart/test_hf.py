@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models.checkpoints import several_modes
-from models.hf_models import TYPES, VOCAB_SIZE, make_config, save_model
+from models.hf_models import SHARED, TYPES, VOCAB_SIZE, make_config, save_model
 from models.spart_steps import GREEDY, interleaved
 from safetensors.torch import load_file, save_file
 from sources.doc_tables import check_table
@@ -322,12 +322,13 @@ def test_a_tensor_that_does_not_fit_is_named(change: Any, message: str, tmp_path
 
 
 def test_the_documentation_lists_every_type() -> None:
-    lines = ["| model type | served | reason |", "|---|---|---|"]
+    lines = ["| model type | served | by ranks | reason |", "|---|---|---|---|"]
     for model_type in sorted(TYPES):
         reason = ""
         if model_type in REFUSED:
             with pytest.raises(CheckpointError) as refusal:
                 HFConfig.from_configs(make_config(model_type), None)
             reason = str(refusal.value)
-        lines.append(f"| `{model_type}` | {'no' if reason else 'yes'} | {reason} |")
+        by_ranks = "yes" if model_type in SHARED else "no"
+        lines.append(f"| `{model_type}` | {'no' if reason else 'yes'} | {by_ranks} | {reason} |")
     check_table("models.md", "types", lines)

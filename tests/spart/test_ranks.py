@@ -2,91 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from models.adapters_made import merged, save_adapter
 from models.checkpoints import FAMILIES, MIXTURES, STATEFUL, make_checkpoint, make_model, reference
 from models.gguf_made import write_gguf
 from models.quantised_checks import EXACT as QUANTISED_EXACT
 from models.quantised_made import make, make_mxfp4
-from models.spart_steps import EXACT, GREEDY, linked, run, text
+from models.spart_steps import EXACT, text
+from ranks.in_threads import Ranks, error_of
 
-from fastdecode.spart import CheckpointError, SPart, load_model
+from fastdecode.spart import CheckpointError
 from fastdecode.spart.checkpoints.config_file import read_config
 from fastdecode.spart.int4.balance import balance_for
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.ranks.cut import why_not_shared
-from fastdecode.spart.ranks.reduction import Reduction, create_segment
-from fastdecode.spart.ranks.share import Share
-from fastdecode.spart.step.batch import Chunk, StepBatch
-
-LENGTHS = [1, 17, 64, 130]
-STEPS = 8
-
-
-class Ranks:
-    """A model that `n` ranks share, each in a thread of its own."""
-
-    def __init__(self, directory, n, **options):
-        segment, logits = create_segment(n), torch.zeros(1 << 22, dtype=torch.uint8)
-        shares = [Share(i, n, Reduction(segment, i, n), logits) for i in range(n)]
-        os.close(segment)
-        self.threads = ThreadPoolExecutor(n)
-        self.models = self.each(lambda share: load_model(directory, share=share, **options), shares)
-
-    def each(self, work, *of_ranks):
-        """Do the same at all ranks at once."""
-        return list(self.threads.map(work, *of_ranks))
-
-    @contextlib.asynccontextmanager
-    async def sparts(self, tmp_path, kv_dtype):
-        """The S-Parts of the ranks, each with a link to an R-node of its own."""
-        async with contextlib.AsyncExitStack() as stack:
-            found = []
-            for i, model in enumerate(self.models):
-                (directory := tmp_path / str(i)).mkdir(parents=True)
-                links = await stack.enter_async_context(linked(model, directory, kv_dtype=kv_dtype))
-                found.append(SPart(model, links, state_slots=len(LENGTHS) + 1))
-            yield found
-        self.threads.shutdown()
-
-
-async def decoded(ranks, tmp_path, adapter=None, kv_dtype="fp32"):
-    """Prompts in one step, the longest in two, then tokens one by one: the tokens and logits of each sequence."""
-    texts = [text(n, seed=n) for n in LENGTHS]
-    logits = [[] for _ in texts]
-    async with ranks.sparts(tmp_path, kv_dtype) as sparts:
-        first = [Chunk(0, len(texts), 1, 0, text(90), True, None, prompt_length=150, state=len(texts))]
-        chunks = [
-            Chunk(0, i, 1, 0, tokens, True, GREEDY, adapter=adapter, state=i) for i, tokens in enumerate(texts)
-        ] + first
-        for _ in range(STEPS):
-            batch = StepBatch(0, chunks)
-            outputs = ranks.each(lambda spart: run(spart.step(batch, keep_logits=True)), sparts)  # noqa: B023
-            for tokens, sampled, found, row in zip(texts, outputs[0].sampled, logits, outputs[0].logits, strict=False):
-                tokens.append(sampled.token)
-                found.append(row.clone())
-            chunks = [
-                Chunk(0, i, 1, len(tokens) - 1, tokens[-1:], False, GREEDY, adapter=adapter, state=i)
-                for i, tokens in enumerate(texts)
-            ]
-    return texts, logits
-
-
-async def error_of(ranks, theirs, tmp_path, **options) -> float:
-    """The largest error in standard deviations of the logits of `theirs`."""
-    errors = []
-    for tokens, found in zip(*await decoded(ranks, tmp_path, **options), strict=True):
-        with torch.inference_mode():
-            want = theirs(torch.tensor([tokens])).logits[0, -STEPS - 1 : -1]
-        errors.append(((torch.stack(found) - want).abs().max() / want.std()).item())
-    return max(errors)
-
 
 #: With two KV heads, two of four ranks have the same one. Three ranks have one or two of four heads, with states, too.
 CASES = [

@@ -137,13 +137,13 @@ def open_safetensors(path: Path, framework: str = "pt") -> Iterator[Any]:
 def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor in a directory's safetensors, by the name that it has there. Raises CheckpointError."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in _files(directory):
+    for path in safetensors_files(directory):
         with open_safetensors(path, "np") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes
 
 
-def _files(directory: Path) -> list[Path]:
+def safetensors_files(directory: Path) -> list[Path]:
     """The checkpoint's safetensors files. Raises CheckpointError if it has none."""
     index = directory / "model.safetensors.index.json"
     if (single := directory / "model.safetensors").is_file():
@@ -168,7 +168,7 @@ def _files(directory: Path) -> list[Path]:
 def _scan(directory: Path, names: TensorNames) -> dict[str, Stored]:
     """All tensors that the checkpoint's headers list, by the names that a checkpoint with an LM head gives them."""
     stored: dict[str, Stored] = {}
-    for path in _files(directory):
+    for path in safetensors_files(directory):
         with open_safetensors(path, "np") as file:  # torch maps a file only if the memory could hold all of it
             for name in file.keys():  # noqa: SIM118
                 view = file.get_slice(name)

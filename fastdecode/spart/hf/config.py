@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from fastdecode.spart.checkpoints.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.mixers import Mixer
 from fastdecode.spart.hf.mtp import with_head_layer
+from fastdecode.spart.hf.ranks import CannotShare, cut_matrices
 from fastdecode.spart.hf.trace import AttentionLayer, trace
 from fastdecode.spart.shape import AttentionShape
 from fastdecode.transports.base import LayerOptions
@@ -48,10 +50,15 @@ class HFConfig(AttentionShape):
         return cls.from_configs(with_head_layer(config, Path(directory)) if mtp else config, generation, mtp)
 
     @classmethod
-    def from_configs(cls, config: Any, generation: Any, mtp: int = 0) -> HFConfig:
+    def from_configs(cls, config: Any, generation: Any, mtp: int = 0, n_ranks: int = 1) -> HFConfig:
         """`config` is a PretrainedConfig, with `mtp` one of with_head_layer; `generation` is a GenerationConfig or
-        None. Raises CheckpointError."""
+        None. With `n_ranks` the description is that of the model that each of as many ranks has. Raises
+        CheckpointError."""
         traced, mixers = trace(config)
+        if n_ranks > 1:
+            if mixers:
+                raise CheckpointError("ranks do not share layers that keep states")
+            traced = _of_rank(config, traced, n_ranks)
         layers = tuple(traced)
         if mtp > 1:  # later passes attend to the K and V of the first one, and to the tokens that it has selected
             later = replace(layers[-1], kv_layer=len(layers) - 1, selection=2 if layers[-1].selection else 0)
@@ -136,7 +143,7 @@ def _text_part(config: Any) -> Any:
     for name in ("architectures", "dtype", "tie_word_embeddings"):
         setattr(text, name, getattr(config, name))
     if text.eos_token_id is None:
-        text.eos_token_id = config.eos_token_id
+        text.eos_token_id = getattr(config, "eos_token_id", None)
     return text
 
 
@@ -178,6 +185,32 @@ def _check_selections(kind: str, layers: tuple[AttentionLayer, ...]) -> None:
             f"{kind} has an indexer that selects {largest[2]} tokens by heads of {largest[1]} elements; R-nodes take "
             f"at most {MAX_INDEX_TOPK} and {MAX_HEAD_SIZE}"
         )
+
+
+def _of_rank(config: Any, whole: list[AttentionLayer], n: int) -> list[AttentionLayer]:
+    """The layers of one of `n` ranks, which has the same part of the heads of each. Raises CheckpointError."""
+    kind = f"a model of type {config.model_type!r}"
+    for layer in whole:
+        if layer.n_q_heads % n or (layer.n_kv_heads % n and not layer.v_in_k):
+            raise CheckpointError(
+                f"{n} ranks cannot share the {layer.n_q_heads} query heads and {layer.n_kv_heads} KV heads of {kind}"
+            )
+    if any(getattr(config, "activation_sparsity_pattern", None) or []):
+        raise CheckpointError(f"ranks cannot share {kind}: an MLP's activations depend on all of its columns")
+    try:
+        layers, _ = trace(config, partial(cut_matrices, n=n))
+    except CannotShare:
+        raise
+    except CheckpointError as error:
+        raise CannotShare(f"ranks cannot share {kind}: its code needs whole matrices") from error
+    if layers != [_with_heads(layer, n) for layer in whole]:
+        raise CheckpointError(f"ranks cannot share {kind}: its attention is not cut by heads")
+    return layers
+
+
+def _with_heads(layer: AttentionLayer, n: int) -> AttentionLayer:
+    """A layer with the heads of one of `n` ranks, each of which has the one KV head of latent attention."""
+    return replace(layer, n_q_heads=layer.n_q_heads // n, n_kv_heads=layer.n_kv_heads // (1 if layer.v_in_k else n))
 
 
 def _heads(layer: AttentionLayer) -> tuple[int, int, int, int]:

@@ -41,10 +41,11 @@ def absorb(module: Any) -> None:
     always has one KV head, whose rows are what R-nodes can select."""
     if not hasattr(module, "expand_kv") or type(getattr(module, "kv_b_proj", None)) is not torch.nn.Linear:
         return
-    rank, rope, heads = module.kv_lora_rank, module.qk_rope_head_dim, module.num_heads
-    expanded = heads * (module.qk_nope_head_dim + rope + module.v_head_dim)
+    rank, rope, of_head = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim + module.v_head_dim
+    expanded = module.num_heads * (of_head + rope)  # of all ranks that share the model
     if rank + rope <= MAX_HEAD_SIZE and (rank + rope < expanded or hasattr(module, "indexer")):
-        module.kv_b_proj = LatentHeads(module.kv_b_proj.weight, heads, module.qk_nope_head_dim)
+        linear = module.kv_b_proj
+        module.kv_b_proj = LatentHeads(linear.weight, linear.out_features // of_head, module.qk_nope_head_dim)
         module.expand_kv = _latent_rows
 
 

@@ -24,10 +24,13 @@ from fastdecode.spart.hf.config import HFConfig, read_configs
 from fastdecode.spart.hf.linears import LinearModule, quantise_embedding, replace_linears, replaced_bytes
 from fastdecode.spart.hf.mixers import Mixer, install
 from fastdecode.spart.hf.mtp import MTPHead, with_head_layer, with_head_modules
+from fastdecode.spart.hf.ranks import CannotShare, StoredNames, cut_head, meet, repeated_parameters, with_cut_matrices
 from fastdecode.spart.linears.dense import can_pack
 from fastdecode.spart.linears.quantised import BITS
 from fastdecode.spart.lora.adapters import AdapterSet, Change
 from fastdecode.spart.lora.files import Adapter
+from fastdecode.spart.ranks.reduction import Reduction
+from fastdecode.spart.ranks.share import Share
 from fastdecode.spart.served import TORCH_DTYPES, ServedModel, with_sinks
 
 log = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class HFModel(ServedModel):
     config: HFConfig
     module: Any
     head: MTPHead | None = None
+    reduction: Reduction | None = None  # sums over the ranks that share the model
 
     @property
     def all_logits(self) -> bool:
@@ -69,32 +73,34 @@ def load_hf_model(
     weights: str = "auto",
     lora: Sequence[Adapter] = (),
     mtp: int = 0,
+    share: Share | None = None,
 ) -> HFModel:
     """Load a checkpoint for inference. The arguments are those of spart.loader.load_model; `lora` is its `adapters`.
     Raises CheckpointError."""
     config, generation = read_configs(directory)
     if mtp:
         config = with_head_layer(config, Path(directory))
-    split = HFConfig.from_configs(config, generation, mtp)
+    split = HFConfig.from_configs(config, generation, mtp, 1 if share is None else share.n)
     model_class = _model_class(config, mtp)
+    _log_little(progress)
     _check_tensors(model_class, config, Path(directory))
     adapter_set = AdapterSet(lora)
-    from transformers.utils import logging as transformers_logging
-
     register()
     device = torch.device(device)
     if isinstance(dtype, str):
         dtype = TORCH_DTYPES[split.dtype if dtype == "auto" else dtype]
     if lora:
         adapter_set.check(_linears(config, split.mixers))
-    theirs: Any = transformers_logging
-    theirs.set_verbosity_error()  # a table of all tensors that are left aside would be a warning
-    if not progress:
-        theirs.disable_progress_bar()
-    placement = {} if device.type == "cpu" else {"device_map": {"": device}}
+    placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+    source: str | Path | None = directory
+    whole: Any = None
+    if share is not None:
+        whole = _without_weights(model_class, config)
+        source, model_class = None, with_cut_matrices(model_class, share.n)
+        placement["state_dict"] = StoredNames(whole, _TEXT_PART_NAMES).tensors_of_rank(Path(directory), share)
     try:
         module = model_class.from_pretrained(
-            directory,
+            source,
             config=config,
             dtype=dtype,
             attn_implementation=adapters.implementation(config, ATTENTION),
@@ -105,16 +111,19 @@ def load_hf_model(
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"transformers cannot load {directory}: {first_line(error)}") from None
+    placement.clear()  # the model has the rank's tensors now
     module.eval().requires_grad_(False)
     adapters.adapt(module, split_attention)
     install(module, split.mixers)
     for child in module.modules():
         if hasattr(child, "warn_if_padding_and_no_attention_mask"):  # it looks at the tokens, so the host would wait
             child.warn_if_padding_and_no_attention_mask = _no_padding
-    parameters = sum(parameter.numel() for parameter in module.parameters())
+    parameters = sum(parameter.numel() for parameter in (whole or module).parameters())
     bits = BITS.get(weights)
     if bits or can_pack(device, dtype):
         with torch.inference_mode():
+            if share is not None:
+                cut_head(module, share)
             if bits:
                 quantise_embedding(module, bits)
             kept = [module.get_submodule(name) for mixer in split.mixers for name in mixer.own]
@@ -125,6 +134,8 @@ def load_hf_model(
             use_row_ops(module, dtype)
     changed = replaced_bytes(module)
     rest = sum(p.nbytes for p in module.parameters() if p.device.type != "meta")
+    if share is not None:
+        meet(module, whole, share)
     return HFModel(
         config=_with_sinks(split, module),
         module=module,
@@ -132,9 +143,19 @@ def load_hf_model(
         dtype=dtype,
         parameters=parameters,
         weight_bytes=changed + rest + change_bytes,
+        reduction=None if share is None else share.reduction,
         adapters=adapter_set.names,
         head=MTPHead(module) if mtp else None,
     )
+
+
+def _log_little(progress: bool) -> None:
+    """Let transformers log errors alone, and show its progress on stderr only if wanted."""
+    from transformers.utils import logging as transformers_logging
+
+    theirs: Any = transformers_logging
+    theirs.set_verbosity_error()  # a table of all tensors that are left aside would be a warning
+    (theirs.enable_progress_bar if progress else theirs.disable_progress_bar)()
 
 
 def _model_class(config: Any, mtp: int) -> Any:
@@ -151,7 +172,29 @@ def check_tensors(directory: Path, mtp: int) -> None:
     load_hf_model."""
     config, _ = read_configs(directory)
     config = with_head_layer(config, directory) if mtp else config
+    _log_little(False)
     _check_tensors(_model_class(config, mtp), config, directory)
+
+
+def check_ranks(directory: Path, n: int) -> None:
+    """Raise CheckpointError if `n` ranks cannot share a checkpoint. Reads no weight."""
+    config, generation = read_configs(directory)
+    if getattr(config, "quantization_config", None):
+        raise CannotShare("ranks do not share quantised models of the transformers backend")
+    HFConfig.from_configs(config, generation, n_ranks=n)
+    check_tensors(directory, 0)
+    StoredNames(_without_weights(_model_class(config, 0), config), _TEXT_PART_NAMES).check(directory)
+
+
+def parameters_of_each_rank(directory: Path) -> int:
+    """How many numbers of a checkpoint every rank has, beside its part of the others. Raises CheckpointError."""
+    config, _ = read_configs(directory)
+    return repeated_parameters(_without_weights(_model_class(config, 0), config))
+
+
+def _without_weights(model_class: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return model_class._from_config(config)
 
 
 def _check_tensors(model_class: Any, config: Any, directory: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +51,11 @@ class AttentionLayer:
     indexer: tuple[int, int, int] = (0, 0, 0)  # heads of the layer's own indexer, their size, tokens that it selects
 
 
-def trace(config: Any) -> tuple[list[AttentionLayer], tuple[Mixer, ...]]:
-    """The attention layers and the mixers of the model that `config`, a PretrainedConfig, describes. Raises
-    CheckpointError."""
+def trace(
+    config: Any, change: Callable[[Any], None] = lambda model: None
+) -> tuple[list[AttentionLayer], tuple[Mixer, ...]]:
+    """The attention layers and the mixers of the model that `config`, a PretrainedConfig, describes. `change` may
+    change the model before. Raises CheckpointError."""
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
     AttentionInterface.register(_NAME, _attention)
@@ -64,7 +67,10 @@ def trace(config: Any) -> tuple[list[AttentionLayer], tuple[Mixer, ...]]:
     try:
         with torch.device("meta"):
             model = factory.from_config(config, attn_implementation=adapters.implementation(config, _NAME)).eval()
+        change(model)
         adapters.adapt(model, _attention)
+    except CheckpointError:
+        raise
     except KeyError:
         raise CheckpointError(f"{_type(config)} does not go through transformers' attention functions") from None
     except ValueError as error:

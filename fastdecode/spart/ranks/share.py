@@ -42,7 +42,9 @@ class Share:
         return part_of(size, self.rank, self.n)
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
+    """Where a rank's parts of a tensor are."""
+
     axis: int
     parts: tuple[slice, ...]  # of the axis, one of each of the stacked tensors
 
@@ -58,9 +60,9 @@ class CutCheckpoint(Checkpoint):
         for name, shape in shapes.items():
             if cut[name] != shape:
                 [axis] = [i for i, sizes in enumerate(zip(shape, cut[name], strict=True)) if sizes[0] != sizes[1]]
-                self._cuts[name] = _Cut(axis, self._parts(name, shape[axis]))
+                self._cuts[name] = Cut(axis, self._parts(name, shape[axis]))
         for name in (names.embedding, names.head):
-            self._cuts[f"{name}.weight"] = _Cut(0, (share.part(config.vocab_size),))
+            self._cuts[f"{name}.weight"] = Cut(0, (share.part(config.vocab_size),))
         # The ranks' summands are added, so only one of them may have the bias.
         self._added = tuple(f"{name}.bias" for name in (names.o, names.down))
         if names.expert_down is not None:
@@ -106,7 +108,7 @@ class CutCheckpoint(Checkpoint):
         tensor = self._whole.tensor(name)
         if name.endswith(self._added) and self._share.rank:
             return torch.zeros_like(tensor)
-        return self._part(tensor, self._cuts[name]) if name in self._cuts else tensor
+        return cut_tensor(tensor, self._cuts[name]) if name in self._cuts else tensor
 
     def matrix(self, name: str) -> torch.Tensor | Quantised:
         matrix = self._whole.matrix(name)
@@ -116,9 +118,9 @@ class CutCheckpoint(Checkpoint):
         cut = self._cuts[name]  # of the tensor [experts, in, out]; the matrix is [out, in]
         return self._part_of(self._whole.expert(name, index), cut._replace(axis=2 - cut.axis), name)
 
-    def _part_of(self, matrix: torch.Tensor | Quantised, cut: _Cut, name: str) -> torch.Tensor | Quantised:
+    def _part_of(self, matrix: torch.Tensor | Quantised, cut: Cut, name: str) -> torch.Tensor | Quantised:
         if isinstance(matrix, torch.Tensor):
-            return self._part(matrix, cut)
+            return cut_tensor(matrix, cut)
         if cut.axis == 0:
             return matrix.select_rows(torch.cat([torch.arange(part.start, part.stop) for part in cut.parts]))
         try:
@@ -126,16 +128,12 @@ class CutCheckpoint(Checkpoint):
         except ValueError as error:
             raise CheckpointError(f"{self._share.n} ranks cannot share the tensor {name!r}: {error}") from None
 
-    def _part(self, tensor: torch.Tensor, cut: _Cut) -> torch.Tensor:
-        parts = [tensor.narrow(cut.axis, part.start, part.stop - part.start) for part in cut.parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, cut.axis)
-
     def factors(self, module: str, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rank's share of an adapter's factors of a linear, as Adapter.factors has them."""
         cut = self._cuts.get(f"{module}.weight")
         if cut is None:
             return a, b
-        return (a, self._part(b, cut)) if cut.axis == 0 else (self._part(a, cut), b)
+        return (a, cut_tensor(b, cut)) if cut.axis == 0 else (cut_tensor(a, cut), b)
 
     @property
     def quantisation(self) -> str | None:
@@ -156,6 +154,12 @@ class CutAdapter(Adapter):
     def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The rank's share of the whole adapter's factors."""
         return self.checkpoint.factors(module, *Adapter.factors(self, module))
+
+
+def cut_tensor(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """A rank's parts of a tensor, side by side; a view if it is one part."""
+    parts = [tensor.narrow(cut.axis, part.start, part.stop - part.start) for part in cut.parts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, cut.axis)
 
 
 def _delta_parts(rule: DeltaRule, k_heads: slice, size: int) -> tuple[slice, ...]:

@@ -257,6 +257,61 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 
 
+#: The types whose models ranks share.
+SHARED = (
+    "apertus",
+    "arcee",
+    "axk1",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "exaone_moe",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "gpt_neox",
+    "granite",
+    "helium",
+    "hunyuan_v1_moe",
+    "jais2",
+    "kolibri1",
+    "llama",
+    "mellum",
+    "minicpm3",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "nanochat",
+    "nemotron",
+    "olmo",
+    "phi",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "solar_open",
+    "starcoder2",
+    "vaultgemma",
+    "youtu",
+)
+
 #: Other models of these types, by model type and a word.
 VARIANTS: dict[str, dict[str, Any]] = {
     "falcon/multi-query": {"num_kv_heads": None, "head_dim": None, "alibi": False},
@@ -280,8 +335,9 @@ def make_config(name: str) -> Any:
 
 
 @functools.cache
-def save_model(model_type: str, directory: Path) -> Path:
-    """A random checkpoint, with logits so far apart that rounding does not decide greedy tokens."""
+def save_model(model_type: str, directory: Path, spread: float = 0.0) -> Path:
+    """A random checkpoint, with logits so far apart that rounding does not decide greedy tokens. The standard deviation
+    of biases and of the weights of norms is `spread`."""
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
@@ -292,6 +348,8 @@ def save_model(model_type: str, directory: Path) -> Path:
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:
                     parameter.normal_(0.0, 1.0 if "embed" in name else 1.2 * parameter.shape[-1] ** -0.5)
+                elif spread:
+                    parameter += spread * torch.randn(parameter.shape)
     model.generation_config.update(do_sample=False, eos_token_id=None, bos_token_id=1, pad_token_id=0)
     model.eval().save_pretrained(directory / model_type)
     return directory / model_type

@@ -29,6 +29,11 @@ except ChildProcessError:
 """
 
 
+#: A thread that has run for longer than this while the S-node decoded is the one that computes. The thread that
+#: measures the memory's bandwidth after the start runs for less, and all other threads hardly run.
+_COMPUTES_NS = 1_000_000_000
+
+
 def _run_ns(pid: int) -> dict[int, int]:
     """How long each thread of a process but the first has run."""
     run_ns = {}
@@ -39,12 +44,16 @@ def _run_ns(pid: int) -> dict[int, int]:
     return run_ns
 
 
-def busiest_thread(pid: int, seconds: float = 0.5) -> int:
-    """The thread of a process, without the first one, that runs most."""
+def thread_that_computes(pid: int) -> int:
+    """The thread of a process, without the first one, that computes. To be called while the S-node decodes."""
     before = _run_ns(pid)
-    time.sleep(seconds)
-    ran = {tid: ns - before.get(tid, 0) for tid, ns in _run_ns(pid).items()}
-    return max(ran, key=lambda tid: ran[tid])
+    for _ in range(120):
+        time.sleep(0.5)
+        ran = {tid: ns - before.get(tid, 0) for tid, ns in _run_ns(pid).items()}
+        computes = max(ran, key=lambda tid: ran[tid])
+        if ran[computes] > _COMPUTES_NS:
+            return computes
+    raise AssertionError(f"no thread of process {pid} computes")
 
 
 @contextmanager
