@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.model_checks import check_for_model
 from fastdecode.daemon.option_values import ConfigError, format_bytes
+from fastdecode.kernels import _native
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend
@@ -19,7 +21,7 @@ from fastdecode.spart.linears.dense16 import keeps16
 from fastdecode.spart.loader import open_checkpoint, parameter_count
 from fastdecode.spart.lora.adapters import AdapterSet
 from fastdecode.spart.lora.files import read_adapter
-from fastdecode.spart.served import TORCH_DTYPES
+from fastdecode.spart.served import ACT_NAMES, TORCH_DTYPES
 from fastdecode.spart.shape import Heads
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 _FILE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 #: Bytes of a quantised weight with its share of scale and minimum, in groups of 32.
 QUANTISED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
+#: Bits of a number's significand, the implicit one included.
+_SIGNIFICAND = {"fp32": 24, "fp16": 11, "bf16": 8}
 
 
 def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
@@ -51,6 +55,8 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
         ("weights", f"{format_bytes(weights)} on {device.type}, {stored}; activations in {dtype}"),
     ]
     length = min(config.max_model_len or model.max_positions, model.max_positions)
+    if note := precision_note(config, backend, device, torch_dtype):
+        lines.append(("precision", note))
     for kv_dtype in model.kv_dtypes:
         pages = KVPages(model.hello_geometry(1, 1, "fp32"), kv_dtype, model.windows, model.options)
         token = copies * pages.block_bytes / PAGE_TOKENS
@@ -120,8 +126,7 @@ def _head_sizes(heads: Heads) -> str:
 
 def weights_of(config: NodeConfig, backend: Backend, device: torch.device, dtype: str) -> tuple[int, str]:
     """About how many bytes the weights take in memory, and how they are stored, for people. `dtype`: see check_fits."""
-    model = backend.config
-    how = open_checkpoint(backend.source, model).quantisation if isinstance(model, ModelConfig) else None
+    model, how = backend.config, _quantisation(backend)
     if dtype == "float32" and model.dtype != "fp32" and not how and keeps16(device):
         dtype = str(TORCH_DTYPES[model.dtype]).removeprefix("torch.")
     dense = 4.0 if dtype == "float32" else 2.0
@@ -132,6 +137,34 @@ def weights_of(config: NodeConfig, backend: Backend, device: torch.device, dtype
     if config.tensor_parallel > 1:
         n += (config.tensor_parallel - 1) * backend.parameters_of_each_rank()
     return int(n * QUANTISED_BYTES.get(config.weights, dense)), f"stored as {how or model.dtype}, kept as {kept}"
+
+
+def precision_note(config: NodeConfig, backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Tell people how much rounding a file's floating-point weights to `dtype` loses, or which faster dtype they could
+    choose. None: there is nothing to tell."""
+    stored, kept = backend.config.dtype, ACT_NAMES[dtype]
+    if config.weights in QUANTISED_BYTES or _quantisation(backend):
+        return None
+    bits, bits_kept = _SIGNIFICAND[stored], _SIGNIFICAND[kept]
+    if bits_kept < bits:
+        return f"weights are rounded from {stored} to {kept}, whose significand has {bits_kept} bits instead of {bits}"
+    if config.dtype == "auto" and (stored, kept) == ("fp16", "fp32") and device.type == "cpu" and chosen_isa() == "amx":
+        return (
+            "with --dtype bf16 AMX computes steps of many sequences faster, and the fp16 weights are rounded to a "
+            f"significand of {_SIGNIFICAND['bf16']} bits instead of {bits}; fp32 keeps the weights exactly"
+        )
+    return None
+
+
+def chosen_isa() -> str:
+    """The ISA of the kernels on this CPU."""
+    return os.environ.get("FASTDECODE_ISA") or _native.isa_best()
+
+
+def _quantisation(backend: Backend) -> str | None:
+    """How a file's weights are quantised, for people."""
+    model = backend.config
+    return open_checkpoint(backend.source, model).quantisation if isinstance(model, ModelConfig) else None
 
 
 def parameters(backend: Backend) -> int:

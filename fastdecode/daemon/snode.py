@@ -16,7 +16,7 @@ import uvloop
 
 from fastdecode.api.server import ApiServer, serve
 from fastdecode.daemon.api_processes import ApiProcesses
-from fastdecode.daemon.check_model import check_fits
+from fastdecode.daemon.check_model import check_fits, precision_note
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.device_plan import (
     capacity,
@@ -106,6 +106,8 @@ def serve_model(
             "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
             str(dtype).removeprefix("torch."),
         )
+        if note := precision_note(config, backend, device, dtype):
+            log.info("%s", note)
         if device.type == "cpu" and (for_model := split.for_model(config, model.parameters)) is not split:
             split = for_model
             log.info("the S-Part of only %d parameters computes in one thread", model.parameters)

@@ -31,14 +31,13 @@ import torch
 from tqdm import tqdm
 
 from fastdecode import __version__
-from fastdecode.daemon.check_model import parameters, weights_of
+from fastdecode.daemon.check_model import chosen_isa, parameters, weights_of
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_files import cache_file
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.daemon.embedded import SMALL_MODEL, EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import available_memory, busy_seconds, cpu_model, own_seconds, usable_cpus
 from fastdecode.daemon.split_search import MOST_SPLITS, search
-from fastdecode.kernels import _native
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 from fastdecode.spart.backend import Backend
@@ -300,7 +299,7 @@ def record_key(config: NodeConfig, backend: Backend, dtype: torch.dtype) -> Key:
         "torch": str(torch.__version__),
         "cpu": cpu_model(),
         "cpus": len(usable_cpus()),
-        "isa": os.environ.get("FASTDECODE_ISA") or _native.isa_best(),
+        "isa": chosen_isa(),
         "model": f"{model.architecture} by the {backend.name} backend",
         "parameters": parameters(backend),
         "attention": repr(model.hello_geometry(1, 1, "fp32")),

@@ -24,6 +24,7 @@ from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.options import WEIGHTS
 from fastdecode.daemon.snode_start import run_s_node
 from fastdecode.demo import model_dir
+from fastdecode.kernels import _native
 from fastdecode.spart import load_model
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config import CheckpointError
@@ -67,6 +68,29 @@ def test_a_16_bit_checkpoint_keeps_its_size_with_fp32_activations():
 
 
 @pytest.mark.parametrize(
+    ("checkpoint", "options", "note"),
+    [
+        ("llama-fp16", {"dtype": "bf16"}, "from fp16 to bf16, whose significand has 8 bits instead of 11"),
+        ("llama-mha", {"dtype": "fp16", "weights": "dense"}, "from fp32 to fp16, whose significand has 11 bits"),
+        ("llama-bf16", {"dtype": "bf16"}, None),
+        ("llama-fp16", {"dtype": "fp32"}, None),
+        ("llama-fp16", {"dtype": "bf16", "weights": "int8"}, None),
+    ],
+)
+def test_what_rounding_weights_to_a_dtype_loses_is_said(checkpoint, options, note):
+    said = precision(checkpoint, **options)
+    assert said is None if note is None else note in said
+
+
+@pytest.mark.parametrize("isa", _native.isa_supported())
+def test_a_faster_dtype_for_fp16_is_named_where_the_cpu_has_amx(isa, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)
+    said = precision("llama-fp16", dtype="auto")
+    assert ("--dtype bf16" in said) if isa == "amx" else said is None
+
+
+@pytest.mark.parametrize(
     ("checkpoint", "n", "copies"),
     [("llama-gqa", 2, 1), ("llama-gqa", 4, 2), ("llama-mha", 3, 1.5), ("deepseek_v3", 2, 2), ("gemma", 2, 1)],
 )
@@ -90,6 +114,11 @@ def test_what_each_rank_has_whole_counts_for_each(tmp_path):
     ranks = HFRanks(path, 2, dtype="fp32").models
     held = sum(model.weight_bytes for model in ranks) - load_hf_model(path, dtype="fp32").weight_bytes
     assert two - one == pytest.approx(held, rel=0.05)
+
+
+def precision(checkpoint: str, **options: str) -> str | None:
+    path = make_checkpoint(checkpoint)
+    return dict(rows(NodeConfig(model=path, device="cpu", **options), choose_backend("auto", path))).get("precision")
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
