@@ -1,10 +1,9 @@
 """Products of bf16 rows with a matrix of bf16 weights by kernels/linears, beside oneDNN's and the read roofline.
 
 Every call multiplies with another copy of the matrix, so that weights come from memory, as they do in a step. Each
-round takes the roofline, our products and oneDNN's in turns. Our products are called as a step calls them: into memory
-that is there, and from C, so the time that Python takes for a call is measured with calls without rows and subtracted.
-They are called again through torch like oneDNN's, for the ratio of the two: behind a matrix that has emptied the
-caches, torch takes tens of microseconds for a call.
+round takes the roofline, our products and oneDNN's in turns. A step calls products from C, into memory that is there.
+Here Python calls ours into memory that is there, and the time of as many calls without rows is subtracted. For the
+ratio to oneDNN's, ours are called through torch as oneDNN's are.
 """
 
 from __future__ import annotations
