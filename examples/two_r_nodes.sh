@@ -56,7 +56,10 @@ echo "Killing the R-node on port ${r_ports[0]}, after $(events 1) and $(events 2
 disown "${pids[0]}" # the shell need not say that it was killed
 kill -KILL "${pids[0]}"
 wait "${streams[@]}"
-grep -h 'was lost' "$directory/s.log"
+until grep -h 'was lost' "$directory/s.log"; do
+    kill -0 "${pids[2]}" # the S-node runs
+    sleep 0.1
+done
 
 text() { sed -n 's/^data: {/{/p' "$directory/stream-$1" | python3 -c '
 import json, sys

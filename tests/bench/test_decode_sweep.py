@@ -69,17 +69,21 @@ def test_a_sweep_keeps_its_cells_and_goes_on_with_those_it_lacks(tmp_path: Path)
 
 def test_an_interrupted_sweep_prints_what_it_has(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    argv = ["--batch", "1", "--context", "16", "--context", "40", "--out", str(out), "--rounds", "1000000"]
-    process = subprocess.Popen([*BENCH, *argv, "--cell-seconds", "2"], stdout=subprocess.PIPE, text=True)
+    contexts = [16, 24, 32, 40, 48]
+    options = [option for context in contexts for option in ("--context", str(context))]
+    argv = ["--batch", "1", *options, "--out", str(out), "--rounds", "1000000"]
+    process = subprocess.Popen([*BENCH, *argv, "--cell-seconds", "5"], stdout=subprocess.PIPE, text=True)
     while not out.exists():
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "cut off after 2 s" in printed  # the first cell has ended by its time
-    (row,) = json.loads(out.read_bytes())["rows"]
-    assert (row["context"], row["rounds"] > 1) == (16, True)
+    assert "cut off after 5 s" in printed  # the first cell has ended by its time
+    rows = json.loads(out.read_bytes())["rows"]
+    assert len(rows) < len(contexts)
+    assert [row["context"] for row in rows] == contexts[: len(rows)]
+    assert all(row["rounds"] > 1 for row in rows)
 
 
 def test_a_cell_that_memory_does_not_hold_is_a_word_in_the_table(tmp_path: Path) -> None:
@@ -110,8 +114,8 @@ FILL = "    def fill(self, **shape): print('on stdout')\n    def clear(self): pa
 
 
 async def in_turns(folder: Path, text: str, *cells: Cell) -> list[Measured]:
-    """What a stub did in each cell, with a second in each."""
-    run, limits = PeerRun(Stub(folder, text), "fp32", 8, 0), Limits(1, 3, 1.0, 30.0, asyncio.Event())
+    """What a stub did in each cell, with five seconds in each."""
+    run, limits = PeerRun(Stub(folder, text), "fp32", 8, 0), Limits(1, 3, 5.0, 30.0, asyncio.Event())
     results: list[Measured] = []
     try:
         for cell in cells:
@@ -134,7 +138,7 @@ async def test_a_peer_that_hangs_is_cut_off_and_not_tried_in_larger_cells(tmp_pa
     cells = Cell(2, 40), Cell(2, 41), Cell(3, 50), Cell(1, 40)
     small, large, larger, small_again = await in_turns(tmp_path, text, *cells)
     assert (list(small.rounds), small.note) == ([0, 1, 2, 3], "")
-    assert (large.rounds, large.note) == ({}, "cut off after 1 s")
+    assert (large.rounds, large.note) == ({}, "cut off after 5 s")
     assert (larger.rounds, larger.note) == ({}, "not tried: cut off at batch 2, context 41")
     assert (len(small_again.rounds), small_again.note) == (4, "")  # its process was started again
     with pytest.raises(ProcessLookupError):
@@ -145,7 +149,7 @@ async def test_a_peer_that_is_slow_keeps_the_rounds_that_it_ended(tmp_path: Path
     text = FILL + "    def round(self, steps):\n        time.sleep(600 if os.path.exists('ended') else 0)\n"
     text += f"        os.chdir({str(tmp_path)!r})\n        open('ended', 'w').close()\n        return 0.25\n"
     (slow,) = await in_turns(tmp_path, text, Cell(1, 1))
-    assert (slow.note, slow.rounds, slow.judged) == ("cut off after 1 s", {0: {"all": 0.25}}, {0: {"all": 0.25}})
+    assert (slow.note, slow.rounds, slow.judged) == ("cut off after 5 s", {0: {"all": 0.25}}, {0: {"all": 0.25}})
 
 
 @pytest.mark.parametrize(

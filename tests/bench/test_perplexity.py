@@ -63,7 +63,7 @@ async def test_perplexity_of_each_kv_format(model, node, ids):
 
 
 def test_a_run_that_is_cut_off_prints_what_it_has():
-    argv = ["perplexity", "--kv-dtype", "fp32", "--kv-dtype", "int8", "--length", "500", "--sequences", "12", "--json"]
+    argv = ["perplexity", "--kv-dtype", "fp32", "--kv-dtype", "int8", "--length", "500", "--sequences", "24", "--json"]
     run = subprocess.Popen(
         [sys.executable, "-m", "fastdecode.bench.cli", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -78,6 +78,6 @@ def test_a_run_that_is_cut_off_prints_what_it_has():
     assert run.returncode == 128 + signal.SIGTERM
     result = json.loads(out)
     whole, part = result["rows"]
-    assert whole["tokens"] == result["tokens"] == 5988 and whole["change"] is None
-    assert 0 < part["tokens"] < 5988 and part["tokens"] % 12 == 0
+    assert whole["tokens"] == result["tokens"] == 11976 and whole["change"] is None
+    assert 0 < part["tokens"] < 11976 and part["tokens"] % 24 == 0
     assert abs(part["change"]) < 0.02  # against the same tokens of fp32, not against all of them

@@ -153,7 +153,7 @@ async def test_arrivals_do_not_wait_for_answers_and_a_closed_loop_does(scripted)
 
 async def test_a_deadline_keeps_what_has_come(scripted) -> None:
     _, where = scripted
-    run = await load(where, [LoadRequest(0.0, 4, 2), LoadRequest(0.0, 4, 4000)], deadline=1.0)
+    run = await load(where, [LoadRequest(0.0, 4, 2), LoadRequest(0.0, 4, 4000)], deadline=5.0)
     result = report.summary(run, None, None)
     assert (result["completed"], result["failed"]) == (1, 1)
     assert "given up at the end of the run" in next(iter(result["errors"]))

@@ -21,7 +21,8 @@ from fastdecode.daemon import api_processes
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.service import host
 
-LONG = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 600, "stream": True}
+#: A request that takes seconds.
+LONG = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 900, "n": 32, "stream": True}
 LONG |= {"extra_body": {"ignore_eos": True}}
 NODE = ("--port", "0", "--kv-memory", "256MiB")
 
@@ -37,12 +38,12 @@ def wait_until_idle(api: openai.OpenAI) -> None:
         time.sleep(0.05)
 
 
-def stream_of(api: openai.OpenAI, others: list[int]) -> Any:
+def stream_of(api: openai.OpenAI, others: list[int], request: dict[str, Any]) -> Any:
     """A stream that none of the processes `others` serves: they are stopped while it begins."""
     for pid in others:
         os.kill(pid, signal.SIGSTOP)
     try:
-        stream = api.completions.create(**LONG)
+        stream = api.completions.create(**request)
         next(iter(stream))
         return stream
     finally:
@@ -55,8 +56,9 @@ def test_a_killed_api_process_costs_its_own_connections_and_is_started_again(sta
     node = start(*NODE, "--api-processes", "2")
     api = node.api()
     one, other = node.api_processes()
-    lost = stream_of(node.api(), [other])
-    kept = stream_of(node.api(), [one])
+    apis = [node.api(), node.api()]
+    lost = stream_of(apis[0], [other], LONG)
+    kept = stream_of(apis[1], [one], LONG | {"max_tokens": 600, "n": 1})
     os.kill(one, signal.SIGKILL)
     with pytest.raises((openai.APIError, OSError)):
         for _ in lost:
@@ -75,15 +77,15 @@ def test_a_killed_api_process_costs_its_own_connections_and_is_started_again(sta
 def test_a_killed_engine_process_ends_the_streams_with_a_clear_error_and_leaves_nothing_behind(start, tmp_path):
     before = traces(tmp_path)
     node = start(*NODE)
-    stream = node.api().completions.create(**LONG)
+    api, children = node.api(), node.children()
+    stream = api.completions.create(**LONG | {"n": 16})  # sockets hold all chunks of 16 choices unread, not of 32
     next(iter(stream))
-    children = node.children()
     node.end(signal.SIGKILL)
     with pytest.raises(openai.APIError, match="the engine's process has ended"):
         for _ in stream:
             pass
     assert all(map(gone, children))
-    assert re.search("CRITICAL .*: the engine's process has ended, and with it 1 choices", node.log.read_text())
+    assert re.search("CRITICAL .*: the engine's process has ended, and with it 16 choices", node.log.read_text())
     until(lambda: traces(tmp_path) <= before)
 
 

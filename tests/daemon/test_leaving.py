@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import openai
@@ -30,19 +31,21 @@ def test_an_r_node_that_ends_is_emptied_first_and_used_again_when_it_is_back(sta
         return answer.choices[0].text
 
     expected = [text(n) for n in range(3)]
-    texts = [""] * 3
+    texts, ended = [set() for _ in range(3)], threading.Event()
 
     def client(n):
-        texts[n] = text(n)
+        while not ended.is_set():
+            texts[n].add(text(n))
 
     clients = [threading.Thread(target=client, args=(n,)) for n in range(3)]
-    for thread in clients:
-        thread.start()
-    until(lambda: all(node["sequences"] for node in health(api)["nodes"]))
-    assert r_nodes[1].end() == 0
-    for thread in clients:
-        thread.join()
-    assert texts == expected
+    with contextlib.ExitStack() as stack:
+        for thread in clients:
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(ended.set)
+        until(lambda: all(node["sequences"] for node in health(api)["nodes"]))
+        assert r_nodes[1].end() == 0
+    assert texts == [{each} for each in expected]
     log = s_node.log.read_text()
     assert f"{urls[1]} is about to end; emptying it" in log and "was lost" not in log
     recomputed = [line for line in fetch(f"{str(api.base_url).removesuffix('/v1/')}/metrics").splitlines()
@@ -65,7 +68,8 @@ def test_the_only_r_node_waits_no_longer_than_its_drain_seconds(start, tmp_path)
     with (
         s_node.api() as api,
         api.completions.create(
-            model="fastdecode-demo", prompt="It was", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+            **{"model": "fastdecode-demo", "prompt": "It was", "stream": True},
+            **{"max_tokens": 900, "n": 32, "extra_body": {"ignore_eos": True}},  # takes seconds
         ) as stream,
     ):
         next(iter(stream))

@@ -81,7 +81,8 @@ def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(st
     stream = api.completions.create(
         model="fastdecode-demo",
         prompt="It was",
-        max_tokens=400,
+        max_tokens=900,
+        n=32,  # takes seconds
         temperature=0,
         stream=True,
         extra_body={"ignore_eos": True},

@@ -32,7 +32,7 @@ def test_streams_wait_for_a_member_that_comes_back_and_end_with_an_error_if_none
     urls, nodes = r_nodes(start, tmp_path, 2)
     team = ("--partition", "heads", "--r-node", urls[0], "--r-node", urls[1])
     exact = ("--dtype", "fp32", "--kv-dtype", "fp32")  # a recomputed sequence goes on as it would have
-    s_node = start("--port", "0", *team, *exact, "--reconnect-seconds", "6")
+    s_node = start("--port", "0", *team, *exact, "--reconnect-seconds", "20")
     r_node = ("--role", "r", "--listen", urls[1], "--kv-memory", "256MiB", "--threads", "1")
     with s_node.api() as api:
         text = complete(api, 40)
@@ -47,11 +47,12 @@ def test_streams_wait_for_a_member_that_comes_back_and_end_with_an_error_if_none
         read = re.findall(counter, fetch(f"{base}/metrics"), re.M)
         assert [url for url, _ in read] == urls and read[0][1] == read[1][1] != "0.0"
 
-        def stream():
+        def stream(max_tokens=400, n=1):
             return api.completions.create(
                 model="fastdecode-demo",
                 prompt="It was",
-                max_tokens=400,
+                max_tokens=max_tokens,
+                n=n,
                 temperature=0,
                 stream=True,
                 extra_body={"ignore_eos": True},
@@ -69,7 +70,7 @@ def test_streams_wait_for_a_member_that_comes_back_and_end_with_an_error_if_none
         assert "".join(chunk.choices[0].text for chunk in parts) == undisturbed
 
         s_node.wait_for(r"R-node .* \+ .* is back")
-        with stream() as chunks:
+        with stream(900, 32) as chunks:  # takes seconds
             next(iter(chunks))
             nodes[1].end(signal.SIGKILL)
             with pytest.raises(openai.APIError, match="lost"):  # after --reconnect-seconds

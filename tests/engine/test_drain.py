@@ -19,7 +19,7 @@ from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import SPart, load_model
 from fastdecode.transports.registry import connect
 
-ROWS, STREAMS, TOKENS = 256, 64, 150
+ROWS, STREAMS, TOKENS = 256, 64, 300
 
 
 @contextlib.asynccontextmanager

@@ -110,7 +110,9 @@ async def test_one_sequence_alone_waits_for_its_next_page_in_place(monkeypatch):
         waiting = asyncio.create_task(
             tokens_of(submit(engine, [7] * 200, SamplingParams(temperature=0.0, max_tokens=99)))
         )
-        await until(lambda: len(link.resizes) > 5)
+        await until(lambda: link.cache and len(link.cache[0][1]) == 256)
+        asked = len(link.resizes)
+        await until(lambda: len(link.resizes) > asked + 5)
         assert len(link.cache[0][1]) == 256 and engine.stats.totals.preemptions == 0
         link.pool = 1
         assert await waiting == continuation([7] * 200, 99)

@@ -358,7 +358,7 @@ async def test_data_connection_that_ends_while_the_control_connection_lives(how,
 async def test_data_connection_that_falls_silent_while_the_control_connection_lives(
     monkeypatch, model, judge, tcp_nodes
 ):
-    monkeypatch.setattr(deadline, "SLACK_S", 1.0)
+    monkeypatch.setattr(deadline, "SLACK_S", 5.0)
     async with CutProxy(tcp_nodes[1].url) as proxy, serving(model, [tcp_nodes[0], proxy]) as engine:
         given = prompts([3 + 5 * i for i in range(16)])
         streams = [submit(engine, p, greedy(60)) for p in given]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import shutil
@@ -34,6 +35,9 @@ from sources.folders import ROOT
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import PAGE_TOKENS, Status
+
+#: On a busy machine, an engine may have faulted in a whole lease before this thread gets to make a call.
+TRIES = 20
 
 
 @contextlib.contextmanager
@@ -104,15 +108,18 @@ def test_a_lease_that_lives_on_keeps_its_memory():
 def test_all_of_the_memory_goes_back_when_no_sequence_stays():
     """With small OS pages every byte goes back, although layers end within OS pages."""
     g = Geometry(n_slots=1, max_rows=512, n_layers=5, n_q_heads=1, n_kv_heads=1, head_size=24)
+    gc.collect()
+    before = arena_bytes("nh")
     with link_of(33, g=g, threads=1, huge_pages="off") as link:
         append(link, 0, 33 * PAGE_TOKENS)
-        assert arena_bytes("nh") >= 33 * 5 * 12288
+        assert arena_bytes("nh") - before >= 33 * 5 * 12288
         link.lease.retire([])
         link.lease.shrink()
-        assert arena_bytes("nh") == 0
+        assert arena_bytes("nh") == before
 
 
 def test_a_lease_that_ends_gives_everything_back():
+    gc.collect()
     before = arena_bytes("hg")
     with link_of(32) as link:
         append(link, 0, 30 * PAGE_TOKENS)
@@ -123,24 +130,30 @@ def test_a_lease_that_ends_gives_everything_back():
 
 def test_the_engines_threads_fault_a_lease_in_and_calls_do_not_wait_for_it():
     """The threads that will read the cache touch it first. Calls are served meanwhile, and later cause no faults."""
-    with link_of(65, huge_pages="off", prefault=True) as link:
-        others = faults(engine=False)
-        link.table(0, [(7, 1, 0, 1, 0)])
-        assert link.call(0, 0, 1, 1, 0, True).status == Status.OK
-        assert not faulted_in(link)
-        until(lambda: faulted_in(link), "never faulted in")
-        assert arena_bytes("nh") >= link.lease.prefault[1] == 65 * MIB
-        assert faults(engine=False) - others < 1000 < 65 * MIB // OS_PAGE
-        append(link, 0, 10 * PAGE_TOKENS)  # the engine's own tables and the region
-        before = faults(engine=True)
-        append(link, 1, 10 * PAGE_TOKENS)
-        assert faults(engine=True) - before < 50
+    for _ in range(TRIES):
+        with link_of(65, huge_pages="off", prefault=True) as link:
+            others = faults(engine=False)
+            link.table(0, [(7, 1, 0, 1, 0)])
+            assert link.call(0, 0, 1, 1, 0, True).status == Status.OK
+            served_meanwhile = not faulted_in(link)
+            until(lambda link=link: faulted_in(link), "never faulted in")
+            assert arena_bytes("nh") >= link.lease.prefault[1] == 65 * MIB
+            assert faults(engine=False) - others < 1000 < 65 * MIB // OS_PAGE
+            append(link, 0, 10 * PAGE_TOKENS)  # the engine's own tables and the region
+            before = faults(engine=True)
+            append(link, 1, 10 * PAGE_TOKENS)
+            assert faults(engine=True) - before < 50
+        if served_meanwhile:
+            return
+    pytest.fail("no call was served before the lease was faulted in")
 
 
 def test_without_prefault_a_lease_costs_nothing_until_it_is_used():
+    gc.collect()
+    others = arena_bytes("nh")
     with link_of(65, huge_pages="off") as link:
         assert link.lease.prefault == (0, 0, 0)
-        assert arena_bytes("nh") == 0
+        assert arena_bytes("nh") == others
         append(link, 0, 10 * PAGE_TOKENS)
         before = faults(engine=True)
         append(link, 1, 10 * PAGE_TOKENS)
@@ -148,14 +161,17 @@ def test_without_prefault_a_lease_costs_nothing_until_it_is_used():
 
 
 def test_a_lease_is_faulted_in_though_calls_never_cease():
-    with link_of(65, huge_pages="off", prefault=True) as link:
-        link.fill(0, 10)
-        n = 0
-        while not faulted_in(link):
-            link.step(n % 2, [(0, 1, True)])
-            n += 1
-            assert n < 5000
-        assert n > 1
+    for _ in range(TRIES):
+        with link_of(65, huge_pages="off", prefault=True) as link:
+            link.fill(0, 10)
+            n = 0
+            while not faulted_in(link):
+                link.step(n % 2, [(0, 1, True)])
+                n += 1
+                assert n < 5000
+        if n > 1:
+            return
+    pytest.fail("no two steps were done before the lease was faulted in")
 
 
 def test_a_fork_touches_no_page():

@@ -20,7 +20,8 @@ from wire.link_driver import hello
 from fastdecode.transports.registry import connect
 
 SECRET = b"a secret of S-nodes and routers"
-N_SECONDS = 2  # for which pages wait to be adopted, where nobody does so
+N_SECONDS = 10  # for which pages wait to be adopted, where nobody does so
+N_TOKENS = 500  # of each stream, so that all go on while their S-node is lost
 
 
 class Nodes:
@@ -69,12 +70,12 @@ def lose(s_node, how):
 _calm = {}
 
 
-async def calm_and_disturbed(nodes, how, model="demo"):
+async def calm_and_disturbed(nodes, how, model="demo", n_tokens=N_TOKENS):
     """The texts of a run in which nothing happens, and of one in which the first S-node ends; and the longest pause."""
     async with nodes.api() as api:
         if model not in _calm:
-            _calm[model] = await ManyStreams(api, N_STREAMS).run()
-        streams = ManyStreams(api, N_STREAMS)
+            _calm[model] = await ManyStreams(api, N_STREAMS, n_tokens).run()
+        streams = ManyStreams(api, N_STREAMS, n_tokens)
         running = asyncio.create_task(streams.run())
         await asyncio.wait_for(streams.begun.wait(), 60)
         lose(nodes.s_nodes[0], how)
@@ -99,7 +100,7 @@ async def test_streams_of_a_model_with_states_go_on(start, tmp_path, how):
     model = make_head(base).save(base, tmp_path / "model")
     more = ("--model", str(model), "--served-model-name", "fastdecode-demo", "--dtype", "fp32", "--kv-dtype", "fp32")
     nodes = await asyncio.to_thread(Nodes, start, tmp_path, more=(*more, "--speculate", "mtp:2"))
-    calm, texts, _ = await calm_and_disturbed(nodes, how, "qwen3.5")
+    calm, texts, _ = await calm_and_disturbed(nodes, how, "qwen3.5", n_tokens=200)
     assert texts == calm
     assert await asyncio.to_thread(nodes.metric, "adopted_total") == 0
 
@@ -111,7 +112,7 @@ async def test_pages_that_nobody_adopts_are_free_for_the_living(start, tmp_path)
     r_node = nodes.r_nodes[0]
     link = await connect(nodes.r_node_urls[0], hello(), SECRET)
     async with nodes.api() as api:
-        streams = ManyStreams(api, N_STREAMS)
+        streams = ManyStreams(api, N_STREAMS, N_TOKENS)
         running = asyncio.create_task(streams.run())
         await asyncio.wait_for(streams.begun.wait(), 60)
         nodes.router.process.kill()

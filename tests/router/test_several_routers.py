@@ -201,7 +201,10 @@ async def test_a_response_is_found_at_the_s_node_that_has_it(tokenizer):
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(served(engine, tokenizer)) for engine in engines]
         api, http, pool = await stack.enter_async_context(routed(*map(url_of, clients)))
-        ids = [(await api.responses.create(**ask(i), background=True)).id for i in range(4)]
+        ids = []
+        for i in range(4):
+            pool.s_nodes[i % 2].requests, pool.s_nodes[1 - i % 2].requests = 0, 9
+            ids.append((await api.responses.create(**ask(i), background=True)).id)
         assert all(engine.prompts for engine in engines), "both S-nodes have some"
         pool.suspect(pool.s_nodes[0], "drains")  # and goes on to show what it has
         for id in ids:
@@ -219,7 +222,7 @@ async def test_a_response_that_went_to_another_s_node_has_all_of_its_events_ther
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(served(engine, tokenizer, remote=False)) for engine in engines]
         api, http, pool = await stack.enter_async_context(routed(*map(url_of, clients)))
-        pool.suspect(pool.s_nodes[1], "not yet")
+        pool.s_nodes[1].requests = 9
         had = []
         stream = await api.responses.create(**ask(0), background=True, stream=True)
         reading = asyncio.create_task(read(stream, had))

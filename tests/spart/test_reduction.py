@@ -155,14 +155,14 @@ def be_crowded_out(_: str) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        compute(1.5)
+        compute(3.0)
         other.kill()
 
 
 def sleep_in_kernel(fifo: str) -> None:
     """Sleep in state D, as for a page from a disk, while a new process waits for the writer of its standard input."""
     os.mkfifo(fifo)
-    with subprocess.Popen(["sh", "-c", f"sleep 1; : > {fifo}"]):
+    with subprocess.Popen(["sh", "-c", f"sleep 3; : > {fifo}"]):
         actions = [(os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)]
         os.waitpid(os.posix_spawnp("true", ["true"], os.environ, file_actions=actions), 0)
 
@@ -175,7 +175,7 @@ def sum_after(reduction: Reduction, wait: Callable[[str], None], fifo: str) -> f
 
 @pytest.mark.parametrize("wait", [be_crowded_out, sleep_in_kernel])
 def test_a_rank_that_waits_for_a_processor_or_a_disk_is_waited_for(wait: Callable[[str], None], tmp_path: Path) -> None:
-    with RankProcesses(2, sum_after, wait, str(tmp_path / "fifo"), limit_s=0.2) as ranks:
+    with RankProcesses(2, sum_after, wait, str(tmp_path / "fifo"), limit_s=1.0) as ranks:
         assert [ranks.result(rank) for rank in range(2)] == [2.0] * 2
 
 

@@ -256,7 +256,7 @@ def open_sockets() -> int:
 
 
 async def test_a_connection_that_waits_too_long_is_closed_at_both_ends(monkeypatch):
-    monkeypatch.setattr(migration, "IDLE_S", 0.2)
+    monkeypatch.setattr(migration, "IDLE_S", 2.0)
     async with r_nodes(*["tcp://127.0.0.1:0"] * 2) as urls, two_links(*urls) as (source, target):
         with counted_connections(monkeypatch) as opened:
             for seq in range(2):
@@ -374,7 +374,7 @@ async def test_a_link_that_ends_ends_its_transfers(tmp_path, monkeypatch):
 
 
 async def test_a_transfer_that_stalls_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(migration, "STALLED_S", 0.3)
+    monkeypatch.setattr(migration, "STALLED_S", 3.0)
     receiver = RNodeProcess(f"shm://{tmp_path}/r.sock", 128 << 20)
     try:
         async with r_nodes("tcp://127.0.0.1:0") as [a], two_links(a, receiver.url, BIG) as (source, target):

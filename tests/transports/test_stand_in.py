@@ -90,7 +90,7 @@ async def test_long_calls_are_shared_with_the_other_threads(node: StandInNode):
 
 async def test_waiters_of_several_links_stand_in_by_turns(node: StandInNode):
     links = [await connect(node.url, Payloads.HELLO, None) for _ in range(3)]
-    await asyncio.gather(*(in_thread(Payloads(link, seed).run, 1500) for seed, link in enumerate(links)))
+    await asyncio.gather(*(asyncio.to_thread(Payloads(link, seed).run, 1500) for seed, link in enumerate(links)))
     for link in links:
         await link.close()
 
@@ -98,7 +98,7 @@ async def test_waiters_of_several_links_stand_in_by_turns(node: StandInNode):
 async def test_a_neighbour_over_tcp_is_served_too(node: StandInNode):
     [url] = await node.serve(["tcp://127.0.0.1:0"], None)
     links = [await connect(at, Payloads.HELLO, None) for at in (node.url, url)]
-    await asyncio.gather(*(in_thread(Payloads(link, seed).run, 1000) for seed, link in enumerate(links)))
+    await asyncio.gather(*(asyncio.to_thread(Payloads(link, seed).run, 1000) for seed, link in enumerate(links)))
     for link in links:
         await link.close()
 

@@ -314,7 +314,8 @@ async def test_a_step_may_be_abandoned_after_any_layer(shared_node):
     await link.close()
 
 
-async def test_r_node_whose_python_is_stuck_goes_on_serving(node):
+async def test_r_node_whose_python_is_stuck_goes_on_serving(node, monkeypatch):
+    monkeypatch.setattr(link_module, "PING_INTERVAL_S", HANG_S)  # the link must not be given up meanwhile
     wanted = hello()
     link = await connect(node.url, wanted, None)
     driver = Driver(link, wanted)
@@ -330,6 +331,7 @@ async def test_r_node_whose_python_is_stuck_goes_on_serving(node):
 
     await in_thread(steps)
     assert not request.done()  # the R-node's Python is still stuck
+    node.unstick()
     assert (await request)["calls"] >= 2 * 12
     await link.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from nodes.idle_links import IdleLinks
 from nodes.rnode_process import RNodeProcess
-from wire.link_driver import Payloads, hello, in_thread
+from wire.link_driver import Payloads, hello
 
 from fastdecode.transports.registry import connect
 
@@ -50,7 +51,7 @@ async def test_tcp_links_that_are_idle_spin_no_threads_while_another_is_busy(tcp
     links = [await connect(tcp_node.url, hello(), None) for _ in range(12)]
     busy = await connect(tcp_node.url, Payloads.HELLO, None)
     before = cpu_seconds(tcp_node.pid)
-    await in_thread(Payloads(busy).run, 5000)
+    await asyncio.to_thread(Payloads(busy).run, 5000)
     after = cpu_seconds(tcp_node.pid)
     used = sorted((after[thread] - seconds for thread, seconds in before.items()), reverse=True)
     assert len(used) > 2 * len(links)

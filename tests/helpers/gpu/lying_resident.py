@@ -87,7 +87,8 @@ CASES = {
     "cut": Case(5, (64,), lengths=LONG, n_new=150),
     "cut and paused": Case(5, (64,), lengths=LONG[:2], n_new=40, preempts="paused"),
     "cut and recomputed": Case(5, (64,), lengths=LONG[:2], n_new=40, preempts="recomputed"),
-    "cut forks": Case(7, (64,), lengths=(3, 3, 380), n_new=40, guesses=2),
+    # Seven pages for the prompts. The short ones grow to 123 tokens on theirs, while each choice soon needs one more.
+    "cut forks": Case(8, (64,), lengths=(3, 3, 380), n_new=120, guesses=2),
     "cut and killed": Case(5, (64, 64), kill="cut", lengths=LONG, n_new=60),
     "killed while spilling": Case(5, (64, 64), kill="spilling", lengths=LONG, n_new=60),
     "two killed while spilling": Case(5, (64, 64, 64), kill="spilling", kills=2, lengths=LONG, n_new=60),

@@ -16,7 +16,8 @@ import orjson
 from openai import AsyncOpenAI
 
 N_STREAMS = int(os.environ.pop("FASTDECODE_STREAMS", "8"))  # nodes refuse variables that they do not know
-#: What must have come of every stream before its S-node is lost, and the whole length of it.
+#: How many tokens of every stream have come before its S-node is lost, and how many a stream has, if the test gives no
+#: other number.
 N_BEFORE, N_TOKENS = 20, 200
 _PROMPTS = [f"{word} was a {k} of" for k in range(16) for word in ("It", "There", "She", "The old man")]
 
@@ -24,8 +25,8 @@ _PROMPTS = [f"{word} was a {k} of" for k in range(16) for word in ("It", "There"
 class ManyStreams:
     """`n` streams, of which every fourth is sampled."""
 
-    def __init__(self, api: AsyncOpenAI, n: int):
-        self._api = api
+    def __init__(self, api: AsyncOpenAI, n: int, n_tokens: int = N_TOKENS):
+        self._api, self._length = api, n_tokens
         self.texts = [""] * n
         self.pause = 0.0  # seconds
         self.begun = asyncio.Event()  # all of them have N_BEFORE tokens
@@ -42,7 +43,7 @@ class ManyStreams:
         stream = await self._api.completions.create(
             model="fastdecode-demo",
             prompt=_PROMPTS[i % len(_PROMPTS)],
-            max_tokens=N_TOKENS,
+            max_tokens=self._length,
             temperature=0.7 if i % 4 == 3 else 0.0,
             seed=i,
             stream=True,

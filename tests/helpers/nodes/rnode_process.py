@@ -2,8 +2,8 @@
 
     python rnode_process.py URL KV_BYTES [SECRET]
 
-The process prints the URL that it listens at. SIGTERM ends it. On SIGUSR1 it prints "stuck" and holds its GIL for
-STUCK_S seconds.
+The process prints the URL that it listens at. SIGTERM ends it. On SIGUSR1 it prints a pipe's number and holds its GIL
+until a byte comes through that pipe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pathlib import Path
 from fastdecode.daemon.migrations import fault_thread
 from nodes.script_process import ScriptProcess
 
-STUCK_S = 3.0 if "FASTDECODE_SLOW" in os.environ else 1.0  # see link_driver.SLOW
 KV_BYTES = 64 << 20  # the default
 #: The transports that the conformance suite tests, by URL scheme, each with the URL that a test's R-node listens at.
 #: "{folder}" is a folder of the test's own.
@@ -66,9 +65,12 @@ class RNodeProcess(ScriptProcess):
         assert self.url, "the R-node did not start"
 
     def stick(self) -> None:
-        """Let the process hold its GIL for STUCK_S seconds from now on."""
+        """Let the process hold its GIL from now on, until `unstick`."""
         self.send_signal(signal.SIGUSR1)
-        assert self.read_line() == "stuck"
+        self._stuck_pipe = Path(f"/proc/{self.pid}/fd/{int(self.read_line())}")
+
+    def unstick(self) -> None:
+        self._stuck_pipe.write_bytes(b"!")
 
 
 class FarRNode:
@@ -159,8 +161,9 @@ def start_executor_threads() -> None:
 
 
 def hold_the_gil(*_: object) -> None:
-    os.write(1, b"stuck\n")
-    ctypes.PyDLL(None).usleep(int(STUCK_S * 1e6))
+    reading, writing = os.pipe()
+    os.write(1, f"{writing}\n".encode())
+    ctypes.PyDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
 
 
 async def main(url: str, kv_bytes: int, secret: bytes | None) -> None:

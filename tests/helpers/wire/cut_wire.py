@@ -146,8 +146,10 @@ async def main(cycles: int, ended: contextlib.ExitStack) -> None:
         times.append(await cycle())
     grown = [resident_bytes(pid) - before for pid, before in zip(pids, resident, strict=True)]
     calls = local.calls
-    await asyncio.sleep(0.1)
-    assert local.calls > calls and not local_calls.done()
+    async with asyncio.timeout(HANG_S):
+        while local.calls == calls:
+            await asyncio.sleep(0.1)
+    assert not local_calls.done()
     assert local_there.process.poll() is None
     held = [dataclasses.astuple(x) for x in (r_before, Held.by(node.pid), s_before, Held.by(os.getpid()))]
     given_up, freed = map(max, zip(*times, strict=True))
