@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 from fastdecode.cluster.config import ClusterConfig, ClusterError, SNodesConfig
 from fastdecode.cluster.directory import Entry, View
@@ -138,14 +139,13 @@ class Host(ABC):
         started, told = False, False
         while not self._ended.is_set():
             try:
-                view = self._report(self.entry)
+                may_start = self._learn(self._report(self.entry))
                 told = False
-            except Exception as error:  # the directory is being started again, or the network is gone
+            except Exception as error:  # the directory is being started again, the network is gone, or a disk is full
                 if not told:
-                    log.warning("%s cannot report to the directory: %s", self.name, error)
+                    log.warning("%s cannot report to the directory or take what that knows: %s", self.name, error)
                 told = True
             else:
-                may_start = self._learn(view)
                 if may_start and not started and not self._leaving.is_set():
                     self._process.start()
                     started = True
@@ -359,12 +359,16 @@ class NodeFile:
             path.touch()
 
     def write(self, urls: Sequence[str], *, settled: bool) -> bool:
-        """Write the URLs if they have changed; if not `settled`, add to what the file has. True: it has a URL."""
+        """Write the URLs if they have changed; if not `settled`, add to what the file has. True: it has a URL. Raises
+        OSError."""
         wanted = dict.fromkeys(urls) if settled else self._urls | dict.fromkeys(urls)
         if (wanted or self._may_be_empty) and wanted.keys() != self._urls.keys():
-            temporary = self.path.with_suffix(f".{os.getpid()}.new")
-            temporary.write_text("".join(f"{url}\n" if self._plain else f"- {json.dumps(url)}\n" for url in wanted))
-            os.replace(temporary, self.path)
+            temporary = self.path.with_suffix(f".{uuid4().hex}.new")  # routers of other machines write it, too
+            try:
+                temporary.write_text("".join(f"{url}\n" if self._plain else f"- {json.dumps(url)}\n" for url in wanted))
+                os.replace(temporary, self.path)
+            finally:
+                temporary.unlink(missing_ok=True)
             self._urls = wanted
         return bool(self._urls)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from nodes.ports import ports_in_a_row
 
 from fastdecode.cluster.config import ClusterConfig, ClusterError, RouterConfig, SNodesConfig
 from fastdecode.cluster.directory import Directory, Entry
-from fastdecode.cluster.hosts import HOSTS
+from fastdecode.cluster.hosts import HOSTS, NodeFile
 from fastdecode.daemon.discovery import parse_list
 
 
@@ -73,3 +75,29 @@ def test_routers_of_one_machine_have_ports_of_their_own_and_a_dead_one_is_starte
     assert answers(second.entry.url)
     until(lambda: first.entry.state == "running" and first.entry.pid != pid, 60)
     assert first.port == port and answers(first.entry.url)
+
+
+def test_a_list_that_cannot_be_written_for_a_while_is_written_later(routers):
+    hosts, door = routers
+    path = Path(door.file)
+    path.mkdir()  # nothing can replace it
+    until(lambda: [host.entry.state for host in hosts] == ["running"] * 2, 60)
+    time.sleep(1.5)
+    assert not [other for other in path.parent.iterdir() if other.suffix == ".new"]
+    path.rmdir()
+    until(lambda: path.exists() and {*parse_list(path.read_text(), ("http",))} == {host.entry.url for host in hosts})
+
+
+@pytest.mark.quick
+def test_routers_write_their_list_at_the_same_time(tmp_path):
+    files = [NodeFile(tmp_path / "routers", plain=True) for _ in range(4)]
+    urls = [f"http://a:{port}/v1" for port in range(300)]
+
+    def write(file):
+        for i in range(len(urls)):
+            file.write(urls[: i + 1], settled=True)
+
+    with ThreadPoolExecutor(len(files)) as threads:
+        list(threads.map(write, files))
+    assert [*tmp_path.iterdir()] == [tmp_path / "routers"]
+    assert (tmp_path / "routers").read_text().split() == urls
