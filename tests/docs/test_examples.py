@@ -38,7 +38,7 @@ def url() -> Iterator[str]:
         yield re.search(r"http://\S+/v1", node.stdout.readline())[0]
     finally:
         node.terminate()
-        node.wait(20)
+        node.wait(60)
         node.stdout.close()
 
 

@@ -25,7 +25,7 @@ async def running_runner():
 
 def toy_step(name, n, trace, first=None):
     if first is not None:
-        assert first.wait(20)
+        assert first.wait(60)
     for i in range(n):
         trace.append((name, i))
         yield
@@ -50,7 +50,7 @@ async def test_new_step_starts_while_another_is_under_way():
     def long_step():
         yield
         reached.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         yield
         trace.append(("long", 1))
 

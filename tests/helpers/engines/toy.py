@@ -273,7 +273,7 @@ class ToySPart:
         for _ in range(2):  # layers
             self.posted.set()
             yield
-            assert self.gate.wait(20)
+            assert self.gate.wait(60)
             if self.fault is not None:
                 self.fault, fault = None, self.fault
                 raise fault
