@@ -82,8 +82,13 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise  # the client has gone, so there is nobody to answer
     except Exception as error:
         refused = from_exception(error, f"{request.method} {request.path}")
-    notes().logged["error"] = " ".join(refused.message.split())[:_LOGGED_ERROR]
+    log_error(refused)
     return refused.response(request.path)
+
+
+def log_error(error: ApiError) -> None:
+    """Have the request's line in the access log say the error."""
+    notes().logged["error"] = " ".join(error.message.split())[:_LOGGED_ERROR]
 
 
 def _too_long(request: web.Request) -> bool:

@@ -19,7 +19,7 @@ from fastdecode.api.delivery import Lane, TokenDelivery
 from fastdecode.api.errors import ApiError, from_engine, from_exception, json_response
 from fastdecode.api.generation import Choice, Echo, Piece, Run
 from fastdecode.api.last_event import LastEvent
-from fastdecode.api.middleware import notes, request_id
+from fastdecode.api.middleware import log_error, notes, request_id
 from fastdecode.api.preparation import shutting_down_error
 from fastdecode.api.protocol import Generation
 from fastdecode.api.sse import Events, EventStream, event
@@ -126,7 +126,7 @@ class Runs:
         finally:
             counts = usage(run.choices, prepared.generation.candidates)
             tokens = {name: counts[name] for name in ("prompt_tokens", "completion_tokens")}
-            notes().logged = {"id": answer.id, **tokens}
+            notes().logged |= {"id": answer.id, **tokens}
             if run.first_token_seconds is not None:
                 notes().logged["first_token_seconds"] = round(run.first_token_seconds, 4)
             self._runs.discard(run)
@@ -294,7 +294,9 @@ class Runs:
         except ConnectionError:
             raise
         except Exception as error:
-            await events.fail(answer.failure(from_exception(error, "a stream")))
+            failure = from_exception(error, "a stream")
+            log_error(failure)
+            await events.fail(answer.failure(failure))
             return
         events.send(answer.end(usage(run.choices, generation.n), wanted=generation.include_usage))
         await events.done()

@@ -19,6 +19,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.process import JsonFormatter
 from fastdecode.daemon.serving import ApiSettings
+from fastdecode.engine.state.request import GenerationFailed
 from fastdecode.gguf.file import ModelSource
 
 ASK = {"model": MODEL, "prompt": "x"}
@@ -69,6 +70,18 @@ async def test_a_request_id_is_taken_returned_and_logged(tokenizer, caplog):
     assert text.startswith("POST /v1/completions 200 ") and "request_id=trace-7" in text and "\n" not in text
     decoded = orjson.loads(JsonFormatter().format(caplog.records[0]))
     assert (decoded["level"], decoded["path"], decoded["status"]) == ("info", "/v1/completions", 200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_generation_that_fails_is_logged_with_its_error(stream, tokenizer, caplog):
+    caplog.set_level(logging.INFO, "fastdecode.api.access")
+    engine = ScriptedEngine([5, GenerationFailed("R-node tcp://r1 was lost")])
+    async with served(engine, tokenizer) as client:
+        response = await client.http.post("/v1/completions", json=ASK | {"stream": stream})
+        await response.read()
+    [line] = [record.fields for record in caplog.records if record.name == "fastdecode.api.access"]
+    assert line["status"] == (200 if stream else 500) and "R-node tcp://r1 was lost" in line["error"]
+    assert line["id"].startswith("cmpl-") and line["completion_tokens"] == 1
 
 
 async def test_refusals_are_logged_and_probes_are_quiet(tokenizer, caplog):
