@@ -134,6 +134,8 @@ def weights_of(config: NodeConfig, backend: Backend, device: torch.device, dtype
         return backend.source.weight_bytes, f"stored and kept as {how}"
     kept = config.weights if config.weights in QUANTISED_BYTES else dtype
     n = parameters(backend)
+    if device.type == "cpu" and config.weights not in QUANTISED_BYTES:  # products keep copies of theirs
+        n += backend.parameters_of_tied_head()
     if config.tensor_parallel > 1:
         n += (config.tensor_parallel - 1) * backend.parameters_of_each_rank()
     return int(n * QUANTISED_BYTES.get(config.weights, dense)), f"stored as {how or model.dtype}, kept as {kept}"

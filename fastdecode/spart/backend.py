@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,6 +111,17 @@ class Backend:
         from fastdecode.spart.hf.model import parameters_of_each_rank
 
         return parameters_of_each_rank(self.source.path)
+
+    def parameters_of_tied_head(self) -> int:
+        """How many numbers an LM head has that is the embedding; 0 if it is not. Raises CheckpointError."""
+        if isinstance(self.config, ModelConfig):
+            from fastdecode.spart.loader import tensor_shapes
+
+            embedding = tensor_shapes(self.config)[f"{self.config.names.embedding}.weight"]
+            return math.prod(embedding) if self.config.tied else 0
+        from fastdecode.spart.hf.model import parameters_of_tied_head
+
+        return parameters_of_tied_head(self.source.path)
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of each linear that adapters may change, by its name. Raises CheckpointError."""

@@ -186,6 +186,14 @@ def check_ranks(directory: Path, n: int) -> None:
     StoredNames(_without_weights(_model_class(config, 0), config), _TEXT_PART_NAMES).check(directory)
 
 
+def parameters_of_tied_head(directory: Path) -> int:
+    """How many numbers the LM head of a checkpoint has if it is the embedding, else 0. Raises CheckpointError."""
+    config, _ = read_configs(directory)
+    model = _without_weights(_model_class(config, 0), config)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return int(head.weight.numel()) if head is not None and head.weight is embedding.weight else 0
+
+
 def parameters_of_each_rank(directory: Path) -> int:
     """How many numbers of a checkpoint every rank has, beside its part of the others. Raises CheckpointError."""
     config, _ = read_configs(directory)
