@@ -229,8 +229,9 @@ def gpu_staging(
     return left - kv if wanted is None else wanted, kv
 
 
-def capacity(model_bytes: int, device: torch.device, links: Iterable[Link], length: int) -> str:
-    """A line for the log: the weights, the KV-cache, and how many sequences of `length` tokens the cache holds."""
+def capacity(model_bytes: int, device: torch.device, links: Iterable[Link], length: int, n_ranks: int = 1) -> str:
+    """A line for the log: the weights, the KV-cache, and how many sequences of `length` tokens the cache holds.
+    `model_bytes` are those of one of `n_ranks`."""
     kv = {"on the GPU": 0, "on GPUs of R-nodes": 0, "in RAM": 0}
     sequences = dict.fromkeys(kv, 0)
     for link in links:
@@ -241,6 +242,8 @@ def capacity(model_bytes: int, device: torch.device, links: Iterable[Link], leng
         kv[memory] += lease.max_pages * lease.page_bytes
         sequences[memory] += lease.max_pages // groups.pages_for(length)
     where = "in RAM" if device.type == "cpu" else "on the GPU"
+    if n_ranks > 1:
+        where = f"{where} of each of {n_ranks} ranks"
     held = " + ".join(f"{format_bytes(n_bytes)} {memory}" for memory, n_bytes in kv.items() if n_bytes)
     some = f", {sequences['on the GPU']} of them on the GPU" if kv["on the GPU"] else ""
     return (

@@ -353,7 +353,7 @@ class NodeOptions:
     )
     tensor_parallel: int = _s_option(
         "processes of this machine that share the weights: each has a part of the heads and of the columns, threads of "
-        "its own (--s-threads), and links of its own to the R-nodes. On CPUs, for models of the native backend",
+        "its own (--s-threads), and links of its own to the R-nodes. On CPUs; for which models, see docs/models.md",
         1,
         parse=option_values.positive,
         metavar="N",

@@ -206,7 +206,7 @@ async def _serve(
         links = opening.result()  # which the S-Part changes; a copy would keep the regions of lost links mapped
         links[:0] = first
         digest = model_digest(backend.source.path, hello, balance_digest(model))
-        log.info("%s", capacity(model.weight_bytes, model.device, links, length))
+        log.info("%s", capacity(model.weight_bytes, model.device, links, length, config.tensor_parallel))
         prefill_nodes: RemotePrefillNodes | None = None
         if config.prefill_at or config.prefill_file:
             prefill_nodes = RemotePrefillNodes(config.prefill_at, digest, secret)

@@ -105,6 +105,8 @@ def test_the_start_line_says_what_fits():
     line = capacity(15 * GIB, torch.device("cuda"), links, 4096)
     assert line == "weights 15.0 GiB on the GPU, KV 97.0 GiB in RAM = 3 sequences of 4096 tokens"
     assert "weights 1.5 KiB in RAM, KV 97.0 GiB" in capacity(1536, torch.device("cpu"), links, 4096)
+    line = capacity(1536, torch.device("cpu"), links, 4096, n_ranks=2)
+    assert line.startswith("weights 1.5 KiB in RAM of each of 2 ranks, KV 97.0 GiB")
     resident = SimpleNamespace(
         lease=Lease(33, 33, 8, GIB // 4, "cuda", 0, "cuda:0"), geometry=SimpleNamespace(max_rows=512), resident=True
     )

@@ -191,9 +191,12 @@ def _of_rank(config: Any, whole: list[AttentionLayer], n: int) -> list[Attention
     """The layers of one of `n` ranks, which has the same part of the heads of each. Raises CheckpointError."""
     kind = f"a model of type {config.model_type!r}"
     for layer in whole:
-        if layer.n_q_heads % n or (layer.n_kv_heads % n and not layer.v_in_k):
+        common = layer.n_q_heads if layer.v_in_k else math.gcd(layer.n_q_heads, layer.n_kv_heads)
+        if common % n:
+            possible = ", ".join(str(m) for m in range(2, common + 1) if not common % m)
             raise CheckpointError(
-                f"{n} ranks cannot share the {layer.n_q_heads} query heads and {layer.n_kv_heads} KV heads of {kind}"
+                f"{n} ranks cannot share the {layer.n_q_heads} query heads and {layer.n_kv_heads} KV heads of {kind}; "
+                f"possible numbers of ranks are {possible or 'none'}"
             )
     if any(getattr(config, "activation_sparsity_pattern", None) or []):
         raise CheckpointError(f"ranks cannot share {kind}: an MLP's activations depend on all of its columns")

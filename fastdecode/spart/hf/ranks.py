@@ -162,7 +162,7 @@ class StoredNames:
                 found |= {name} if expert is None else {f"{expert[1]}.gate_up_proj", f"{expert[1]}.down_proj"}
         for name in self._plan.cuts:
             if not name.endswith(".bias") and name not in found:
-                raise CannotShare(f"ranks cannot share {directory}: it does not have {name!r} by this name")
+                raise CannotShare(f"ranks cannot share {directory}: it stores {name!r} under another name")
 
     def tensors_of_rank(self, directory: Path, share: Share) -> dict[str, torch.Tensor]:
         """The rank's parts of a checkpoint's tensors, by their names there. Raises CheckpointError."""
