@@ -24,7 +24,7 @@ from fastdecode.engine.state.request import NotReady
 from fastdecode.gguf.file import ModelSource
 from fastdecode.service.remote import RemoteEngine
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("fastdecode.daemon.api_process")  # __name__ is "__main__" here
 
 
 def main() -> None:
@@ -54,7 +54,8 @@ async def _serve(settings: ApiSettings, engine_socket: socket.socket, listening:
     seconds = await engine.drain_asked
     if seconds is None:
         level = logging.CRITICAL if engine.lost else logging.INFO
-        log.log(level, "the engine's process has ended, and with it %d choices; so does this API process", engine.lost)
+        lost = f"{engine.lost} choice{'' if engine.lost == 1 else 's'}"
+        log.log(level, "the engine's process has ended, and with it %s; so does this API process", lost)
     else:
         await server.drain(seconds)
         engine.drained()

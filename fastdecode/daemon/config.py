@@ -70,6 +70,7 @@ class NodeConfig(NodeOptions):
             allow_abbrev=False,
             add_help=False,
         )
+        parser.help_option = "--help-all"
         parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
         add_help(parser, dataclasses.fields(cls))
         for f in dataclasses.fields(cls):

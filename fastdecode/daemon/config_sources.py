@@ -42,11 +42,13 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, because a block of usage hides the line that counts."""
 
     source = ""  # the source of the arguments, if it is not the command line
+    help_option = "--help"  # lists all options
 
     def error(self, message: str) -> NoReturn:
         """Print the message and end with status 2."""
         source = f"{self.source}: " if self.source else ""
-        print(f"{self.prog}: error: {source}{message} ({self.prog} --help lists the options)", file=sys.stderr)
+        hint = f"{self.prog} {self.help_option} lists the options"
+        print(f"{self.prog}: error: {source}{message} ({hint})", file=sys.stderr)
         sys.exit(2)
 
 

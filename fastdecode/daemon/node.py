@@ -18,7 +18,7 @@ from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.daemon.process import set_up_logging, wait_for_shutdown
 from fastdecode.transports.base import TransportError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("fastdecode.daemon.node")  # __name__ is "__main__" here
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -55,7 +55,7 @@ from fastdecode.transports.registry import connect
 if TYPE_CHECKING:
     from fastdecode.spart.hf.model import HFModel
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("fastdecode.daemon.rank_process")  # __name__ is "__main__" here
 
 _END_SECONDS = 1.0  # within which rank 0 ends if another rank has failed
 

@@ -193,7 +193,7 @@ def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:
                 raise
             native = error
     elif source.gguf is not None:
-        raise CheckpointError(f"{source.path} is a GGUF file, which only the native decoder reads")
+        raise CheckpointError(f"the transformers backend reads no GGUF files, and {source.path} is one")
     if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("greenlet")):
         hint = "the transformers backend is not installed: pip install 'fastdecode[models]'"
         raise CheckpointError(hint if name == "transformers" else f"{native}; {hint}")

@@ -149,7 +149,7 @@ def test_no_unused_tensor_is_reported(good, caplog):
 
 def test_the_transformers_backend_refuses_it(good):
     assert choose_backend("auto", good).name == "native"
-    with pytest.raises(CheckpointError, match="only the native decoder reads"):
+    with pytest.raises(CheckpointError, match="the transformers backend reads no GGUF files"):
         choose_backend("transformers", good)
 
 
