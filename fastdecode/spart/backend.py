@@ -157,7 +157,7 @@ class Backend:
 
         assert isinstance(model, HFModel), "the model is not one that `load` returned"
         if followers is not None:
-            return HFLeadSPart(model, links, followers, state_slots)
+            return HFLeadSPart(model, links, followers, state_slots)  # type: ignore[arg-type]
         return HFSPart(model, links, exchange, state_slots)
 
     def make_follower(self, model: Model | HFModel, rank: int) -> FollowingSPart:
@@ -172,7 +172,7 @@ class Backend:
         from fastdecode.spart.hf.rank_steps import HFFollowingSPart
 
         assert isinstance(model, HFModel), "the model is not one that `load` returned"
-        return HFFollowingSPart(model, rank)
+        return HFFollowingSPart(model, rank)  # type: ignore[arg-type]
 
 
 def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:

@@ -24,7 +24,15 @@ from fastdecode.spart.hf.config import HFConfig, read_configs
 from fastdecode.spart.hf.linears import LinearModule, quantise_embedding, replace_linears, replaced_bytes
 from fastdecode.spart.hf.mixers import Mixer, install
 from fastdecode.spart.hf.mtp import MTPHead, with_head_layer, with_head_modules
-from fastdecode.spart.hf.ranks import CannotShare, StoredNames, cut_head, meet, repeated_parameters, with_cut_matrices
+from fastdecode.spart.hf.ranks import (
+    CannotShare,
+    StoredNames,
+    cut_head,
+    meet,
+    repeated_parameters,
+    tied_head,
+    with_cut_matrices,
+)
 from fastdecode.spart.linears.dense import can_pack
 from fastdecode.spart.linears.quantised import BITS
 from fastdecode.spart.lora.adapters import AdapterSet, Change
@@ -189,9 +197,7 @@ def check_ranks(directory: Path, n: int) -> None:
 def parameters_of_tied_head(directory: Path) -> int:
     """How many numbers the LM head of a checkpoint has if it is the embedding, else 0. Raises CheckpointError."""
     config, _ = read_configs(directory)
-    model = _without_weights(_model_class(config, 0), config)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return int(head.weight.numel()) if head is not None and head.weight is embedding.weight else 0
+    return tied_head(_without_weights(_model_class(config, 0), config))
 
 
 def parameters_of_each_rank(directory: Path) -> int:

@@ -181,12 +181,17 @@ class StoredNames:
         return tensors
 
 
+def tied_head(model: Any) -> int:
+    """How many numbers the LM head of a model has if it is the embedding, else 0."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return int(head.weight.numel()) if head is not None and head.weight is embedding.weight else 0
+
+
 def repeated_parameters(model: Any) -> int:
     """How many numbers of the whole model every rank has, beside its part of the others."""
     cuts, head = CutPlan(model).cuts, model.get_output_embeddings()
-    tied = head is None or head.weight is model.get_input_embeddings().weight
     repeated: list[int] = [part.numel() for name, part in model.named_parameters() if name not in cuts]
-    return sum(repeated) - (0 if tied else int(head.weight.numel()))
+    return sum(repeated) - (0 if head is None or tied_head(model) else int(head.weight.numel()))
 
 
 def cut_head(model: Any, share: Share) -> None:
