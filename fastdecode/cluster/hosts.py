@@ -143,7 +143,7 @@ class Host(ABC):
                 told = False
             except Exception as error:  # the directory is being started again, the network is gone, or a disk is full
                 if not told:
-                    log.warning("%s cannot report to the directory or take what that knows: %s", self.name, error)
+                    log.warning("%s cannot report to the directory or write down its answer: %s", self.name, error)
                 told = True
             else:
                 if may_start and not started and not self._leaving.is_set():
@@ -363,7 +363,7 @@ class NodeFile:
         OSError."""
         wanted = dict.fromkeys(urls) if settled else self._urls | dict.fromkeys(urls)
         if (wanted or self._may_be_empty) and wanted.keys() != self._urls.keys():
-            temporary = self.path.with_suffix(f".{uuid4().hex}.new")  # routers of other machines write it, too
+            temporary = self.path.with_suffix(f".{uuid4().hex}.new")  # hosts of other machines may write the list, too
             try:
                 temporary.write_text("".join(f"{url}\n" if self._plain else f"- {json.dumps(url)}\n" for url in wanted))
                 os.replace(temporary, self.path)

@@ -134,7 +134,7 @@ def weights_of(config: NodeConfig, backend: Backend, device: torch.device, dtype
         return backend.source.weight_bytes, f"stored and kept as {how}"
     kept = config.weights if config.weights in QUANTISED_BYTES else dtype
     n = parameters(backend)
-    if device.type == "cpu" and config.weights not in QUANTISED_BYTES:  # products keep copies of theirs
+    if device.type == "cpu" and config.weights not in QUANTISED_BYTES:  # a dense product keeps a copy
         n += backend.parameters_of_tied_head()
     if config.tensor_parallel > 1:
         n += (config.tensor_parallel - 1) * backend.parameters_of_each_rank()
