@@ -30,7 +30,7 @@ enum {
     TILE = FD_AMX_ROWS * STEP, /* numbers of a tile */
     TILE_LINES = TILE * 2 / LINE,
     MOST_ROWS = 2 * FD_AMX_ROWS, /* rows whose sums are in the registers at the same time */
-    TILES_AHEAD = 1              /* of weights from memory */
+    TILES_AHEAD = 4              /* of weights from memory */
 };
 /* How many rows and panels are multiplied together, in blocks of inputs. An L2 cache of 2 MB holds, of up to FEW_ROWS
  * rows, all rows and the weights of two panels in blocks of FEW_ROWS_STEPS steps; a step prefetches SOME_LINES, because
@@ -116,10 +116,14 @@ FD_INLINE void store_outputs(const run_t *run, outputs_t *o, size_t n) {
  * (TILELOADDT1), which keeps the rows that it has. */
 typedef enum { FROM_MEMORY, INTO_L1, PAST_L1 } reading_t;
 
+/* Half of the lines are prefetched before the tile is loaded, and half after it. If all were prefetched at once, the
+ * core would run out of buffers for them, and its loads and products would wait behind them. */
 FD_INLINE void load_weights(const uint16_t *tile, const reading_t reading) {
-    if (reading == FROM_MEMORY) prefetch((const uint8_t *)(tile + TILES_AHEAD * TILE), TILE_LINES);
+    const uint8_t *ahead = (const uint8_t *)(tile + TILES_AHEAD * TILE);
+    if (reading == FROM_MEMORY) prefetch(ahead, TILE_LINES / 2);
     if (reading == PAST_L1) _tile_stream_loadd(WEIGHTS, tile, LINE);
     else _tile_loadd(WEIGHTS, tile, LINE);
+    if (reading == FROM_MEMORY) prefetch(ahead + TILE_LINES / 2 * LINE, TILE_LINES / 2);
 }
 
 /* Adds the products of `steps` tiles of inputs to the sums. `two`, whether there are two tiles of rows, and `reading`
