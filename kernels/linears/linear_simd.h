@@ -17,10 +17,11 @@
 
 enum { LINE = 64 /* bytes */ };
 
-/* What a product of some rows fetches meanwhile: of each block of the next tile, `lines` cache lines from `first` on.
- * The processor sees a stream only while the first rows read a tile, which is too short a time to fetch it. */
+/* What a product of some rows prefetches at each block: `lines` cache lines, `distance` bytes further on. The products
+ * of the tile's other rows prefetch `left` more. */
 typedef struct {
-    uint32_t first, lines;
+    size_t distance;
+    uint32_t lines, left;
 } ahead_t;
 
 /* What a block of one vector of outputs is multiplied with: the rows' numbers, and what became of them in rounding.
@@ -68,10 +69,6 @@ FD_INLINE void store_rows(const fd_linear_t *l, const vec_t *acc, uint32_t at, u
     }
 }
 
-/* Bytes by which a product of one or two rows fetches 4-bit weights ahead: its instructions hold up the processor's own
- * prefetching, whereas 8 bits are read as fast without. */
-enum { FEW_ROWS_AHEAD = 4096 };
-
 /* The vectors of outputs of a tile. */
 enum { VECS = FD_LINEAR_LANES / LANES };
 
@@ -88,7 +85,6 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
     const uint32_t passes = form == ANY_PASSES ? l->passes : 1;
     const bool has_mins = form == ONE_PASS_MINS || (form == ANY_PASSES && l->mins);
     const uint8_t *w = l->weights + tile * fd_linear_tile_bytes(l) + lane * 4;
-    const uint8_t *next = w + fd_linear_tile_bytes(l) + ahead.first * LINE;
     const size_t stride = (size_t)blocks * passes * FD_LINEAR_BLOCK, at = (size_t)row * blocks;
     block_rows_t of = {rows->x + row * stride, rows->scales + at, rows->sums + at, rows->starts + at, stride, blocks};
     size_t block = (size_t)tile * blocks * FD_LINEAR_LANES + lane;
@@ -98,15 +94,13 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
     vec_t acc[MAX_ROWS], other[MAX_ROWS];
     for (uint32_t r = 0; r < n; r++) acc[r] = other[r] = vec_zero();
     for (uint32_t b = 0; b < blocks; b++) {
-        for (uint32_t i = 0; i < ahead.lines; i++) __builtin_prefetch(next + i * LINE, 0, 2);
-        if (n <= 2 && (kind == NIBBLES || kind == CODES))
-            for (uint32_t i = 0; i < block_bytes; i += LINE) __builtin_prefetch(w + FEW_ROWS_AHEAD + i, 0, 2);
+        for (uint32_t i = 0; i < ahead.lines; i++) __builtin_prefetch(w + ahead.distance + i * LINE, 0, 2);
         one_block(l, acc, w, scales, has_mins ? mins : NULL, block, &of, n, kind, passes);
         if (both) {
             const uint16_t *other_mins = has_mins ? mins + LANES : NULL;
             one_block(l, other, w + LANES * 4, scales + LANES, other_mins, block + LANES, &of, n, kind, passes);
         }
-        w += block_bytes, next += block_bytes, block += FD_LINEAR_LANES;
+        w += block_bytes, block += FD_LINEAR_LANES;
         of.x += (size_t)passes * FD_LINEAR_BLOCK, of.scales++, of.sums++, of.starts++;
         if (--of_group == 0) {
             of_group = l->group_blocks;
@@ -120,9 +114,10 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
 
 FD_INLINE void all_lanes(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t row, float *y,
                          ahead_t ahead, const uint32_t n, const kind_t kind, const form_t form) {
-    /* Few rows read weights from memory, line by line, and their sums fit into the registers with all of a line. */
+    /* Few rows read weights from memory, line by line, and their sums fit into the registers with all of a line. The
+     * second vector's lines are in the cache. */
     const bool both = n <= 2 && VECS == 2;
-    for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane += both ? 2 * LANES : LANES)
+    for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane += both ? 2 * LANES : LANES, ahead.lines = 0)
         some_rows(l, tile, lane, rows, row, y, ahead, n, both, kind, form);
 }
 
@@ -134,20 +129,31 @@ FD_INLINE void any_form(const fd_linear_t *l, uint32_t tile, const fd_linear_row
     else all_lanes(l, tile, rows, row, y, ahead, n, kind, ONE_PASS);
 }
 
+FD_INLINE ahead_t ahead_of_next_rows(ahead_t ahead) {
+    const uint32_t lines = ahead.lines < ahead.left ? ahead.lines : ahead.left;
+    return (ahead_t){ahead.distance + ahead.lines * LINE, lines, ahead.left - lines};
+}
+
 #define FD_SOME_ROWS(n)                                                                                                \
-    for (; row + n <= rows_n; row += n, ahead.first += ahead.lines) {                                                  \
+    for (; row + n <= rows_n; row += n, ahead = ahead_of_next_rows(ahead)) {                                           \
         if (l->hadamard && l->bits == 8) all_lanes(l, tile, rows, row, y, ahead, n, HADAMARD, ONE_PASS);               \
         else if (l->bits == 8) any_form(l, tile, rows, row, y, ahead, n, BYTES);                                       \
         else if (l->table) any_form(l, tile, rows, row, y, ahead, n, CODES);                                           \
         else any_form(l, tile, rows, row, y, ahead, n, NIBBLES);                                                       \
     }
 
-/* The rows from `row` on. */
+/* The rows from `row` on. A processor prefetches too little by itself while it computes. The first of a few rows
+ * prefetch the weights that they are about to read; where rows are many, all of them share the next tile's. */
 static void tile_rows_from(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t row,
                            uint32_t rows_n, float *y) {
-    const uint32_t lines = FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8 / LINE;
-    ahead_t ahead = {0, 0};
-    if (rows_n - row >= 2 * MAX_ROWS) ahead.lines = (lines * MAX_ROWS + rows_n - row - 1) / (rows_n - row);
+    enum { NEAR = 4096 /* bytes */ };
+    const uint32_t lines = FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8 / LINE, n = rows_n - row;
+    ahead_t ahead = {NEAR, lines, 0};
+    if (n >= 2 * MAX_ROWS) {
+        ahead.distance = fd_linear_tile_bytes(l);
+        ahead.lines = (lines * MAX_ROWS + n - 1) / n;
+        ahead.left = lines - ahead.lines;
+    }
     if (MAX_ROWS > 4) FD_SOME_ROWS(MAX_ROWS)
     FD_SOME_ROWS(4)
     FD_SOME_ROWS(2)
