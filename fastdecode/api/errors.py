@@ -77,6 +77,8 @@ def from_engine(error: EngineError, prompt_param: str | None = None) -> ApiError
             return ApiError(429, message, code="overloaded", headers={"Retry-After": str(seconds)})
         case engine_errors.NotReady():
             return ApiError(503, message, code="not_ready", headers={"Retry-After": "5"})
+        case engine_errors.NothingAllowed():
+            return ApiError(400, message, code="invalid_value")
         case engine_errors.GenerationFailed():
             return ApiError(500, message, code="generation_failed")
     return ApiError(500, message)

@@ -96,6 +96,11 @@ class Fields:
             raise invalid(self.param(name), "this field is required")
         return value
 
+    def object(self, name: str, default: Mapping[str, Any] | None = None) -> Fields:
+        """The fields of an object; those of `default` if it is absent."""
+        value = self.take(name)
+        return Fields(dict(default or {}) if value is None else value, self.param(name))
+
     def required_object(self, name: str) -> Fields:
         """The fields of an object that must be there."""
         return Fields(self.required(name), self.param(name))
@@ -172,6 +177,17 @@ def decode_json(body: bytes) -> Any:
     if len(body) > MAX_KEYS and next(islice(keys, MAX_KEYS, None), None):
         raise ApiError(400, f"the body's JSON has more than {MAX_KEYS} keys", code="invalid_json")
     try:
-        return orjson.loads(body)
+        decoded = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    require_depth(decoded)
+    return decoded
+
+
+def require_depth(value: Any, param: str | None = None) -> None:
+    """Refuse a decoded value that is nested so deeply that an answer could not repeat it: orjson reads more levels than
+    it writes. `param` is the value's field; None: it is the body. Raises ApiError (400)."""
+    try:
+        orjson.dumps([[[[value]]]])  # an answer has it within other objects
+    except TypeError:
+        raise ApiError(400, f"{param or 'the body'} is nested too deeply", param=param, code="invalid_json") from None

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from fastdecode.api.errors import ApiError
-from fastdecode.api.fields import Fields, invalid, is_boolean, is_one_of
+from fastdecode.api.fields import Fields, invalid, is_boolean, is_one_of, require_depth
 from fastdecode.text.grammar import GrammarSpec, Kind
 
 _ANY_OBJECT = '{"type":"object"}'
@@ -117,8 +117,11 @@ def _json(fields: Fields, name: str) -> str | None:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
             raise invalid(fields.param(name), f"is not valid JSON: {error}") from None
+        require_depth(value, fields.param(name))
     if value is None:
         return None
+    if value is True:
+        value = {}
     if not isinstance(value, dict | bool):
         raise invalid(fields.param(name), "must be a JSON schema: an object")
     return orjson.dumps(value).decode()

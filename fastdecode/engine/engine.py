@@ -35,6 +35,7 @@ from fastdecode.engine.state.constraints import constraints
 from fastdecode.engine.state.prefixes import page_hashes
 from fastdecode.engine.state.request import (
     GenerationFailed,
+    NothingAllowed,
     NotReady,
     OutletChoice,
     Output,
@@ -341,7 +342,8 @@ class Engine:
 
     def _fail(self, seq: Sequence, reason: str) -> None:
         if seq in self._live:
-            seq.output(GenerationFailed(reason))
+            fault = seq.constraints.fault if seq.constraints is not None else None
+            seq.output(GenerationFailed(reason) if fault is None else NothingAllowed(fault))
             self._end_request(seq, "error")
 
     def _end_request(self, seq: Sequence, reason: str) -> None:

@@ -33,6 +33,7 @@ Kind = Literal["json_schema", "regex", "choice", "lark"]
 JSON_WHITE_SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,32}"
 #: A longer grammar is refused, in characters.
 MAX_GRAMMAR_LENGTH = 256 * 1024
+_FAULT = "internal error; the server's log says more"
 _CACHED = 64  # compiled grammars kept for the next request
 
 
@@ -114,6 +115,8 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(self._backend, source, log_level=0)
         if matcher.is_error():
             raise GrammarError(plain_reason(matcher.get_error()))
+        if (fault := _first_fault(matcher)) is not None:
+            raise GrammarError(fault)
         after, unless = (self._token_id(text) for text in (spec.after, spec.unless))
         assert self._masks is not None, "made with the tokenizer"
         return LLGrammar(matcher, self._backend.vocab_size, after, unless, self._masks)
@@ -165,7 +168,7 @@ class _BatchUpdate:
         except Exception:
             log.exception("grammars could not take their tokens")
             for state in states:
-                state.set_mask(None)
+                state.set_mask(None, _FAULT)
         else:
             self._compute_each(states)
 
@@ -178,7 +181,7 @@ class _BatchUpdate:
                     self._compute_each([state])
                 return
             log.exception("a grammar's mask could not be computed")
-            states[0].set_mask(None)
+            states[0].set_mask(None, _FAULT)
 
     def _advance(self, states: list[LLGrammarState]) -> None:
         moving = [state for state in states if state.token is not None]
@@ -194,7 +197,10 @@ class _BatchUpdate:
         if sound:
             self._executor.unsafe_compute_mask_ptr(sound, masks.ctypes.data, masks.strides[0], len(masks))
         for state, mask in zip(states, masks, strict=True):
-            state.set_mask(None if state.matcher.is_error() else mask)
+            if state.matcher.is_error():
+                state.set_mask(None, plain_reason(state.matcher.get_error()))
+            else:
+                state.set_mask(mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +227,7 @@ class LLGrammarState:
         self.token: int | None = None  # taken, and not known to the matcher yet
         self._after, self._unless, self._thread = grammar.after, grammar.unless, grammar.thread
         self._mask: npt.NDArray[np.int32] | None = None
+        self._fault: str | None = None
         self._ready = threading.Event()
         self._thread.submit(self)
 
@@ -253,10 +260,25 @@ class LLGrammarState:
         if self._unless is not None:
             row.view(np.uint32)[self._unless // 32] |= np.uint32(1 << self._unless % 32)
 
-    def set_mask(self, mask: npt.NDArray[np.int32] | None) -> None:
-        """Take the mask after the last token, [n_words]; None: nothing is allowed. Called by the mask thread."""
-        self._mask = mask
+    @property
+    def fault(self) -> str | None:
+        """Why the grammar cannot be followed any more; None: it can be."""
+        return self._fault
+
+    def set_mask(self, mask: npt.NDArray[np.int32] | None, fault: str | None = None) -> None:
+        """Take the mask after the last token, [n_words]; None: nothing is allowed, because of `fault`. Called by the
+        mask thread."""
+        self._mask, self._fault = mask, fault
         self._ready.set()
+
+
+def _first_fault(matcher: Any) -> str | None:
+    """Why no text can begin; None: one can."""
+    first = matcher.deep_copy()
+    some = any(first.compute_bitmask())
+    if first.is_error():
+        return plain_reason(first.get_error())
+    return None if some else "no text follows the grammar"
 
 
 def _source(llguidance: Any, spec: GrammarSpec) -> str:
@@ -273,8 +295,14 @@ def _source(llguidance: Any, spec: GrammarSpec) -> str:
             source = matcher.grammar_from_regex(spec.text)
         case "choice":
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text))
-            source = matcher.grammar_from_lark(f"start: {choices}")
+            # As one token of Lark, a list of choices is a single automaton. As a rule, each is a row of the parser's
+            # table, and 2,000 are too many.
+            source = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case "lark":
             # A grammar in GBNF, llama.cpp's form, becomes one in Lark.
-            source = matcher.grammar_from_lark(import_module("llguidance.gbnf_to_lark").any_to_lark(spec.text))
+            try:
+                lark = import_module("llguidance.gbnf_to_lark").any_to_lark(spec.text)
+            except Exception as error:  # some of its errors are of no class of their own
+                raise ValueError(str(error)) from None
+            source = matcher.grammar_from_lark(lark)
     return str(source)

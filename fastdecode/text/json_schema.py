@@ -33,9 +33,13 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def without_annotations(schema: Any) -> Any:
-    """The schema without formats that llguidance does not know."""
+    """The schema without formats that llguidance does not know, and without keywords that demand nothing."""
 
     def keep(keyword: str, value: Any) -> bool:
+        if keyword == "propertyNames" and value in (True, {}, {"type": "string"}):  # as zod writes for a record
+            return False
+        if keyword == "uniqueItems" and value is False:
+            return False
         if keyword != "format" or (isinstance(value, str) and value in _FORMATS):
             return True
         log_once(log, f"a JSON schema's format {json.dumps(value)[:80]} is an annotation here, which nothing checks")

@@ -159,6 +159,13 @@ async def test_a_grammar_ends_an_answer_that_ignores_the_end_token(client):
         ({"guided_choice": []}, "guided_choice", "at least one"),
         ({"guided_choice": "yes"}, "guided_choice", "list"),
         ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
+        *(
+            ({"guided_grammar": text}, "guided_grammar", "")
+            for text in ("hello", 'root ::= "a" | (', "root ::= foo", 'rt ::= "a"', "")
+        ),
+        ({"guided_json": {"$defs": {"A": {"$ref": "#/$defs/A"}}, "$ref": "#/$defs/A"}}, "guided_json", ""),
+        pytest.param({"guided_json": '{"a":' * 300 + "1" + "}" * 300}, "guided_json", "deep", id="deep"),
+        ({"guided_regex": r"[^\s\S]"}, "guided_regex", ""),
         ({"guided_regex": "a" * 300_000}, "guided_regex", "longer"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex", "structured_outputs.json"),
@@ -172,6 +179,33 @@ async def test_a_bad_grammar_is_a_400_that_says_why(client, fields, param, says)
         status, body = await client.post(path, ask | fields)
         assert (status, body["error"]["param"]) == (400, param), body
         assert says in body["error"]["message"]
+
+
+@pytest.mark.quick
+async def test_a_grammar_that_turns_out_too_large_is_a_400_that_says_why(client):
+    """llguidance finds it while the text is generated."""
+    properties = {f"property_{i}": {"type": "integer"} for i in range(700)}
+    ask = ASK | {"guided_json": {"type": "object", "properties": properties, "additionalProperties": False}}
+    status, body = await client.post("/v1/completions", ask)
+    assert (status, body["error"]["code"]) == (400, "invalid_value")
+    assert "2000" in body["error"]["message"]
+
+
+@pytest.mark.quick
+async def test_two_thousand_choices(client):
+    choices = [f"city_{i}" for i in range(2000)]
+    status, body = await client.post("/v1/completions", ASK | {"guided_choice": choices})
+    assert status == 200, body
+    assert body["choices"][0]["text"] in choices
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("keyword", [{"propertyNames": {"type": "string"}}, {"uniqueItems": False}], ids=str)
+async def test_a_keyword_that_demands_nothing_is_accepted(client, keyword):
+    """Zod writes propertyNames for each record."""
+    schema = {"type": "object", "additionalProperties": {"type": "number"}} | keyword
+    status, body = await client.post("/v1/chat/completions", CHAT | {"response_format": response_format(schema)})
+    assert status == 200, body
 
 
 @pytest.mark.parametrize("form", ["password", "binary", "uri-reference", "my-own"])

@@ -97,6 +97,6 @@ async def test_tokens_that_nothing_allows_are_an_error_and_cost_nobody_else(clie
 
     [word] = tokenizer.encode("x", add_special_tokens=False)
     status, body = await ask({"allowed_token_ids": [word], "bad_words": ["x"]})
-    assert (status, body["error"]["code"]) == (500, "generation_failed")
+    assert (status, body["error"]["code"]) == (400, "invalid_value")
     assert "allow no next token" in body["error"]["message"]
     assert (await ask({}))[0] == 200

@@ -59,6 +59,10 @@ class NotReady(EngineError):
     """No R-node is connected, or the S-node is starting, draining or broken (503)."""
 
 
+class NothingAllowed(EngineError):
+    """The grammar and the lists of tokens of a running request allow no next token (400)."""
+
+
 class GenerationFailed(EngineError):
     """A request that was running cannot be finished, for example because its R-node was lost (500)."""
 
@@ -72,6 +76,11 @@ class GrammarState(Protocol):
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
         """Clear the bits of tokens that may not come next; bit i % 32 of row[i // 32] is token i."""
+        ...
+
+    @property
+    def fault(self) -> str | None:
+        """Why `fill` has cleared all bits, if the grammar cannot be followed; else None."""
         ...
 
 
