@@ -28,6 +28,7 @@ class Answer(ABC):
     object: str
     chunk_object: str
     prompt_param: str  # the request's field that holds the prompt
+    has_one_prompt = False  # its prompt is a chat, not one of a list
     named_events = False  # a stream's events have a line with their type (sse.py)
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool):
@@ -178,6 +179,7 @@ class ChatAnswer(Answer):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     prompt_param = "messages"
+    has_one_prompt = True
 
     def __init__(
         self, model: str, tokenizer: Tokenizer, *, logprobs: bool, parser: Callable[[], OutputParser] = PlainParser

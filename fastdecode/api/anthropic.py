@@ -74,15 +74,16 @@ def parse_message(
     chat["messages"] = messages = _messages(fields)
     last = messages[-1]
     chat["continue_final_message"] = last["role"] == "assistant" and "tool_calls" not in last
-    chat["tools"] = _tools(fields.take("tools") or [], drop_hosted=drop_hosted_tools)
-    chat |= _tool_choice(Fields(fields.take("tool_choice") or {"type": "auto"}, "tool_choice"))
-    output = Fields(fields.take("output_config") or {}, "output_config")
+    tools = fields.take("tools")
+    chat["tools"] = _tools([] if tools is None else tools, drop_hosted=drop_hosted_tools)
+    chat |= _tool_choice(fields.object("tool_choice", {"type": "auto"}))
+    output = fields.object("output_config")
     chat["reasoning_effort"] = read_hint(output, "effort", HINTS["reasoning_effort"])
-    chat |= _thinking(Fields(fields.take("thinking") or {"type": "adaptive"}, "thinking"))
+    chat |= _thinking(fields.object("thinking", {"type": "adaptive"}))
     if (form := output.take("format")) is not None:
         chat["response_format"] = _format(Fields(form, "output_config.format"))
     output.refuse_others()
-    metadata = Fields(fields.take("metadata") or {}, "metadata")
+    metadata = fields.object("metadata")
     chat["user"] = metadata.string("user_id")
     metadata.refuse_others()
     fields.refuse_others(_NEUTRAL, _LEFT_OUT)

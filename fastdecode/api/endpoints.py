@@ -289,7 +289,7 @@ class Tokenization:
         if isinstance(body, dict) and body.get("messages") is not None:
             chat = parse_chat({name: value for name, value in body.items() if name != "return_token_strs"})
             return chat, chat.generation.add_special_tokens, with_texts
-        prompt = fields.string("prompt") or ""
+        prompt = fields.required_string("prompt")
         special = fields.boolean("add_special_tokens", True)
         fields.refuse_others()
         return prompt, special, with_texts

@@ -45,6 +45,7 @@ class Notes:
     resume: Resume | None = None  # the stream that the request continues
     last_event: LastEvent | None = None  # None: events get no ids
     handed_over: bool = False  # another S-node continues the stream, because this server is about to end
+    stream: web.StreamResponse | None = None  # of events; None: there is none yet
 
 
 _notes: ContextVar[Notes] = ContextVar("notes")
@@ -83,6 +84,10 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:
         refused = from_exception(error, f"{request.method} {request.path}")
     log_error(refused)
+    if (stream := notes().stream) is not None and stream.prepared:  # it is too late for another status
+        if request.transport is not None:
+            request.transport.abort()
+        return stream
     return refused.response(request.path)
 
 
@@ -144,18 +149,17 @@ def require_key(api_keys: Iterable[str]) -> Middleware:
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if "X-API-Key" in request.headers:
-            scheme, key = "bearer", request.headers["X-API-Key"]
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        keys = [request.headers.get("X-API-Key", "").strip(), bearer.strip() if scheme.lower() == "bearer" else ""]
+        given = [_digest(key) for key in keys if key]
         # All digests have the same length and all keys are compared, so the time reveals neither the length of a key
         # nor which one it was.
-        given = _digest(key.strip())
-        known = sum([hmac.compare_digest(given, digest) for digest in expected]) > 0
+        known = [digest for digest in given if sum([hmac.compare_digest(digest, other) for other in expected]) > 0]
         is_open = request.path == "/health" or is_page(request.path)
-        if not is_open and not (known and scheme.lower() == "bearer"):
-            message = "wrong API key" if key else "no API key: send it as `Authorization: Bearer <key>`"
+        if not is_open and not known:
+            message = "wrong API key" if given else "no API key: send it as `Authorization: Bearer <key>`"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        notes().client = given.hex() if known else ""
+        notes().client = known[0].hex() if known else ""
         return await handler(request)
 
     return check_key
@@ -192,7 +196,7 @@ def allow_origins(origins: Iterable[str]) -> Middleware:
             return await handler(request)
         granted = {"Access-Control-Allow-Origin": "*" if "*" in allowed else origin, "Vary": "Origin"}
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
-            granted["Access-Control-Allow-Methods"] = "GET, POST"
+            granted["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
             granted["Access-Control-Allow-Headers"] = request.headers.get("Access-Control-Request-Headers", "")
             granted["Access-Control-Max-Age"] = "600"
             return web.Response(status=204, headers=granted)

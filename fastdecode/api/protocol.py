@@ -331,11 +331,11 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
         raise invalid("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
     if is_integer(prompt[0]):
         prompt = [prompt]
+    if len(prompt) > MAX_CHOICES:
+        raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
     if not all(isinstance(p, str) for p in prompt) and not all(is_token_ids(p) for p in prompt):
         message = f"must be all strings or all lists of token ids from 0 to {_MAX_INT}, and no list may be empty"
         raise invalid("prompt", message)
-    if len(prompt) > MAX_CHOICES:
-        raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
     prompts: list[str] | list[list[int]] = prompt
     return prompts
 

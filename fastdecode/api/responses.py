@@ -84,16 +84,17 @@ def parse_response(
     if instructions is not None:
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = messages
-    reasoning = Fields(fields.take("reasoning") or {}, "reasoning")
+    reasoning = fields.object("reasoning")
     chat["reasoning_effort"] = effort = read_hint(reasoning, "effort", HINTS["reasoning_effort"])
     reasoning.refuse_others(left_out=_LEFT_OUT_OF_REASONING)
     most = fields.integer("max_output_tokens", 1, 2**31 - 1, None)
     if most is not None:
         chat["max_completion_tokens"] = most
-    tools = ResponseTools.read(fields.take("tools") or [], drop_hosted=drop_hosted_tools)
+    given_tools = fields.take("tools")
+    tools = ResponseTools.read([] if given_tools is None else given_tools, drop_hosted=drop_hosted_tools)
     choice = fields.take("tool_choice")
     chat["tools"], chat["tool_choice"] = tools.functions, tools.choice(choice)
-    text = Fields(fields.take("text") or {}, "text")
+    text = fields.object("text")
     form = text.take("format")
     if form is not None:
         chat["response_format"] = _format(Fields(form, "text.format"))

@@ -98,8 +98,7 @@ class Runs:
                 return await self._show(request, stored, *shown, stream=prepared.generation.stream, marks=marked)
             if not prepared.generation.stream:
                 return await self._whole(request, prepared, run)
-            events = self._event_stream(request, answer)
-            await events.open()
+            events = await self._open_stream(request, answer)
             await self._write(events, prepared, run, resume)
             return events.response
 
@@ -178,8 +177,7 @@ class Runs:
     ) -> web.StreamResponse:
         """Answer with the events of a stored stream behind the number `after`, also those to come, and with the marks
         from an entry of its log on; None: without marks."""
-        events = self._event_stream(request, stored.answer)
-        await events.open()
+        events = await self._open_stream(request, stored.answer)
         try:
             with self.stored.reading(stored):
                 await stored.log.copy_to(events, after, self.keep_alive_seconds, comments_from=marks_from)
@@ -191,9 +189,12 @@ class Runs:
         await events.end()
         return events.response
 
-    def _event_stream(self, request: web.Request, answer: Answer) -> EventStream:
+    async def _open_stream(self, request: web.Request, answer: Answer) -> EventStream:
         headers = {"X-Request-Id": request_id(request) or answer.id, **notes().headers}
-        return EventStream(request, headers, named=answer.named_events)
+        events = EventStream(request, headers, named=answer.named_events)
+        notes().stream = events.response
+        await events.open()
+        return events
 
     def _run(self, prepared: PreparedRequest) -> Run:
         """The choices of a request, before they are submitted. Raises ApiError (400)."""
@@ -272,7 +273,8 @@ class Runs:
         if (top := generation.prompt_logprobs) is not None:
             for i, choice in enumerate(chosen):
                 prompt = prepared.prompts[i // generation.n]
-                body["choices"][i]["prompt_logprobs"] = answer.prompt_logprobs(choice.prompt_scores, prompt, top)
+                within = body if answer.has_one_prompt else body["choices"][i]
+                within["prompt_logprobs"] = answer.prompt_logprobs(choice.prompt_scores, prompt, top)
         return json_response(body, headers={"X-Request-Id": request_id(request) or answer.id})
 
     async def _write(self, events: Events, prepared: PreparedRequest, run: Run, resume: Resume | None) -> None:

@@ -15,6 +15,8 @@ from engines.api_client import MODEL, served
 from engines.real_engine import real_engine
 from models.checkpoints import MAX_POSITIONS, make_checkpoint
 
+from fastdecode.api.answers import Answer
+
 pytestmark = pytest.mark.quick
 
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
@@ -308,6 +310,45 @@ async def test_the_api_key(engine, tokenizer):
                 assert response.status == 200
             async with aiohttp.request("GET", f"http://127.0.0.1:{client.server.port}/v1/models") as response:
                 assert response.status == 401  # no header
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": "Bearer sesame", "X-API-Key": "other"}, 200),
+        ({"Authorization": "Bearer other", "X-API-Key": "sesame"}, 200),
+        ({"Authorization": "Basic sesame"}, 401),
+        ({"Authorization": "Bearer other", "X-API-Key": "another"}, 401),
+    ],
+    ids=str,
+)
+async def test_one_of_two_keys_suffices(engine, tokenizer, headers, status):
+    async with served(engine, tokenizer, api_keys=["sesame"], key="sesame") as client:
+        url = f"http://127.0.0.1:{client.server.port}/v1/models"
+        async with aiohttp.request("GET", url, headers=headers) as response:
+            assert response.status == status
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_json_too_deep_to_be_repeated_is_refused(client, path):
+    deep = b'{"a":' * 300 + b"1" + b"}" * 300
+    body = b'{"model": "%b", "stream": true, "input": "x", "prompt": "x", "metadata": %b}' % (MODEL.encode(), deep)
+    headers = {"Content-Type": "application/json"}
+    async with client.http.post(path, data=body, headers=headers) as response:
+        assert response.status == 400
+        assert "deep" in (await response.json())["error"]["message"]
+
+
+async def test_a_fault_behind_the_headers_of_a_stream_ends_the_connection(client, monkeypatch):
+    """A second status line would stand within the body."""
+    monkeypatch.setattr(Answer, "end", lambda *_, **__: 1 / 0)
+    received = b""
+    async with client.http.post("/v1/completions", json=ASK | {"stream": True}) as response:
+        assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            async for chunk in response.content.iter_any():
+                received += chunk
+    assert b"HTTP/1.1" not in received
 
 
 async def test_more_choices_than_the_queue_can_ever_take(tokenizer, tmp_path):

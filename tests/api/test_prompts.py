@@ -98,6 +98,17 @@ async def test_prompt_logprobs_equal_transformers(client, model, tokenizer):
         assert set(entry) == likeliest | {str(token)}
 
 
+@pytest.mark.quick
+async def test_prompt_logprobs_of_a_chat_are_beside_its_choices(client):
+    """As vLLM has them: the choices share their prompt."""
+    messages = [{"role": "user", "content": PROMPT}]
+    fields = {"messages": messages, "max_tokens": 1, "n": 2, "prompt_logprobs": 0}
+    status, body = await client.post("/v1/chat/completions", fields)
+    assert status == 200, body
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+    assert all("prompt_logprobs" not in choice for choice in body["choices"])
+
+
 async def test_scored_prompts_through_the_transformers_backend(checkpoint, tmp_path, model, tokenizer):
     """The other backend computes the logits of all scored rows within the model's own pass."""
     pytest.importorskip("greenlet")

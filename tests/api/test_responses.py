@@ -241,6 +241,7 @@ async def test_structured_text(tmp_path, tokenizer):
         ({"truncation": "auto"}, "truncation"),
         ({"nonsense": 1}, "nonsense"),
         ({"temperature": 3}, "temperature"),
+        *(({name: value}, name) for name, value in (("tools", 0), ("text", False), ("reasoning", ""))),
     ],
     ids=str,
 )
@@ -265,6 +266,7 @@ async def test_tokenize_and_detokenize(tokenizer):
         assert body["tokens"] == tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
         for path, fields, param in (
             ("/tokenize", {"prompt": 5}, "prompt"),
+            ("/tokenize", {}, "prompt"),
             ("/tokenize", {"prompt": "x", "y": 1}, "y"),
             ("/detokenize", {"tokens": ["x"]}, "tokens"),
         ):
