@@ -169,8 +169,8 @@ async def listen(url: str, host: str, port: int, secret: bytes | None, insecure:
         family, kind, proto, _, address = addresses[0]
         if secret is None and not insecure and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
             raise TransportError(
-                f"other machines can reach {url} and there is no shared secret, so anybody could use this R-node; "
-                "give the R-node a secret, or listen on 127.0.0.1"
+                f"other machines can reach {url} and there is no shared secret, so anybody could use this node; "
+                "give it a secret, or listen on 127.0.0.1"
             )
         sock = socket.socket(family, kind, proto)
         try:

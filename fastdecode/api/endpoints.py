@@ -50,7 +50,8 @@ class ApiModel:
             return self.names[0]
         known = self.names + self.adapters
         if asked not in known:
-            message = f"there is no model {asked!r} here, only {' and '.join(map(repr, known))}"
+            *others, last = map(repr, known)
+            message = f"there is no model {asked!r} here, only {' and '.join(filter(None, (', '.join(others), last)))}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return asked
 

@@ -51,7 +51,8 @@ def guesses(text: str) -> int:
     if text == "off":
         return 0
     kind, _, most = text.partition(":")
-    if kind not in ("suffix", "mtp") or not 1 <= (value := number(most, int)) <= _MAX_GUESSES:
+    value = number(most, int) if most.isdecimal() else 0
+    if kind not in ("suffix", "mtp") or not 1 <= value <= _MAX_GUESSES:
         raise ValueError(f"{text!r} is neither off nor suffix:K nor mtp:K with K within 1 to {_MAX_GUESSES}")
     return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import ipaddress
 import logging
 import socket
 import sys
@@ -85,6 +86,10 @@ def serve_model(
         exchange = stack.enter_context(contextlib.closing(node_exchange(config, device, split.mini_batches)))
         check_fits(config, backend, device, str(dtype).removeprefix("torch."))
         _check_vocabulary(settings.tokenizer, backend.config)
+        if config.api_key_file is None and not config.router_only and not _is_loopback(config.host):
+            log.warning(
+                "whoever reaches %s:%d can use the API, because there is no --api-key-file", config.host, config.port
+            )
         # They start while the weights are loaded, and the API's may run on all cpus, unlike the ranks.
         api_processes = ApiProcesses(config, sockets) if config.api_processes else None
         ranks: Ranks | None = None
@@ -95,6 +100,7 @@ def serve_model(
         fitted_to = None if config.no_calibration else calibration
         # The S-Part's thread is to be the only one with OpenMP threads.
         progress = sys.stderr.isatty()
+        log.info("loading the weights of %s", config.model)
         model = in_own_thread(backend.load, device, dtype, progress, config.weights, adapters, fitted_to, share)
         if ranks is not None:
             ranks.wait_until_loaded()
@@ -118,6 +124,13 @@ def serve_model(
         set_threads(split.s_threads, model)
         log.info("exchange: %s", exchange)
         uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret, ranks))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> None:

@@ -205,10 +205,13 @@ def read_profile(where: str) -> Profile:
         value = orjson.loads((shipped if shipped.is_file() else Path(where)).read_bytes())
         return profile_from_json(value)
     except OSError as error:
-        names = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.json")))
-        raise ProfileError(f"profile {where}: {error.strerror}; profiles that ship: {names}") from None
+        raise ProfileError(f"profile {where}: {error.strerror}; profiles that ship: {_shipped()}") from None
     except (ProfileError, orjson.JSONDecodeError, TypeError, AttributeError, KeyError, ValueError) as error:
         raise ProfileError(f"profile {where}: {error}") from None
+
+
+def _shipped() -> str:
+    return ", ".join(sorted(path.stem for path in SHIPPED.glob("*.json")))
 
 
 def merged(profiles: list[Profile]) -> Profile:
@@ -219,7 +222,10 @@ def merged(profiles: list[Profile]) -> Profile:
     links = next((p.links for p in reversed(profiles) if p.links), {})
     for name, section in (("s_node", s_node), ("r_node", r_node), ("links", links)):
         if not section:
-            raise ProfileError(f"no --profile has the section {name}")
+            raise ProfileError(
+                f"no --profile has the section {name}: give a file of `fastdecode-plan measure`, or one that ships: "
+                f"{_shipped()}"
+            )
     sources = {p.source for p in profiles}
     return Profile(
         name=" + ".join(p.name for p in profiles),

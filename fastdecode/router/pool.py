@@ -119,7 +119,7 @@ class Pool:
 
     def suspect(self, s_node: SNode, why: str) -> None:
         """Send an S-node nothing more until it answers /health again."""
-        if s_node.healthy:
+        if s_node.healthy or why != s_node.why_not:
             log.warning("S-node %s: %s", s_node.url, why)
         s_node.healthy, s_node.why_not = False, why
 

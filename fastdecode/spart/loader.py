@@ -77,6 +77,8 @@ def load_model(
     checkpoint = open_checkpoint(source, config)
     blueprint = Blueprint(config, own_head=not config.tied or checkpoint.head_differs(config.names))
     wanted = _matched(blueprint, checkpoint, config)
+    if adapters and source.gguf is not None:
+        raise CheckpointError("adapters are for safetensors, and the model is a GGUF file: serve its directory instead")
     adapter_set = AdapterSet(adapters)
     adapter_set.check(block_linears(config))
     parameters = sum(map(math.prod, wanted.shapes.values()))
@@ -345,6 +347,7 @@ class _Loading:
         block = weights.blocks[index]
         assert isinstance(block, Layer), "a model whose blocks keep states is not calibrated"
         self._calibration.pass_block(index, block)
+        log.info("rounded block %d of %d to int4 by the inputs of a text", index + 1, self._config.n_blocks)
         _return_free_memory()
 
     def settle_head(self, weights: Weights) -> None:

@@ -83,6 +83,12 @@ def test_a_child_gets_no_options_by_its_environment():
     assert kept == {variable("isa"): "avx2", "PATH": "/bin"}
 
 
+def test_off_in_a_file_is_the_choice_off(write):
+    """YAML reads it as false."""
+    config = NodeConfig.from_args(["--config", write("tune: off\nhuge-pages: off\nspeculate: off")])
+    assert (config.tune, config.huge_pages, config.speculate) == ("off", "off", "off")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -90,6 +96,8 @@ def test_a_child_gets_no_options_by_its_environment():
         ("nonsense: 1", "there is no option 'nonsense'"),
         ("config: x", "there is no option 'config'"),
         ("port: true", "port: must not be true or false"),
+        ("port: off", "port: must not be true or false"),
+        ("tune: on", "tune: must not be true or false"),
         ("no_prefix_cache: 1", "no_prefix_cache: must be true or false"),
         ("port: [1, 2]", "port: must be one value"),
         ("[1, 2]", "must be a mapping"),

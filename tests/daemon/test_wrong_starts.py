@@ -49,7 +49,10 @@ S_STARTS = [
     ("--ssl-certfile {text}", "not a certificate chain and its private key"),
     ("--chat-template {none}", "--chat-template {none}: No such file or directory"),
     ("--chat-template {jinja}", "the chat template is not valid Jinja: line 1"),
-    ("--lora french={none}", "adapter 'french': {none} is not a model directory: it has no adapter_config.json"),
+    (
+        "--lora french={none}",
+        "adapter 'french': {none} is not the directory of an adapter: it has no adapter_config.json",
+    ),
     ("--prefill-file {none} --r-node {open}", "--prefill-file {none}: No such file or directory"),
     ("--r-nodes-file {none} --connect-seconds 0", "no R-nodes: {none}: No such file or directory"),
     # what this machine does not have

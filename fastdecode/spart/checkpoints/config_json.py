@@ -179,12 +179,12 @@ def end_token_ids(*files: dict[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model directory. Raises CheckpointError."""
+def read_json(path: Path, owner: str = "a model") -> dict[str, Any]:
+    """The JSON object in a file of the directory of `owner`. Raises CheckpointError."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} is not a model directory: it has no {path.name}") from None
+        raise CheckpointError(f"{path.parent} is not the directory of {owner}: it has no {path.name}") from None
     except NotADirectoryError:
         raise CheckpointError(f"{path.parent} is not a directory") from None
     except ValueError as error:

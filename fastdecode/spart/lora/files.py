@@ -94,7 +94,7 @@ def read_adapter(name: str, directory: Path) -> Adapter:
     Raises CheckpointError for an adapter that cannot be applied; the message names it and the reason.
     """
     try:
-        config = ConfigJson(read_json(directory / "adapter_config.json"))
+        config = ConfigJson(read_json(directory / "adapter_config.json", "an adapter"))
         _check(config)
         return Adapter(name, directory, _modules(config, directory))
     except CheckpointError as error:
