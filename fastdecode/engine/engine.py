@@ -342,8 +342,11 @@ class Engine:
 
     def _fail(self, seq: Sequence, reason: str) -> None:
         if seq in self._live:
-            fault = seq.constraints.fault if seq.constraints is not None else None
-            seq.output(GenerationFailed(reason) if fault is None else NothingAllowed(fault))
+            of_request = seq.constraints
+            if of_request is not None and of_request.allow_nothing:
+                seq.output(NothingAllowed(": ".join(filter(None, (reason, of_request.fault)))))
+            else:
+                seq.output(GenerationFailed(reason))
             self._end_request(seq, "error")
 
     def _end_request(self, seq: Sequence, reason: str) -> None:

@@ -11,6 +11,9 @@ def test_without_calibration_the_weights_are_other_ones(start):
         node = start("--role", "s", "--port", "0", "--weights", "int4", "--dtype", "fp32", *option)
         api = node.api()
         answer = api.completions.create(model="fastdecode-demo", prompt=PROMPT, max_tokens=1, echo=True, logprobs=0)
+        node.wait_for("loading the weights of ")
+        if not option:
+            node.wait_for(r"rounded block 1 of \d+ to int4")
         scores[*option] = answer.choices[0].logprobs.token_logprobs[1:]
         assert node.end() == 0
     calibrated, nearest = scores[()], scores[("--no-calibration",)]

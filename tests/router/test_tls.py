@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import ssl
 
 import aiohttp
@@ -60,6 +61,8 @@ async def test_only_the_certificate_of_an_s_node_s_own_address_is_accepted(start
         assert why_not[urls[1]] == refused.format("unable to get local issuer certificate")
         assert why_not[urls[2]] == refused.format("IP address mismatch, certificate is not valid for '127.0.0.1'")
         assert why_not[urls[3]] == "does not answer: it does not speak TLS as its https URL says"
+        for bad in urls[1:]:
+            await asyncio.to_thread(router.wait_for, re.escape(f"S-node {bad}: {why_not[bad]}"))
         # The certificate of S-nodes that are found by a name has to be that of the name.
         port = urls[0].rpartition(":")[2]
         named = start(*options, "--s-nodes-dns", f"https://localhost:{port}", program="router")

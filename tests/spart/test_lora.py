@@ -14,7 +14,7 @@ from engines.api_client import served
 from engines.real_engine import real_engine
 from engines.token_stream import submit
 from models.adapters_made import merged, save_adapter
-from models.checkpoints import VOCAB_SIZE, make_checkpoint
+from models.checkpoints import VOCAB_SIZE, make_checkpoint, make_model
 from models.greedy import is_greedy
 from models.hf_models import save_model
 from models.spart_steps import EXACT
@@ -213,6 +213,14 @@ def test_missing_files_are_named(directories, tmp_path):
     (tmp_path / "adapter_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin"):
         read_adapter("a", tmp_path)
+
+
+def test_adapters_beside_a_gguf_file_are_refused_with_the_reason(directories, tmp_path):
+    gguf_made = pytest.importorskip("models.gguf_made")
+    path = tmp_path / "m.gguf"
+    gguf_made.write_gguf(path, make_model("llama-gqa"), "Q8_0")
+    with pytest.raises(CheckpointError, match="adapters are for safetensors"):
+        load_model(path, adapters=[read_adapter("a", directories[0])])
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])

@@ -26,8 +26,7 @@ class TokenConstraints:
         self._longest = max((len(word) - 1 for word in params.bad_words), default=0)
         self._recent: list[int] = []  # the last tokens generated, as many as a bad word may begin with
         self._grammar = params.grammar.start() if params.grammar is not None else None
-        #: Why no token may come next; None: one may.
-        self.fault: str | None = None
+        self.allow_nothing = False  # no token may come next
 
     @property
     def active(self) -> bool:
@@ -61,11 +60,12 @@ class TokenConstraints:
             n = len(beginning)
             if n <= len(self._recent) and self._recent[len(self._recent) - n :] == beginning:
                 row.view(np.uint32)[last // 32] &= np.uint32(~(1 << last % 32) & 0xFFFFFFFF)
-        self.fault = None if row.any() else self._why_none()
+        self.allow_nothing = not row.any()
 
-    def _why_none(self) -> str:
-        fault = self._grammar.fault if self._grammar is not None else None
-        return f"the request's grammar or lists of tokens allow no next token{'' if fault is None else f': {fault}'}"
+    @property
+    def fault(self) -> str | None:
+        """Why the grammar cannot be followed any more; None: it can be, or there is none."""
+        return self._grammar.fault if self._grammar is not None else None
 
 
 def constraints(params: SamplingParams, end_tokens: Iterable[int], vocab_size: int) -> TokenConstraints | None:

@@ -80,7 +80,7 @@ class GrammarState(Protocol):
 
     @property
     def fault(self) -> str | None:
-        """Why `fill` has cleared all bits, if the grammar cannot be followed; else None."""
+        """Why the grammar cannot be followed any more; None: it can be."""
         ...
 
 
