@@ -94,7 +94,11 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
     vec_t acc[MAX_ROWS], other[MAX_ROWS];
     for (uint32_t r = 0; r < n; r++) acc[r] = other[r] = vec_zero();
     for (uint32_t b = 0; b < blocks; b++) {
-        for (uint32_t i = 0; i < ahead.lines; i++) __builtin_prefetch(w + ahead.distance + i * LINE, 0, 2);
+        /* A loop of constant length is unrolled. */
+        if (ahead.lines == block_bytes / LINE)
+            for (uint32_t i = 0; i < block_bytes; i += LINE) __builtin_prefetch(w + ahead.distance + i, 0, 2);
+        else
+            for (uint32_t i = 0; i < ahead.lines; i++) __builtin_prefetch(w + ahead.distance + i * LINE, 0, 2);
         one_block(l, acc, w, scales, has_mins ? mins : NULL, block, &of, n, kind, passes);
         if (both) {
             const uint16_t *other_mins = has_mins ? mins + LANES : NULL;
