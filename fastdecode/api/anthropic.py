@@ -74,8 +74,7 @@ def parse_message(
     chat["messages"] = messages = _messages(fields)
     last = messages[-1]
     chat["continue_final_message"] = last["role"] == "assistant" and "tool_calls" not in last
-    tools = fields.take("tools")
-    chat["tools"] = _tools([] if tools is None else tools, drop_hosted=drop_hosted_tools)
+    chat["tools"] = _tools(fields.take("tools", []), drop_hosted=drop_hosted_tools)
     chat |= _tool_choice(fields.object("tool_choice", {"type": "auto"}))
     output = fields.object("output_config")
     chat["reasoning_effort"] = read_hint(output, "effort", HINTS["reasoning_effort"])

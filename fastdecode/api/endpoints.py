@@ -50,8 +50,7 @@ class ApiModel:
             return self.names[0]
         known = self.names + self.adapters
         if asked not in known:
-            *others, last = map(repr, known)
-            message = f"there is no model {asked!r} here, only {' and '.join(filter(None, (', '.join(others), last)))}"
+            message = f"there is no model {asked!r} here, only {', '.join(map(repr, known))}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return asked
 

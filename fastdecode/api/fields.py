@@ -16,6 +16,7 @@ from fastdecode.text.log_once import log_once
 log = logging.getLogger(__name__)
 
 MAX_KEYS = 50_000  #: of all objects of a body together; orjson takes some 30 ms for them
+_SAFE_LEVELS = 200  # of nested lists and objects, which orjson can write in any answer
 _Default = TypeVar("_Default")
 #: Whether a value of a field passes.
 Test = Callable[[Any], bool]
@@ -46,9 +47,10 @@ class Fields:
         """The name of a field within the request."""
         return self._prefix + name
 
-    def take(self, name: str) -> Any:
-        """The value as it is; None if the field is absent or null."""
-        return self._left.pop(name, None)
+    def take(self, name: str, default: Any = None) -> Any:
+        """The value as it is; `default` if the field is absent or null."""
+        value = self._left.pop(name, None)
+        return default if value is None else value
 
     def required(self, name: str) -> Any:
         """The value as it is; the field must be there."""
@@ -98,8 +100,7 @@ class Fields:
 
     def object(self, name: str, default: Mapping[str, Any] | None = None) -> Fields:
         """The fields of an object; those of `default` if it is absent."""
-        value = self.take(name)
-        return Fields(dict(default or {}) if value is None else value, self.param(name))
+        return Fields(self.take(name, default or {}), self.param(name))
 
     def required_object(self, name: str) -> Fields:
         """The fields of an object that must be there."""
@@ -180,7 +181,8 @@ def decode_json(body: bytes) -> Any:
         decoded = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    require_depth(decoded)
+    if body.count(b"{") + body.count(b"[") > _SAFE_LEVELS:
+        require_depth(decoded)
     return decoded
 
 

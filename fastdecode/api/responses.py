@@ -90,8 +90,7 @@ def parse_response(
     most = fields.integer("max_output_tokens", 1, 2**31 - 1, None)
     if most is not None:
         chat["max_completion_tokens"] = most
-    given_tools = fields.take("tools")
-    tools = ResponseTools.read([] if given_tools is None else given_tools, drop_hosted=drop_hosted_tools)
+    tools = ResponseTools.read(fields.take("tools", []), drop_hosted=drop_hosted_tools)
     choice = fields.take("tool_choice")
     chat["tools"], chat["tool_choice"] = tools.functions, tools.choice(choice)
     text = fields.object("text")

@@ -75,8 +75,8 @@ _CHECKS = (
     _Check(
         lambda c: _prefill_options(c) and (not c.uses_r_nodes or c.partition != "sequences"),
         lambda c: (
-            f"{_prefill_options(c)[0]} needs --r-node, and --partition sequences: R-nodes of other S-nodes must reach "
-            "this one's, and each hold whole sequences"
+            f"{_prefill_options(c)[0]} needs --r-node, and --partition sequences: whole sequences move between R-nodes "
+            "of two S-nodes"
         ),
     ),
     _Check(

@@ -123,10 +123,9 @@ def from_mapping(fields: Sequence[Field[Any]], content: Mapping[Any, Any]) -> li
             raise ValueError(f"there is no option {key!r}")
         if value is None:
             continue
+        if value is False and "off" in (f.default, *(f.metadata["choices"] or ())):
+            value = "off"  # which YAML reads as false
         if isinstance(f.default, bool) or isinstance(value, bool):
-            if value is False and "off" in (f.default, *(f.metadata["choices"] or ())):
-                args += option_words(f, ["off"])  # which YAML reads as false
-                continue
             if not isinstance(value, bool) or not isinstance(f.default, bool):
                 raise ValueError(f"{key}: must {'' if isinstance(f.default, bool) else 'not '}be true or false")
             args += [flag(f.name)] if value else []

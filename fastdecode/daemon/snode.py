@@ -86,7 +86,7 @@ def serve_model(
         exchange = stack.enter_context(contextlib.closing(node_exchange(config, device, split.mini_batches)))
         check_fits(config, backend, device, str(dtype).removeprefix("torch."))
         _check_vocabulary(settings.tokenizer, backend.config)
-        if config.api_key_file is None and not config.router_only and not _is_loopback(config.host):
+        if config.api_key_file is None and not config.router_only and any(map(_is_reachable, sockets)):
             log.warning(
                 "whoever reaches %s:%d can use the API, because there is no --api-key-file", config.host, config.port
             )
@@ -126,11 +126,9 @@ def serve_model(
         uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret, ranks))
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _is_reachable(sock: socket.socket) -> bool:
+    """Whether other machines reach what listens at a socket."""
+    return not ipaddress.ip_address(sock.getsockname()[0].split("%")[0]).is_loopback
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> None:

@@ -342,9 +342,8 @@ class Engine:
 
     def _fail(self, seq: Sequence, reason: str) -> None:
         if seq in self._live:
-            of_request = seq.constraints
-            if of_request is not None and of_request.allow_nothing:
-                seq.output(NothingAllowed(": ".join(filter(None, (reason, of_request.fault)))))
+            if seq.constraints is not None and seq.constraints.allow_nothing:
+                seq.output(NothingAllowed(": ".join(filter(None, (reason, seq.constraints.fault)))))
             else:
                 seq.output(GenerationFailed(reason))
             self._end_request(seq, "error")

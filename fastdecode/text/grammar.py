@@ -33,7 +33,6 @@ Kind = Literal["json_schema", "regex", "choice", "lark"]
 JSON_WHITE_SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,32}"
 #: A longer grammar is refused, in characters.
 MAX_GRAMMAR_LENGTH = 256 * 1024
-_FAULT = "internal error; the server's log says more"
 _CACHED = 64  # compiled grammars kept for the next request
 
 
@@ -168,7 +167,7 @@ class _BatchUpdate:
         except Exception:
             log.exception("grammars could not take their tokens")
             for state in states:
-                state.set_mask(None, _FAULT)
+                state.set_mask(None)
         else:
             self._compute_each(states)
 
@@ -181,7 +180,7 @@ class _BatchUpdate:
                     self._compute_each([state])
                 return
             log.exception("a grammar's mask could not be computed")
-            states[0].set_mask(None, _FAULT)
+            states[0].set_mask(None)
 
     def _advance(self, states: list[LLGrammarState]) -> None:
         moving = [state for state in states if state.token is not None]
@@ -197,10 +196,8 @@ class _BatchUpdate:
         if sound:
             self._executor.unsafe_compute_mask_ptr(sound, masks.ctypes.data, masks.strides[0], len(masks))
         for state, mask in zip(states, masks, strict=True):
-            if state.matcher.is_error():
-                state.set_mask(None, plain_reason(state.matcher.get_error()))
-            else:
-                state.set_mask(mask)
+            fault = plain_reason(state.matcher.get_error()) if state.matcher.is_error() else None
+            state.set_mask(np.zeros_like(mask) if fault else mask, fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +262,14 @@ class LLGrammarState:
         """Why the grammar cannot be followed any more; None: it can be."""
         return self._fault
 
+    @property
+    def broken(self) -> bool:
+        """Whether the last mask could not be computed, which is no fault of the grammar."""
+        return self._mask is None
+
     def set_mask(self, mask: npt.NDArray[np.int32] | None, fault: str | None = None) -> None:
-        """Take the mask after the last token, [n_words]; None: nothing is allowed, because of `fault`. Called by the
-        mask thread."""
+        """Take the mask after the last token, [n_words], and why it allows nothing, if that is the grammar's fault.
+        None: the mask could not be computed. Called by the mask thread."""
         self._mask, self._fault = mask, fault
         self._ready.set()
 

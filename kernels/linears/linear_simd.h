@@ -118,8 +118,8 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
 
 FD_INLINE void all_lanes(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t row, float *y,
                          ahead_t ahead, const uint32_t n, const kind_t kind, const form_t form) {
-    /* Few rows read weights from memory, line by line, and their sums fit into the registers with all of a line. The
-     * second vector's lines are in the cache. */
+    /* Few rows read weights from memory, line by line, and their sums fit into the registers with all of a line. If the
+     * vectors are computed one after the other, the second finds its lines in the cache, so it prefetches none. */
     const bool both = n <= 2 && VECS == 2;
     for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane += both ? 2 * LANES : LANES, ahead.lines = 0)
         some_rows(l, tile, lane, rows, row, y, ahead, n, both, kind, form);

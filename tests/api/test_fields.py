@@ -95,9 +95,9 @@ def known(parse, body, monkeypatch):
     names, neutral = set(), {}
     take, refuse_others = Fields.take, Fields.refuse_others
 
-    def recorded(fields, name):
+    def recorded(fields, name, *default):
         names.add(fields.param(name))
-        return take(fields, name)
+        return take(fields, name, *default)
 
     def refused(fields, passing=None, left_out=None):
         names.update(fields.param(name) for name in {**(passing or {}), **(left_out or {})})

@@ -8,6 +8,8 @@ from collections import deque
 import numpy as np
 import pytest
 
+from fastdecode.engine.state.constraints import constraints
+from fastdecode.engine.state.request import SamplingParams
 from fastdecode.text.grammar import LLGrammar, _BatchUpdate, _MaskThread
 
 pytestmark = pytest.mark.quick
@@ -89,3 +91,20 @@ def test_a_matcher_that_fails_takes_no_other_with_it(caplog):
     first, broken, third = map(allowed, states)
     assert {ord("a"), ord("b")} < first == third
     assert not broken and "could not be computed" in caplog.text
+    assert [state.broken for state in states] == [False, True, False]  # no fault of a request
+
+
+def test_a_mask_that_could_not_be_computed_is_no_fault_of_the_request():
+    class State:
+        fault, broken = None, True
+
+        def fill(self, row):
+            row[:] = 0
+
+    class Grammar:
+        def start(self):
+            return State()
+
+    found = constraints(SamplingParams(grammar=Grammar()), [], 64)
+    found.fill(np.full(2, -1, np.int32))
+    assert not found.allow_nothing

@@ -26,7 +26,7 @@ class TokenConstraints:
         self._longest = max((len(word) - 1 for word in params.bad_words), default=0)
         self._recent: list[int] = []  # the last tokens generated, as many as a bad word may begin with
         self._grammar = params.grammar.start() if params.grammar is not None else None
-        self.allow_nothing = False  # no token may come next
+        self.allow_nothing = False  # the request itself allows no next token
 
     @property
     def active(self) -> bool:
@@ -60,7 +60,7 @@ class TokenConstraints:
             n = len(beginning)
             if n <= len(self._recent) and self._recent[len(self._recent) - n :] == beginning:
                 row.view(np.uint32)[last // 32] &= np.uint32(~(1 << last % 32) & 0xFFFFFFFF)
-        self.allow_nothing = not row.any()
+        self.allow_nothing = not row.any() and not (self._grammar is not None and self._grammar.broken)
 
     @property
     def fault(self) -> str | None:

@@ -83,6 +83,11 @@ class GrammarState(Protocol):
         """Why the grammar cannot be followed any more; None: it can be."""
         ...
 
+    @property
+    def broken(self) -> bool:
+        """Whether `fill` has cleared all bits because of a fault that is not the grammar's."""
+        ...
+
 
 class Grammar(Protocol):
     """A compiled grammar. It allows an end token where the text may end."""
