@@ -347,5 +347,5 @@ async def test_several_names(tokenizer):
         assert (await client.openai.completions.create(**ASK | {"model": "org/big"})).model == "org/big"
         status, answer = await client.post("/v1/completions", {"prompt": "x"})
         assert (status, answer["model"]) == (200, "big")
-        with pytest.raises(openai.NotFoundError, match="'big' and 'org/big'"):
+        with pytest.raises(openai.NotFoundError, match="only 'big', 'org/big'"):
             await client.openai.completions.create(**ASK | {"model": "small"})

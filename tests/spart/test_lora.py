@@ -248,7 +248,7 @@ async def test_clients_choose_an_adapter_as_their_model(directories, tmp_path):
         assert (answer.model, answer.choices[0].text) == ("a", text)
         answer = await client.openai.completions.create(model="tiny", **options)
         assert (answer.model, answer.choices[0].text) != ("tiny", text)
-        with pytest.raises(NotFoundError, match="only 'tiny' and 'a'"):
+        with pytest.raises(NotFoundError, match="only 'tiny', 'a'"):
             await client.openai.completions.create(model="b", **options)
         chat = await client.openai.chat.completions.create(
             model="a", messages=[{"role": "user", "content": "Hi"}], max_tokens=2
