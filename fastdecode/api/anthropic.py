@@ -25,7 +25,8 @@ from fastdecode.api.fields import (
     read_objects,
 )
 from fastdecode.api.generation import Piece
-from fastdecode.api.protocol import HINTS, ChatRequest, parse_chat, read_hint
+from fastdecode.api.origins import Origins
+from fastdecode.api.protocol import HINTS, ChatRequest, parse_translated, read_hint
 from fastdecode.api.response_tools import drop_hosted_tool
 from fastdecode.text.output.deltas import CallDelta, OutputParser
 from fastdecode.text.tokenizer import Tokenizer
@@ -71,10 +72,11 @@ def parse_message(
         raise invalid("max_tokens", "this field is required")
     chat["max_completion_tokens"] = most
     chat["stop"] = fields.take("stop_sequences")
-    chat["messages"] = messages = _messages(fields)
+    origins = Origins(_ORIGINS)
+    chat["messages"] = messages = _messages(fields, origins)
     last = messages[-1]
     chat["continue_final_message"] = last["role"] == "assistant" and "tool_calls" not in last
-    chat["tools"] = _tools(fields.take("tools", []), drop_hosted=drop_hosted_tools)
+    chat["tools"] = _tools(fields.take("tools", []), origins, drop_hosted=drop_hosted_tools)
     chat |= _tool_choice(fields.object("tool_choice", {"type": "auto"}))
     output = fields.object("output_config")
     chat["reasoning_effort"] = read_hint(output, "effort", HINTS["reasoning_effort"])
@@ -86,10 +88,20 @@ def parse_message(
     chat["user"] = metadata.string("user_id")
     metadata.refuse_others()
     fields.refuse_others(_NEUTRAL, _LEFT_OUT)
-    return parse_chat(chat, defaults)
+    return parse_translated(chat, defaults, origins)
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+#: Where fields of the chat come from. Entries for calls and tools are added.
+_ORIGINS = {
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "stop": "stop_sequences",
+    "tool_choice.function": "tool_choice",
+}
+
+
+def _messages(fields: Fields, origins: Origins) -> list[dict[str, Any]]:
     """The messages of the chat, the system prompt included."""
     messages: list[dict[str, Any]] = []
     if (system := fields.take("system")) is not None:
@@ -104,7 +116,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
         blocks = _blocks(message.required("content"), message.param("content"))
         message.refuse_others()
         if role == "assistant":
-            _add_answer(messages, blocks)
+            _add_answer(messages, blocks, origins)
         else:
             _add_turn(messages, role, blocks)
     if not messages:
@@ -129,25 +141,30 @@ def _add_turn(messages: list[dict[str, Any]], role: str, blocks: list[Fields]) -
             _open(messages, role)["content"].append(_text_part(block))
 
 
-def _add_answer(messages: list[dict[str, Any]], blocks: list[Fields]) -> None:
+def _add_answer(messages: list[dict[str, Any]], blocks: list[Fields], origins: Origins) -> None:
     """Add blocks that the assistant has written."""
     for block in blocks:
+        kind = _kind(block, "text", "tool_use", "thinking", "redacted_thinking")
+        if kind == "redacted_thinking":
+            block.refuse_others(left_out={"data": is_string})
+            continue
         message = _open(messages, "assistant")
-        match _kind(block, "text", "tool_use", "thinking", "redacted_thinking"):
+        match kind:
             case "text":
                 message["content"].append(_text_part(block))
             case "tool_use":
                 function = {"name": block.required("name"), "arguments": block.required("input")}
                 call = {"type": "function", "id": block.string("id"), "function": function}
-                message.setdefault("tool_calls", []).append(call)
+                calls = message.setdefault("tool_calls", [])
+                name = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}].function"
+                origins |= {name: block.prefix, f"{name}.arguments": block.param("input")}
+                calls.append(call)
                 block.refuse_others({**_CACHE, "caller": is_one_of({"type": "direct"})})
             case "thinking":
                 before = message.get("reasoning_content")
                 thought = block.required_string("thinking")
                 message["reasoning_content"] = thought if before is None else f"{before}\n{thought}"
                 block.refuse_others({"signature": is_string})
-            case "redacted_thinking":
-                block.refuse_others(left_out={"data": is_string})
 
 
 def _open(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
@@ -182,9 +199,9 @@ def _result(block: Fields) -> dict[str, Any]:
     return message
 
 
-def _tools(tools: Any, *, drop_hosted: bool) -> list[dict[str, Any]]:
+def _tools(tools: Any, origins: Origins, *, drop_hosted: bool) -> list[dict[str, Any]]:
     """The functions of the chat."""
-    functions = []
+    functions: list[dict[str, Any]] = []
     for tool in read_objects(tools, "tools", "tools"):
         kind = tool.string("type") or "custom"
         if kind.startswith(_HOSTED):
@@ -195,6 +212,8 @@ def _tools(tools: Any, *, drop_hosted: bool) -> list[dict[str, Any]]:
             raise invalid(tool.param("type"), message, code="unsupported_value")
         function = {name: tool.take(name) for name in ("name", "description", "strict")}
         function["parameters"] = tool.required("input_schema")
+        name = f"tools[{len(functions)}].function"
+        origins |= {name: tool.prefix, f"{name}.parameters": tool.param("input_schema")}
         tool.refuse_others(_NEUTRAL_OF_TOOLS, _LEFT_OUT_OF_TOOLS)
         functions.append({"type": "function", "function": function})
     return functions

@@ -136,15 +136,16 @@ class Endpoints:
         body = await self._parse(request, partial(parse_response, drop_hosted_tools=self.drop_hosted_tools))
         if body.background and not self.one_process:
             raise invalid("background", "this server would need --api-processes 1", code="unsupported_value")
-        dialogue, text, generation = await self.prepare_chat(body.chat)
-        answer = ResponseAnswer(
-            self.model.name(generation.model),
-            self.tokenizer,
-            parser=dialogue.parser(text),
-            shown=body.shown,
-            namespaces=body.tools.namespaces,
-        )
-        return await self._answer_chat(request, generation, dialogue, text, answer, background=body.background)
+        with body.chat.origins.named():
+            dialogue, text, generation = await self.prepare_chat(body.chat)
+            answer = ResponseAnswer(
+                self.model.name(generation.model),
+                self.tokenizer,
+                parser=dialogue.parser(text),
+                shown=body.shown,
+                namespaces=body.tools.namespaces,
+            )
+            return await self._answer_chat(request, generation, dialogue, text, answer, background=body.background)
 
     async def one_response(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{id}: a response in the background, or a stream of its events."""
@@ -172,15 +173,19 @@ class Endpoints:
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
         parse = partial(parse_message, drop_hosted_tools=self.drop_hosted_tools)
-        dialogue, text, generation = await self.prepare_chat(await self._parse(request, parse))
-        name, parser = self.model.name(generation.model), dialogue.parser(text)
-        answer = AnthropicAnswer(name, self.tokenizer, parser=parser)
-        return await self._answer_chat(request, generation, dialogue, text, answer)
+        chat = await self._parse(request, parse)
+        with chat.origins.named():
+            dialogue, text, generation = await self.prepare_chat(chat)
+            name, parser = self.model.name(generation.model), dialogue.parser(text)
+            answer = AnthropicAnswer(name, self.tokenizer, parser=parser)
+            return await self._answer_chat(request, generation, dialogue, text, answer)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens."""
         parse = partial(parse_message, drop_hosted_tools=self.drop_hosted_tools, counts=True)
-        _, text, generation = await self.prepare_chat(await self._parse(request, parse))
+        chat = await self._parse(request, parse)
+        with chat.origins.named():
+            _, text, generation = await self.prepare_chat(chat)
         special = generation.add_special_tokens
         [prompt] = await self.preparation.encode([text], AnthropicAnswer.prompt_param, add_special_tokens=special)
         return json_response({"input_tokens": len(prompt)})

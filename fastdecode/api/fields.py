@@ -38,14 +38,14 @@ class Fields:
 
     def __init__(self, body: Any, prefix: str = ""):
         if not isinstance(body, dict):
-            where = prefix or "the body"
-            raise ApiError(400, f"{where} must be a JSON object", param=prefix or None)
+            wrong = "must be a JSON object"
+            raise invalid(prefix, wrong) if prefix else ApiError(400, f"the body {wrong}")
         self._left = dict(body)
-        self._prefix = prefix + "." if prefix else ""
+        self.prefix = prefix
 
     def param(self, name: str) -> str:
         """The name of a field within the request."""
-        return self._prefix + name
+        return f"{self.prefix}.{name}" if self.prefix else name
 
     def take(self, name: str, default: Any = None) -> Any:
         """The value as it is; `default` if the field is absent or null."""

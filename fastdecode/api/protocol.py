@@ -16,6 +16,7 @@ from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.fields import Fields, invalid, is_boolean, is_integer, is_object, is_one_of, is_string, read_objects
 from fastdecode.api.generation import TextOptions
 from fastdecode.api.messages import read_messages
+from fastdecode.api.origins import Origins
 from fastdecode.api.structured import GrammarField, read_grammar
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.text.chat_template import REASONING_FIELDS, RESERVED_VARIABLES
@@ -119,6 +120,7 @@ class ChatRequest:
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
     continue_final_message: bool = False  # the answer continues the last message
     hints: Mapping[str, str] = field(default_factory=dict)  # of the template's variables, those of HINTS
+    origins: Origins = field(default_factory=Origins)  # of a chat that stands for a body of another API
 
 
 def parse_completion(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> CompletionRequest:
@@ -146,6 +148,13 @@ def parse_completion(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> Com
         generation = replace(generation, sampling=replace(generation.sampling, prompt_logprobs=most))
     fields.refuse_others(_NEUTRAL_COMPLETION, LEFT_OUT)
     return CompletionRequest(generation, prompts, echo)
+
+
+def parse_translated(chat: dict[str, Any], defaults: SamplingDefaults, origins: Origins) -> ChatRequest:
+    """Check a chat into which a body of another API was translated. Raises ApiError (400), which names that body's
+    field."""
+    with origins.named():
+        return replace(parse_chat(chat, defaults), origins=origins)
 
 
 def parse_chat(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> ChatRequest:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastdecode.api.fields import Fields, invalid, is_boolean, is_object, is_one_of, read_objects
+from fastdecode.api.origins import Origins
 from fastdecode.text.log_once import log_once
 
 log = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ class ResponseTools:
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, given: Any, *, drop_hosted: bool) -> ResponseTools:
-        """Read the value of `tools`. Raises ApiError (400)."""
+    def read(cls, given: Any, origins: Origins, *, drop_hosted: bool) -> ResponseTools:
+        """Read the value of `tools`, and add to `origins` those of the chat's tools. Raises ApiError (400)."""
         tools = cls()
         for entry, shown in zip(read_objects(given, "tools", "tools"), given, strict=True):
             kind = entry.required("type")
@@ -64,22 +65,22 @@ class ResponseTools:
                 continue
             tools.shown.append(shown)
             if kind == "namespace":
-                tools._add_namespace(entry)
+                tools._add_namespace(entry, origins)
             else:
-                tools._add(entry, kind)
+                tools._add(entry, kind, origins)
         return tools
 
-    def _add_namespace(self, fields: Fields) -> None:
+    def _add_namespace(self, fields: Fields, origins: Origins) -> None:
         namespace, description = fields.required_string("name"), fields.string("description")
         members = read_objects(fields.required("tools"), fields.param("tools"), "tools")
         for entry in members:
-            self._add(entry, entry.required("type"), namespace)
+            self._add(entry, entry.required("type"), origins, namespace)
         if members and description:
             first = self.functions[-len(members)]["function"]
             first["description"] = "\n\n".join(filter(None, (description, first["description"])))
         fields.refuse_others()
 
-    def _add(self, fields: Fields, kind: Any, namespace: str | None = None) -> None:
+    def _add(self, fields: Fields, kind: Any, origins: Origins, namespace: str | None = None) -> None:
         if kind != "function":
             raise invalid(fields.param("type"), f"only functions are supported, not {kind!r}", code="unsupported_value")
         function = {name: fields.take(name) for name in ("description", "parameters", "strict")}
@@ -88,6 +89,7 @@ class ResponseTools:
         flat = flat_name(namespace, name)
         if namespace is not None:
             self.namespaces[flat] = namespace, name
+        origins[f"tools[{len(self.functions)}].function"] = fields.prefix
         self.functions.append({"type": "function", "function": {"name": flat, **function}})
 
     def choice(self, given: Any) -> Any:

@@ -16,7 +16,8 @@ from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError
 from fastdecode.api.fields import Fields, invalid, is_integer, is_one_of, is_string, read_objects
 from fastdecode.api.generation import Piece
-from fastdecode.api.protocol import HINTS, LEFT_OUT, LEFT_OUT_OF_STREAMS, ChatRequest, parse_chat, read_hint
+from fastdecode.api.origins import Origins
+from fastdecode.api.protocol import HINTS, LEFT_OUT, LEFT_OUT_OF_STREAMS, ChatRequest, parse_translated, read_hint
 from fastdecode.api.response_tools import ResponseTools, flat_name
 from fastdecode.text.output.deltas import CallDelta, OutputParser
 from fastdecode.text.tokenizer import Tokenizer
@@ -78,19 +79,16 @@ def parse_response(
     """Check a decoded JSON body. Raises ApiError (400)."""
     fields = Fields(body)
     chat: dict[str, Any] = {name: value for name in _SAME if (value := fields.take(name)) is not None}
-    given = fields.required("input")
-    messages = _messages(given)
+    origins = Origins(_ORIGINS)
     instructions = fields.string("instructions")
-    if instructions is not None:
-        messages.insert(0, {"role": "system", "content": instructions})
-    chat["messages"] = messages
+    chat["messages"] = _messages(fields.required("input"), instructions, origins)
     reasoning = fields.object("reasoning")
     chat["reasoning_effort"] = effort = read_hint(reasoning, "effort", HINTS["reasoning_effort"])
     reasoning.refuse_others(left_out=_LEFT_OUT_OF_REASONING)
     most = fields.integer("max_output_tokens", 1, 2**31 - 1, None)
     if most is not None:
         chat["max_completion_tokens"] = most
-    tools = ResponseTools.read(fields.take("tools", []), drop_hosted=drop_hosted_tools)
+    tools = ResponseTools.read(fields.take("tools", []), origins, drop_hosted=drop_hosted_tools)
     choice = fields.take("tool_choice")
     chat["tools"], chat["tool_choice"] = tools.functions, tools.choice(choice)
     text = fields.object("text")
@@ -103,7 +101,7 @@ def parse_response(
     if background and not fields.boolean("store", default=True):
         raise invalid("store", "a response in the background is stored for 10 minutes")
     fields.refuse_others(_NEUTRAL, _LEFT_OUT)
-    request = parse_chat(chat, defaults)
+    request = parse_translated(chat, defaults, origins)
     sampling = request.generation.sampling
     shown = {
         "background": background,
@@ -122,22 +120,24 @@ def parse_response(
     return ResponseRequest(request, shown, tools, background)
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
-    """The messages that `input` means: a text, or a list of messages, calls and their outputs."""
+def _messages(given: Any, instructions: str | None, origins: Origins) -> list[dict[str, Any]]:
+    """The messages that `instructions` and `input` mean. The latter is a text, or a list of messages, calls and their
+    outputs."""
+    head = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [*head, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise invalid("input", "must be a text or a list of at least one item")
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = list(head)
     thought = ""  # before the next item
     for item in read_objects(given, "input", "items"):
-        thought = _add_item(messages, item, thought)
-    if not messages:
+        thought = _add_item(messages, item, thought, origins)
+    if len(messages) == len(head):
         raise invalid("input", "has no message")
     return messages
 
 
-def _add_item(messages: list[dict[str, Any]], fields: Fields, thought: str) -> str:
+def _add_item(messages: list[dict[str, Any]], fields: Fields, thought: str, origins: Origins) -> str:
     """Add an item to the messages, with the reasoning before it. Returns the reasoning that the item is itself."""
     kind = fields.string("type") or "message"
     fields.take("id"), fields.take("status")  # of an earlier answer
@@ -145,6 +145,7 @@ def _add_item(messages: list[dict[str, Any]], fields: Fields, thought: str) -> s
     thought = ""
     match kind:
         case "message":
+            origins[f"messages[{len(messages)}]"] = fields.prefix
             role, content = fields.required("role"), fields.required("content")
             added = {"role": role, "content": _text(content, fields.param("content"))}
             messages.append(added | (reasoning if role == "assistant" else {}))
@@ -154,9 +155,12 @@ def _add_item(messages: list[dict[str, Any]], fields: Fields, thought: str) -> s
             name = flat_name(fields.string("namespace"), fields.required("name"))
             function = {"name": name, "arguments": fields.required("arguments")}
             call = {"type": "function", "id": fields.string("call_id"), "function": function}
-            messages[-1].setdefault("tool_calls", []).append(call)
+            calls = messages[-1].setdefault("tool_calls", [])
+            origins[f"messages[{len(messages) - 1}].tool_calls[{len(calls)}].function"] = fields.prefix
+            calls.append(call)
         case "function_call_output":
             fields.take("name"), fields.take("namespace")  # the call has them
+            origins[f"messages[{len(messages)}].content"] = fields.param("output")
             output = _text(fields.required("output"), fields.param("output"))
             messages.append({"role": "tool", "tool_call_id": fields.string("call_id"), "content": output})
         case "reasoning":
@@ -200,6 +204,16 @@ def _format(fields: Fields) -> dict[str, Any]:
         found["json_schema"] = {name: fields.take(name) for name in ("name", "description", "schema", "strict")}
     fields.refuse_others()
     return found
+
+
+#: Where fields of the chat come from. Entries for messages and tools are added.
+_ORIGINS = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "tool_choice.function": "tool_choice",
+}
 
 
 class _Item:

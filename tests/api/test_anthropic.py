@@ -30,6 +30,13 @@ CALL = '<tool_call>{"name": "dice", "arguments": {"sides": 6}}</tool_call>'
 MESSAGE = "<think>A die.</think>\n\nI roll. " + CALL + "\n" + CALL.replace("6", "20")
 ASK = {"model": MODEL, "max_tokens": 4000, "messages": [{"role": "user", "content": "Roll."}]}
 HELLO = {"type": "text", "text": "Hello"}
+USER = {"role": "user", "content": "x"}
+USE = {"type": "tool_use", "id": "a", "name": "dice", "input": {}}
+
+
+def said(*blocks):
+    """A message of the assistant."""
+    return {"role": "assistant", "content": list(blocks)}
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +255,14 @@ async def test_a_key_in_anthropics_header(tokenizer, spell, anthropic_of):
             "messages[0].content[0].content[0].type",
         ),
         ({"system": [{"type": "image"}]}, "system[0].type"),
-        ({"stop_sequences": [1]}, "stop"),
+        ({"stop_sequences": [1]}, "stop_sequences"),
+        ({"messages": [USER, said(HELLO, USE | {"input": "x"})], "system": "x"}, "messages[1].content[1].input"),
+        ({"messages": [USER, USER, said(USE, USE | {"name": 5})]}, "messages[2].content[1].name"),
+        ({"tools": [DICE, DICE | {"name": "a b"}]}, "tools[1].name"),
+        ({"tools": [DICE | {"input_schema": 5}]}, "tools[0].input_schema"),
+        ({"tools": [DICE | {"strict": 5}]}, "tools[0].strict"),
+        ({"output_config": {"format": {"type": "yaml", "schema": {}}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),

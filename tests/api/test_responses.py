@@ -33,6 +33,9 @@ MESSAGE = "<think>A die.</think>\n\nI roll. " + CALL + "\n" + CALL.replace("6", 
 
 
 CRM = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [DICE, DICE | {"name": "dial"}]}
+USER = {"role": "user", "content": "x"}
+CALLED = {"type": "function_call", "call_id": "a", "name": "dice", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "6"}
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +223,13 @@ async def test_structured_text(tmp_path, tokenizer):
             model=MODEL, input="x?", text={"format": form}, max_output_tokens=150
         )
         assert response.status == "completed" and set(json.loads(response.output_text)) == {"x"}
+        bad = {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}
+        status, body = await client.post("/v1/responses", {"input": "x", "text": {"format": bad}})
+        assert (status, body["error"]["param"]) == (400, "text.format.schema"), body
+        bad.pop("name")
+        ask = {"messages": [USER], "max_tokens": 9, "output_config": {"format": bad}}
+        status, body = await client.post("/v1/messages", ask)
+        assert status == 400 and body["error"]["message"].startswith("output_config.format.schema: "), body
 
 
 @pytest.mark.quick
@@ -229,6 +239,27 @@ async def test_structured_text(tmp_path, tokenizer):
         ({"input": None}, "input"),
         ({"input": [{"type": "file_search_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [USER, {"role": "judge", "content": "x"}]}, "input[1].role"),
+        ({"input": [USER, {"role": "judge", "content": "x"}], "instructions": "x"}, "input[1].role"),
+        ({"input": [{"type": "reasoning"}, {"role": "user", "content": 5}]}, "input[1].content"),
+        (
+            {"input": [USER, {"role": "user", "content": [{"type": "input_text", "text": 5}]}]},
+            "input[1].content[0].text",
+        ),
+        ({"input": [USER, CALLED, CALLED | {"arguments": "{"}]}, "input[2].arguments"),
+        ({"input": [USER, CALLED | {"name": 5}]}, "input[1].name"),
+        ({"input": [USER, CALLED, OUTPUT | {"output": 5}]}, "input[2].output"),
+        ({"input": [USER, CALLED, OUTPUT | {"output": [{"type": "text", "text": 5}]}]}, "input[2].output[0].text"),
+        ({"input": [{"role": "user", "content": "x", "phase": 1}]}, "input[0].phase"),
+        ({"tools": [DICE, DICE | {"name": "a b"}]}, "tools[1].name"),
+        ({"tools": [DICE | {"parameters": 5}]}, "tools[0].parameters"),
+        ({"tools": [CRM | {"tools": [DICE, DICE | {"strict": 5}]}]}, "tools[0].tools[1].strict"),
+        ({"tools": [DICE], "tool_choice": {"type": "function", "name": 5}}, "tool_choice.name"),
+        ({"tools": [DICE], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": 5, "schema": {}}}}, "text.format.name"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
@@ -249,6 +280,7 @@ async def test_bad_responses_are_refused_by_name(tokenizer, fields, param):
     async with served(ScriptedEngine(), tokenizer) as client:
         status, body = await client.post("/v1/responses", {"input": "x"} | fields)
     assert (status, body["error"]["param"]) == (400, param), body
+    assert body["error"]["message"].startswith(f"{param}: ")
 
 
 @pytest.mark.quick
