@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from fastdecode import __version__
+from fastdecode.api.continuation import is_from_router
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.endpoints import ApiModel, Endpoints, Tokenization
 from fastdecode.api.errors import MESSAGES_PATH, ApiError, json_response
@@ -112,6 +113,7 @@ def make_app(
     )
     tokenization = Tokenization(tokenizer, served, preparation, engine.max_model_len)
     created = int(time.time())
+    closed = router_only and not api_keys
 
     async def cards(*shown: str) -> list[dict[str, object]]:
         facts = {"object": "model", "created": created, "owned_by": "fastdecode", "root": names[0]}
@@ -141,8 +143,10 @@ def make_app(
     def state(status: EngineStatus) -> tuple[int, dict[str, Any]]:
         return health(status, closing=runs.closing, stalled_after=stalled_after_seconds)
 
-    async def report_health(_: web.Request) -> web.Response:
+    async def report_health(request: web.Request) -> web.Response:
         status, body = state(await engine.status())
+        trusted = is_from_router(router_secret, request.headers, b"")
+        body["router"] = "trusted" if trusted else "refused" if closed else "unknown"
         return json_response(body, status=status)
 
     cluster = ClusterReport(engine, names[0], chat=bool(plain), name_state=lambda status: state(status)[1]["status"])
@@ -163,7 +167,7 @@ def make_app(
     middlewares += [errors_as_json]
     if api_keys:
         middlewares += [require_key(api_keys)]
-    elif router_only:
+    elif closed:
         assert router_secret is not None, "a router proves a secret"
         middlewares += [require_router(router_secret)]
     app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)

@@ -168,7 +168,7 @@ async def _run(
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         metrics = RouterMetrics()
         # The certificate of S-nodes that are found by a name is that of the name, because addresses change.
-        pool = Pool(_node_set(args), session, urlsplit(args.s_nodes_dns or "").hostname)
+        pool = Pool(_node_set(args), session, secret, urlsplit(args.s_nodes_dns or "").hostname)
         metrics.watch(pool)
         await pool.start()
         forwarder = Forwarder(pool, session, metrics, secret, args.continue_seconds)
@@ -191,8 +191,8 @@ def make_app(pool: Pool, forwarder: Forwarder, metrics: RouterMetrics, *, access
         healthy = [s_node for s_node in pool.s_nodes if s_node.healthy]
         status = "closing" if closing.is_set() else "ok" if healthy else "no S-node takes requests"
         s_nodes = [
-            {"url": s.url, "healthy": s.healthy, "requests": s.requests, "load": s.load, "why_not": s.why_not}
-            for s in pool.s_nodes
+            {name: getattr(s_node, name) for name in ("url", "healthy", "trusting", "requests", "load", "why_not")}
+            for s_node in pool.s_nodes
         ]
         return json_response({"status": status, "s_nodes": s_nodes}, status=200 if status == "ok" else 503)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import orjson
 
+from fastdecode.api.continuation import HEADER, router_proof
 from fastdecode.daemon.discovery import NodeSet, readings
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class SNode:
 
     url: str  # http://host:port
     healthy: bool = False
+    trusting: bool = False  # it has this router's secret, so that its streams can go on elsewhere
     why_not: str = "it has not been asked yet"
     requests: int = 0  # that this router waits for
     other_requests: int = 0  # that other clients wait for, by the S-node's last answer to /health
@@ -85,10 +87,14 @@ class SNode:
 class Pool:
     """All S-nodes of a router, as their set (daemon/discovery.py) changes. Belongs to one event loop."""
 
-    def __init__(self, nodes: NodeSet, session: aiohttp.ClientSession, tls_name: str | None = None):
-        """`tls_name`: the name in the certificates of S-nodes at https URLs; None: the host of the URL."""
+    def __init__(
+        self, nodes: NodeSet, session: aiohttp.ClientSession, secret: bytes | None = None, tls_name: str | None = None
+    ):
+        """`secret`: that of the S-nodes, which the router proves to them; None: it has none.
+        `tls_name`: the name in the certificates of S-nodes at https URLs; None: the host of the URL."""
         self.s_nodes: list[SNode] = []
         self.tls_name = tls_name
+        self._proof = {} if secret is None else {HEADER: router_proof(secret, b"")}
         self._nodes, self._session = nodes, session
         self._turn = 0
         self._following: asyncio.Task[None] | None = None
@@ -123,6 +129,14 @@ class Pool:
             log.warning("S-node %s: %s", s_node.url, why)
         s_node.healthy, s_node.why_not = False, why
 
+    def _trust(self, s_node: SNode, *, trusting: bool) -> None:
+        """Send an S-node requests, which knows this router's secret or does not."""
+        if not s_node.healthy:
+            log.info("S-node %s takes requests", s_node.url)
+        if self._proof and not trusting and (s_node.trusting or not s_node.healthy):
+            log.warning("S-node %s has another secret than this router: its streams end with it", s_node.url)
+        s_node.healthy, s_node.trusting, s_node.why_not = True, trusting, ""
+
     async def _follow(self) -> None:
         async for urls in readings(self._nodes, "S-nodes"):
             self._take(urls)
@@ -145,17 +159,19 @@ class Pool:
         timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT)
         while True:
             try:
-                asking = self._session.get(f"{s_node.url}/health", timeout=timeout, server_hostname=self.tls_name)
+                asking = self._session.get(
+                    f"{s_node.url}/health", headers=self._proof, timeout=timeout, server_hostname=self.tls_name
+                )
                 async with asking as answer:
                     body = orjson.loads(await answer.read())
                     status = str(body["status"])
-                    if answer.status == 200:
-                        s_node.other_requests = max(0, int(body["running"]) + int(body["waiting"]) - s_node.requests)
-                        if not s_node.healthy:
-                            log.info("S-node %s takes requests", s_node.url)
-                        s_node.healthy, s_node.why_not = True, ""
-                    else:
+                    if answer.status != 200:
                         self.suspect(s_node, status)
+                    elif (trust := body.get("router")) == "refused":
+                        self.suspect(s_node, "answers only routers that prove its secret (--secret-file)")
+                    else:
+                        s_node.other_requests = max(0, int(body["running"]) + int(body["waiting"]) - s_node.requests)
+                        self._trust(s_node, trusting=trust == "trusted")
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self.suspect(s_node, f"does not answer: {why_lost(error)}")
             except (ValueError, KeyError, TypeError):

@@ -22,6 +22,7 @@ from nodes.node_process import complete, fetch
 from openai import OpenAI
 
 from fastdecode.api.continuation import FIELD, HEADER, MARK, mark, router_proof
+from fastdecode.daemon.discovery import FixedSet
 from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.state.request import GenerationFailed
 
@@ -325,13 +326,32 @@ async def test_an_s_node_that_answers_routers_only(tokenizer, spell):
             assert answer.status == 200
         async with client.http.get("/metrics", headers={HEADER: router_proof(SECRET, b"")}) as answer:
             assert answer.status == 200
-    async with closed() as client, routed(url_of(client), secret=b"z" * 16) as (api, _, _):
-        with pytest.raises(openai.PermissionDeniedError):
-            await api.completions.create(**ASK)
     async with closed(api_keys=["k"], key="k") as client, routed(url_of(client)) as (api, _, _):
         assert await client.openai.completions.create(**ASK, max_tokens=1)
         with pytest.raises(openai.AuthenticationError):  # the router's proof stands for no client's key
             await api.completions.create(**ASK)
+
+
+@pytest.mark.parametrize("secret", [b"z" * 16, None])
+async def test_a_router_says_of_each_s_node_whether_their_secrets_agree(tokenizer, spell, caplog, secret):
+    """An S-node that answers routers only gets no request of a router with another secret, and /health says why. One
+    that answers anybody gets requests, and the log says that its streams end with it."""
+    closed = served(ScriptedEngine(), tokenizer, router_only=True)
+    async with closed as shut, served(ScriptedEngine(spell("x")), tokenizer) as client:
+        urls = url_of(shut), url_of(client)
+        async with routed(nodes=FixedSet(urls), secret=secret) as (api, http, pool):
+            async with asyncio.timeout(60):
+                while any(s_node.why_not == "it has not been asked yet" for s_node in pool.s_nodes):
+                    await asyncio.sleep(0.01)
+            async with http.get("/health") as answer:
+                refused, taken = (await answer.json())["s_nodes"]
+            assert (refused["healthy"], taken["healthy"], taken["trusting"]) == (False, True, False)
+            assert refused["why_not"] == "answers only routers that prove its secret (--secret-file)"
+            assert (await api.completions.create(**ASK, max_tokens=1)).choices[0].text == "x"
+        warning = f"S-node {url_of(client)} has another secret than this router: its streams end with it"
+        assert (warning in caplog.messages) == (secret is not None)
+        async with routed(*urls) as (_, http, _), http.get("/health") as answer:
+            assert all(s_node["trusting"] for s_node in (await answer.json())["s_nodes"])
 
 
 async def test_a_client_s_own_header_does_not_reach_the_s_node(tokenizer, spell):

@@ -26,7 +26,7 @@ async def routed(*urls, nodes=None, secret=SECRET, continue_seconds=30.0):
     """A router over S-nodes that it has found healthy; yields OpenAI's client, an HTTP client and the pool."""
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         metrics = RouterMetrics()
-        pool = Pool(nodes or FixedSet(urls), session)
+        pool = Pool(nodes or FixedSet(urls), session, secret)
         metrics.watch(pool)
         await pool.start()
         server = await serve(
