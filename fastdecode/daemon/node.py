@@ -32,15 +32,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = NodeConfig.from_args(argv)
     set_up_logging(config.log_level, config.log_format)
     try:
+        check_machine(config)
         if config.check:
             from fastdecode.daemon.check import report
 
             print(report(config))
         elif config.role == "r":
-            check_machine(config)
             uvloop.run(run_r_node(config))
         else:
-            check_machine(config)
             from fastdecode.daemon.snode_start import run_s_node
 
             run_s_node(config)

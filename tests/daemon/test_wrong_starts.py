@@ -61,6 +61,7 @@ S_STARTS = [
     ("--kv-memory 500TiB", "--kv-memory 500.0 TiB is more than the"),
     ("--cpus 1023", "--cpus: 1023 is not a cpu that this process may use"),
     ("--numa-node 99", "--numa-node: there is no NUMA node 99"),
+    ("--check --kv-memory 500TiB", "--kv-memory 500.0 TiB is more than the"),
     ("--exchange bypass --device cpu", "--exchange bypass: the exchange 'bypass' is for GPUs"),
     # what the model does not have
     ("--max-model-len 5000", "--max-model-len 5000 is more than the model's 1024 positions"),
@@ -90,6 +91,7 @@ R_STARTS = [
     ("--listen tcp://127.0.0.1:0 --kv-memory 64", "--kv-memory: 64 is less than a MiB; is 64GiB meant?"),
     ("--listen tcp://127.0.0.1:0 --port 80", "--port is not an option of --role r"),
     ("--listen tcp://127.0.0.1:0 --numa-node 99", "--numa-node: there is no NUMA node 99"),
+    ("--check --cpus 1023", "--cpus: 1023 is not a cpu that this process may use"),
     ("--listen tcp://127.0.0.1:0 --huge-pages hugetlb --kv-memory 50TiB", "set vm.nr_hugepages to"),
     ("--listen tcp://127.0.0.1:0 --prefault --kv-memory {memory}", "--prefault needs all of --kv-memory"),
 ]
