@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
-from fastdecode.api.fields import Fields, invalid, is_one_of, read_objects
+from fastdecode.api.fields import Fields, decode_json, invalid, is_one_of, read_objects
 from fastdecode.text.chat_template import REASONING_FIELDS
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -73,10 +71,7 @@ def _call(fields: Fields) -> dict[str, Any]:
 
 def _arguments(value: Any, param: str) -> dict[str, Any]:
     if isinstance(value, str):
-        try:
-            value = orjson.loads(value or "{}")
-        except orjson.JSONDecodeError as error:
-            raise invalid(param, f"is not valid JSON: {error}") from None
+        value = decode_json(value.encode() or b"{}", param)
     value = {} if value is None else value
     if not isinstance(value, dict):
         raise invalid(param, "must be the text of a JSON object")

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from fastdecode.api.errors import ApiError
-from fastdecode.api.fields import Fields, invalid, is_boolean, is_one_of, require_depth
+from fastdecode.api.fields import Fields, decode_json, invalid, is_boolean, is_one_of
 from fastdecode.text.grammar import GrammarSpec, Kind
 
 _ANY_OBJECT = '{"type":"object"}'
@@ -113,11 +113,7 @@ def _json(fields: Fields, name: str) -> str | None:
     """A JSON schema as text: a JSON object, true or false, or a string that holds one of them."""
     value: Any = fields.take(name)
     if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            raise invalid(fields.param(name), f"is not valid JSON: {error}") from None
-        require_depth(value, fields.param(name))
+        value = decode_json(value.encode(), fields.param(name))
     if value is None:
         return None
     if value is True:

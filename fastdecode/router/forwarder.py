@@ -23,7 +23,7 @@ from yarl import URL
 from fastdecode.api.body import read_bytes
 from fastdecode.api.continuation import FIELD, HEADER, MARK, Progress, router_proof
 from fastdecode.api.errors import ApiError, is_anthropic
-from fastdecode.api.fields import invalid
+from fastdecode.api.fields import decode_json, invalid
 from fastdecode.api.last_event import HEADER as LAST_EVENT_ID
 from fastdecode.api.sse import event as plain_event
 from fastdecode.api.sse import named_event
@@ -321,8 +321,8 @@ def _is_passing_failure(status: int, body: Any) -> bool:
 def _fields(body: bytes) -> dict[str, Any]:
     """The fields of a body; {} if it is no JSON object, which S-nodes refuse."""
     try:
-        fields = orjson.loads(body)
-    except ValueError:
+        fields = decode_json(body)
+    except ApiError:
         return {}
     return fields if isinstance(fields, dict) else {}
 

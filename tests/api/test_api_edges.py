@@ -8,11 +8,14 @@ import json
 import socket
 
 import openai
+import orjson
 import pytest
 from engines.api_client import MODEL, served
 from engines.scripted_engine import ScriptedEngine
 from models import tokenizers_made
 
+from fastdecode.api import fields
+from fastdecode.api.errors import ApiError
 from fastdecode.engine.state.request import (
     GenerationFailed,
     InvalidPrompt,
@@ -382,14 +385,30 @@ async def test_a_text_that_cannot_fit_is_refused_without_being_encoded(tmp_path,
             assert "at least" in answer["error"]["message"] or "5000 messages" in answer["error"]["message"]
 
 
-async def test_a_body_of_very_many_objects_is_refused_before_it_is_decoded(tmp_path):
+async def test_a_body_of_very_many_parts_is_refused_before_it_is_decoded(tmp_path):
     """Decoding holds the GIL, and so every stream of the process."""
-    texts = ['{"a": 1}' * 30_000, "\\"]  # the keys in a string are none
+    texts = ['{"a":[]}' * 60_000, "\\"]  # brackets in a string are none
+    message = "has more than 100000 lists, objects and strings"
     async with served(ScriptedEngine(), Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path))) as client:
-        status, answer = await client.post("/v1/chat/completions", CHAT | {"messages": [{"role": 0}] * 60_000})
-        assert (status, answer["error"]["message"]) == (400, "the body's JSON has more than 50000 keys")
+        for part, n in (([], 100_001), ({}, 100_001), ({"role": 0}, 50_001), ("x", 100_001)):
+            status, answer = await client.post("/v1/chat/completions", CHAT | {"messages": [part] * n})
+            assert (status, answer["error"]["message"]) == (400, f"the body {message}")
+        for name, text in (("guided_json", "[" * 100_001), ("guided_json", '["' + '","' * 100_001 + '"]')):
+            status, answer = await client.post("/v1/completions", ASK | {name: text})
+            assert (status, answer["error"]["message"]) == (400, f"{name}: {message}")
         status, answer = await client.post("/v1/completions", ASK | {"prompt": texts})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_parts_of_json_are_counted_exactly():
+    """Strings with quotation marks, backslashes and brackets, around the limit."""
+    text = ['\\"[{', "\\", '"', "\\\\", "[", {'"]': ["x", None, {"a\\": []}]}]
+    for part, n_parts in (("\\", 1), ('"[', 1), ({}, 1), ([], 1), ({'"': 1}, 2)):
+        room = fields.MAX_PARTS - 14  # of the list of both, and of `text`
+        whole = (room // n_parts) * [part]
+        assert fields.decode_json(orjson.dumps([text, *whole])) == [text, *whole]
+        with pytest.raises(ApiError, match="the body has more than"):
+            fields.decode_json(orjson.dumps([text, *whole, *n_parts * [part]]))
 
 
 async def test_variables_for_the_models_own_chat_template(tmp_path, spell):
