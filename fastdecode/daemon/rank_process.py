@@ -25,6 +25,7 @@ from msgspec.msgpack import encode
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import stay_on_node
+from fastdecode.daemon.option_values import mtp_drafts
 from fastdecode.daemon.process import freeze, set_up_logging
 from fastdecode.daemon.rank_messages import (
     TO_RANK,
@@ -73,6 +74,7 @@ def main() -> None:
     set_threads(split.s_threads)
     try:
         backend = choose_backend(config.backend, open_source(config.model_path() or model_dir()))
+        backend = backend.with_mtp(mtp_drafts(config.speculate))
         model = _load(config, backend, Share.join(rank, config.tensor_parallel, *memory))
     except Exception as error:
         log.debug("rank %d has not loaded its weights", rank, exc_info=True)

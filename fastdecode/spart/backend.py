@@ -86,8 +86,6 @@ class Backend:
             return why_not_shared(self.config, n)
         from fastdecode.spart.hf.model import check_ranks
 
-        if self.config.mtp:
-            return "ranks do not share an MTP head"
         try:
             check_ranks(self.source.path, n)
         except CheckpointError as error:

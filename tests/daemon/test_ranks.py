@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from models.adapters_made import merged, save_adapter
-from models.checkpoints import make_checkpoint, reference
+from models.checkpoints import make_checkpoint, reference, write_tokenizer
+from models.hf_models import save_model
+from models.mtp_made import make_head
 from nodes.node_process import Node, fetch, gone, health
 from openai import APIError
 from ranks.stopped_thread import stopped_thread, thread_that_computes
@@ -167,6 +169,27 @@ def test_ranks_of_the_transformers_backend(start):
             os.kill(rank, signal.SIGKILL)
             assert node.process.wait(60) == 1
     assert re.search(rf"the S-node ends, because rank 1 \(pid {rank}\) has ended$", node.log.read_text(), re.M)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("qwen3.5", "native"), ("glm4_moe", "transformers")])
+def test_ranks_draft_with_the_head_of_the_model(name, backend, start, tmp_path):
+    """Mini-batches, and a head that knows one of the texts, so that some drafts are right and some are wrong."""
+    directory = make_checkpoint(name) if backend == "native" else write_tokenizer(save_model(name, tmp_path / "w"))
+    head = make_head(directory)
+    prompts = [[3 + (7 * i + n) % 60 for i in range(n)] for n in (9, 40, 70, 150)]
+    theirs = head.model.generate(torch.tensor([prompts[0]]), max_new_tokens=40, do_sample=False, eos_token_id=None)
+    head.learn([theirs[0].tolist()], 60)
+    path = head.save(directory, tmp_path / "m")
+    options = ("--model", str(path), "--served-model-name", "fastdecode-demo", "--speculate", "mtp:2")
+    node = start(*EMBEDDED, "--tensor-parallel", "2", "--mini-batches", "2", *options)
+    with node.api() as api:
+        answers = greedy(api, prompts, 40).choices
+        assert metric(api, "guessed_right_tokens") < metric(api, "guessed_tokens")
+        alone = greedy(api, prompts[0], 40).choices[0].text
+        assert metric(api, "guessed_right_tokens") > 0
+    expected = [continuation(head.model, prompt, 40) for prompt in prompts]
+    assert [answer.text for answer in sorted(answers, key=lambda answer: answer.index)] == expected
+    assert alone == expected[0]
 
 
 @pytest.mark.parametrize("decodes", [False, True], ids=["idle", "decoding"])

@@ -8,6 +8,7 @@ from models.checkpoints import make_checkpoint
 from models.hf_models import VOCAB_SIZE, save_model
 from models.mtp_made import make_head
 from models.spart_steps import GREEDY, linked, run, text
+from ranks.in_threads import HFRanks, Ranks
 
 from fastdecode.spart import load_model
 from fastdecode.spart.backend import choose_backend
@@ -24,17 +25,16 @@ def known(n, seed):
     return [3 + token % (VOCAB_SIZE - 3) for token in text(n, seed)]
 
 
+@pytest.mark.parametrize("n_ranks", [1, 2])
 @pytest.mark.parametrize("name", [*NATIVE, *OF_TRANSFORMERS])
-async def test_the_drafts_are_those_of_the_head(name, tmp_path):
+async def test_the_drafts_are_those_of_the_head(name, n_ranks, tmp_path):
     """A prompt by the S-node in two chunks, then decoding rows and a chunk that the R-node attends to. Where layers
     select tokens, the rows see more tokens than they select."""
     directory = make_checkpoint(name) if name in NATIVE else save_model(name, tmp_path)
     head = make_head(directory)
-    backend = choose_backend("auto", head.save(directory, tmp_path / "m")).with_mtp(PASSES)
-    model = backend.load(torch.device("cpu"), torch.float32)
-    tokens = known(150, 3)
-    async with linked(model, tmp_path) as links:
-        spart = backend.make_spart(model, links, state_slots=4)
+    path, tokens = head.save(directory, tmp_path / "m"), known(150, 3)
+    ranks = (Ranks if name in NATIVE else HFRanks)(path, n_ranks, dtype=torch.float32, mtp=PASSES)
+    async with ranks.sparts(tmp_path, "fp32") as sparts:
         asked = []
 
         def step(n, prefill, sample=True):
@@ -43,7 +43,8 @@ async def test_the_drafts_are_those_of_the_head(name, tmp_path):
             chunk = Chunk(
                 0, 0, 1, pos, tokens[pos : pos + n], prefill, GREEDY if sample else None, 150, state=1, following=after
             )
-            [sampled] = run(spart.step(StepBatch(0, [chunk], drafts=PASSES))).sampled
+            batch = StepBatch(0, [chunk], drafts=PASSES)
+            [sampled] = ranks.each(lambda spart: run(spart.step(batch)), sparts)[0].sampled
             step.pos += n
             if sample:
                 tokens[step.pos :] = [sampled.token]

@@ -28,6 +28,7 @@ from fastdecode.spart.decoder.weights import Model
 from fastdecode.spart.exchange import Appender, Exchange, RowExchange, SlotViews, StepExchange, make_exchange
 from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.prefill.prompt import PromptCache
+from fastdecode.spart.ranks.reduction import of_rank_0
 from fastdecode.spart.states.pool import StatePool
 from fastdecode.spart.step.batch import Sampled, StepBatch, StepOutput
 from fastdecode.transports.base import DataPath, Pending
@@ -100,7 +101,7 @@ class SPart:
             if self._config.mtp:
                 scores = rows.scorer(state.scored_logits, rows.uploaded)
                 drawn = self._draw(logits, rows)
-                passes = state.draft(rows.following(drawn), n_drafts, timeout)
+                passes = state.draft(of_rank_0(rows.following(drawn), self.model.reduction), n_drafts, timeout)
                 drafts = yield from _exchanged(passes, exchange, clock, timeout)
                 for one, tokens in zip(drawn, drafts.tolist(), strict=True):
                     one.drafts = tokens

@@ -19,6 +19,7 @@ from fastdecode.spart.exchange import Exchange, RowExchange
 from fastdecode.spart.exchange.heads import multiply_heads
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prefill.prompt import PromptChunk
+from fastdecode.spart.ranks.reduction import of_rank_0
 from fastdecode.spart.states.delta import DeltaBlock, state_tensors
 from fastdecode.spart.states.pool import StateRows, StateTensor
 
@@ -196,7 +197,7 @@ class StepState:
             self._o = exchange.o.index_select(0, drawn)
             self.finish(w.mtp.layer)
             hidden = self._ops.norm(self.x, w.mtp.final_norm)
-            drafts.append(w.head(hidden).argmax(dim=1))
+            drafts.append(of_rank_0(w.head(hidden).argmax(dim=1), self._decoder.model.reduction))
             if i + 1 < n:
                 self.x = self._mtp_inputs(drafts[-1], hidden)
                 if self._decoder.rope is not None:

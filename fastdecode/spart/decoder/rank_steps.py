@@ -78,6 +78,7 @@ class BeginStep(msgspec.Struct, array_like=True, tag=True):
     chunks: list[RankChunk]
     links: dict[int, tuple[int, ...]]  # by the index of each link of the batch: its number at each of the other ranks
     alone: bool  # no other step can be in progress: run it to its end
+    drafts: int  # see StepBatch
 
 
 class ResumeStep(msgspec.Struct, array_like=True, tag=True):
@@ -157,7 +158,7 @@ class LeadSPart(SPart):
         numbers = {i: team.numbers for i, team in teams.items() if isinstance(team, RankTeam)}
         alone = all(team.geometry.n_slots == 1 for team in teams.values())
         chunks = [RankChunk.of(chunk) for chunk in batch.chunks]
-        self._followers.send(BeginStep(batch.slot, batch.layer_timeout, chunks, numbers, alone))
+        self._followers.send(BeginStep(batch.slot, batch.layer_timeout, chunks, numbers, alone, batch.drafts))
         step, idle_since = super().step(batch, keep_logits), None
         reduction = self.model.reduction
         assert reduction is not None
@@ -267,7 +268,7 @@ class FollowingSPart(SPart):
                 own = {i: links[numbers[self._rank - 1]] for i, numbers in message.links.items()}
                 self._use(own)
                 chunks = [one.chunk for one in message.chunks]
-                work = self.step(StepBatch(message.slot, chunks, message.layer_timeout))
+                work = self.step(StepBatch(message.slot, chunks, message.layer_timeout, message.drafts))
                 step = steps[message.slot] = _Step(work, message.alone, own)
             else:
                 step = steps[message.slot]

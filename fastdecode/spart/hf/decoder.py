@@ -33,6 +33,7 @@ from fastdecode.spart.hf.indexer import Index
 from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.lora.adapters import AdapterRows
 from fastdecode.spart.prefill.prompt import PromptChunk
+from fastdecode.spart.ranks.reduction import of_rank_0
 from fastdecode.spart.states.pool import StatePool, StateRows
 from fastdecode.transports.base import DataPath
 
@@ -122,14 +123,15 @@ class _Forward:
 
     def _drafts(self, following: torch.Tensor, n: int) -> torch.Tensor:
         """The first `n` passes of the MTP head."""
-        head, rows, positions = self._spart.model.head, self._inputs["last rows"], self._inputs["positions"]
+        model, rows, positions = self._spart.model, self._inputs["last rows"], self._inputs["positions"]
+        head = model.head
         x = head.attended(following, self._hidden, positions).index_select(0, rows)
         self._later_rows, positions = rows, positions.index_select(0, rows)
         hidden = head.finished(x)
-        drafts = [head.logits(hidden).argmax(dim=1)]
+        drafts = [of_rank_0(head.logits(hidden).argmax(dim=1), model.reduction)]
         for i in range(1, n):
             hidden = head.finished(head.attended(drafts[-1], hidden, positions + i))
-            drafts.append(head.logits(hidden).argmax(dim=1))
+            drafts.append(of_rank_0(head.logits(hidden).argmax(dim=1), model.reduction))
         return torch.stack(drafts, dim=1)
 
     def _pausing(self, run: Callable[[], torch.Tensor], timeout: float) -> Generator[None, None, torch.Tensor]:

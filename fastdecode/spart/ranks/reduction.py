@@ -14,7 +14,7 @@ from fastdecode.kernels._native import RankError
 from fastdecode.spart.served import act_code
 from fastdecode.spart.threads import pool_threads
 
-__all__ = ["RankError", "Reduction", "create_segment"]
+__all__ = ["RankError", "Reduction", "create_segment", "of_rank_0"]
 
 _LOOK_MS = 50
 
@@ -75,3 +75,11 @@ class Reduction:
     def leave(self) -> None:
         """Let all other ranks out of their sums with a RankError, because this rank ends. Any thread may call this."""
         self.native.leave()
+
+
+def of_rank_0(tokens: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
+    """The tokens of rank 0, int64 [n], at all ranks, of which it alone has the logits. Without a reduction there is no
+    other rank. Raises RankError."""
+    if reduction is None:
+        return tokens
+    return reduction.sum_(tokens.float() if reduction.rank == 0 else torch.zeros(len(tokens))).long()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,19 @@ STEPS = 8
 
 
 class Ranks:
-    """`n` ranks of a model of the native decoder."""
+    """`n` ranks of a model of the native decoder; one rank has the whole model."""
 
     make_spart: Callable[..., SPart] = SPart
 
     def __init__(self, directory: Path, n: int, **options: Any):
         """`options` of load_model."""
         segment, logits = create_segment(n), torch.zeros(1 << 22, dtype=torch.uint8)
-        shares = [Share(i, n, Reduction(segment, i, n), logits) for i in range(n)]
+        shares = [Share(i, n, Reduction(segment, i, n), logits) for i in range(n)] if n > 1 else [None]
         os.close(segment)
         self.threads = ThreadPoolExecutor(n)
         self.models: list[Any] = self.load(directory, shares, options)
 
-    def load(self, directory: Path, shares: list[Share], options: dict[str, Any]) -> list[ServedModel]:
+    def load(self, directory: Path, shares: Sequence[Share | None], options: dict[str, Any]) -> list[ServedModel]:
         """The models of all ranks."""
         return self.each(lambda share: load_model(directory, share=share, **options), shares)
 
@@ -63,7 +63,7 @@ class HFRanks(Ranks):
 
     make_spart = HFSPart
 
-    def load(self, directory: Path, shares: list[Share], options: dict[str, Any]) -> list[ServedModel]:
+    def load(self, directory: Path, shares: Sequence[Share | None], options: dict[str, Any]) -> list[ServedModel]:
         """One after another: transformers' loader changes functions of torch for all threads meanwhile."""
         return [load_hf_model(directory, share=share, **options) for share in shares]
 
