@@ -153,6 +153,37 @@ def test_what_is_not_read_is_named(config, message, tmp_path):
         choose_backend("auto", directory)
 
 
+@pytest.mark.parametrize(
+    ("name", "config", "tensor", "change"),
+    [
+        ("gptq-4", {"group_size": 48}, "scales", lambda t: t),
+        ("W4A16", {}, "weight_scale", lambda t: t[:, :0]),
+        ("W4A16", {}, "weight_shape", lambda t: t[0]),
+        ("fp8-blocks", {}, "weight_scale_inv", lambda t: t[:, :1]),
+        ("fp8-blocks", {"weight_block_size": [64, 64]}, "weight_scale_inv", lambda t: t),
+        ("fp8-tensor", {}, "weight_scale", lambda t: t.expand(3, 1)),
+        ("fp8-tensor", {}, "weight_scale", lambda t: t.reshape(1)[:0]),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(name, config, tensor, change, tmp_path):
+    make(tmp_path / "m", name)
+    path, module = tmp_path / "m" / "model.safetensors", "model.layers.1.mlp.down_proj"
+    tensors = load_file(path)
+    tensors[f"{module}.{tensor}"] = change(tensors[f"{module}.{tensor}"]).contiguous()
+    save_file(tensors, path)
+    edit_config(tmp_path / "m", quantization_config=FORMATS[name][0] | config)
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.\d\.(mlp|self_attn)\.\w+\.weight"):
+        load_model(tmp_path / "m")
+
+
+def test_a_reordered_matrix_without_its_order_is_refused(tmp_path):
+    make(tmp_path / "m", "gptq-4-act-order")
+    path = tmp_path / "m" / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if not name.endswith("g_idx")}, path)
+    with pytest.raises(CheckpointError, match=r"lacks the tensor '.*\.g_idx'"):
+        load_model(tmp_path / "m")
+
+
 def test_tensors_that_do_not_fit_are_named(tmp_path):
     make(tmp_path / "m", "gptq-4")
     path = tmp_path / "m" / "model.safetensors"

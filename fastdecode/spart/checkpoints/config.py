@@ -25,15 +25,19 @@ class UnknownArchitecture(CheckpointError):
     """The native decoder does not know the model's architecture."""
 
 
+class WrongValue(CheckpointError):
+    """A value in a checkpoint's files that no model can have, whatever the backend."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, which may be empty: the reason for a CheckpointError."""
     return next(iter(str(error).splitlines()), "")
 
 
 def check_layers(n_layers: int) -> None:
-    """Raise CheckpointError for more layers than a link can have. A damaged file may name any number."""
-    if n_layers > MAX_LAYERS:
-        raise CheckpointError(f"{n_layers} layers are more than the {MAX_LAYERS} that are supported")
+    """Raise WrongValue for no layer, and for more than a link can have. A damaged file may name any number."""
+    if not 0 < n_layers <= MAX_LAYERS:
+        raise WrongValue(f"a model cannot have {n_layers} layers: {MAX_LAYERS} are supported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class Experts:
         if self.n > _MOST_EXPERTS:
             raise CheckpointError(f"{self.n} experts in a layer are more than the {_MOST_EXPERTS} that are supported")
         if self.used > self.n:
-            raise CheckpointError(f"config.json: {self.used} experts for each token of {self.n}")
+            raise WrongValue(f"config.json: {self.used} experts for each token of {self.n}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +186,15 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How the linears of a checkpoint are stored. The shapes of the tensors tell the sizes of groups."""
+    """How the linears of a checkpoint are stored."""
 
     method: str  # as in config.json: "gptq", for example; quantisation.py knows all
     bits: int = 8  # gptq, awq: of a weight
     zero_offset: int = 0  # gptq: the number to add to a stored zero point
     activation_bits: int = 15  # 8: the checkpoint was made for activations in int8
+    group: int | None = None  # inputs that share a scale; None: the shapes of the tensors tell
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale, of FP8; None: likewise
+    reordered: bool = False  # gptq: a tensor tells the group of each input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdecode.spart.checkpoints.config import CheckpointError, Quantisation
+from fastdecode.spart.checkpoints.config import CheckpointError, Quantisation, WrongValue
 
 #: `quant_method`s that the native decoder reads.
 METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "mxfp4", "modelopt")
@@ -33,12 +33,18 @@ def parse_quantisation(raw: dict[str, Any]) -> Quantisation | None:
                 raise CheckpointError(
                     f"the checkpoint's GPTQ format {form!r} is not supported; known are gptq, gptq_v2"
                 )
-            return Quantisation(method, _bits(raw, (4, 8)), zero_offset=0 if form == "gptq_v2" else 1)
+            return Quantisation(
+                method,
+                _bits(raw, (4, 8)),
+                zero_offset=0 if form == "gptq_v2" else 1,
+                group=_group(raw),
+                reordered=raw.get("desc_act") is True,
+            )
         case "awq":
             version = str(raw.get("version", "gemm")).lower()
             if version != "gemm":
                 raise CheckpointError(f"the checkpoint's AWQ version {version!r} is not supported; known is 'gemm'")
-            return Quantisation(method, _bits(raw, (4,)))
+            return Quantisation(method, _bits(raw, (4,)), group=_group(raw))
         case "modelopt":
             if (algorithm := raw.get("quant_algo")) not in _MODELOPT:
                 listed = ", ".join(_MODELOPT)
@@ -49,7 +55,27 @@ def parse_quantisation(raw: dict[str, Any]) -> Quantisation | None:
         case "compressed-tensors":
             return _compressed_tensors(raw)
         case _:
-            return Quantisation(method)
+            return Quantisation(method, block=_block(raw, "weight_block_size"))
+
+
+def _group(raw: dict[str, Any]) -> int | None:
+    """The inputs of a group. -1 and an absent number mean that all inputs are one, or that the tensors tell."""
+    size = raw.get("group_size", raw.get("q_group_size"))
+    if size in (None, -1):
+        return None
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise WrongValue(f"the checkpoint is quantised in groups of {size!r}")
+    return size
+
+
+def _block(raw: dict[str, Any], name: str) -> tuple[int, int] | None:
+    """The outputs and inputs of a block."""
+    block = raw.get(name)
+    if block is None:
+        return None
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise WrongValue(f"the checkpoint's {name} is {block!r}, not two sizes")
+    return block[0], block[1]
 
 
 def _bits(raw: dict[str, Any], known: tuple[int, ...]) -> int:
@@ -77,7 +103,7 @@ def _compressed_tensors(raw: dict[str, Any]) -> Quantisation:
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"the checkpoint's {name} configuration has no config_groups")
-    rounded = False
+    rounded, sizes, blocks = False, set(), set()
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
@@ -87,6 +113,13 @@ def _compressed_tensors(raw: dict[str, Any]) -> Quantisation:
             raise CheckpointError(
                 f"the checkpoint's weights are {kind[0]} of {kind[1]} bits ({name}), not int4, int8, fp8 or nvfp4"
             )
+        sizes.add(_group(weights))
+        blocks.add(_block(weights, "block_structure"))
         inputs = group.get("input_activations")
         rounded |= isinstance(inputs, dict) and (inputs.get("type", "int"), inputs.get("num_bits")) == ("int", 8)
-    return Quantisation(name, activation_bits=8 if rounded else 15)
+    return Quantisation(
+        name,
+        activation_bits=8 if rounded else 15,
+        group=sizes.pop() if len(sizes) == 1 else None,
+        block=blocks.pop() if len(blocks) == 1 else None,
+    )

@@ -90,7 +90,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
             case "awq":
                 return columns * 8, rows
             case "packed":
-                return tuple(self._need(name, "weight_shape").tolist())
+                return tuple(int(size) for size in self._need(name, "weight_shape").flatten())
             case "nvfp4" | "modelopt":
                 return rows, columns * 2
         return rows, columns
@@ -125,7 +125,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
             return self._plain(name)
         except CheckpointError:
             raise
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, IndexError, ValueError, ArithmeticError) as error:
             reason = first_line(error)
             raise CheckpointError(f"the quantised tensors of {name!r} do not fit together: {reason}") from None
 
@@ -148,7 +148,8 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         q = _unpack(self._need(name, "qweight").T.contiguous(), bits)
         zeros = _unpack(self._need(name, "qzeros"), bits).T.int() + self._how.zero_offset
         scales = self._need(name, "scales").float().T
-        return self._make(q, scales, zeros, bits, self._get(name, "g_idx"))
+        order = self._need(name, "g_idx") if self._how.reordered else self._get(name, "g_idx")
+        return self._make(q, scales, zeros, bits, order)
 
     def _awq(self, name: str) -> Quantised:
         # The i-th number of a word belongs to column _AWQ_ORDER[i] of its eight.
@@ -186,7 +187,8 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         grid = self._get(name, "weight_scale_inv")
         scales = (self._need(name, "weight_scale") if grid is None else grid).float()
         if weight.dtype is not torch.int8:
-            return quantise(weight.float() * _spread(scales, *weight.shape), 8, self._how.activation_bits)
+            outs, ins = weight.shape
+            return quantise(weight.float() * _spread(scales, outs, ins, self._how.block), 8, self._how.activation_bits)
         q = weight.view(torch.uint8) ^ 128  # from -128 ... 127 to 0 ... 255
         scales = scales.reshape(-1, 1).expand(len(weight), 1) if scales.numel() in (1, len(weight)) else scales
         zeros = self._get(name, "weight_zero_point")
@@ -204,8 +206,12 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         if scales.shape[0] != outs or (zeros is not None and zeros.shape != scales.shape):
             raise ValueError(f"numbers {tuple(q.shape)}, scales {tuple(scales.shape)}")
         size = -(-ins // groups)
-        if groups > 1 and size % 16:  # no tool makes such groups, so the last group is cut off
+        if groups > 1 and self._how.group is not None:
+            size = self._how.group
+        elif groups > 1 and size % 16:  # no tool makes such groups, so the last group is cut off
             size = -(-size // GROUP) * GROUP
+        if -(-ins // size) != groups:
+            raise ValueError(f"{groups} groups of {size}, {ins} inputs")
         middle = 1 << (bits - 1)
         mins = None if zeros is None or bool((zeros == middle).all()) else scales * (middle - zeros)
         order = None
@@ -237,15 +243,19 @@ def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack([data & 15, data >> 4], dim=-1).flatten(1)
 
 
-def _spread(scales: torch.Tensor, outs: int, ins: int) -> torch.Tensor:
-    """Scales of a matrix, of its rows or of the blocks of a grid -> a tensor that multiplies [outs, ins]."""
+def _spread(scales: torch.Tensor, outs: int, ins: int, block: tuple[int, int] | None) -> torch.Tensor:
+    """Scales of a matrix, of its rows or of the blocks of a grid -> a tensor that multiplies [outs, ins]. `block` None:
+    the shapes tell the size of the blocks."""
     if scales.numel() == 1:
         return scales.reshape(1, 1)
     if scales.ndim == 1:
         scales = scales[:, None]
     rows, columns = -(-outs // scales.shape[0]), -(-ins // scales.shape[1])
-    # Blocks are powers of two, the last of a row or column may be cut off.
-    rows, columns = (size if size == 1 else 1 << (size - 1).bit_length() for size in (rows, columns))
-    if scales.shape[1] == 1:
-        columns = ins
+    if block is not None and scales.shape != (outs, 1):
+        rows, columns = block
+    else:  # blocks are powers of two, the last of a row or column may be cut off
+        rows, columns = (size if size == 1 else 1 << (size - 1).bit_length() for size in (rows, columns))
+        columns = ins if scales.shape[1] == 1 else columns
+    if scales.shape != (-(-outs // rows), -(-ins // columns)):
+        raise ValueError(f"numbers {(outs, ins)}, scales {tuple(scales.shape)}")
     return scales.repeat_interleave(rows, 0)[:outs].repeat_interleave(columns, 1)[:, :ins]

@@ -156,6 +156,20 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, float]] = {
         lambda w: packed(w, 4, 32, symmetric=False),
         EXACT,
     ),
+    # Groups whose size does not divide 96 inputs.
+    "gptq-group-64": (GPTQ | {"group_size": 64}, lambda w: gptq(w, 4, 64), EXACT),
+    "awq-group-64": ({"quant_method": "awq", "bits": 4, "group_size": 64}, lambda w: awq(w, 64), EXACT),
+    "W4A16-group-64": (
+        compressed_tensors("pack-quantized", {"num_bits": 4, "group_size": 64}),
+        lambda w: packed(w, 4, 64, symmetric=True),
+        EXACT,
+    ),
+    "W4A16-group-48": (
+        compressed_tensors("pack-quantized", {"num_bits": 4, "group_size": 48}),
+        lambda w: packed(w, 4, 48, symmetric=True),
+        ROUNDED,
+    ),
+    "fp8-blocks-of-48": ({"quant_method": "fp8", "weight_block_size": [48, 48]}, lambda w: fp8(w, 48), ROUNDED),
     "W8A16": (compressed_tensors("pack-quantized", _W8), lambda w: packed(w, 8, -1, symmetric=True), EXACT),
     "W8A8": (compressed_tensors("int-quantized", _W8, _A8), plain_int8, ROUNDED),
     "W8-asymmetric": (compressed_tensors("int-quantized", _W8), lambda w: plain_int8(w, symmetric=False), EXACT),
