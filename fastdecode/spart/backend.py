@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdecode.gguf.file import ModelSource
-from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, UnknownArchitecture
+from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, UnknownArchitecture, WrongValue
 from fastdecode.spart.checkpoints.config_file import open_source, read_config
 from fastdecode.spart.checkpoints.config_json import read_json
 from fastdecode.spart.ranks.cut import heads_of_rank, why_not_shared
@@ -187,7 +187,7 @@ def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:
         try:
             return Backend("native", source, read_config(source))
         except CheckpointError as error:
-            if name == "native" or not (source.path / "config.json").is_file():
+            if name == "native" or isinstance(error, WrongValue) or not (source.path / "config.json").is_file():
                 raise
             native = error
     elif source.gguf is not None:

@@ -18,6 +18,8 @@ from transformers.activations import ACT2FN
 
 from fastdecode.region.geometry import Geometry
 from fastdecode.spart import CheckpointError, choose_device, choose_dtype, load_model, read_config
+from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.checkpoints.config import WrongValue
 from fastdecode.spart.decoder.block_ops import ACTIVATIONS
 from fastdecode.spart.linears.dense import PackedLinear, known_rows
 
@@ -65,6 +67,9 @@ def test_both_spellings_of_rope_mean_the_same(name, copy):
             old["partial_rotary_factor"] = rope.get("partial_rotary_factor", 1.0)
         edit_config(directory, ("rope_parameters", "dtype"), **old)
         assert read_config(directory) == new
+
+
+NAN = float("nan")
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -122,7 +127,17 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes'"),
         ({"num_hidden_layers": 10**7}, "10000000 layers"),
-        ({"num_hidden_layers": 10**18}, "1000000000000000000 layers"),
+        ({"num_hidden_layers": 10**18}, "'num_hidden_layers' is 1000000000000000000, more than"),
+        ({"rms_norm_eps": 10**400}, "'rms_norm_eps' is 10+, not a finite"),
+        ({"hidden_act": None}, "'hidden_act' is None, not a name"),
+        ({"rope_parameters": {"rope_type": ["x"]}}, "'rope_type' is .'x'., not a name"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "attention_factor": NAN}}, "'attention_factor' is nan"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 1}}, "'beta_slow' is 1, 'beta_fast' 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "a 'rope_theta' of 1 is too small"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "'low_freq_factor' is 4, 'high_freq_factor' 1",
+        ),
         ({"architectures": 5}, "'architectures' is 5"),
         ({"dtype": ["float32"]}, "dtype .'float32'. is not one of"),
         ({"eos_token_id": {"a": 1}}, "'eos_token_id' is {'a': 1}"),
@@ -130,7 +145,7 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "'factor' is 0.0, not a positive"),
         ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": "x"}}, "'x', not a number"),
         ({"quantization_config": "awq"}, "'quantization_config' is 'awq', not an object"),
-        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan"),
+        ({"rms_norm_eps": NAN}, "'rms_norm_eps' is nan"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -139,6 +154,50 @@ def test_a_configuration_that_cannot_be_served_says_why(copy, changes, message):
     edit_config(directory, **changes)
     with pytest.raises(CheckpointError, match=message):
         load_model(directory)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"hidden_size": "64"}, {"num_hidden_layers": 10**7}, {"num_hidden_layers": -1}, {"hidden_act": None}),
+        *({"attention_bias": 0}, {"eos_token_id": "1"}, {"dtype": "x"}, {"architectures": 1}, {"head_dim": 0}),
+        {"rope_parameters": {"rope_type": "yarn", "factor": 0, "rope_theta": 10000.0}},
+    ],
+    ids=str,
+)
+def test_what_no_model_can_have_is_refused_by_each_backend(copy, changes):
+    """The transformers backend does not take what the native decoder has found to be wrong."""
+    directory = copy()
+    edit_config(directory, **changes)
+    with pytest.raises(WrongValue, match=rf"^{directory}: "):
+        choose_backend("auto", directory)
+    if changes.keys() & {"rope_parameters", "architectures"}:  # which transformers takes
+        return
+    with pytest.raises(CheckpointError):
+        choose_backend("transformers", directory)
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_weights_that_are_not_finite_are_refused(copy, backend):
+    """Attention hides what is not finite in Q or K."""
+    directory = copy()
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"][3, 5] = NAN
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'model\.layers\.1\.self_attn\.q_proj\.weight' has numbers that are"
+    ):
+        choose_backend(backend, directory).load(torch.device("cpu"), torch.float32)
+
+
+def test_integers_without_a_quantization_config_are_no_weights(copy):
+    directory = copy()
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] = weights["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    for backend in ("native", "transformers"):
+        with pytest.raises(CheckpointError, match=r"tensor 'model\.layers\.0\.mlp\.up_proj\.weight' is stored as I8"):
+            choose_backend(backend, directory).check_tensors()
 
 
 def test_a_missing_key_is_named(copy):

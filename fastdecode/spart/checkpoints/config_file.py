@@ -29,5 +29,9 @@ def read_config(model: str | Path | ModelSource) -> ModelConfig:
 
         return gguf_config(source.gguf)
     raw = read_json(source.path / "config.json")
-    generation = source.path / "generation_config.json"
-    return make_config(raw, read_json(generation) if generation.is_file() else {})
+    file = source.path / "generation_config.json"
+    generation = read_json(file) if file.is_file() else {}
+    try:
+        return make_config(raw, generation)
+    except CheckpointError as error:
+        raise type(error)(f"{source.path}: {error}") from None

@@ -8,32 +8,40 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastdecode.gguf.file import pointer_fault
-from fastdecode.spart.checkpoints.config import ACTIVATIONS, CheckpointError, Rope
+from fastdecode.spart.checkpoints.config import ACTIVATIONS, CheckpointError, Rope, WrongValue
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
+_MOST = 2**31 - 1  # of a size: a number without end would overflow elsewhere
+
+
 class ConfigJson:
-    """The keys of a config.json. All methods raise CheckpointError for a value of another type or range."""
+    """The keys of a config.json. All methods raise WrongValue for a value of another type or range, and CheckpointError
+    for one that the native decoder does not support."""
 
     def __init__(self, raw: dict[str, Any]):
         self.raw = raw
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer. An absent key or null means `default`; without a default the key must be there."""
+        """A positive integer, at most _MOST. An absent key or null means `default`; without a default the key must be
+        there."""
         value = self.raw.get(name)
         if value is None:
             value = default
         if value is None:
             raise CheckpointError(f"config.json lacks {name!r}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"config.json: {name!r} is {value!r}, not a positive whole number")
+            raise WrongValue(f"config.json: {name!r} is {value!r}, not a positive whole number")
+        if value > _MOST:
+            raise WrongValue(f"config.json: {name!r} is {value}, more than {_MOST}")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -43,35 +51,37 @@ class ConfigJson:
     def flag(self, name: str, default: bool) -> bool:
         value = self.raw.get(name, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"config.json: {name!r} is {value!r}, not true or false")
+            raise WrongValue(f"config.json: {name!r} is {value!r}, not true or false")
         return value
 
     def activation(self, name: str, default: str) -> str:
         """One of ACTIVATIONS."""
         value = self.raw.get(name, default)
+        if not isinstance(value, str):
+            raise WrongValue(f"config.json: {name!r} is {value!r}, not a name")
         if value not in ACTIVATIONS:
             raise CheckpointError(f"config.json: {name!r} is {value!r}; known are {', '.join(ACTIVATIONS)}")
-        return str(value)
+        return value
 
     def table(self, name: str) -> dict[str, Any]:
         """A JSON object; empty if the key is absent or null."""
         value = self.raw.get(name) or {}
         if not isinstance(value, dict):
-            raise CheckpointError(f"config.json: {name!r} is {value!r}, not an object")
+            raise WrongValue(f"config.json: {name!r} is {value!r}, not an object")
         return value
 
     def architectures(self) -> list[str]:
         """Class names of transformers."""
         names = self.raw.get("architectures") or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise CheckpointError(f"config.json: 'architectures' is {names!r}, not a list of names")
+            raise WrongValue(f"config.json: 'architectures' is {names!r}, not a list of names")
         return names
 
     def dtype(self) -> str:
         """The checkpoint's dtype: "fp32", "fp16" or "bf16"."""
         name = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
         if not isinstance(name, str) or name not in _DTYPES:
-            raise CheckpointError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
+            raise WrongValue(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
         return _DTYPES[name]
 
     def rope(
@@ -85,6 +95,8 @@ class ConfigJson:
         `scaling` are the defaults. `partial`: the family may turn only the first elements of each head."""
         raw = self.table("rope_scaling") or self.table("rope_parameters") or scaling or {}
         kind = raw.get("rope_type") or raw.get("type") or "default"
+        if not isinstance(kind, str):
+            raise WrongValue(f"config.json: 'rope_type' is {kind!r}, not a name")
         read = _ROPES.get(kind)
         if read is None:
             raise CheckpointError(f"RoPE scaling {kind!r} is not supported; known are {', '.join(_ROPES)}")
@@ -95,7 +107,10 @@ class ConfigJson:
         if fraction > 1 or (fraction < 1 and not partial):
             raise CheckpointError(f"config.json: a partial_rotary_factor of {fraction:g} is not supported here")
         rope = read(raw, max_positions, trained_on)
-        return replace(rope, theta=_positive(raw, "rope_theta", self.number("rope_theta", theta)), fraction=fraction)
+        base = _positive(raw, "rope_theta", self.number("rope_theta", theta))
+        if base <= 1 and rope.kind == "yarn":  # whose range is in logarithms of the base
+            raise WrongValue(f"config.json: a 'rope_theta' of {base:g} is too small")
+        return replace(rope, theta=base, fraction=fraction)
 
 
 def _default(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
@@ -109,25 +124,31 @@ def _linear(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
 
 
 def _llama3(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
+    low, high = _positive(raw, "low_freq_factor"), _positive(raw, "high_freq_factor")
+    if low >= high:
+        raise WrongValue(f"config.json: 'low_freq_factor' is {low:g}, 'high_freq_factor' {high:g}, which is not more")
     return Rope(
         kind="llama3",
         factor=_positive(raw, "factor"),
         original_max_positions=trained_on,
-        low_freq_factor=_number(raw, "low_freq_factor"),
-        high_freq_factor=_number(raw, "high_freq_factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
     )
 
 
 def _yarn(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
     factor = _positive(raw, "factor", max_positions / trained_on)
+    fast, slow = _positive(raw, "beta_fast", 32.0), _positive(raw, "beta_slow", 1.0)
+    if fast <= slow:
+        raise WrongValue(f"config.json: 'beta_slow' is {slow:g}, 'beta_fast' {fast:g}, which is not more")
     scale, scale_all = (_number(raw, name, 0.0) for name in ("mscale", "mscale_all_dim"))
     attention = _attention_factor(factor, scale) / _attention_factor(factor, scale_all) if scale and scale_all else None
     return Rope(
         kind="yarn",
         factor=factor,
         original_max_positions=trained_on,
-        beta_fast=_number(raw, "beta_fast", 32.0),
-        beta_slow=_number(raw, "beta_slow", 1.0),
+        beta_fast=fast,
+        beta_slow=slow,
         truncate=bool(raw.get("truncate", True)),
         attention_factor=_number(raw, "attention_factor", attention or _attention_factor(factor)),
     )
@@ -140,6 +161,8 @@ def _attention_factor(factor: float, scale: float = 1.0) -> float:
 
 def _longrope(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
     factor = _positive(raw, "factor", max_positions / trained_on)
+    if trained_on < 2:
+        raise WrongValue(f"config.json: 'original_max_position_embeddings' is {trained_on}")
     attention = math.sqrt(1 + math.log(factor) / math.log(trained_on)) if factor > 1 else 1.0
     return Rope(
         kind="factors",
@@ -174,7 +197,7 @@ def end_token_ids(*files: dict[str, Any]) -> tuple[int, ...]:
             if token is None:
                 continue
             if isinstance(token, bool) or not isinstance(token, int):
-                raise CheckpointError(f"'eos_token_id' is {value!r}, not a token id or a list of them")
+                raise WrongValue(f"'eos_token_id' is {value!r}, not a token id or a list of them")
             ids[token] = None
     return tuple(ids)
 
@@ -188,9 +211,9 @@ def read_json(path: Path, owner: str = "a model") -> dict[str, Any]:
     except NotADirectoryError:
         raise CheckpointError(f"{path.parent} is not a directory") from None
     except ValueError as error:
-        raise CheckpointError(pointer_fault(path) or f"{path} is not JSON: {error}") from None
+        raise WrongValue(pointer_fault(path) or f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
+        raise WrongValue(f"{path} is not a JSON object")
     return value
 
 
@@ -199,19 +222,21 @@ def _number(raw: dict[str, Any], name: str, default: float | None = None) -> flo
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"config.json: {name!r} is {value!r}, not a number")
+        raise WrongValue(f"config.json: {name!r} is {value!r}, not a number")
+    if not abs(value) <= sys.float_info.max:
+        raise WrongValue(f"config.json: {name!r} is {value!r}, not a finite number")
     return float(value)
 
 
 def _positive(raw: dict[str, Any], name: str, default: float | None = None) -> float:
     value = _number(raw, name, default)
-    if not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {name!r} is {value!r}, not a positive number")
+    if value <= 0:
+        raise WrongValue(f"config.json: {name!r} is {value!r}, not a positive number")
     return value
 
 
 def _numbers(raw: dict[str, Any], name: str) -> tuple[float, ...]:
     values = raw.get(name)
     if not isinstance(values, list) or not values:
-        raise CheckpointError(f"config.json: {name!r} is {values!r}, not a list of numbers")
+        raise WrongValue(f"config.json: {name!r} is {values!r}, not a list of numbers")
     return tuple(_positive({name: value}, name) for value in values)

@@ -20,6 +20,7 @@ from fastdecode.spart.checkpoints.config import (
     MTPNames,
     TensorNames,
     UnknownArchitecture,
+    WrongValue,
     check_layers,
 )
 from fastdecode.spart.checkpoints.config_json import ConfigJson, end_token_ids
@@ -287,6 +288,8 @@ def _qwen3_moe(config: ConfigJson) -> dict[str, Any]:
 
 def _dense_layers(config: ConfigJson, n_layers: int) -> frozenset[int]:
     every, dense = config.size("decoder_sparse_step", 1), config.raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise WrongValue(f"config.json: 'mlp_only_layers' is {dense!r}, not a list of layers")
     return frozenset(i for i in range(n_layers) if i in dense or (i + 1) % every)
 
 
@@ -383,6 +386,8 @@ def _delta_rule(config: ConfigJson, by_head: bool) -> DeltaRule:
         kernel=config.size("linear_conv_kernel_dim", 4),
         by_head=by_head,
     )
+    if delta.kernel < 2:
+        raise CheckpointError("config.json: 'linear_conv_kernel_dim' is 1; only 2 and more are supported")
     if delta.v_heads % delta.k_heads:
         raise CheckpointError(f"{delta.v_heads} linear V heads are not a multiple of {delta.k_heads} linear K heads")
     return delta

@@ -18,7 +18,7 @@ from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, Ro
 from fastdecode.spart.checkpoints.families import make_config
 from fastdecode.spart.checkpoints.gguf_layouts import NAMES, Part, find_parts, tensor_names
 from fastdecode.spart.checkpoints.mxfp4 import mxfp4
-from fastdecode.spart.checkpoints.tensors import Checkpoint
+from fastdecode.spart.checkpoints.tensors import Checkpoint, require_finite
 from fastdecode.spart.linears.quantised import GROUP, Quantised, concatenate, quantise
 
 #: The native family of each `general.architecture`; that of a mixture of experts, if it has another one.
@@ -260,7 +260,8 @@ def float_tensor(tensor: GGUFTensor) -> torch.Tensor:
     if tensor.type.name not in FLOATS:
         raise CheckpointError(f"tensor {tensor.name!r} is stored as {tensor.type.name}, not as F32, F16 or BF16")
     # A copy, because the mapped file is read-only and torch has no such tensors.
-    return torch.from_numpy(tensor.data.copy()).view(FLOATS[tensor.type.name]).view(tensor.shape)
+    numbers = torch.from_numpy(tensor.data.copy()).view(FLOATS[tensor.type.name]).view(tensor.shape)
+    return require_finite(numbers, tensor.name)
 
 
 # -- blocks to Quantised: uint8 [rows, blocks, bytes] ------------------------------------------------------------------

@@ -118,9 +118,19 @@ class SafetensorsCheckpoint(Checkpoint):
             matrix, rows = stored.part
             stack = file.get_slice(stored.name)
             part: torch.Tensor = stack[matrix, :, rows].T if stored.transposed else stack[matrix, rows]
-            return part
-        data: torch.Tensor = file.get_tensor(stored.name)
-        return data
+            return require_finite(part, stored.name)
+        return require_finite(file.get_tensor(stored.name), stored.name)
+
+
+def require_finite(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor of a checkpoint. Raises CheckpointError for numbers in fp32, fp16 or bf16 that are not finite: attention
+    could hide them."""
+    if tensor.dtype in _CHECKED and tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+        raise CheckpointError(f"tensor {name!r} has numbers that are not finite")
+    return tensor
+
+
+_CHECKED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @contextmanager
@@ -141,6 +151,15 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         with open_safetensors(path, "np") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes
+
+
+def stored_dtypes(directory: Path) -> dict[str, str]:
+    """The dtype of each tensor in a directory's safetensors, in their spelling. Raises CheckpointError."""
+    dtypes: dict[str, str] = {}
+    for path in safetensors_files(directory):
+        with open_safetensors(path, "np") as file:
+            dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return dtypes
 
 
 def safetensors_files(directory: Path) -> list[Path]:

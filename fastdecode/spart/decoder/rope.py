@@ -49,7 +49,7 @@ def _yarn(rope: Rope, frequencies: torch.Tensor, head_size: int) -> torch.Tensor
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)
-    ramp = (torch.arange(head_size // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(head_size // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
     slow = ramp.clamp(0, 1)
     return slow * frequencies / rope.factor + (1 - slow) * frequencies
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_INDEX_TOPK, MAX_LAYERS
-from fastdecode.spart.checkpoints.config import CheckpointError, first_line
+from fastdecode.spart.checkpoints.config import CheckpointError, check_layers, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.mixers import Mixer
 from fastdecode.spart.hf.mtp import with_head_layer
@@ -54,6 +54,7 @@ class HFConfig(AttentionShape):
         """`config` is a PretrainedConfig, with `mtp` one of with_head_layer; `generation` is a GenerationConfig or
         None. With `n_ranks` the description is that of the model that each of as many ranks has. Raises
         CheckpointError."""
+        check_layers(getattr(config.get_text_config(), "num_hidden_layers", 1))
         traced, mixers = trace(config)
         if n_ranks > 1:
             if mixers:
@@ -64,7 +65,7 @@ class HFConfig(AttentionShape):
             later = replace(layers[-1], kv_layer=len(layers) - 1, selection=2 if layers[-1].selection else 0)
             layers += (replace(later, indexer=(0, 0, 0)),) * (mtp - 1)
         _check(config, layers)
-        text = config.get_text_config()
+        text, names = config.get_text_config(), config.architectures
         kv_layers = tuple(layer.kv_layer for layer in layers)
         heads = [_heads(layer) for layer in layers]
         v_in_k = all(layer.v_in_k for layer in layers)
@@ -72,7 +73,7 @@ class HFConfig(AttentionShape):
         index_heads, index_size, index_topk = max(layer.indexer for layer in layers)
         alike = set(heads) == {heads[0]} and k_size == v_size
         return cls(
-            architecture=(config.architectures or [type(config).__name__])[0],
+            architecture=names[0] if isinstance(names, list) and names else type(config).__name__,
             dtype=_DTYPES.get(str(config.dtype).removeprefix("torch."), "fp32"),
             vocab_size=text.vocab_size,
             n_layers=len(layers),
@@ -123,14 +124,14 @@ def read_configs(directory: str | Path) -> tuple[Any, Any]:
         raise CheckpointError(f"{directory} has no config.json, so it is not a Hugging Face model directory")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        generation = None
+        if (Path(directory) / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # transformers has many for a wrong value
         reason = first_line(error)
         if "trust_remote_code" in str(error):
             reason = "the checkpoint needs code of its own (trust_remote_code), which fastdecode does not run"
         raise CheckpointError(f"transformers cannot read {directory}: {reason}") from None
-    generation = None
-    if (Path(directory) / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return _text_part(config), generation
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError, first_line
-from fastdecode.spart.checkpoints.tensors import stored_shapes
+from fastdecode.spart.checkpoints.tensors import FLOATS, require_finite, stored_dtypes, stored_shapes
 from fastdecode.spart.decoder.block_ops import VectorOps
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.attention import ATTENTION, register, running, split_attention
@@ -120,6 +120,8 @@ def load_hf_model(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"transformers cannot load {directory}: {first_line(error)}") from None
     placement.clear()  # the model has the rank's tensors now
+    for name, parameter in module.named_parameters():
+        require_finite(parameter, name)
     module.eval().requires_grad_(False)
     adapters.adapt(module, split_attention)
     install(module, split.mixers)
@@ -230,6 +232,9 @@ def _check_tensors(model_class: Any, config: Any, directory: Path) -> None:
         raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
     for name, stored, wanted in sorted(found["mismatched_keys"]):
         raise CheckpointError(f"tensor {name!r} has shape {tuple(stored)}, config.json says {tuple(wanted)}")
+    for name, dtype in stored_dtypes(directory).items():
+        if name.endswith("weight") and dtype not in {*FLOATS, "F64"} and name not in found["unexpected_keys"]:
+            raise CheckpointError(f"tensor {name!r} is stored as {dtype}, and config.json has no quantization_config")
     if aside := sorted(found["unexpected_keys"]):
         log.info("%d tensors are left aside, of vision, sound or drafts: %s, ...", len(aside), aside[0])
 

@@ -73,7 +73,7 @@ def trace(
         raise
     except KeyError:
         raise CheckpointError(f"{_type(config)} does not go through transformers' attention functions") from None
-    except ValueError as error:
+    except Exception as error:  # of the model's own code, which a wrong value may reach
         raise CheckpointError(f"{_type(config)} cannot be split at its attention: {first_line(error)[:200]}") from None
     _use_static_experts(model)
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
