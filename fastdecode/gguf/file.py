@@ -10,6 +10,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,15 +119,30 @@ class GGUFFile:
             raise GGUFError(f"{self.path} is damaged: it claims {n_tensors} tensors and {n_fields} fields")
         for _ in range(n_fields):
             key = self._string()
+            if key in self.fields:
+                raise GGUFError(f"{self.path} is damaged: it has the key {key!r} twice")
             self.fields[key] = self._value(self._number("I"))
         infos = [self._tensor_info() for _ in range(n_tensors)]
         alignment = self.fields.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise GGUFError(f"{self.path} is damaged: its alignment is {alignment!r}")
+        if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+            raise GGUFError(
+                f"{self.path} is damaged: 'general.alignment' is {alignment!r}, not a power of two of at least 8"
+            )
         start = -(-self._at // alignment) * alignment
         everything = np.frombuffer(self._map, np.uint8)
-        for name, shape, kind, offset in infos:
+        end, before = 0, ""
+        for name, shape, kind, offset in sorted(infos, key=itemgetter(3)):
+            if name in self.tensors:
+                raise GGUFError(f"{self.path} is damaged: it has the tensor {name!r} twice")
+            if offset % alignment:
+                raise GGUFError(
+                    f"{self.path} is damaged: tensor {name!r} has the offset {offset}, which is no multiple of the "
+                    f"alignment {alignment}"
+                )
             self.tensors[name] = self._tensor(name, shape, kind, start + offset, everything)
+            if offset < end:
+                raise GGUFError(f"{self.path} is damaged: the tensors {before!r} and {name!r} overlap")
+            end, before = offset + len(self.tensors[name].data), name
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name, n_dimensions = self._string(), self._number("I")

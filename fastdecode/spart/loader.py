@@ -76,7 +76,7 @@ def load_model(
         dtype = choose_dtype(dtype, config.dtype, device)
     checkpoint = open_checkpoint(source, config)
     blueprint = Blueprint(config, own_head=not config.tied or checkpoint.head_differs(config.names))
-    wanted = _matched(blueprint, checkpoint, config)
+    wanted = _matched(blueprint, checkpoint, config, source)
     if adapters and source.gguf is not None:
         raise CheckpointError("adapters are for safetensors, and the model is a GGUF file: serve its directory instead")
     adapter_set = AdapterSet(adapters)
@@ -126,12 +126,12 @@ def open_checkpoint(source: ModelSource, config: ModelConfig) -> Checkpoint:
 
 def check_tensors(source: ModelSource, config: ModelConfig) -> None:
     """Raise CheckpointError if a tensor of a model is missing or has another shape. Reads no weight."""
-    _matched(Blueprint(config, own_head=not config.tied), open_checkpoint(source, config), config)
+    _matched(Blueprint(config, own_head=not config.tied), open_checkpoint(source, config), config, source)
 
 
-def _matched(blueprint: Blueprint, checkpoint: Checkpoint, config: ModelConfig) -> _Wanted:
+def _matched(blueprint: Blueprint, checkpoint: Checkpoint, config: ModelConfig, source: ModelSource) -> _Wanted:
     wanted = _wanted(blueprint)
-    _match(wanted.shapes, checkpoint, config)
+    _match(wanted.shapes, checkpoint, config, source)
     return wanted
 
 
@@ -188,7 +188,9 @@ def choose_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
     return TORCH_DTYPES[dtype]
 
 
-def _match(shapes: dict[str, tuple[int, ...]], checkpoint: Checkpoint, config: ModelConfig) -> None:
+def _match(
+    shapes: dict[str, tuple[int, ...]], checkpoint: Checkpoint, config: ModelConfig, source: ModelSource
+) -> None:
     """Raise CheckpointError for a tensor that is missing or has another shape; warn of tensors that are not used."""
     have = checkpoint.names()
     if missing := [name for name in shapes if name not in have]:
@@ -198,7 +200,8 @@ def _match(shapes: dict[str, tuple[int, ...]], checkpoint: Checkpoint, config: M
         raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
     for name, shape in shapes.items():
         if (stored := checkpoint.shape(name)) != shape:
-            raise CheckpointError(f"tensor {name!r} has shape {stored}, config.json says {shape}")
+            where = source.gguf.path if source.gguf else "config.json"
+            raise CheckpointError(f"tensor {name!r} has shape {stored}, {where} says {shape}")
     used = set(shapes) | ({f"{config.names.head}.weight"} if config.tied else set())
     unused = sorted(name for name in have - used if not name.endswith(_DERIVED))
     if aside := [name for name in unused if name.startswith(config.names.aside)]:

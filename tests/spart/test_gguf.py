@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import random
+import re
 import struct
 from pathlib import Path
 
@@ -216,6 +217,77 @@ def test_what_is_not_understood_is_named(good, tmp_path):
         load_model(patched(good, path, b"blk.0.ffn_down.weight", b"blk.0.ffn_dawn.weight"))
     with pytest.raises(GGUFError, match="not a GGUF file"):
         GGUFFile(make_checkpoint("llama-gqa") / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"llama.context_length", b"llama.rope.freq_base", r"has the key 'llama\.rope\.freq_base' twice"),
+        (b"blk.0.attn_norm.weight", b"blk.1.attn_norm.weight", r"has the tensor 'blk\.1\.attn_norm\.weight' twice"),
+        (b"blk.0.ffn_down.weight", b"blk_0_ffn_down_weight", r"lacks the tensor 'blk\.0\.ffn_down\.weight'"),
+        (b"llama.embedding_length", b"general.embeddingssize", r"m\.gguf lacks 'llama\.embedding_length'"),
+        (
+            b"llama.feed_forward_length" + struct.pack("<II", 4, 96),
+            b"llama.feed_forward_length" + struct.pack("<II", 4, 128),
+            r"'blk\.0\.ffn_gate\.weight' has shape \(96, 64\), /.*/m\.gguf says \(128, 64\)",
+        ),
+        (  # a string becomes a list of one byte
+            struct.pack("<IQ", 8, 5) + b"llama",
+            struct.pack("<IIQ", 9, 0, 1) + b"l",
+            r"m\.gguf: architecture \[108\] is not known",
+        ),
+    ],
+    ids=["key", "tensor", "no dot", "lacking", "shape", "list"],
+)
+def test_names_that_contradict_each_other_or_lack_are_told(good, tmp_path, old, new, message):
+    with pytest.raises(CheckpointError, match=message):
+        load_model(patched(good, tmp_path / "m.gguf", old, new))
+
+
+@pytest.mark.parametrize(
+    ("by", "message"),
+    [
+        (4, r"tensor 'blk\.1\.attn_norm\.weight' has the offset \d+, which is no multiple of the alignment 32"),
+        (-32, r"the tensors 'blk\.\d\.[a-z_]+\.weight' and 'blk\.1\.attn_norm\.weight' overlap"),
+    ],
+)
+def test_offsets_that_no_writer_gives_are_refused(good, tmp_path, by, message):
+    data, name = bytearray(good.read_bytes()), b"blk.1.attn_norm.weight"
+    at = data.index(name) + len(name) + struct.calcsize("<IQI")  # behind its dimension and its type
+    struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] + by)
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"general.alignment": 24}, "m.gguf is damaged: 'general.alignment' is 24, not a power of two of at least 8"),
+        ({"general.alignment": 4}, "m.gguf is damaged: 'general.alignment' is 4, not a power of two of at least 8"),
+        ({"split.count": "3"}, "m.gguf: the key 'split.count' is '3', not a whole number"),
+        ({"split.count": 3}, "m.gguf is one of 3 parts"),
+        ({"llama.rope.scaling.type": ["a"]}, "m.gguf: 'llama.rope.scaling.type' is ['a'], not a string"),
+        ({"llama.rope.scaling.type": "linear"}, "m.gguf: 'llama.rope.scaling.factor' is None, not a number"),
+        ({"llama.rope.scaling.type": "su"}, "m.gguf: RoPE scaling 'su' is not supported"),
+        ({"llama.rope.dimension_count": "16"}, "m.gguf: llama.rope.dimension_count is '16', the head size 16"),
+    ],
+    ids=str,
+)
+def test_a_field_of_another_type_or_range_is_named(fields, message, tmp_path):
+    write_gguf(tmp_path / "m.gguf", make_model("llama-mha"), "F32", fields)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        read_config(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 0.0, -1.0])
+def test_divisors_of_rope_that_are_none_are_refused(wrong, tmp_path):
+    factors = np.array([1.0] * 7 + [wrong], np.float32)
+    write_gguf(
+        tmp_path / "m.gguf", make_model("llama-mha"), "F32", more=lambda w: w.add_tensor("rope_freqs.weight", factors)
+    )
+    with pytest.raises(CheckpointError, match=rf"m\.gguf: 'rope_freqs\.weight' is .*{wrong}\], not positive numbers"):
+        read_config(tmp_path / "m.gguf")
 
 
 def test_a_rare_type_without_the_package_says_what_to_install(good, monkeypatch):

@@ -90,6 +90,11 @@ _DELTA_OTHER_KEYS = {
     "attention.recurrent_layers",
     "nextn_predict_layers",
 }
+#: The keys of RoPE's scaling, and what config.json calls them in `rope_scaling`.
+_SCALING_KEYS = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -97,12 +102,12 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     """The model of a GGUF file. Raises CheckpointError for a key or an architecture that is not understood, by name."""
     fields, tensors = file.fields, file.tensors
     architecture = fields.get("general.architecture")
-    if architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise CheckpointError(
             f"{file.path}: architecture {architecture!r} is not known; known are {', '.join(FAMILIES)}"
         )
-    if fields.get("split.count", 1) > 1:
-        raise CheckpointError(f"{file.path} is one of {fields['split.count']} parts; join them with llama-gguf-split")
+    if (parts := _whole(file, fields, "split.count")) > 1:
+        raise CheckpointError(f"{file.path} is one of {parts} parts; join them with llama-gguf-split")
     meta = {key.removeprefix(f"{architecture}."): v for key, v in fields.items() if key.startswith(f"{architecture}.")}
     keys = _KEYS | _FAMILY_KEYS.get(architecture, {})
     has_delta = "ssm.conv_kernel" in keys
@@ -124,17 +129,22 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         "tie_word_embeddings": f"{NAMES.head}.weight" not in tensors,
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": [fields[key] for key in _END_TOKENS if key in fields],
-        "rope_scaling": _rope_scaling(meta),
+        "rope_scaling": _rope_scaling(file, architecture, meta),
         "norm_topk_prob": True,
     }
     drafts = _whole(file, meta, "nextn_predict_layers") if has_delta else 0
     if has_delta:
-        raw |= _delta_config(file, meta, raw, drafts)
-    config = make_config(raw)
+        raw |= _delta_config(file, meta, drafts)
+    try:
+        config = make_config(raw)
+    except CheckpointError as error:
+        raise CheckpointError(_in_terms_of(file, architecture, keys, str(error))) from None
     turned = config.rope.width(config.head_size) if config.rope else config.head_size
     for key, size in (("attention.value_length", config.head_size), ("rope.dimension_count", turned)):
         if meta.get(key, size) != size:
-            raise CheckpointError(f"{file.path}: {architecture}.{key} is {meta[key]}, the head size {config.head_size}")
+            raise CheckpointError(
+                f"{file.path}: {architecture}.{key} is {meta[key]!r}, the head size {config.head_size}"
+            )
     if config.delta is not None:
         by_head = any(name.endswith(".ssm_in.weight") for name in tensors)
         config = replace(config, delta=replace(config.delta, by_head=by_head), norm_offset=0.0)
@@ -159,13 +169,21 @@ def _whole(file: GGUFFile, meta: dict[str, Any], key: str, default: int = 0) -> 
     return value
 
 
-def _delta_config(file: GGUFFile, meta: dict[str, Any], raw: dict[str, Any], drafts: int) -> dict[str, Any]:
+def _in_terms_of(file: GGUFFile, architecture: str, keys: dict[str, str], sentence: str) -> str:
+    """What make_config says of config.json, said of the file and its keys."""
+    for key, name in (keys | _SCALING_KEYS).items():
+        sentence = sentence.replace(repr(name), repr(f"{architecture}.{key}"))
+    named = sentence.replace("config.json", str(file.path))
+    return named if named != sentence else f"{file.path}: {sentence}"
+
+
+def _delta_config(file: GGUFFile, meta: dict[str, Any], drafts: int) -> dict[str, Any]:
     """The keys of config.json in which llama.cpp says otherwise what blocks with the gated delta rule are like."""
-    n_blocks = _whole(file, raw, "num_hidden_layers") - drafts
+    n_blocks = _whole(file, meta, "block_count") - drafts
     more: dict[str, Any] = {"num_hidden_layers": n_blocks}
     if v_heads := _whole(file, meta, "ssm.time_step_rank"):
         more["linear_value_head_dim"] = _whole(file, meta, "ssm.inner_size") // v_heads
-    if (size := _whole(file, raw, "head_dim")) and (turned := _whole(file, meta, "rope.dimension_count")):
+    if (size := _whole(file, meta, "attention.key_length")) and (turned := _whole(file, meta, "rope.dimension_count")):
         more["partial_rotary_factor"] = turned / size
     recurrent = meta.get("attention.recurrent_layers")
     if isinstance(recurrent, list):
@@ -180,8 +198,10 @@ def _dtype(tensors: dict[str, GGUFTensor]) -> str:
     return "float32" if kinds == {"F32"} else "bfloat16" if kinds - {"F32"} == {"BF16"} else "float16"
 
 
-def _rope_scaling(own: dict[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(file: GGUFFile, architecture: str, own: dict[str, Any]) -> dict[str, Any] | None:
     kind = own.get("rope.scaling.type", "none")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{file.path}: '{architecture}.rope.scaling.type' is {kind!r}, not a string")
     if kind == "none":
         return None
     scaling = {"rope_type": kind, "factor": own.get("rope.scaling.factor")}
@@ -197,6 +217,8 @@ def _rope(file: GGUFFile, config: ModelConfig) -> Rope | None:
     factors = float_tensor(file.tensors[_ROPE_FACTORS])
     if config.rope.kind != "default" or tuple(factors.shape) != (config.head_size // 2,):
         raise CheckpointError(f"{file.path}: {_ROPE_FACTORS!r} does not fit the model's RoPE")
+    if not bool(((factors > 0) & factors.isfinite()).all()):
+        raise CheckpointError(f"{file.path}: {_ROPE_FACTORS!r} is {factors.tolist()}, not positive numbers")
     return Rope(config.rope.theta, "factors", factors=tuple(factors.tolist()))
 
 

@@ -113,8 +113,10 @@ def find_parts(tensors: dict[str, GGUFTensor], architecture: str, config: ModelC
         _split_experts(parts, config.experts.n)
     if architecture in _INTERLEAVED:
         for name, part in parts.items():
+            if not name.startswith("blk."):
+                continue
             heads = {"attn_q": config.n_q_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2])
-            if heads and name.startswith("blk.") and part.shape[0] % (2 * heads) == 0:
+            if heads and part.shape[0] % (2 * heads) == 0:
                 parts[name] = replace(part, rows=_halves_of_heads(part.shape[0], heads))
     if config.delta is not None and _fits(parts, config.delta):
         _undo_delta(parts, config.delta, tiled=architecture in _TILED)
