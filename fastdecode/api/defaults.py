@@ -34,7 +34,9 @@ class SamplingDefaults:
             config = orjson.loads(path.read_bytes())
         except orjson.JSONDecodeError as error:
             raise ValueError(f"{path}: {error}") from None
-        return cls.from_config(config if isinstance(config, dict) else {})
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} is not a JSON object")
+        return cls.from_config(config)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SamplingDefaults:

@@ -53,9 +53,11 @@ def report(config: NodeConfig) -> str:
         from fastdecode.daemon import check_model
         from fastdecode.daemon.serving import ApiSettings
         from fastdecode.spart.backend import choose_backend
+        from fastdecode.spart.checkpoints.config_file import open_source
 
-        backend = choose_backend(config.backend, path).with_mtp(mtp_drafts(config.speculate))
-        ApiSettings.make(config, backend.source)  # raises what a node would raise
+        source = open_source(path)
+        ApiSettings.make(config, source)  # raises what a node would raise
+        backend = choose_backend(config.backend, source).with_mtp(mtp_drafts(config.speculate))
         rows += check_model.rows(config, backend)
         if config.role == "s" and not config.uses_r_nodes and (split := _split(config, backend, device)):
             rows.append(("split", split))

@@ -84,9 +84,10 @@ class ApiSettings:
 
 
 def _sampling_defaults(config: NodeConfig, path: Path) -> SamplingDefaults:
+    own = SamplingDefaults.from_dir(path)  # in any case: the file names the model's end tokens, too
     if config.generation_config == "none":
         return NO_DEFAULTS
-    return _CHAT_DEFAULTS if is_chat_model(config.model) else SamplingDefaults.from_dir(path)
+    return _CHAT_DEFAULTS if is_chat_model(config.model) else own
 
 
 def _default_names(config: NodeConfig, path: Path) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -33,19 +34,23 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """A compiled chat template. It comes with a downloaded model, so it runs in Jinja's immutable sandbox."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        """`special_tokens` maps the names that a template may use ("bos_token", ...) to texts.
+    def __init__(self, source: str, special_tokens: Mapping[str, str], file: Path | None = None):
+        """`special_tokens` maps the names that a template may use ("bos_token", ...) to texts. `file` is where the
+        template stands.
 
-        Raises ChatTemplateError for invalid Jinja.
+        Raises ChatTemplateError for invalid Jinja; the message names the file.
         """
+        where = "" if file is None else f"{file}: "
         self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
-                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+                f"{where}the chat template is not valid Jinja: line {error.lineno}: {error.message}"
             ) from None
+        except (RecursionError, SyntaxError):  # SyntaxError: Python refuses the code that Jinja has made
+            raise ChatTemplateError(f"{where}the chat template is nested too deeply") from None
 
     def render(
         self,

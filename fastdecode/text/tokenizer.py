@@ -33,9 +33,14 @@ class Tokenizer:
     """A model's tokenizer."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], templates: Mapping[str, str] | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        templates: Mapping[str, str] | None = None,
+        files: Mapping[str, Path] | None = None,
     ):
-        """`config` is the content of tokenizer_config.json; `templates` are the Jinja chat templates by name.
+        """`config` is the content of tokenizer_config.json; `templates` are the Jinja chat templates by name, `files`
+        the files that have them.
 
         Raises ChatTemplateError for a template that is not valid Jinja; TypeError, ValueError, KeyError or
         AttributeError for a broken `config`.
@@ -55,9 +60,11 @@ class Tokenizer:
         self.whole_texts: dict[int, str] = {}
         #: Whether a text is the bytes of its tokens, one after another; if not, a token's text depends on its place.
         self.is_bytewise = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        templates = templates or {}
+        templates, files = templates or {}, files or {}
         self._template_names = sorted(templates)
-        self._templates = {name: ChatTemplate(templates[name], self._named) for name in _TEMPLATES & templates.keys()}
+        self._templates = {
+            name: ChatTemplate(templates[name], self._named, files.get(name)) for name in _TEMPLATES & templates.keys()
+        }
         self._shrink = _shrink(backend) if self._byte_level else None
         self._longest_token = max(len(text.encode()) for text in backend.get_vocab(with_added_tokens=True))
 
@@ -68,17 +75,23 @@ class Tokenizer:
 
         Raises TokenizerError, and ChatTemplateError for a template that is not valid Jinja.
         """
+        own = {"default": chat_template} if chat_template else None
         try:
             source = ModelSource.open(model)
-            if source.gguf is not None:
-                backend, config, templates = read_tokenizer(source.gguf)
-                return cls(backend, config, {"default": chat_template} if chat_template else templates)
-        except (GGUFError, GGUFTokenizerError) as error:
+        except GGUFError as error:
             raise TokenizerError(str(error)) from None
-        except ChatTemplateError:
-            raise
-        except Exception as error:  # the Rust library raises a plain Exception
-            raise TokenizerError(f"the tokenizer in {model} cannot be read: {error}") from None
+        if source.gguf is not None:
+            path = source.gguf.path
+            try:
+                backend, config, templates = read_tokenizer(source.gguf)
+                files = {} if own else dict.fromkeys(templates, path)
+                return cls(backend, config, own or templates, files)._tried(path)
+            except GGUFTokenizerError as error:
+                raise TokenizerError(str(error)) from None
+            except (TokenizerError, ChatTemplateError):
+                raise
+            except Exception as error:  # the Rust library raises a plain Exception
+                raise TokenizerError(f"the tokenizer in {path} cannot be read: {error}") from None
         directory = source.path
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -91,16 +104,29 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # older models have the named tokens in a separate file
             config = config | _read_json(directory / "special_tokens_map.json")
         try:
-            templates = {"default": chat_template} if chat_template else _find_templates(directory, config)
-            return cls(backend, config, templates)
+            templates, files = (own, {}) if own else _find_templates(directory, config)
+            return cls(backend, config, templates, files)._tried(path)
         except (TokenizerError, ChatTemplateError):
             raise
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise TokenizerError(f"{directory / 'tokenizer_config.json'} cannot be read: {error!r}") from None
 
+    def _tried(self, path: Path) -> Tokenizer:
+        """The tokenizer, which has encoded a text. Raises TokenizerError, with the file `path`, if it cannot."""
+        try:
+            self.encode("A text.")
+        except BaseException as error:
+            # A panic of the Rust library is no Exception, and its class cannot be imported.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise TokenizerError(f"{path}: the tokenizer cannot encode a text: {error}") from None
+        return self
+
     def _add_special_tokens(self, config: Mapping[str, Any]) -> None:
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         listed = config.get("added_tokens_decoder") or {}
+        if not isinstance(listed, Mapping):
+            raise TypeError(f"'added_tokens_decoder' is {listed!r}, not an object")
         self._backend.add_tokens(
             [t for i in sorted(listed, key=int) if (t := _added_token(listed[i])).content not in known]
         )
@@ -250,8 +276,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _find_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates by name, from where transformers looks for them, in the same order.
+def _find_templates(directory: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Path]]:
+    """The chat templates by name and their files, from where transformers looks for them, in the same order.
 
     The places are chat_template.jinja with additional_chat_templates/NAME.jinja, tokenizer_config.json and
     chat_template.json.
@@ -259,17 +285,27 @@ def _find_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (path := directory / "chat_template.jinja").is_file():
         files["default"] = path
-    templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    templates = {name: _read_text(path) for name, path in files.items()}
     if "default" in templates:
-        return templates
-    found = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template") or {}
+        return templates, files
+    path = directory / "tokenizer_config.json"
+    if not (found := config.get("chat_template")):
+        path = directory / "chat_template.json"
+        found = _read_json(path).get("chat_template") or {}
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}
     if isinstance(found, str):
         found = {"default": found}
     if not isinstance(found, dict) or not all(isinstance(template, str) for template in found.values()):
-        raise TokenizerError(f"{directory}: the chat template is not a string")
-    return found | templates
+        raise TokenizerError(f"{path}: the chat template is not a string")
+    return found | templates, dict.fromkeys(found, path) | files
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8: {error}") from None
 
 
 def _token_text(token: str | Mapping[str, Any] | None) -> str | None:

@@ -154,10 +154,14 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 +
         ("m.gguf", POINTER, "m.gguf is a Git LFS pointer"),
         ("m.gguf", b"GGUF" + struct.pack(">IQQ", 3, 1, 1) + bytes(200), "m.gguf is big-endian"),
         ("config.json", {"tie_word_embeddings": False}, "lacks the tensor 'lm_head.weight'"),
+        ("config.json", "[" * 100_000, "config.json is nested too deeply"),
+        ("generation_config.json", "[]", "generation_config.json is not a JSON object"),
+        ("generation_config.json", "[" * 100_000, "generation_config.json: depth limit exceeded"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:30],
 )
-def test_check_refuses_what_a_node_refuses_in_the_same_words(tmp_path, file, content, says):
+@pytest.mark.parametrize("generation", ["auto", "none"])
+def test_check_refuses_what_a_node_refuses_in_the_same_words(tmp_path, file, content, says, generation):
     directory = Path(shutil.copytree(model_dir(), tmp_path / "m"))
     path = directory / file
     match content:
@@ -169,7 +173,8 @@ def test_check_refuses_what_a_node_refuses_in_the_same_words(tmp_path, file, con
             path.write_text(content)
         case dict():
             path.write_text(json.dumps(json.loads(path.read_text()) | content))
-    config = NodeConfig(model=path if file.endswith(".gguf") else directory, port=0, kv_memory=2**26)
+    model = path if file.endswith(".gguf") else directory
+    config = NodeConfig(model=model, port=0, kv_memory=2**26, generation_config=generation)
     messages = []
     for start in (report, run_s_node):
         with pytest.raises((ValueError, OSError)) as caught:

@@ -384,6 +384,9 @@ def test_an_index_that_points_outside_is_refused(copy):
     index.write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="elsewhere"):
         load_model(directory)
+    index.write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is not an index"):
+        load_model(directory)
 
 
 def test_a_truncated_file_is_refused(copy):

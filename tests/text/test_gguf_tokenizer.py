@@ -15,6 +15,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
+from fastdecode.gguf.file import ModelSource
 from fastdecode.text.chat_template import ChatTemplateError
 from fastdecode.text.tokenizer import Tokenizer, TokenizerError
 
@@ -124,10 +125,22 @@ def test_sentence_piece_tokenizers(tmp_path):
             "'poro-chat', is not known",
         ),
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b"]}, "2 tokens and 0 scores"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": 1},
+            r"the tokenizer in /[^ ]*/t\.gguf cannot be read",
+        ),
     ],
 )
 def test_tokenizers_that_are_not_understood_are_named(fields, message, tmp_path):
-    with pytest.raises(TokenizerError, match=message):
+    path = write(tmp_path / "t.gguf", fields)
+    for model in (path, ModelSource.open(path)):
+        with pytest.raises(TokenizerError, match=message):
+            Tokenizer.from_dir(model)
+
+
+def test_the_file_of_a_broken_template_is_named(tmp_path):
+    fields = tokenizer_fields(byte_level(tmp_path / "hf")) | {"tokenizer.chat_template": "{% if %}"}
+    with pytest.raises(ChatTemplateError, match=r"/t\.gguf: the chat template is not valid Jinja: line 1"):
         Tokenizer.from_dir(write(tmp_path / "t.gguf", fields))
 
 

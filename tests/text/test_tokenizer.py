@@ -225,10 +225,56 @@ def test_broken_files_are_named(tmp_path):
         '{"bos_token": 5}',
         '{"added_tokens_decoder": {"1": {}}}',
         '{"added_tokens_decoder": {"x": "a"}}',
+        '{"added_tokens_decoder": [1]}',
     ):
         (tmp_path / "tokenizer_config.json").write_text(broken)
         with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
             Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_tokenizer_that_cannot_encode_is_refused(tmp_path, special):
+    """The Rust library panics where a post processor names a token that is not in its table, and fails without the
+    token for unknown characters."""
+    path = tokenizers_made.byte_level(tmp_path) / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    if special:
+        pieces = [{"SpecialToken": {"id": "<no>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        raw["post_processor"] = {"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": {}}
+    else:
+        raw["model"] |= {"vocab": {"B": 0}, "merges": [], "unk_token": "<no>"}
+    path.write_text(json.dumps(raw))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: the tokenizer cannot encode a text: "):
+        Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tokenizer_config.json"]
+)
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ " + "not " * 5000 + "1 }}", "the chat template is nested too deeply"),
+        ("{% for i in messages %}" * 30 + "{% endfor %}" * 30, "the chat template is nested too deeply"),
+        ("{% if %}", "the chat template is not valid Jinja: line 1"),
+    ],
+    ids=["deep", "loops", "invalid"],
+)
+def test_the_file_of_a_broken_template_is_named(tmp_path, file, template, message):
+    if file == "tokenizer_config.json":
+        tokenizers_made.byte_level(tmp_path, chat_template=template)
+    else:
+        tokenizers_made.byte_level(tmp_path, chat_template=CHATML)
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(template)
+    with pytest.raises(ChatTemplateError, match=f"/{file}: {message}"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_a_template_file_that_is_not_text_is_named(tmp_path):
+    (tokenizers_made.byte_level(tmp_path) / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(TokenizerError, match=r"/chat_template\.jinja is not UTF-8"):
+        Tokenizer.from_dir(tmp_path)
 
 
 def stream(tokenizer, ids, prompt=()):

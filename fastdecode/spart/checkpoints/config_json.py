@@ -210,6 +210,8 @@ def read_json(path: Path, owner: str = "a model") -> dict[str, Any]:
         raise CheckpointError(f"{path.parent} is not the directory of {owner}: it has no {path.name}") from None
     except NotADirectoryError:
         raise CheckpointError(f"{path.parent} is not a directory") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested too deeply") from None
     except ValueError as error:
         raise WrongValue(pointer_fault(path) or f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):

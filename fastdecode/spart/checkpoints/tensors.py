@@ -170,7 +170,7 @@ def safetensors_files(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{index} is not an index of safetensors files") from None
         for name in names:
             if not isinstance(name, str) or Path(name).name != name:
