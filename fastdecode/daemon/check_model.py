@@ -19,7 +19,7 @@ from fastdecode.spart import ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend
 from fastdecode.spart.linears.dense16 import keeps16
 from fastdecode.spart.loader import open_checkpoint, parameter_count
-from fastdecode.spart.lora.adapters import AdapterSet
+from fastdecode.spart.lora.adapters import AdapterSet, check_adapted
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.served import ACT_NAMES, TORCH_DTYPES
 from fastdecode.spart.shape import Heads
@@ -70,6 +70,7 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
         held = f"{format_bytes(slots * state)} hold {slots}"
         lines.append(("states", f"{format_bytes(state)} per sequence; {held} (--state-memory)"))
     adapters = [read_adapter(name, directory) for name, directory in config.lora]
+    check_adapted(backend.source, adapters)
     AdapterSet(adapters).check(backend.linears() if adapters else {})
     lines += [(f"LoRA {a.name}", f"{len(a.modules)} linears, {a.parameters} parameters") for a in adapters]
     if weights > free:

@@ -47,6 +47,9 @@ class ApiSettings:
         known = [*names, *(name for name, _ in config.lora)]
         if twice := next((name for name, _ in config.lora if known.count(name) > 1), None):
             raise ConfigError(f"--lora: {twice!r} is the name of another model here")
+        for name, directory in config.lora:
+            if not directory.is_dir():
+                raise ConfigError(f"--lora {name}={directory}: there is no such directory")
         return cls(
             config,
             names,

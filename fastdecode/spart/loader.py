@@ -34,7 +34,7 @@ from fastdecode.spart.linears.dense import DenseEmbedding, DenseLinear, make_den
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.linears.quantised import BITS, Quantised, activation_bits, quantise
 from fastdecode.spart.linears.stack import make_experts, make_linear, quantised_embedding, tied_quantised
-from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
+from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet, check_adapted
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.ranks.cut import cut_config
 from fastdecode.spart.ranks.share import CutAdapter, CutCheckpoint, Share
@@ -77,8 +77,7 @@ def load_model(
     checkpoint = open_checkpoint(source, config)
     blueprint = Blueprint(config, own_head=not config.tied or checkpoint.head_differs(config.names))
     wanted = _matched(blueprint, checkpoint, config, source)
-    if adapters and source.gguf is not None:
-        raise CheckpointError("adapters are for safetensors, and the model is a GGUF file: serve its directory instead")
+    check_adapted(source, adapters)
     adapter_set = AdapterSet(adapters)
     adapter_set.check(block_linears(config))
     parameters = sum(map(math.prod, wanted.shapes.values()))

@@ -49,9 +49,10 @@ S_STARTS = [
     ("--ssl-certfile {text}", "not a certificate chain and its private key"),
     ("--chat-template {none}", "--chat-template {none}: No such file or directory"),
     ("--chat-template {jinja}", "the chat template is not valid Jinja: line 1"),
+    ("--lora french={none}", "--lora french={none}: there is no such directory"),
     (
-        "--lora french={none}",
-        "adapter 'french': {none} is not the directory of an adapter: it has no adapter_config.json",
+        "--lora french={empty}",
+        "adapter 'french': {empty} is not the directory of an adapter: it has no adapter_config.json",
     ),
     ("--prefill-file {none} --r-node {open}", "--prefill-file {none}: No such file or directory"),
     ("--r-nodes-file {none} --connect-seconds 0", "no R-nodes: {none}: No such file or directory"),
@@ -161,6 +162,13 @@ def test_an_s_node_answers_before_it_reads_weights(options, words, there, capsys
 
 def test_weights_that_are_none_are_said_where_nothing_else_is_wrong(there, capsys):
     assert "safetensors" in answer(["--role", "s", "--model", there.unread, "--port", "0"], capsys)
+
+
+@pytest.mark.parametrize("options", [["--model", "{none}"], ["--model", "{unread}", "--lora", "a={none}"]], ids=str)
+def test_an_option_that_names_no_directory_ends_with_status_2(options, there):
+    with pytest.raises(SystemExit) as end:
+        main(["--role", "s", "--port", "0", *(option.format(**vars(there)) for option in options)])
+    assert end.value.code == 2
 
 
 @pytest.mark.parametrize(("options", "words"), R_STARTS, ids=[options for options, _ in R_STARTS])

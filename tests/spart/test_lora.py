@@ -164,7 +164,11 @@ def test_a_change_is_added_to_weights_of_every_format(weights, product, director
         ({"init_lora_weights": "pissa"}, "'pissa'"),
         ({"alora_invocation_tokens": [1, 2]}, "'alora_invocation_tokens'"),
         ({"r": 5}, "8 rows and lora_B 8 columns; adapter_config.json says rank 5"),
-        ({"lora_alpha": "x"}, "'lora_alpha' is 'x'"),
+        ({"lora_alpha": "x"}, "adapter_config.json: 'lora_alpha' is 'x', not a number"),
+        ({"lora_alpha": None}, "adapter_config.json: 'lora_alpha' is None, not a number"),
+        ({"r": None}, "adapter_config.json: 'r' is None, not a number"),
+        ({"alpha_pattern": {"q_proj": None}}, "adapter_config.json: 'q_proj' is None, not a number"),
+        ({"rank_pattern": {"q_proj": None}}, "adapter_config.json: 'q_proj' is None, not a number"),
         ({"rank_pattern": {"(": 3}}, "no regular expression"),
         ({"target_modules": ["q_proj", "fc1"]}, "names 'fc1'"),
     ],
@@ -210,6 +214,10 @@ def test_missing_files_are_named(directories, tmp_path):
     shutil.copy(directories[0] / "adapter_config.json", tmp_path)
     with pytest.raises(CheckpointError, match=r"no adapter_model\.safetensors"):
         read_adapter("a", tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is nested too deeply"):
+        read_adapter("a", tmp_path)
+    shutil.copy(directories[0] / "adapter_config.json", tmp_path)
     (tmp_path / "adapter_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin"):
         read_adapter("a", tmp_path)
@@ -221,6 +229,9 @@ def test_adapters_beside_a_gguf_file_are_refused_with_the_reason(directories, tm
     gguf_made.write_gguf(path, make_model("llama-gqa"), "Q8_0")
     with pytest.raises(CheckpointError, match="adapters are for safetensors"):
         load_model(path, adapters=[read_adapter("a", directories[0])])
+    config = NodeConfig(check=True, model=path, lora=(("a", directories[0]),))
+    with pytest.raises(CheckpointError, match="adapters are for safetensors"):
+        check_model.rows(config, choose_backend("auto", path))
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])

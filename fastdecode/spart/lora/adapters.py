@@ -17,6 +17,7 @@ from fastdecode.spart.linears.base import Linear, NativeProducts
 from fastdecode.spart.linears.products import grouped_product
 
 if TYPE_CHECKING:
+    from fastdecode.gguf.file import ModelSource
     from fastdecode.spart.lora.files import Adapter
     from fastdecode.spart.step.batch import Chunk
     from fastdecode.spart.step.step_table import StepTable
@@ -134,6 +135,12 @@ def adapted_product(linear: Linear, x: torch.Tensor, rows: AdapterRows | None) -
     if rows is not None and isinstance(linear, AdaptedLinear):
         linear.change.add(y, x, rows)
     return y
+
+
+def check_adapted(source: ModelSource, adapters: Sequence[Adapter]) -> None:
+    """Raise CheckpointError for adapters of a model in a GGUF file, whose linears have other names."""
+    if adapters and source.gguf is not None:
+        raise CheckpointError("adapters are for safetensors, and the model is a GGUF file: serve its directory instead")
 
 
 class AdapterSet:

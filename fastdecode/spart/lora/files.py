@@ -98,7 +98,10 @@ def read_adapter(name: str, directory: Path) -> Adapter:
         _check(config)
         return Adapter(name, directory, _modules(config, directory))
     except CheckpointError as error:
-        raise CheckpointError(f"adapter {name!r}: {error}") from None
+        reason = str(error)
+        if reason.startswith("config.json"):  # what a ConfigJson says
+            reason = f"adapter_{reason}"
+        raise CheckpointError(f"adapter {name!r}: {reason}") from None
 
 
 def _check(config: ConfigJson) -> None:
@@ -118,6 +121,10 @@ def _check(config: ConfigJson) -> None:
             f"it was made for a changed base model (init_lora_weights {raw['init_lora_weights']!r}); "
             "convert it to plain LoRA with PEFT"
         )
+    numbers = {key: raw[key] for key in ("r", "lora_alpha") if key in raw}
+    for key, value in (numbers | config.table("rank_pattern") | config.table("alpha_pattern")).items():
+        if value is None:  # which ConfigJson takes for an absent key
+            raise CheckpointError(f"adapter_config.json: {key!r} is None, not a number")
     for key, value in raw.items():
         if value and key not in _UNDERSTOOD and key not in _HARMLESS:
             raise CheckpointError(f"adapter_config.json has {key!r}: {value!r}, which is not supported")
