@@ -286,7 +286,9 @@ def test_divisors_of_rope_that_are_none_are_refused(wrong, tmp_path):
     write_gguf(
         tmp_path / "m.gguf", make_model("llama-mha"), "F32", more=lambda w: w.add_tensor("rope_freqs.weight", factors)
     )
-    with pytest.raises(CheckpointError, match=rf"m\.gguf: 'rope_freqs\.weight' is .*{wrong}\], not positive numbers"):
+    with pytest.raises(
+        CheckpointError, match=r"'rope_freqs\.weight' (is .*, not positive|has numbers that are not finite)"
+    ):
         read_config(tmp_path / "m.gguf")
 
 

@@ -211,7 +211,7 @@ def read_json(path: Path, owner: str = "a model") -> dict[str, Any]:
     except NotADirectoryError:
         raise CheckpointError(f"{path.parent} is not a directory") from None
     except RecursionError:
-        raise CheckpointError(f"{path} is nested too deeply") from None
+        raise WrongValue(f"{path} is nested too deeply") from None
     except ValueError as error:
         raise WrongValue(pointer_fault(path) or f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -217,7 +217,7 @@ def _rope(file: GGUFFile, config: ModelConfig) -> Rope | None:
     factors = float_tensor(file.tensors[_ROPE_FACTORS])
     if config.rope.kind != "default" or tuple(factors.shape) != (config.head_size // 2,):
         raise CheckpointError(f"{file.path}: {_ROPE_FACTORS!r} does not fit the model's RoPE")
-    if not bool(((factors > 0) & factors.isfinite()).all()):
+    if not bool((factors > 0).all()):
         raise CheckpointError(f"{file.path}: {_ROPE_FACTORS!r} is {factors.tolist()}, not positive numbers")
     return Rope(config.rope.theta, "factors", factors=tuple(factors.tolist()))
 
