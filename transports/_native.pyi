@@ -52,8 +52,6 @@ class Port:
     @property
     def reason(self) -> str | None:
         """Why the port is down; None while it is not."""
-    def poison(self) -> None:
-        """If the port is down, write FD_POISON into all slots again: a late reply may have overwritten it."""
     def reap(self) -> None:
         """RDMA: take all completions from the queue. A completion with an error takes the port down."""
     def probe(self) -> None:

@@ -157,13 +157,6 @@ int fd_py_timeout(PyObject *object, void *out) {
     return 1;
 }
 
-static PyObject *port_poison(PortObject *self, PyObject *unused) {
-    if (!fd_py_port_enter(self)) Py_RETURN_NONE;
-    fd_port_poison(&self->port);
-    fd_py_port_leave(self);
-    Py_RETURN_NONE;
-}
-
 static PyObject *port_reap(PortObject *self, PyObject *unused) {
     if (self->open && self->poster) fd_poster_reap(self->poster);
     Py_RETURN_NONE;
@@ -198,9 +191,11 @@ static PyObject *port_get_carrier(PortObject *self, void *closure) {
 }
 
 static PyMethodDef port_methods[] = {
-    {"poison", (PyCFunction)port_poison, METH_NOARGS, NULL}, {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
-    {"probe", (PyCFunction)port_probe, METH_NOARGS, NULL},   {"kill", (PyCFunction)port_kill, METH_O, NULL},
-    {"close", (PyCFunction)port_close, METH_NOARGS, NULL},   {0},
+    {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
+    {"probe", (PyCFunction)port_probe, METH_NOARGS, NULL},
+    {"kill", (PyCFunction)port_kill, METH_O, NULL},
+    {"close", (PyCFunction)port_close, METH_NOARGS, NULL},
+    {0},
 };
 
 static PyMethodDef r_port_methods[] = {

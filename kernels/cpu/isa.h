@@ -23,5 +23,17 @@ int fd_isa_supported(fd_isa_t isa);
 const char *fd_isa_name(fd_isa_t isa);
 FD_EXPORT int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unknown */
 
+/* Declares arrays of operations by dtype, `name`_<isa>: one for each width of vectors. */
+#define FD_VECTOR_OPS(type, name) extern const type name##_avx2[], name##_avx512[], name##_neon[]
+/* The operations for `dtype` of the array for `isa`, which is not FD_ISA_SCALAR. */
+#if FD_X86
+#define FD_VECTOR_OPS_OF(name, isa, dtype)                                                                             \
+    ((isa) == FD_ISA_AVX2 || (isa) == FD_ISA_AVXVNNI ? &name##_avx2[dtype] : &name##_avx512[dtype])
+#elif FD_ARM64
+#define FD_VECTOR_OPS_OF(name, isa, dtype) (&name##_neon[dtype])
+#else
+#define FD_VECTOR_OPS_OF(name, isa, dtype) NULL
+#endif
+
 /* Whether the processor is by AMD. The answer is cached, because cpuid traps in a virtual machine. */
 int fd_by_amd(void);

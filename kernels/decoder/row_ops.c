@@ -4,22 +4,11 @@
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 
-#if FD_X86
-extern const fd_row_ops_t fd_row_ops_avx2[FD_ACT_DTYPES], fd_row_ops_avx512[FD_ACT_DTYPES];
-#elif FD_ARM64
-extern const fd_row_ops_t fd_row_ops_neon[FD_ACT_DTYPES];
-#endif
+FD_VECTOR_OPS(fd_row_ops_t, fd_row_ops);
 
 const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype) {
     if (isa == FD_ISA_SCALAR || act_dtype >= FD_ACT_DTYPES) return NULL;
-#if FD_X86
-    if (isa == FD_ISA_AVX2 || isa == FD_ISA_AVXVNNI) return &fd_row_ops_avx2[act_dtype];
-    return &fd_row_ops_avx512[act_dtype];
-#elif FD_ARM64
-    return &fd_row_ops_neon[act_dtype];
-#else
-    return NULL;
-#endif
+    return FD_VECTOR_OPS_OF(fd_row_ops, isa, act_dtype);
 }
 
 typedef struct {

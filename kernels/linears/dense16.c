@@ -4,12 +4,8 @@
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 
-#if FD_X86
-extern const fd_dense16_ops_t fd_dense16_avx2[FD_ACT_DTYPES], fd_dense16_avx512[FD_ACT_DTYPES];
+FD_VECTOR_OPS(fd_dense16_ops_t, fd_dense16);
 extern const fd_dense16_ops_t fd_dense16_avx512bf16, fd_dense16_amx;
-#elif FD_ARM64
-extern const fd_dense16_ops_t fd_dense16_neon[FD_ACT_DTYPES];
-#endif
 
 const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t act) {
     if (isa == FD_ISA_SCALAR || (dtype != FD_ACT_FP16 && dtype != FD_ACT_BF16)) return NULL;
@@ -19,15 +15,7 @@ const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t ac
         if (isa == FD_ISA_AVX512BF16) return &fd_dense16_avx512bf16;
     }
 #endif
-    if (act != FD_ACT_FP32) return NULL;
-#if FD_X86
-    if (isa == FD_ISA_AVX2 || isa == FD_ISA_AVXVNNI) return &fd_dense16_avx2[dtype];
-    return &fd_dense16_avx512[dtype];
-#elif FD_ARM64
-    return &fd_dense16_neon[dtype];
-#else
-    return NULL;
-#endif
+    return act == FD_ACT_FP32 ? FD_VECTOR_OPS_OF(fd_dense16, isa, dtype) : NULL;
 }
 
 static size_t up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }

@@ -176,7 +176,7 @@ static uint32_t rows_beside(const fd_linear_t *l, uint32_t n) {
 
 static void tile_rows_amx(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y) {
     if (rows->beside == 1) {
-        tile_rows_from(l, tile, rows, 0, n, y);
+        tile_rows(l, tile, rows, n, y);
         return;
     }
     const uint32_t blocks = fd_linear_blocks(l), groups = (n + TILE_ROWS - 1) / TILE_ROWS;

@@ -81,10 +81,6 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, co
 
 #include "linear_simd.h"
 
-static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y) {
-    tile_rows_from(l, tile, rows, 0, n, y);
-}
-
 const fd_linear_ops_t fd_linear_ops_avx2 = {"avx2", 1, round_row, tile_rows, NULL};
 
 FD_END_TARGET

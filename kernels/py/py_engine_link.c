@@ -86,29 +86,19 @@ static PyObject *change(link_object_t *self, PyObject *args, const char *format,
     Py_RETURN_NONE;
 }
 
-static fd_status_t do_free(fd_link_t *link, const unsigned n[5], fd_error_t *error) {
-    return fd_link_free(link, n[0], n[1], error);
-}
-static fd_status_t do_trim(fd_link_t *link, const unsigned n[5], fd_error_t *error) {
-    return fd_link_trim(link, n[0], n[1], n[2], error);
-}
-static fd_status_t do_fork(fd_link_t *link, const unsigned n[5], fd_error_t *error) {
-    return fd_link_fork(link, n[0], n[1], n[2], n[3], n[4], error);
-}
-static fd_status_t do_grow(fd_link_t *link, const unsigned n[5], fd_error_t *error) {
-    return fd_link_grow(link, n[0], error);
-}
-static fd_status_t do_receive(fd_link_t *link, const unsigned n[5], fd_error_t *error) {
-    return fd_link_receive(link, n[0], n[1], n[2], error);
-}
-
-static PyObject *link_free(link_object_t *self, PyObject *args) { return change(self, args, "II:free", do_free); }
-static PyObject *link_trim(link_object_t *self, PyObject *args) { return change(self, args, "III:trim", do_trim); }
-static PyObject *link_fork(link_object_t *self, PyObject *args) { return change(self, args, "IIIII:fork", do_fork); }
-static PyObject *link_grow(link_object_t *self, PyObject *args) { return change(self, args, "I:grow", do_grow); }
-static PyObject *link_receive(link_object_t *self, PyObject *args) {
-    return change(self, args, "III:receive", do_receive);
-}
+/* A method that calls fd_link_<name>. `format` has a unit for each of its numbers, which `...` names in order. */
+#define LINK_CHANGE(name, format, ...)                                                                                 \
+    static fd_status_t do_##name(fd_link_t *link, const unsigned n[5], fd_error_t *error) {                            \
+        return fd_link_##name(link, __VA_ARGS__, error);                                                               \
+    }                                                                                                                  \
+    static PyObject *link_##name(link_object_t *self, PyObject *args) {                                                \
+        return change(self, args, format ":" #name, do_##name);                                                        \
+    }
+LINK_CHANGE(free, "II", n[0], n[1])
+LINK_CHANGE(trim, "III", n[0], n[1], n[2])
+LINK_CHANGE(fork, "IIIII", n[0], n[1], n[2], n[3], n[4])
+LINK_CHANGE(grow, "I", n[0])
+LINK_CHANGE(receive, "III", n[0], n[1], n[2])
 
 /* Bytes of pages of a sequence that go over a descriptor, or to a sequence of the link `to`. */
 typedef struct {

@@ -62,47 +62,20 @@ static PyObject *done(fd_status_t status, const fd_error_t *error) {
     Py_RETURN_NONE;
 }
 
-static PyObject *lists_free(page_lists_t *self, PyObject *args) {
-    unsigned seq_index, tag;
-    fd_error_t error;
-    if (!PyArg_ParseTuple(args, "II", &seq_index, &tag)) return NULL;
-    return done(fd_kvcache_free(&self->kv, seq_index, tag, &error), &error);
-}
-
-static PyObject *lists_trim(page_lists_t *self, PyObject *args) {
-    unsigned seq_index, tag, length;
-    fd_error_t error;
-    if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
-    return done(fd_kvcache_trim(&self->kv, seq_index, tag, length, &error), &error);
-}
-
-static PyObject *lists_fork(page_lists_t *self, PyObject *args) {
-    unsigned src, src_tag, dst, dst_tag, length;
-    fd_error_t error;
-    if (!PyArg_ParseTuple(args, "IIIII", &src, &src_tag, &dst, &dst_tag, &length)) return NULL;
-    return done(fd_kvcache_fork(&self->kv, src, src_tag, dst, dst_tag, length, &error), &error);
-}
-
-static PyObject *lists_drop_blocks(page_lists_t *self, PyObject *args) {
-    unsigned seq_index, tag, n_blocks;
-    fd_error_t error;
-    if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &n_blocks)) return NULL;
-    return done(fd_kvcache_drop_blocks(&self->kv, seq_index, tag, n_blocks, &error), &error);
-}
-
-static PyObject *lists_restore_blocks(page_lists_t *self, PyObject *args) {
-    unsigned src, src_tag, dst, dst_tag;
-    fd_error_t error;
-    if (!PyArg_ParseTuple(args, "IIII", &src, &src_tag, &dst, &dst_tag)) return NULL;
-    return done(fd_kvcache_restore_blocks(&self->kv, src, src_tag, dst, dst_tag, &error), &error);
-}
-
-static PyObject *lists_receive(page_lists_t *self, PyObject *args) {
-    unsigned seq_index, tag, length;
-    fd_error_t error;
-    if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
-    return done(fd_kvcache_receive(&self->kv, seq_index, tag, length, &error), &error);
-}
+/* A method that calls fd_kvcache_<name>. `format` has a unit for each of its numbers, which `...` names in order. */
+#define LISTS_METHOD(name, format, ...)                                                                                \
+    static PyObject *lists_##name(page_lists_t *self, PyObject *args) {                                                \
+        unsigned n[5];                                                                                                 \
+        fd_error_t error;                                                                                              \
+        if (!PyArg_ParseTuple(args, format, &n[0], &n[1], &n[2], &n[3], &n[4])) return NULL;                           \
+        return done(fd_kvcache_##name(&self->kv, __VA_ARGS__, &error), &error);                                        \
+    }
+LISTS_METHOD(free, "II", n[0], n[1])
+LISTS_METHOD(trim, "III", n[0], n[1], n[2])
+LISTS_METHOD(fork, "IIIII", n[0], n[1], n[2], n[3], n[4])
+LISTS_METHOD(drop_blocks, "III", n[0], n[1], n[2])
+LISTS_METHOD(restore_blocks, "IIII", n[0], n[1], n[2], n[3])
+LISTS_METHOD(receive, "III", n[0], n[1], n[2])
 
 static PyObject *lists_append(page_lists_t *self, PyObject *entries) {
     Py_buffer table;
