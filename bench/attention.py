@@ -111,7 +111,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rounds with a lower roofline judge; default: 50",
     )
     repeatable("--peer", {"choices": [*PEERS, "none"]}, "peer to run; default: all installed ones")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the cells and their rooflines")
 
 

@@ -20,7 +20,7 @@ from fastdecode.kernels import _native
 from fastdecode.region.contract import HEAD_SIZE_UNIT, KV_DTYPES, MAX_HEAD_SIZE, PAGE_TOKENS
 
 
-class _Attend(Structure):
+class Attend(Structure):
     """fd_attend_t."""
 
     _fields_ = [
@@ -49,15 +49,13 @@ class _KVOps(Structure):
     _fields_ = [
         ("isa", c_char_p),
         ("append", CFUNCTYPE(None, c_void_p, c_uint32, c_uint32, c_uint32, c_void_p, c_void_p, c_uint32)),
-        ("attend", CFUNCTYPE(None, POINTER(_Attend))),
+        ("attend", CFUNCTYPE(None, POINTER(Attend))),
     ]
 
 
 library = ctypes.CDLL(_native.__file__)
 library.fd_kv_chunk_bytes.restype = c_size_t
 library.fd_kv_chunk_bytes.argtypes = [ctypes.c_int, c_uint32, c_uint32, ctypes.c_bool]
-library.fd_select_top.argtypes = [c_void_p, c_uint32, c_uint32, c_void_p]
-library.fd_gather_k.argtypes = [ctypes.c_int, c_uint32, c_void_p, c_void_p, c_uint32, c_void_p]
 library.fd_kv_ops.restype = POINTER(_KVOps)
 
 
@@ -98,7 +96,7 @@ def chunk_bytes(kv_dtype: str, head_size: int, v_size: int | None = None, v_in_k
     return int(library.fd_kv_chunk_bytes(KV_DTYPES.index(kv_dtype), *sizes, v_in_k))
 
 
-def _pages(memory: np.ndarray, size: int) -> np.ndarray:
+def chunk_addresses(memory: np.ndarray, size: int) -> np.ndarray:
     """The addresses, uint64 [n], of the pages of `size` bytes in `memory`."""
     check(memory.flags.c_contiguous and memory.ctypes.data % 64 == 0, "chunks are not 64-byte aligned")
     check(memory.nbytes % size == 0, "the buffer of chunks does not end at the end of a chunk")
@@ -116,7 +114,7 @@ def kv_append(
     ops, (n, head_size) = kv_ops(isa, kv_dtype), k.shape
     v_in_k = isinstance(v, int)
     v_size = v if isinstance(v, int) else v.shape[-1]
-    pages = _pages(chunks, chunk_bytes(kv_dtype, head_size, v_size, v_in_k)).tolist()
+    pages = chunk_addresses(chunks, chunk_bytes(kv_dtype, head_size, v_size, v_in_k)).tolist()
     k_at, v_at = address(k, (n, head_size)), None if isinstance(v, int) else address(v, (n, v_size))
     check(0 <= first_slot <= len(pages) * PAGE_TOKENS - n, "tokens before the first chunk or beyond the last")
     check(chunks.flags.writeable, "chunks are not writable")
@@ -156,12 +154,12 @@ def kv_attend(
     chunk = chunk_bytes(kv_dtype, head_size, v_size, bool(options.get("v_in_k")))
     check(heads == 1 <= rows or 1 <= heads * rows <= 64, "no query rows, or several heads with more than a panel's 64")
     check(first_token % PAGE_TOKENS == 0 and min(q_pos, window) >= 0, "no such page or position")
-    pages = _pages(chunks, heads * chunk)
+    pages = chunk_addresses(chunks, heads * chunk)
     if order is not None:
         indexes = np.asarray(order, np.int64)
         check(not len(indexes) or (indexes.min() >= 0 and indexes.max() < len(pages)), "order names no such page")
         pages = pages[indexes]
-    call = _Attend(pages.ctypes.data, len(pages), heads, chunk, first_token, head_size, v_size)
+    call = Attend(pages.ctypes.data, len(pages), heads, chunk, first_token, head_size, v_size)
     call.group, call.q_len, call.q_pos, call.window, call.softmax_scale = group, q_len, q_pos, window, 1.0
     call.q, call.acc = address(q, q.shape), address(acc, out, written=True)
     call.m, call.l = (address(x, out[:3], written=True) for x in (m, l))
@@ -174,37 +172,3 @@ def kv_attend(
         check(number is None or number >= 0, f"{name} is negative")
         setattr(call, name, number)
     ops.attend(call)
-
-
-def index_scores(
-    isa: str, kv_dtype: str, chunks: np.ndarray, q: np.ndarray, weights: np.ndarray, scores: np.ndarray
-) -> None:
-    """Write the index score of each token of the consecutive `chunks`, which have the index keys as a K whose V is all
-    of K, to `scores` [tokens]: the sum over heads of weights [heads] * max(0, q [heads, size] . key)."""
-    (heads, size), n = q.shape, chunks.nbytes // chunk_bytes(kv_dtype, q.shape[1], None, True)
-    pages = _pages(chunks, chunk_bytes(kv_dtype, size, None, True))
-    call = _Attend(pages.ctypes.data, n, 1, 0, 0, size, size, 1, heads, 1)
-    call.softmax_scale, call.q = 1.0, address(q, q.shape)
-    call.index_weights = address(weights, (heads,))
-    call.index_scores = address(scores, (n * PAGE_TOKENS,), written=True)
-    kv_ops(isa, kv_dtype).attend(call)
-
-
-def select_top(scores: np.ndarray, k: int) -> np.ndarray:
-    """The indexes of the k largest of the fp32 `scores` [n], uint32 [k] in ascending order (fd_select_top)."""
-    check(0 <= k <= len(scores), "more scores are to be selected than there are")
-    which = np.empty(k, np.uint32)
-    library.fd_select_top(address(scores, scores.shape), len(scores), k, which.ctypes.data)
-    return which
-
-
-def gather_k(kv_dtype: str, head_size: int, chunks: np.ndarray, tokens: np.ndarray, to: np.ndarray) -> None:
-    """Copy K of the `tokens`, counted from the start of the first of the consecutive `chunks`, to the first tokens of
-    the consecutive chunks `to` (fd_gather_k). V is the first elements of K."""
-    size = chunk_bytes(kv_dtype, head_size, None, True)
-    pages, tokens = _pages(chunks, size), np.ascontiguousarray(tokens, np.uint32)
-    check(len(_pages(to, size)) * PAGE_TOKENS >= len(tokens) and to.flags.writeable, "too little room for the tokens")
-    check(not len(tokens) or tokens.max() < len(pages) * PAGE_TOKENS, "tokens beyond the last chunk")
-    sources = pages[tokens // PAGE_TOKENS]
-    dtype = KV_DTYPES.index(kv_dtype)
-    library.fd_gather_k(dtype, head_size, sources.ctypes.data, tokens.ctypes.data, len(tokens), to.ctypes.data)

@@ -30,6 +30,7 @@ from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.text.tokenizer import Tokenizer
 
 COMMAND = ("checkpoint", "write a checkpoint: random weights of a family, or a model in another order")
+HAS_RESULT = False
 
 #: What the config.json of a family has besides the shape.
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_command(program: str, description: str | None, modules: dict[str, str], argv: Sequence[str] | None) -> None:
     """Run a program of several commands, each a module with COMMAND (name and help), `add_arguments` and `run`.
+    HAS_RESULT False: it prints no result, and so has no --json.
 
     Errors that are the user's to mend end the program with their message.
     """
@@ -48,6 +49,8 @@ def run_command(program: str, description: str | None, modules: dict[str, str], 
         name, help_text = module.COMMAND
         command = commands.add_parser(name, help=help_text, description=module.__doc__, allow_abbrev=False)
         module.add_arguments(command)
+        if getattr(module, "HAS_RESULT", True):
+            command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
     try:

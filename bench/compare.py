@@ -74,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop-after", type=float, metavar="S", help="begin no run after S seconds; needs --out")
     add("--out", type=Path, metavar="FILE", help="keep every run in FILE, and measure only what it lacks")
     add("--plot", type=Path, metavar="FILE", help="PNG: the figures of all runs")
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def _configuration(text: str) -> tuple[str, str]:

@@ -75,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of --peer ranks, the same system with --tensor-parallel N on the same cores (2)")  # fmt: skip
     add("--out", type=Path, metavar="FILE", help="keep every cell in FILE, and measure only what it lacks")
     add("--plot", type=Path, metavar="FILE", help="PNG: ratio to the best peer by batch and context")
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:

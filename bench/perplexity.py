@@ -59,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of dense weights and activations"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -162,12 +161,6 @@ def cut(tokenizer: Tokenizer, text: str, sequences: int, length: int) -> np.ndar
     return np.hstack([np.tile(np.array(opening, dtype=rows.dtype), (sequences, 1)), rows])
 
 
-def nats_per_token(model: Model, link: Link, ids: np.ndarray) -> float:
-    """Mean of -ln p(next token) over ids [sequences, length]. The link's lease must be unused and have room for all
-    tokens."""
-    return float(nats_by_position(model, link, ids).mean())
-
-
 def nats_by_position(
     model: Model,
     link: Link,
@@ -175,7 +168,8 @@ def nats_by_position(
     progress: str | None = None,
     cut_off: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
-    """The same at each position, fp64 [length - 1]; fewer positions if `cut_off` becomes true."""
+    """Mean of -ln p(next token) over the rows of ids [sequences, length] at each position, fp64 [length - 1]; fewer
+    positions if `cut_off` becomes true. The link's lease must be unused and have room for all tokens."""
     sequences, length = ids.shape
     spart = SPart(model, [link], state_slots=sequences)
     found: list[float] = []

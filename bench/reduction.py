@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, default=1, help="of a rank")
     add("--seconds", type=float, default=0.1, help="duration of each way, number of rows and round")
     add("--rounds", type=int, default=5)
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:

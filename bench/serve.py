@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, default=600.0, metavar="S", help="give a request up after S seconds")
     add("--deadline", type=float, metavar="S", help="end a run after S seconds and keep what came")
     add("--extra", type=_object, default={}, metavar="JSON", help="further fields of every request's body")
-    add("--json", action="store_true", help="print one JSON object")
     add("--out", type=Path, metavar="FILE", help="write the JSON object after every run, so that partial results stay")
     add("--plot", type=Path, metavar="FILE", help="PNG: latency against rate for a sweep, else the run over time")
 

@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-lease", type=parse_bytes, default=8 << 20, metavar="SIZE", help="of the R-node (default: 8MiB)")
     add("--logs", type=Path, metavar="DIR", help="keep the nodes' logs there")
     add("--seed", type=int, default=0)
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -55,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=200, help="tokens to generate")
     parser.add_argument("--threads", type=int, help="threads of the S-Part; default: all cores")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _suffix_guesses(text: str) -> int:

@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bytes", type=int, default=512 << 20, help="of all states (512 MiB); more than caches hold")
     add("--threads", type=int, help="default: all cores")
     add("--rounds", type=int, default=9)
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -107,7 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="pin the waiting thread to CPU A and the answering process to CPU B",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot latency and throughput over the payload")
 
 

@@ -182,7 +182,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequences", type=int, default=16, metavar="N", help="sequences that are served at once (16)")
     add("--context", type=int, default=32768, metavar="N", help="tokens of each sequence (32768)")
     add("--kv-dtype", choices=KV_DTYPES, default="int8", help="KV format (int8)")
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:

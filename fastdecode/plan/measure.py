@@ -54,6 +54,7 @@ from fastdecode.spart.threads import pool_threads, set_threads
 from fastdecode.transports.registry import connect
 
 COMMAND = ("measure", "measure this machine and save a profile")
+HAS_RESULT = False
 
 _CONTEXT, _STEPS = 16, 8  # of the decoding steps
 _ATTENTION_CONTEXT = 1024

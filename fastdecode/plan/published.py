@@ -45,8 +45,7 @@ FIGURE_13 = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastdecode-plan published`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    """`fastdecode-plan published` has no options of its own."""
 
 
 def run(args: argparse.Namespace) -> None:

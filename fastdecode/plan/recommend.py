@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ram-gbps", type=float, metavar="GBPS", help="bandwidth of the RAM beside the GPU; default: the profile's")
     add("--ram-share", type=float, default=0.7, metavar="SHARE", help="share of --ram-gbps at which R-nodes attend")
     add("--ram", type=parse_bytes, metavar="SIZE", help="RAM for the KV-cache beside the GPU; default: the profile's")
-    add("--json", action="store_true", help="print one JSON object")
     add("--plot", type=Path, metavar="FILE", help="plot throughput and time between tokens over the R-nodes")
 
 

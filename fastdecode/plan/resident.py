@@ -63,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=int, default=512, metavar="N", help="mean output; half to three halves of it (512)")
     add("--requests", type=int, default=12, metavar="N", help="of each user (12)")
     add("--processes", type=int, default=1, metavar="N", help="simulations at a time (1)")
-    add("--json", action="store_true", help="print one JSON object")
     add("--plot", type=Path, metavar="FILE", help="plot tokens/s beside GPU-only, a panel for each machine")
 
 

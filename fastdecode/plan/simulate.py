@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--history", type=int, default=0, metavar="N", help="the first N requests of the trace are not sent: the "
         "scheduler has seen the lengths of their outputs")  # fmt: skip
     add_load_arguments(parser)
-    add("--json", action="store_true", help="print one JSON object")
     add("--plot", type=Path, metavar="FILE", help="PNG of the last run over time")
 
 

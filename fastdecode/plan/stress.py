@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overload", type=float, default=10.0, metavar="X", help="arrivals, as a multiple of the capacity")
     add("--minutes", type=float, default=5.0, metavar="M", help="how long the overload lasts")
     add("--max-queued", type=int, default=8, metavar="N", help="requests that may wait while the server is overloaded")
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -80,7 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seconds", type=float, default=20.0, help="about how long to measure the profile, in all passes")
     add("--out", type=Path, metavar="FILE", help="save the profile")
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--state", type=Path, metavar="FILE", help="keep what is measured in FILE, and measure only what it lacks")
     add("--passes", type=int, default=1, metavar="N", help="measure profile and points N times; the fastest count")
     add("--stop-after", type=float, metavar="S", help="begin nothing after S seconds; needs --state")
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def _point(text: str) -> Point:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from nodes.rnode_process import RNodeProcess
 
-from fastdecode.bench.perplexity import cut, nats_per_token
+from fastdecode.bench.perplexity import cut, nats_by_position
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model
 from fastdecode.text.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ def ids():
 async def perplexity(model, node, ids, kv_dtype) -> float:
     link = await connect(node.url, model.hello(1, SEQUENCES, kv_dtype, None, SEQUENCES), None)
     try:
-        return math.exp(nats_per_token(model, link, ids))
+        return math.exp(nats_by_position(model, link, ids).mean())
     finally:
         await link.close()
 

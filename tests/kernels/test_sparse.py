@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from attention import kernel_calls as kernels
 from attention.kernel_reference import Cache, aligned_bytes, normal, queries, reference
 from quick import quick
 
-from fastdecode.bench import attention_kernels as kernels
 from fastdecode.kernels import _native as native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 

@@ -12,7 +12,7 @@ import torch
 from attention.kv_accuracy import hadamard
 from nodes.rnode_process import RNodeProcess
 
-from fastdecode.bench.perplexity import cut, nats_per_token
+from fastdecode.bench.perplexity import cut, nats_by_position
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model
 from fastdecode.spart.int4.balance import (
@@ -46,7 +46,7 @@ async def nats(model, node, kv_dtype: str, said: HadamardHeads | None = None) ->
         hello = replace(hello, layers=replace(hello.layers, hadamard=said))
     link = await connect(node.url, hello, None)
     try:
-        return nats_per_token(model, link, ids)
+        return float(nats_by_position(model, link, ids).mean())
     finally:
         await link.close()
 

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from ctypes import CFUNCTYPE, POINTER, Structure, c_float, c_size_t, c_uint32, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_float, c_int, c_size_t, c_uint32, c_void_p
 
 import numpy as np
 
 from fastdecode.bench.attention_kernels import (
+    Attend,
     address,
     check,
+    chunk_addresses,
     chunk_bytes,
     isa_number,
     kv_append,
@@ -17,9 +19,20 @@ from fastdecode.bench.attention_kernels import (
     kv_ops,
     library,
 )
-from fastdecode.region.contract import ACT_DTYPES
+from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, PAGE_TOKENS
 
-__all__ = ["attend_finish", "attend_merge", "chunk_bytes", "isa_of_kernels", "kv_append", "kv_attend", "load_act"]
+__all__ = [
+    "attend_finish",
+    "attend_merge",
+    "chunk_bytes",
+    "gather_k",
+    "index_scores",
+    "isa_of_kernels",
+    "kv_append",
+    "kv_attend",
+    "load_act",
+    "select_top",
+]
 
 _ACT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -35,6 +48,8 @@ class _VecOps(Structure):
 
 
 library.fd_vec_ops.restype = POINTER(_VecOps)
+library.fd_select_top.argtypes = [c_void_p, c_uint32, c_uint32, c_void_p]
+library.fd_gather_k.argtypes = [c_int, c_uint32, c_void_p, c_void_p, c_uint32, c_void_p]
 
 
 def _vec_ops(isa: str) -> _VecOps:
@@ -72,3 +87,40 @@ def load_act(isa: str, dst: np.ndarray, src: np.ndarray, act_dtype: str, scale: 
     """Write `scale` times the elements of `src`, which are of `act_dtype`, to dst [n]."""
     to, read = address(dst, (dst.size,), written=True), _act_address(src, dst.size, act_dtype)
     _vec_ops(isa).load_act(to, read, dst.size, ACT_DTYPES.index(act_dtype), scale)
+
+
+def index_scores(
+    isa: str, kv_dtype: str, chunks: np.ndarray, q: np.ndarray, weights: np.ndarray, scores: np.ndarray
+) -> None:
+    """Write the index score of each token of the consecutive `chunks`, which have the index keys as a K whose V is all
+    of K, to `scores` [tokens]: the sum over heads of weights [heads] * max(0, q [heads, size] . key)."""
+    (heads, size), n = q.shape, chunks.nbytes // chunk_bytes(kv_dtype, q.shape[1], None, True)
+    pages = chunk_addresses(chunks, chunk_bytes(kv_dtype, size, None, True))
+    call = Attend(pages.ctypes.data, n, 1, 0, 0, size, size, 1, heads, 1)
+    call.softmax_scale, call.q = 1.0, address(q, q.shape)
+    call.index_weights = address(weights, (heads,))
+    call.index_scores = address(scores, (n * PAGE_TOKENS,), written=True)
+    kv_ops(isa, kv_dtype).attend(call)
+
+
+def select_top(scores: np.ndarray, k: int) -> np.ndarray:
+    """The indexes of the k largest of the fp32 `scores` [n], uint32 [k] in ascending order (fd_select_top)."""
+    check(0 <= k <= len(scores), "more scores are to be selected than there are")
+    which = np.empty(k, np.uint32)
+    library.fd_select_top(address(scores, scores.shape), len(scores), k, which.ctypes.data)
+    return which
+
+
+def gather_k(kv_dtype: str, head_size: int, chunks: np.ndarray, tokens: np.ndarray, to: np.ndarray) -> None:
+    """Copy K of the `tokens`, counted from the start of the first of the consecutive `chunks`, to the first tokens of
+    the consecutive chunks `to` (fd_gather_k). V is the first elements of K."""
+    size = chunk_bytes(kv_dtype, head_size, None, True)
+    pages, tokens = chunk_addresses(chunks, size), np.ascontiguousarray(tokens, np.uint32)
+    check(
+        len(chunk_addresses(to, size)) * PAGE_TOKENS >= len(tokens) and to.flags.writeable,
+        "too little room for the tokens",
+    )
+    check(not len(tokens) or tokens.max() < len(pages) * PAGE_TOKENS, "tokens beyond the last chunk")
+    sources = pages[tokens // PAGE_TOKENS]
+    dtype = KV_DTYPES.index(kv_dtype)
+    library.fd_gather_k(dtype, head_size, sources.ctypes.data, tokens.ctypes.data, len(tokens), to.ctypes.data)
