@@ -10,8 +10,8 @@ from fastdecode.engine.state.sequence import Sequence
 from fastdecode.engine.stats import EngineObserver
 
 
-def deliver(outcomes: list[Outcome], now: float, observer: EngineObserver) -> list[tuple[Sequence, str]]:
-    """Hand out the new tokens of a step that has ended at `now`. Returns the choices that have ended, with the reason.
+def deliver(outcomes: list[Outcome], now: float, observer: EngineObserver) -> list[Sequence]:
+    """Hand out the new tokens of a step that has ended at `now`. Returns the choices that have ended.
 
     Tokens without a log-probability that end no choice go to their outlet in one call, before all others: among the
     tokens that a choice gets in a step, only the last one can end it.
@@ -42,9 +42,6 @@ def deliver(outcomes: list[Outcome], now: float, observer: EngineObserver) -> li
         observer.inter_token(now - last, n)
     for outlet, (numbers, tokens) in plain.items():
         outlet.tokens(numbers, tokens)
-    ended = []
     for seq, event in others:
         seq.output(event)
-        if event.finish_reason is not None:
-            ended.append((seq, event.finish_reason))
-    return ended
+    return [seq for seq, event in others if event.finish_reason is not None]

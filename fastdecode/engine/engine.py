@@ -146,10 +146,8 @@ class Engine:
         self._live: set[Sequence] = set()  # requests whose stream has not ended
         self._arrivals = 0
         self._runner: StepRunner | None = None
-        self._draining = False
+        self._stopping = False
         self._broken = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._wake = [asyncio.Event() for _ in range(limits.slots)]  # one for each driver
         self._plans: list[Plan | None] = [None] * limits.slots  # in flight
         self._tasks: set[asyncio.Task[None]] = set()
@@ -163,18 +161,9 @@ class Engine:
         for slot in range(len(self._wake)):
             self._spawn(self._drive(slot))
 
-    async def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait up to `timeout` seconds for the live ones to end; False if some have not."""
-        self._draining = True
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        except TimeoutError:
-            return False
-        return True
-
     async def stop(self) -> None:
         """Stop at once: live requests fail. The links stay open, for their owner to close. Idempotent."""
-        self._draining = True
+        self._stopping = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -306,14 +295,13 @@ class Engine:
         if not self._live:
             self.last_progress = self._clock()
         self._live.add(seq)
-        self._idle.clear()
         self.scheduler.add(seq)
         self._wake_drivers()
 
     def _why_not_ready(self) -> str | None:
         if self._broken:
             return "the engine broke; see the server's log"
-        if self._draining:
+        if self._stopping:
             return "the server is shutting down"
         if self._runner is None:
             return "the server has not started yet"
@@ -337,7 +325,7 @@ class Engine:
             asyncio.get_running_loop().call_later(keep_seconds, self.cancel, seq)
             return
         self.scheduler.cancel(seq)
-        self._end_request(seq, "cancelled")
+        self._end_request(seq)
         self._apply_changes()
 
     def _fail(self, seq: Sequence, reason: str) -> None:
@@ -346,13 +334,11 @@ class Engine:
                 seq.output(NothingAllowed(": ".join(filter(None, (reason, seq.constraints.fault)))))
             else:
                 seq.output(GenerationFailed(reason))
-            self._end_request(seq, "error")
+            self._end_request(seq)
 
-    def _end_request(self, seq: Sequence, reason: str) -> None:
+    def _end_request(self, seq: Sequence) -> None:
         self._live.discard(seq)
-        if not self._live:
-            self._idle.set()
-        self.observer.finished(reason, self._clock() - seq.arrived, seq.n_prompt, seq.n_generated)
+        self.observer.finished(seq.n_prompt, seq.n_generated)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -430,8 +416,8 @@ class Engine:
     def _deliver(self, outcomes: list[Outcome], now: float) -> None:
         """Hand out the new tokens of a step."""
         self.totals.generated_tokens += len(outcomes)
-        for seq, reason in deliver(outcomes, now, self.observer):
-            self._end_request(seq, reason)
+        for seq in deliver(outcomes, now, self.observer):
+            self._end_request(seq)
 
     def _lose_node(self, plan: Plan, error: LinkDown) -> None:
         """Requeue the sequences of a step whose link has ended. The R-node is lost, even if it still answers a

@@ -20,8 +20,8 @@ class EngineObserver:
     def inter_token(self, seconds: float, n: int) -> None:
         """Time between two tokens of one request, for `n` tokens of a step."""
 
-    def finished(self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int) -> None:
-        """A request ended, `seconds` after submit; `reason` is "stop", "length", "cancelled" or "error"."""
+    def finished(self, prompt_tokens: int, generated_tokens: int) -> None:
+        """A request ended, was cancelled or failed."""
 
     def step(self, tokens: int, seconds: float) -> None:
         """A step of `tokens` rows completed `seconds` after it was handed to the S-Part."""

@@ -130,7 +130,7 @@ class Metrics(Collector, EngineObserver):
     def inter_token(self, seconds: float, n: int) -> None:
         self._inter_token.observe(seconds, n)
 
-    def finished(self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int) -> None:
+    def finished(self, prompt_tokens: int, generated_tokens: int) -> None:
         self._prompt_length.observe(prompt_tokens)
         self._output_length.observe(generated_tokens)
 

@@ -392,7 +392,7 @@ async def test_health_names_the_r_nodes(client, engine):
         assert (response.status, body["status"]) == (200, "ok")
     node = engine.stats.nodes[0]
     assert body["nodes"][0]["url"] == node.url and body["nodes"][0]["isa"] == node.isa in body["isa"]
-    await engine.drain(0)
+    await engine.stop()
     async with client.http.get("/health") as response:
         assert response.status == 503
     with pytest.raises(openai.InternalServerError) as caught:

@@ -331,18 +331,6 @@ async def test_replacing_link_must_fit():
         assert engine.ready
 
 
-async def test_drain_lets_running_requests_end_and_takes_no_new_ones():
-    async with running(ToyLink()) as (engine, spart):
-        spart.gate.clear()
-        stream = submit(engine, [1], GREEDY)
-        assert not await engine.drain(0.01)
-        with pytest.raises(NotReady, match="shutting down"):
-            submit(engine, [1], GREEDY)
-        spart.gate.set()
-        assert await engine.drain(20)
-        assert await tokens_of(stream) == continuation([1], 20)
-
-
 async def test_stop_fails_unfinished_requests():
     link = ToyLink()
     spart = ToySPart([link])
@@ -417,8 +405,4 @@ async def test_counters_and_observer():
     assert {name: names.count(name) for name in set(names)} == {
         "started": 2, "step": 21, "first_token": 1, "inter_token": 19, "finished": 2,
     }  # fmt: skip
-    ends = [args for name, args in observer.seen if name == "finished"]
-    assert [(reason, prompt, generated) for reason, _, prompt, generated in ends] == [
-        ("length", 7, 20),
-        ("cancelled", 134, 0),
-    ]
+    assert [args for name, args in observer.seen if name == "finished"] == [(7, 20), (134, 0)]

@@ -127,7 +127,7 @@ async def test_a_prompt_that_does_not_arrive_is_computed_here(fault):
         [link], [target, _] = prefill.spart.links, decode.spart.links
         link.refuse_pushes = fault == "push"
         if fault == "shut":
-            prefill._draining = True
+            prefill._stopping = True
         link.pushing.clear()
         work = [ask(decode, long, temperature=0.0) for _ in range(2)]
         await until(lambda: nodes.orders)

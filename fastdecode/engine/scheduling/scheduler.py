@@ -170,7 +170,6 @@ class Scheduler:
 
     def fork_done(self, seq: Sequence, succeeded: bool) -> None:
         """Record the result of a FORK. After a failed one the whole prompt is prefilled."""
-        seq.in_flight = False
         has_pages = self.cluster.end_fork(seq, succeeded)
         if succeeded:
             seq.cached = seq.shared_tokens
@@ -178,10 +177,7 @@ class Scheduler:
                 seq.reused = seq.shared_tokens
             self.reused_tokens += seq.shared_tokens
         self.running.changed = True
-        if seq.cancelled:
-            self.running.remove(seq)
-        elif not (has_pages and seq.placed_on.alive):
-            self.running.requeue(seq)
+        self._came_back(seq, has_pages and seq.placed_on.alive)
 
     def take_awaiting_kv(self) -> list[Sequence]:
         """Placed sequences whose K and V this S-node does not compute: they are adopted (Sequence.adopts), or a prefill
@@ -195,14 +191,11 @@ class Scheduler:
     def kv_came(self, seq: Sequence, succeeded: bool) -> None:
         """Record the result of an adoption or a remote prefill: with `succeeded`, the R-node has all tokens of `seq`
         but the last. After a failed one, this S-node computes the tokens."""
-        seq.in_flight, seq.adopts = False, None
+        seq.adopts = None
         if succeeded:
             seq.cached = seq.shared_tokens = len(seq.tokens) - 1
         self.running.changed = True
-        if seq.cancelled:
-            self.running.remove(seq)
-        elif not (succeeded and seq.placed_on.alive):
-            self.running.requeue(seq)
+        self._came_back(seq, succeeded and seq.placed_on.alive)
 
     def migrate(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: PageTable, cached: int) -> None:
         """Let a running sequence that is not in flight continue on `target`, which has its first `cached` tokens. Steps
@@ -353,7 +346,7 @@ class Scheduler:
         """Requeue the sequences of a step whose R-node was lost."""
         self._end_step(plan)
         for chunk in plan.chunks:
-            self._recompute(chunk.seq)
+            self._came_back(chunk.seq, sound=False)
 
     def fail(self, plan: Plan, link: DataPath | None = None) -> list[Sequence]:
         """Remove the sequences of a step on the R-node behind `link`, because the step cannot be repeated, and
@@ -362,7 +355,7 @@ class Scheduler:
         failed = []
         for seq in (chunk.seq for chunk in plan.chunks):
             if link is not None and all(node.link is not link for node in seq.places):
-                self._recompute(seq)
+                self._came_back(seq, sound=False)
                 continue
             seq.in_flight = False
             self.running.remove(seq)
@@ -370,12 +363,12 @@ class Scheduler:
                 failed.append(seq)
         return failed
 
-    def _recompute(self, seq: Sequence) -> None:
-        """Requeue a sequence of a step that failed, unless it was cancelled."""
+    def _came_back(self, seq: Sequence, sound: bool) -> None:
+        """A sequence is no longer in flight. It is requeued unless what was asked of its R-node is done."""
         seq.in_flight = False
         if seq.cancelled:
             self.running.remove(seq)
-        else:
+        elif not sound:
             self.running.requeue(seq)
 
     # -- chunks ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ async def running(*links, max_positions=4096, eos=frozenset(), state_slots=None,
         yield engine, spart
         spart.gate.set()
         if engine.ready:
-            assert await engine.drain(20)
+            await until(lambda: not engine._live)
         await until(lambda: all(node.free_pages == node.n_pages for node in engine.cluster.alive))
         assert not spart.staged
         for node in engine.cluster.alive:
@@ -42,7 +42,7 @@ async def started(*links, state_slots=None, **options):
     await engine.start()
     try:
         yield engine
-        assert await engine.drain(20)
+        await until(lambda: not engine._live)
         for node in engine.cluster.alive:
             await until(lambda node=node: node.pages_used == 0)
         assert engine.cluster.states.free == engine.cluster.states.total
@@ -59,7 +59,7 @@ async def keeping(*links, state_slots=None, **options):
     try:
         yield engine, spart
         spart.gate.set()
-        assert await engine.drain(20)
+        await until(lambda: not engine._live)
         await until(lambda: not engine.scheduler.has_work)  # those cancelled in flight
         await until(lambda: all(not node.pages_freeing for node in engine.cluster.alive))
         assert not spart.staged
