@@ -19,6 +19,7 @@ from fastdecode.bench.other_version_peer import OtherVersionAttention
 from fastdecode.bench.shape import Data, Shape
 from fastdecode.bench.vllm_peer import VllmPagedAttention
 from fastdecode.daemon.roofline import huge_pages
+from fastdecode.spart.served import TORCH_DTYPES
 
 #: Largest error of an element of O for normal K and V, by format. A peer without this format uses a finer one.
 TOLERANCE = {"fp32": 5e-4, "fp16": 5e-3, "bf16": 1e-2, "int8": 4e-2, "fp8": 2e-1, "int4": 2e-1, "int8-int4": 2e-1}
@@ -57,8 +58,8 @@ class TorchSDPA:
         return True
 
     def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int):
-        dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(kv_dtype, torch.bfloat16)
-        self.format = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        self.format = kv_dtype if kv_dtype in TORCH_DTYPES else "bf16"
+        dtype = TORCH_DTYPES[self.format]
         token = 2 * shape.kv_heads * shape.head_size * dtype.itemsize
         self.sequences = shape.sequences(token, kv_bytes)
         self.kv_bytes = self.sequences * shape.context * token

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from fastdecode.spart.served import ACT_NAMES
+
 
 @dataclass(frozen=True, slots=True)
 class PeerLoad:
@@ -26,7 +28,7 @@ class PeerLoad:
     @property
     def dtype_name(self) -> str:
         """ "fp32", "fp16" or "bf16"."""
-        return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.dtype]
+        return ACT_NAMES[self.dtype]
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -167,7 +167,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise invalid(FIELD, str(error)) from None
 
 
-def is_resumable(generation: Generation, n_prompts: int, answer: Answer) -> bool:
+def is_resumable(generation: Generation, n_prompts: int) -> bool:
     """True if a router can continue the stream that answers a request."""
     sampling = generation.sampling
     scored = generation.logprobs or sampling.logprobs is not None or sampling.prompt_logprobs is not None

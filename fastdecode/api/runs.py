@@ -80,7 +80,7 @@ class Runs:
             raise shutting_down_error()
         resume, answer = notes().resume, prepared.answer
         n_prompts = len(prepared.prompts)
-        marked = notes().by_router and is_resumable(prepared.generation, n_prompts, answer) and not any(prepared.echoes)
+        marked = notes().by_router and is_resumable(prepared.generation, n_prompts) and not any(prepared.echoes)
         if marked:
             prepared = replace(prepared, generation=resumable(prepared.generation, answer, resume))
         elif resume is not None:

@@ -20,10 +20,10 @@ from fastdecode.transports.base import Hello, LinkRefused
 _COMPILE_SECONDS = 4.0
 
 
-def open_gpu(index: int = 0) -> RNodeGpu:
-    """The GPU with this number among the ones that CUDA_VISIBLE_DEVICES leaves. Raises ConfigError."""
+def open_gpu() -> RNodeGpu:
+    """The first of the GPUs that CUDA_VISIBLE_DEVICES leaves. Raises ConfigError."""
     try:
-        return RNodeGpu(index, device_limits(index))
+        return RNodeGpu(0, device_limits(0))
     except KernelError as error:
         raise ConfigError(f"--device cuda: {error}") from None
 

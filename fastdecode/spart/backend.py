@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.gguf.file import ModelSource
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, UnknownArchitecture, WrongValue
@@ -154,9 +154,10 @@ class Backend:
         from fastdecode.spart.hf.rank_steps import HFLeadSPart
 
         assert isinstance(model, HFModel), "the model is not one that `load` returned"
+        loaded: Any = model
         if followers is not None:
-            return HFLeadSPart(model, links, followers, state_slots)  # type: ignore[arg-type]
-        return HFSPart(model, links, exchange, state_slots)
+            return HFLeadSPart(loaded, links, followers, state_slots)
+        return HFSPart(loaded, links, exchange, state_slots)
 
     def make_follower(self, model: Model | HFModel, rank: int) -> FollowingSPart:
         """The S-Part of another rank than 0, of a model that `load` returned."""

@@ -18,6 +18,7 @@ import torch
 from engines.token_stream import submit
 from models.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
 from models.greedy import is_greedy
+from models.spart_steps import staged_bytes
 from nodes.rnode_process import RNodeProcess
 from quick import quick
 from wire.cut_proxy import CutProxy
@@ -119,7 +120,7 @@ async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **
             await until(lambda node=node: node.free_pages + node.pages_evictable == node.n_pages)
             stats = await node.link.stats()
             assert (stats["seqs"], stats["pages_used"]) == (len(kept), node.pages_evictable)
-        assert engine.spart.staged_bytes == 0
+        assert staged_bytes(engine.spart._prompts) == 0
         assert engine.cluster.states.free == engine.cluster.states.total
     finally:
         await engine.stop()
@@ -285,7 +286,7 @@ async def test_cancel_in_the_queue_in_prefill_and_in_decode_frees_pages(model, j
         decoding = submit(engine, [5] * 10, greedy(900))
         await anext(decoding)
         prefilling, queued = submit(engine, [6] * 1000, greedy(9)), submit(engine, [7], greedy(9))
-        await until(lambda: engine.spart.staged_bytes > 0)
+        await until(lambda: staged_bytes(engine.spart._prompts) > 0)
         assert engine.stats.waiting == 1
         for stream in (decoding, prefilling, queued):
             stream.cancel()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from models.checkpoints import make_checkpoint
+from models.spart_steps import staged_bytes
 from nodes.forked import run_script
 
 from fastdecode.kernels import _native
@@ -71,7 +72,7 @@ def test_staged_prompts_take_what_is_counted(isa, counted, monkeypatch):
     for key, length in enumerate((700, 90)):
         cache.begin(key, Chunk(0, key, 1, 0, [5] * 40, True, None, prompt_length=length), slice(0, 40))
     token_bytes = staged_token_bytes(model.config, cpu, torch.float32)
-    assert cache.nbytes == counted * token_bytes
+    assert staged_bytes(cache) == counted * token_bytes
     cache._prompts[0].length = 40
     cache.begin(0, Chunk(0, 0, 1, 40, [5] * 600, True, None, prompt_length=700), slice(0, 600))
-    assert cache.nbytes == counted * token_bytes
+    assert staged_bytes(cache) == counted * token_bytes

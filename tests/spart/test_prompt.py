@@ -114,7 +114,7 @@ def prefill(q: torch.Tensor, kv: torch.Tensor, sizes: list[int], window: int) ->
         work.attend(0, q[part], kv[part], out=out[part])
         cache.end(work)
         pos += n
-    assert pos == len(q) and len(cache) == 0
+    assert pos == len(q) and not cache._prompts
     return out
 
 

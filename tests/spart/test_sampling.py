@@ -23,7 +23,6 @@ from fastdecode.spart.sampler import host_sampling
 from fastdecode.spart.sampler.draws import draw, stream_keys, uniforms
 from fastdecode.spart.sampler.host_sampling import HostSampler
 from fastdecode.spart.sampler.sampling import Sampler
-from fastdecode.spart.sampler.sampling import sample as sample_on_host
 from fastdecode.spart.sampler.sampling_kinds import GREEDY, TOP_P_PREFIX, Kind, kind_of
 from fastdecode.spart.step.batch import Sampled, SampleSpec
 from fastdecode.spart.step.penalties import LogitRules
@@ -52,8 +51,11 @@ def hugging_face(logits: torch.Tensor, spec: SampleSpec) -> torch.Tensor:
     return warpers(None, logits.clone()).softmax(dim=1)
 
 
+def sample_on_host(logits: torch.Tensor, specs: list[SampleSpec]) -> list[Sampled]:
+    return HostSampler(specs, logits.shape[1])(logits, {})
+
+
 def sample_on_device(logits: torch.Tensor, specs: list[SampleSpec]) -> list[Sampled]:
-    """What `sample` does with logits on a device."""
     table = StepTable()
     return Sampler(specs, logits.shape[1], table)(logits, table.upload(logits.device))
 

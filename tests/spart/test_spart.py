@@ -23,7 +23,7 @@ from models.checkpoints import (
     reference,
     several_modes,
 )
-from models.spart_steps import EXACT, GREEDY, interleaved, linked, run, text
+from models.spart_steps import EXACT, GREEDY, interleaved, linked, run, staged_bytes, text
 from quick import quick
 from safetensors.torch import load_file, save_file
 
@@ -204,7 +204,7 @@ async def test_a_prompt_in_chunks(variant, sizes, tmp_path):
         for n in sizes:
             step, check = feed(spart, 0, [(whole, n)])
             check(run(step))
-            assert (spart.staged_bytes > 0) == (whole.pos < 90)
+            assert (staged_bytes(spart._prompts) > 0) == (whole.pos < 90)
     assert len(whole.errors) == 1 and whole.errors[0] < EXACT
 
 
@@ -250,7 +250,7 @@ async def test_any_mixture_of_work_gives_the_same_logits(variant, scheme, tmp_pa
                 check(output)
     assert max(error for t in texts for error in t.errors) < EXACT
     assert all(t.errors for t in texts)
-    assert spart.staged_bytes == 0
+    assert staged_bytes(spart._prompts) == 0
 
 
 async def test_sampled_tokens_do_not_depend_on_the_rest_of_the_batch(tmp_path):
@@ -431,9 +431,9 @@ async def test_a_step_goes_on_without_an_r_node_that_is_lost(tmp_path):
         await links[1].close()
         output = run(step)
         assert isinstance(output.failures.pop(links[1]), LinkDown) and not output.failures
-        assert spart.staged_bytes > 0  # of the prompt whose R-node lives
+        assert staged_bytes(spart._prompts) > 0  # of the prompt whose R-node lives
         spart.drop(0, 0, 1)
-        assert spart.staged_bytes == 0
+        assert staged_bytes(spart._prompts) == 0
         assert run(spart.step(StepBatch(0, [Chunk(0, 2, 1, 0, text(5), True, GREEDY)]))).sampled[0].token >= 0
 
 
@@ -444,9 +444,9 @@ async def test_a_step_that_is_abandoned_leaves_nothing_behind(tmp_path):
         spart = SPart(model, links)
         step = spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, tokens, True, None)]))
         next(step)
-        assert spart.staged_bytes > 0
+        assert staged_bytes(spart._prompts) > 0
         step.close()
-        assert spart.staged_bytes == 0
+        assert staged_bytes(spart._prompts) == 0
         output = run(spart.step(StepBatch(0, [Chunk(0, 1, 1, 0, tokens, True, GREEDY)]), keep_logits=True))
     assert_close(output.logits[0], expected_logits(directory, tokens)[-1])
 
@@ -457,12 +457,12 @@ async def test_an_aborted_prompt_is_dropped(tmp_path):
         spart = SPart(model, links)
         for seq_index in (0, 1):
             run(spart.step(StepBatch(0, [Chunk(0, seq_index, 1, 0, text(40), True, None)])))
-        both = spart.staged_bytes
+        both = staged_bytes(spart._prompts)
         spart.drop(0, 0, 1)
         spart.drop(0, 0, 1)
-        assert spart.staged_bytes == both // 2
+        assert staged_bytes(spart._prompts) == both // 2
         run(spart.step(StepBatch(0, [Chunk(0, 1, 1, 40, text(3), True, GREEDY)])))
-        assert spart.staged_bytes == 0
+        assert staged_bytes(spart._prompts) == 0
 
 
 async def test_a_replaced_link_is_used_from_the_next_step(tmp_path):

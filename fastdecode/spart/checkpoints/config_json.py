@@ -17,9 +17,8 @@ from typing import Any
 from fastdecode.gguf.file import pointer_fault
 from fastdecode.spart.checkpoints.config import ACTIVATIONS, CheckpointError, Rope, WrongValue
 
-_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-
-
+#: The activation dtypes by the names of config.json.
+DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _MOST = 2**31 - 1  # of a size: a number without end would overflow elsewhere
 
 
@@ -80,9 +79,9 @@ class ConfigJson:
     def dtype(self) -> str:
         """The checkpoint's dtype: "fp32", "fp16" or "bf16"."""
         name = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
-        if not isinstance(name, str) or name not in _DTYPES:
-            raise WrongValue(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
-        return _DTYPES[name]
+        if not isinstance(name, str) or name not in DTYPES:
+            raise WrongValue(f"config.json: dtype {name!r} is not one of {', '.join(DTYPES)}")
+        return DTYPES[name]
 
     def rope(
         self,

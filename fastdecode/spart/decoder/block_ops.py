@@ -124,7 +124,7 @@ class VectorOps:
         assert y is None or (y.is_contiguous() and y.dtype is self.dtype and y.shape == x.shape)
         self._native.norm(
             x.data_ptr(),
-            _address(y),
+            address_of(y),
             scale,
             weight.data_ptr(),
             eps,
@@ -157,8 +157,8 @@ class VectorOps:
         assert cos.dtype is sin.dtype is torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         self._native.rope(
             qkv.data_ptr(),
-            _address(norms[0]),
-            _address(norms[1]),
+            address_of(norms[0]),
+            address_of(norms[1]),
             config.norm_eps,
             cos.data_ptr(),
             sin.data_ptr(),
@@ -214,7 +214,8 @@ class NativeBlockOps(BlockOps):
             self.vectors.write_heads(qkv, (layer.q_norm, layer.k_norm), angles, out, self._config)
 
 
-def _address(tensor: torch.Tensor | None) -> int:
+def address_of(tensor: torch.Tensor | None) -> int:
+    """The address of a tensor's elements; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

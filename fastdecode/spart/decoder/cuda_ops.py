@@ -16,15 +16,15 @@ import torch
 from fastdecode.kernels.gpu.cupy_kernels import KernelError, load_kernels
 from fastdecode.spart.block_kernels import BLOCK_THREADS, MOST_HEAD, SOURCE
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, VectorOps, gates_by_silu
+from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, VectorOps, address_of, gates_by_silu
 from fastdecode.spart.decoder.weights import Layer, Norm
+from fastdecode.spart.served import ACT_NAMES, act_code
 
 log = logging.getLogger(__name__)
 
 #: Launches the kernel of a name in torch's current stream: a grid, addresses, and then 32-bit numbers.
 Launch = Callable[[str, tuple[int, int], Sequence[int], Sequence[int]], None]
 _KERNELS = ("fd_add_norm", "fd_write_heads", "fd_silu_gate")
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # FD_FP32, FD_FP16, FD_BF16
 
 
 @functools.cache
@@ -49,7 +49,7 @@ class CudaBlockOps(BlockOps):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, launch: Launch):
         super().__init__(config, dtype)
-        self._launch, self._dtype, self._code = launch, dtype, _DTYPES[dtype]
+        self._launch, self._dtype, self._code = launch, dtype, act_code(dtype)
         self._rms, self._silu = config.norm == "rms", gates_by_silu(config)
         self._eps, self._scale = (_bits(x) for x in (config.norm_eps, config.residual_scale))
         self.angle_dtype = torch.float32
@@ -57,7 +57,7 @@ class CudaBlockOps(BlockOps):
     @staticmethod
     def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
         """Whether the kernels take such rows and heads."""
-        return dtype in _DTYPES and config.head_size <= MOST_HEAD
+        return dtype in ACT_NAMES and config.head_size <= MOST_HEAD
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if self._rms and norm.weight is not None:
@@ -76,7 +76,7 @@ class CudaBlockOps(BlockOps):
         assert y is None or (y.dtype is self._dtype and y.shape == x.shape)
         out = torch.empty_like(x)
         if n:
-            pointers = x.data_ptr(), _address(y), weight.data_ptr(), out.data_ptr()
+            pointers = x.data_ptr(), address_of(y), weight.data_ptr(), out.data_ptr()
             self._launch("fd_add_norm", (n, 1), pointers, (width, self._code, self._scale, self._eps))
         return out
 
@@ -101,11 +101,7 @@ class CudaBlockOps(BlockOps):
         tensors = qkv, layer.q_norm, layer.k_norm, cos, sin, out.q, out.kv
         sizes = c.n_q_heads, c.n_kv_heads, c.head_size, 0 if cos is None else cos.shape[-1]
         numbers = *sizes, out.q.stride(0), out.kv.stride(0), self._code, self._eps
-        self._launch("fd_write_heads", (len(qkv), c.n_q_heads + 2 * c.n_kv_heads), [*map(_address, tensors)], numbers)
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+        self._launch("fd_write_heads", (len(qkv), c.n_q_heads + 2 * c.n_kv_heads), [*map(address_of, tensors)], numbers)
 
 
 def _bits(x: float) -> int:

@@ -173,11 +173,6 @@ class SPart:
         self._prompts.drop((link, seq_index, tag))
 
     @property
-    def staged_bytes(self) -> int:
-        """Bytes of memory that the staged K and V of unfinished prompts take."""
-        return self._prompts.nbytes
-
-    @property
     def state_slots(self) -> int | None:
         """How many sequences can have a state at once. None: the model's layers keep no states."""
         return None if self.states is None else self.states.n_slots

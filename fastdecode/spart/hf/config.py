@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_INDEX_TOPK, MAX_LAYERS
 from fastdecode.spart.checkpoints.config import CheckpointError, check_layers, first_line
+from fastdecode.spart.checkpoints.config_json import DTYPES
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.mixers import Mixer
 from fastdecode.spart.hf.mtp import with_head_layer
@@ -32,8 +33,6 @@ _PREFIX_MODELS = frozenset(["paligemma"])
 
 _Number = TypeVar("_Number", int, float)
 
-_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFConfig(AttentionShape):
@@ -46,12 +45,11 @@ class HFConfig(AttentionShape):
     def from_dir(cls, directory: str | Path, mtp: int = 0) -> HFConfig:
         """Read a model directory and trace its model on the meta device. `mtp`: tokens that an MTP head drafts. Raises
         CheckpointError."""
-        config, generation = read_configs(directory)
-        return cls.from_configs(with_head_layer(config, Path(directory)) if mtp else config, generation, mtp)
+        return cls.from_configs(*read_configs(directory, mtp), mtp)
 
     @classmethod
     def from_configs(cls, config: Any, generation: Any, mtp: int = 0, n_ranks: int = 1) -> HFConfig:
-        """`config` is a PretrainedConfig, with `mtp` one of with_head_layer; `generation` is a GenerationConfig or
+        """`config` is a PretrainedConfig, with `mtp` one of read_configs; `generation` is a GenerationConfig or
         None. With `n_ranks` the description is that of the model that each of as many ranks has. Raises
         CheckpointError."""
         check_layers(getattr(config.get_text_config(), "num_hidden_layers", 1))
@@ -74,7 +72,7 @@ class HFConfig(AttentionShape):
         alike = set(heads) == {heads[0]} and k_size == v_size
         return cls(
             architecture=names[0] if isinstance(names, list) and names else type(config).__name__,
-            dtype=_DTYPES.get(str(config.dtype).removeprefix("torch."), "fp32"),
+            dtype=DTYPES.get(str(config.dtype).removeprefix("torch."), "fp32"),
             vocab_size=text.vocab_size,
             n_layers=len(layers),
             n_q_heads=n_q,
@@ -113,9 +111,10 @@ class HFConfig(AttentionShape):
         return None
 
 
-def read_configs(directory: str | Path) -> tuple[Any, Any]:
+def read_configs(directory: str | Path, mtp: int = 0) -> tuple[Any, Any]:
     """The PretrainedConfig and the GenerationConfig (or None) of a model directory; of a model of several modes, the
-    PretrainedConfig of its text part, if transformers has it as a model of its own. Raises CheckpointError."""
+    PretrainedConfig of its text part, if transformers has it as a model of its own. With `mtp` the PretrainedConfig has
+    the layer of the MTP head. Raises CheckpointError."""
     try:
         from transformers import AutoConfig, GenerationConfig
     except ImportError:
@@ -132,7 +131,8 @@ def read_configs(directory: str | Path) -> tuple[Any, Any]:
         if "trust_remote_code" in str(error):
             reason = "the checkpoint needs code of its own (trust_remote_code), which fastdecode does not run"
         raise CheckpointError(f"transformers cannot read {directory}: {reason}") from None
-    return _text_part(config), generation
+    config = _text_part(config)
+    return (with_head_layer(config, Path(directory)) if mtp else config), generation
 
 
 def _text_part(config: Any) -> Any:

@@ -26,34 +26,24 @@ from fastdecode.spart.decoder.layer_pass import LayerPass
 from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock
 from fastdecode.spart.exchange import RowExchange, StepExchange
-from fastdecode.spart.exchange.choice import ChosenExchange
 from fastdecode.spart.exchange.heads import heads_in, index_in, kv_heads_in
 from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.indexer import Index
-from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.lora.adapters import AdapterRows
 from fastdecode.spart.prefill.prompt import PromptChunk
 from fastdecode.spart.ranks.reduction import of_rank_0
 from fastdecode.spart.states.pool import StatePool, StateRows
-from fastdecode.transports.base import DataPath
 
 
 class HFSPart(SPart):
-    """A transformers model and the links to the R-nodes that hold its KV-cache; see SPart."""
+    """A transformers model and the links to the R-nodes that hold its KV-cache; see SPart.
+
+    If the model's own code makes the host wait for its device, the capture of its first step fails, and all steps are
+    staged.
+    """
 
     model: Any
     _config: Any
-
-    def __init__(
-        self,
-        model: HFModel,
-        links: Sequence[DataPath],
-        exchange: ChosenExchange | None = None,
-        state_slots: int = 0,
-    ):
-        """The arguments are those of SPart. If the model's own code makes the host wait for its device, the
-        capture of its first step fails, and all steps are staged."""
-        super().__init__(model, links, exchange, state_slots)  # type: ignore[arg-type]
 
     def _prepare(self, state_slots: int) -> None:
         if mixers := self._config.mixers:

@@ -23,7 +23,7 @@ from fastdecode.spart.hf.attention import ATTENTION, register, running, split_at
 from fastdecode.spart.hf.config import HFConfig, read_configs
 from fastdecode.spart.hf.linears import LinearModule, quantise_embedding, replace_linears, replaced_bytes
 from fastdecode.spart.hf.mixers import Mixer, install
-from fastdecode.spart.hf.mtp import MTPHead, with_head_layer, with_head_modules
+from fastdecode.spart.hf.mtp import MTPHead, with_head_modules
 from fastdecode.spart.hf.ranks import (
     CannotShare,
     StoredNames,
@@ -85,9 +85,7 @@ def load_hf_model(
 ) -> HFModel:
     """Load a checkpoint for inference. The arguments are those of spart.loader.load_model; `lora` is its `adapters`.
     Raises CheckpointError."""
-    config, generation = read_configs(directory)
-    if mtp:
-        config = with_head_layer(config, Path(directory))
+    config, generation = read_configs(directory, mtp)
     split = HFConfig.from_configs(config, generation, mtp, 1 if share is None else share.n)
     model_class = _model_class(config, mtp)
     _log_little(progress)
@@ -180,8 +178,7 @@ def _model_class(config: Any, mtp: int) -> Any:
 def check_tensors(directory: Path, mtp: int) -> None:
     """Raise CheckpointError if a tensor of a checkpoint is missing or has another shape. Reads no weight. `mtp`: as for
     load_hf_model."""
-    config, _ = read_configs(directory)
-    config = with_head_layer(config, directory) if mtp else config
+    config, _ = read_configs(directory, mtp)
     _log_little(False)
     _check_tensors(_model_class(config, mtp), config, directory)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError
-from fastdecode.spart.checkpoints.tensors import open_safetensors
+from fastdecode.spart.checkpoints.tensors import stored_shapes
 
 #: Types whose decoder layer N is an MTP head, where N is num_hidden_layers.
 _TYPES = frozenset(["deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"])
@@ -29,19 +29,14 @@ def with_head_layer(config: Any, directory: Path) -> Any:
     if config.model_type not in _TYPES:
         raise CheckpointError(f"an MTP head of a model of type {config.model_type!r} is not supported")
     longer, n = copy.deepcopy(config), config.num_hidden_layers
-    files, linear = list(directory.glob("*.safetensors")), f"model.layers.{n}.eh_proj.weight"
-    if files and not any(_has(path, linear) for path in files):
+    linear = f"model.layers.{n}.eh_proj.weight"
+    if any(directory.glob("*.safetensors")) and linear not in stored_shapes(directory):
         raise CheckpointError(f"the checkpoint has no MTP head to draft tokens: it lacks the tensor {linear!r}")
     for name, values in vars(config).items():
         if isinstance(values, list) and len(values) == n and name.endswith("_types"):
             setattr(longer, name, [*values, _OF_HEAD.get(name, values[-1])])
     longer.num_hidden_layers = n + 1
     return longer
-
-
-def _has(path: Path, name: str) -> bool:
-    with open_safetensors(path) as file:
-        return name in set(file.keys())
 
 
 def with_head_modules(factory: Any) -> Any:

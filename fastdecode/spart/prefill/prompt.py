@@ -54,15 +54,6 @@ class PromptCache:
         self._device, self._dtype = device, dtype
         self._prompts: dict[Hashable, Prompt] = {}
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the staged K and V take."""
-        # The S-Part's thread may add a prompt while another thread asks; a list is made without giving up the GIL.
-        return sum(prompt.nbytes for prompt in list(self._prompts.values()))
-
     def begin(self, key: Hashable, chunk: Chunk, rows: slice) -> PromptChunk:
         """Make room for the K and V of a chunk, whose rows in the step are `rows`. Nothing is staged for a chunk that
         is the whole prompt.
@@ -114,11 +105,6 @@ class Prompt(ABC):
         self._device = device
         self._capacity = 0
         self._layers: list[torch.Tensor] = []  # [KV heads, elements of a head's capacity] each
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the rows take."""
-        return sum(layer.nbytes for layer in self._layers)
 
     def reserve(self, length: int, exactly: bool = False) -> None:
         """Make room for `length` rows; for some more too, where the prompt's length is not known."""

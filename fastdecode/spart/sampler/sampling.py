@@ -38,13 +38,6 @@ _FINITE, _REACHED, _EMPTY = 1, 2, 4  # flags of a row; _EMPTY: all of its logits
 _Uploaded = dict[str, torch.Tensor]
 
 
-def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
-    """Draw one token a row. `logits` is [rows, vocab_size] fp32; `specs` has one entry for each row."""
-    table = StepTable()
-    sampler = make_sampler(specs, logits.shape[1], table, on_host=logits.device.type == "cpu")
-    return sampler(logits, table.upload(logits.device))
-
-
 def make_sampler(
     specs: Sequence[SampleSpec], vocab_size: int, table: StepTable, on_host: bool
 ) -> Sampler | HostSampler:

@@ -10,6 +10,7 @@ import torch
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.daemon.rnode_gpu import RNodeGpu
+from fastdecode.spart.prefill.prompt import PromptCache
 from fastdecode.spart.served import ServedModel
 from fastdecode.spart.step.batch import SampleSpec, StepOutput
 from fastdecode.transports.base import Link
@@ -47,6 +48,12 @@ async def linked(
             await link.close()
         for node in nodes:
             await node.close()
+
+
+def staged_bytes(prompts: PromptCache) -> int:
+    """Bytes of memory that the staged K and V of unfinished prompts take."""
+    # The S-Part's thread may add a prompt while another thread asks; a list is made without giving up the GIL.
+    return sum(layer.nbytes for prompt in list(prompts._prompts.values()) for layer in prompt._layers)
 
 
 def run(step) -> StepOutput:
