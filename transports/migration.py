@@ -21,6 +21,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Self
 
 from . import handshake
 from .base import CallRefused, IncomingPages, LinkDown, OfferedPages, TransportError
@@ -137,16 +138,34 @@ def receive_bytes(data: memoryview, fd: int, offset: int) -> int:
     return n
 
 
-class MigrationSender:
-    """The sending end of a migration connection."""
+class _OpeningEnd:
+    """The end of a migration connection that opens it."""
 
     def __init__(self, conn: FrameSocket, page_bytes: int):
         self._conn, self._page_bytes = conn, page_bytes
 
     @classmethod
-    async def open(cls, url: str, token: str, page_bytes: int, secret: bytes | None) -> MigrationSender:
+    async def open(cls, url: str, token: str, page_bytes: int, secret: bytes | None) -> Self:
         """Connect to the R-node at `url`, which has granted `token`. Raises TransportError."""
-        return cls(await _connect(url, token, page_bytes, secret), page_bytes)
+        try:
+            async with asyncio.timeout(handshake.DEADLINE_S):
+                conn = await dial(url)
+                try:
+                    await handshake.open_migration(conn, token, page_bytes, secret)
+                except BaseException:
+                    conn.close()
+                    raise
+        except TimeoutError:
+            raise LinkDown(f"{url} did not finish the hand-shake within {handshake.DEADLINE_S:.0f} s") from None
+        return cls(conn, page_bytes)
+
+    def close(self) -> None:
+        """Close the connection; no pages may be under way. Idempotent."""
+        self._conn.close()
+
+
+class MigrationSender(_OpeningEnd):
+    """The sending end of a migration connection."""
 
     async def next(self, token: str) -> None:
         """Go on with the sequence that `token` admits, behind a whole one. Raises TransportError."""
@@ -184,21 +203,9 @@ class MigrationSender:
         if not isinstance(answer, Ok):
             raise ProtocolError(f"the R-node answered {asked} with {answer.TYPE}")
 
-    def close(self) -> None:
-        """Close the connection; nothing may be sending. Idempotent."""
-        self._conn.close()
 
-
-class PageFetcher:
+class PageFetcher(_OpeningEnd):
     """The fetching end of a migration connection."""
-
-    def __init__(self, conn: FrameSocket, page_bytes: int):
-        self._conn, self._page_bytes = conn, page_bytes
-
-    @classmethod
-    async def open(cls, url: str, token: str, page_bytes: int, secret: bytes | None) -> PageFetcher:
-        """Connect to the R-node at `url`, which has offered a sequence with `token`. Raises TransportError."""
-        return cls(await _connect(url, token, page_bytes, secret), page_bytes)
 
     async def fetch(self, first: int, n_pages: int, receive: Callable[[int, int], int]) -> None:
         """Fetch pages. `receive(fd, offset)` receives bytes from `offset` on and returns how many; 0: there are none
@@ -211,22 +218,3 @@ class PageFetcher:
             raise ProtocolError(f"the R-node answered FETCH with {answer.TYPE}")
         copy = partial(receive, self._conn.sock.fileno())
         await _copy(n_pages * self._page_bytes, copy, self._conn.readable)
-
-    def close(self) -> None:
-        """Close the connection; nothing may be receiving. Idempotent."""
-        self._conn.close()
-
-
-async def _connect(url: str, token: str, page_bytes: int, secret: bytes | None) -> FrameSocket:
-    """Open a migration connection to the R-node at `url`, which has granted `token`. Raises TransportError."""
-    try:
-        async with asyncio.timeout(handshake.DEADLINE_S):
-            conn = await dial(url)
-            try:
-                await handshake.open_migration(conn, token, page_bytes, secret)
-            except BaseException:
-                conn.close()
-                raise
-    except TimeoutError:
-        raise LinkDown(f"{url} did not finish the hand-shake within {handshake.DEADLINE_S:.0f} s") from None
-    return conn

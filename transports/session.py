@@ -39,13 +39,9 @@ def hkdf_extract(salt: bytes, secret: bytes) -> bytes:
     return hmac.digest(salt, secret, "sha256")
 
 
-def hkdf_expand(prk: bytes, info: bytes, length: int = 32) -> bytes:
-    """HKDF-Expand with SHA-256 (RFC 5869, section 2.3). Returns `length` bytes, at most 8160."""
-    output = block = b""
-    for number in range(1, -(-length // 32) + 1):
-        block = hmac.digest(prk, block + info + bytes([number]), "sha256")
-        output += block
-    return output[:length]
+def hkdf_expand(prk: bytes, info: bytes) -> bytes:
+    """HKDF-Expand with SHA-256 (RFC 5869, section 2.3). Returns 32 bytes."""
+    return hmac.digest(prk, info + b"\1", "sha256")
 
 
 class Session:

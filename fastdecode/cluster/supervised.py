@@ -7,15 +7,12 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 
-from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.config_sources import without_options
+from fastdecode.daemon.child import child_environment, module_command
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +53,13 @@ class Supervised:
             began = time.monotonic()
             with self._log_file.open("ab") if self._log_file else contextlib.nullcontext() as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "fastdecode.cluster.leash", str(os.getpid()), sys.executable, "-P",
-                     "-m", *self._command()],
+                    module_command("fastdecode.cluster.leash", str(os.getpid()), *module_command(*self._command())),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env=without_options(fields(NodeConfig), os.environ),
+                    env=child_environment(),
                     start_new_session=True,
-                )  # fmt: skip
+                )
             self.starts += 1
             status = self._process.wait()
             if self._stopping.is_set():

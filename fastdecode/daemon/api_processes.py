@@ -11,16 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import fields
 
+from fastdecode.daemon.child import child_environment, module_command
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.config_sources import without_options
 from fastdecode.service.client import EngineClient
 from fastdecode.service.host import EngineHost
 
@@ -37,13 +34,11 @@ class _ApiProcess:
     def __init__(self, config: NodeConfig, listening: Sequence[socket.socket]):
         self.socket, theirs = socket.socketpair()
         fds = [theirs.fileno(), *(sock.fileno() for sock in listening)]
-        options = config.to_args([f.name for f in fields(config) if f.name != "config"])
         try:
             self.process = subprocess.Popen(
-                # -P: the child must not import a folder `fastdecode` in the working directory
-                [sys.executable, "-P", "-m", "fastdecode.daemon.api_process", ",".join(map(str, fds)), *options],
+                module_command("fastdecode.daemon.api_process", ",".join(map(str, fds)), *config.to_args()),
                 stdin=subprocess.DEVNULL,
-                env=without_options(fields(NodeConfig), os.environ),
+                env=child_environment(),
                 pass_fds=fds,
             )
         except OSError:

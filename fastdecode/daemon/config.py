@@ -45,8 +45,11 @@ class NodeConfig(NodeOptions):
         except UnicodeDecodeError:
             raise ConfigError(f"--api-key-file {self.api_key_file} is not text") from None
 
-    def to_args(self, names: Sequence[str]) -> list[str]:
-        """The options of these fields as a command line, without the options that have their default."""
+    def to_args(self, names: Sequence[str] | None = None) -> list[str]:
+        """The options of these fields as a command line, without the options that have their default. Without names:
+        all but --config."""
+        if names is None:
+            names = [name for name in _FIELDS if name != "config"]
         args = []
         for name in names:
             value = getattr(self, name)

@@ -29,6 +29,9 @@ _MOST = {
 _HOST_OPTIONS = ("threads", "cpus", "huge_pages", "prefault")
 #: Options that an S-node of several ranks does not have yet.
 _NOT_OF_RANKS = ("partition", "prefill_at", "prefill_file", "prefill_listen", "cpus", "numa_node")
+#: Options that say which R-nodes an S-node uses, and which S-nodes compute its prompts.
+_R_NODE_OPTIONS = ("r_node", "r_nodes_file", "r_nodes_dns")
+_PREFILL_OPTIONS = ("prefill_at", "prefill_file")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
 EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault")
 
@@ -54,14 +57,14 @@ _CHECKS = (
         lambda c: "--router-only needs --secret-file, the secret that routers prove",
     ),
     _Check(
-        lambda c: len(_r_node_options(c)) > 1,
-        lambda c: f"{' and '.join(_r_node_options(c)[:2])} each say which R-nodes to use: give one of them",
+        lambda c: len(_given(c, *_R_NODE_OPTIONS)) > 1,
+        lambda c: f"{' and '.join(_given(c, *_R_NODE_OPTIONS)[:2])} each say which R-nodes to use: give one of them",
     ),
     _Check(
-        lambda c: c.uses_r_nodes and _embedded_options(c),
+        lambda c: c.uses_r_nodes and _given(c, *EMBEDDED_OPTIONS),
         lambda c: (
-            f"{_embedded_options(c)[0]} is for the embedded R-node; with {_r_node_options(c)[0]}, give it to the "
-            "R-node itself"
+            f"{_given(c, *EMBEDDED_OPTIONS)[0]} is for the embedded R-node; with {_given(c, *_R_NODE_OPTIONS)[0]}, "
+            "give it to the R-node itself"
         ),
     ),
     _Check(
@@ -73,10 +76,10 @@ _CHECKS = (
         lambda c: "--prefill-at and --prefill-file each say which S-nodes prefill: give one of them",
     ),
     _Check(
-        lambda c: _prefill_options(c) and (not c.uses_r_nodes or c.partition != "sequences"),
+        lambda c: _given(c, *_PREFILL_OPTIONS) and (not c.uses_r_nodes or c.partition != "sequences"),
         lambda c: (
-            f"{_prefill_options(c)[0]} needs --r-node, and --partition sequences: whole sequences move between R-nodes "
-            "of two S-nodes"
+            f"{_given(c, *_PREFILL_OPTIONS)[0]} needs --r-node, and --partition sequences: whole sequences move "
+            "between R-nodes of two S-nodes"
         ),
     ),
     _Check(
@@ -149,15 +152,3 @@ def _given(config: NodeOptions, *names: str) -> list[str]:
     """The flags of these options that differ from their defaults."""
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     return [flag(name) for name in names if getattr(config, name) != defaults[name]]
-
-
-def _r_node_options(config: NodeOptions) -> list[str]:
-    return _given(config, "r_node", "r_nodes_file", "r_nodes_dns")
-
-
-def _embedded_options(config: NodeOptions) -> list[str]:
-    return _given(config, *EMBEDDED_OPTIONS)
-
-
-def _prefill_options(config: NodeOptions) -> list[str]:
-    return _given(config, "prefill_at", "prefill_file")

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
-import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastdecode.daemon.child import child_environment, module_command
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
-from fastdecode.daemon.config_sources import without_options
 from fastdecode.daemon.machine import numa_nodes, usable_cpus
 from fastdecode.daemon.process import die_with_parent
 
@@ -194,13 +192,9 @@ class _RNodeProcess:
     async def start(self, url: str) -> str:
         """Wait until the child listens at `url`. Returns what the log says of the R-node."""
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # the child must not import a folder `fastdecode` in the working directory
-            "-m",
-            "fastdecode.daemon.node",
-            *self.argv,
+            *module_command("fastdecode.daemon.node", *self.argv),
             stdin=asyncio.subprocess.DEVNULL,
-            env=without_options(fields(NodeConfig), os.environ),
+            env=child_environment(),
             # ^C in a terminal must not reach this child, which the parent's running requests still need.
             start_new_session=True,
             preexec_fn=die_with_parent,

@@ -15,20 +15,18 @@ import itertools
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
 from functools import partial
 from multiprocessing import Pipe
 from typing import NoReturn, TypeVar
 
 import msgspec
 
+from fastdecode.daemon.child import child_environment, module_command
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.config_sources import without_options
 from fastdecode.daemon.machine import stay_on_node
 from fastdecode.daemon.process import die_with_parent
 from fastdecode.daemon.rank_messages import (
@@ -70,13 +68,10 @@ class _Rank:
         self._control, their_control = Pipe()
         self._n, self._lost = config.tensor_parallel, lost
         fds = [their_steps.fileno(), their_control.fileno(), *memory]
-        arguments = [",".join(map(str, [rank, *fds]))]
-        arguments += config.to_args([f.name for f in fields(config) if f.name != "config"])
         self._process = subprocess.Popen(
-            # -P: the child must not import a folder `fastdecode` in the working directory
-            [sys.executable, "-P", "-m", "fastdecode.daemon.rank_process", *arguments],
+            module_command("fastdecode.daemon.rank_process", ",".join(map(str, [rank, *fds])), *config.to_args()),
             stdin=subprocess.DEVNULL,
-            env=without_options(fields(NodeConfig), os.environ),
+            env=child_environment(),
             pass_fds=fds,
             preexec_fn=die_with_parent,
         )

@@ -254,8 +254,9 @@ def steady(system: System, batch: float, mini_batches: int, n_prompt: float, n_o
     return Steady(batch, seconds, binding, stages)
 
 
-def mean_read(model: PlannedModel, n_prompt: float, n_output: float, points: int = 33) -> float:
+def mean_read(model: PlannedModel, n_prompt: float, n_output: float) -> float:
     """Cached tokens that attention reads of a sequence, on average over the steps of its output."""
+    points = 33
     lengths = [n_prompt + n_output * (i + 0.5) / points for i in range(points)]
     return sum(map(model.read_tokens, lengths)) / points
 

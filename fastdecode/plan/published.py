@@ -83,11 +83,9 @@ def step_seconds(machines: System, batch: int, length: float) -> float:
     return round_seconds([stages] * 2, machines.in_turns)[0]
 
 
-def even_growth(
-    profile: Profile, model: PlannedModel, batch: int, length: int = _LENGTH, points: int = 64
-) -> tuple[float, float]:
+def even_growth(profile: Profile, model: PlannedModel, batch: int, length: int = _LENGTH) -> tuple[float, float]:
     """Tokens a second, and the longest step, of sequences that all start together and grow to `length` tokens."""
-    machines = system(profile, model, _SOCKETS)
+    machines, points = system(profile, model, _SOCKETS), 64
     seconds = [step_seconds(machines, batch, length * (i + 0.5) / points) for i in range(points)]
     return batch * points / sum(seconds), max(seconds)
 

@@ -1,0 +1,21 @@
+"""What every child process of a node is started with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import fields
+
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.config_sources import without_options
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a Python module."""
+    # -P: the child must not import a folder `fastdecode` in the working directory
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child that gets its options by command line."""
+    return without_options(fields(NodeConfig), os.environ)
