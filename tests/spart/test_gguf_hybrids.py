@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from models.checkpoints import VARIANTS, make_model
@@ -122,11 +123,13 @@ def test_what_does_not_fit_is_named(made: Any, tmp_path: Path) -> None:
     theirs, path = made("qwen3.5"), tmp_path / "m.gguf"
     for name, parameter in theirs.named_parameters():
         if name == "model.layers.0.linear_attn.A_log":
-            parameter.data.fill_(float("nan"))
+            parameter.data.fill_(1.25)
     write_gguf(path, theirs, "F32", more=lambda writer: writer.add_uint32("qwen35.ssm.unheard", 1))
     with pytest.raises(CheckpointError, match=r"the key 'qwen35\.ssm\.unheard' is not understood"):
         read_config(path)
     write_gguf(path, theirs, "F32")
+    decay = -np.exp(np.float32(1.25))
+    path.write_bytes(path.read_bytes().replace(decay.tobytes(), (-decay).tobytes()))
     with pytest.raises(CheckpointError, match=r"'blk\.0\.ssm_a' has numbers that are not -exp"):
         load_model(path)
 

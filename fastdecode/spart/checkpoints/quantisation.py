@@ -37,7 +37,7 @@ def parse_quantisation(raw: dict[str, Any]) -> Quantisation | None:
                 method,
                 _bits(raw, (4, 8)),
                 zero_offset=0 if form == "gptq_v2" else 1,
-                group=_group(raw),
+                group=None if raw.get("dynamic") else _group(raw),  # "dynamic" names modules with groups of their own
                 reordered=raw.get("desc_act") is True,
             )
         case "awq":
@@ -69,9 +69,9 @@ def _group(raw: dict[str, Any]) -> int | None:
 
 
 def _block(raw: dict[str, Any], name: str) -> tuple[int, int] | None:
-    """The outputs and inputs of a block."""
+    """The outputs and inputs of a block. A text, as old versions of compressed-tensors write it, is left aside."""
     block = raw.get(name)
-    if block is None:
+    if block is None or isinstance(block, str):
         return None
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise WrongValue(f"the checkpoint's {name} is {block!r}, not two sizes")

@@ -122,15 +122,15 @@ class SafetensorsCheckpoint(Checkpoint):
         return require_finite(file.get_tensor(stored.name), stored.name)
 
 
+_CHECKED = (torch.float32, torch.float16, torch.bfloat16)
+
+
 def require_finite(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """A tensor of a checkpoint. Raises CheckpointError for numbers in fp32, fp16 or bf16 that are not finite: attention
     could hide them."""
     if tensor.dtype in _CHECKED and tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
         raise CheckpointError(f"tensor {name!r} has numbers that are not finite")
     return tensor
-
-
-_CHECKED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @contextmanager
