@@ -170,7 +170,7 @@ def _whole(file: GGUFFile, meta: dict[str, Any], key: str, default: int = 0) -> 
 
 
 def _in_terms_of(file: GGUFFile, architecture: str, keys: dict[str, str], sentence: str) -> str:
-    """What make_config says of config.json, said of the file and its keys."""
+    """A sentence of make_config about config.json, with the GGUF file and its keys in place of config.json and its."""
     for key, name in (keys | _SCALING_KEYS).items():
         sentence = sentence.replace(repr(name), repr(f"{architecture}.{key}"))
     named = sentence.replace("config.json", str(file.path))

@@ -144,22 +144,15 @@ def open_safetensors(path: Path, framework: str = "pt") -> Iterator[Any]:
         raise CheckpointError(pointer_fault(path) or f"{path} is not a sound safetensors file: {error}") from None
 
 
-def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a directory's safetensors, by the name that it has there. Raises CheckpointError."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """All tensors that the headers of a directory's safetensors list, by their names there. Raises CheckpointError."""
+    stored: dict[str, Stored] = {}
     for path in safetensors_files(directory):
-        with open_safetensors(path, "np") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
-
-
-def stored_dtypes(directory: Path) -> dict[str, str]:
-    """The dtype of each tensor in a directory's safetensors, in their spelling. Raises CheckpointError."""
-    dtypes: dict[str, str] = {}
-    for path in safetensors_files(directory):
-        with open_safetensors(path, "np") as file:
-            dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    return dtypes
+        with open_safetensors(path, "np") as file:  # torch maps a file only if the memory could hold all of it
+            for name in file.keys():  # noqa: SIM118
+                view = file.get_slice(name)
+                stored[name] = Stored(path, name, tuple(view.get_shape()), view.get_dtype())
+    return stored
 
 
 def safetensors_files(directory: Path) -> list[Path]:
@@ -185,13 +178,8 @@ def safetensors_files(directory: Path) -> list[Path]:
 
 
 def _scan(directory: Path, names: TensorNames) -> dict[str, Stored]:
-    """All tensors that the checkpoint's headers list, by the names that a checkpoint with an LM head gives them."""
-    stored: dict[str, Stored] = {}
-    for path in safetensors_files(directory):
-        with open_safetensors(path, "np") as file:  # torch maps a file only if the memory could hold all of it
-            for name in file.keys():  # noqa: SIM118
-                view = file.get_slice(name)
-                stored[_of_text_part(name)] = Stored(path, name, tuple(view.get_shape()), view.get_dtype())
+    """All stored tensors, by the names that a checkpoint with an LM head gives them."""
+    stored = {_of_text_part(name): tensor for name, tensor in stored_tensors(directory).items()}
     base = names.embedding.partition(".")[0]
     if not any(name.startswith(f"{base}.") for name in stored):  # saved from the base model, which has no LM head
         head = f"{names.head}."

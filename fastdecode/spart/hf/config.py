@@ -126,7 +126,7 @@ def read_configs(directory: str | Path, mtp: int = 0) -> tuple[Any, Any]:
         generation = None
         if (Path(directory) / "generation_config.json").is_file():
             generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # transformers has many for a wrong value
+    except Exception as error:  # transformers raises many kinds for a wrong value
         reason = first_line(error)
         if "trust_remote_code" in str(error):
             reason = "the checkpoint needs code of its own (trust_remote_code), which fastdecode does not run"

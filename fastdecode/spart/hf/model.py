@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError, first_line
-from fastdecode.spart.checkpoints.tensors import FLOATS, require_finite, stored_dtypes, stored_shapes
+from fastdecode.spart.checkpoints.tensors import FLOATS, require_finite, stored_tensors
 from fastdecode.spart.decoder.block_ops import VectorOps
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.attention import ATTENTION, register, running, split_attention
@@ -215,10 +215,11 @@ def _check_tensors(model_class: Any, config: Any, directory: Path) -> None:
     checkpoint's. It would let a model that lacks a tensor go on with random numbers."""
     if getattr(config, "quantization_config", None):  # whose tensors have shapes of their own
         return
+    stored = stored_tensors(directory)
     _, found = model_class.from_pretrained(
         None,
         config=config,
-        state_dict={name: torch.empty(shape, device="meta") for name, shape in stored_shapes(directory).items()},
+        state_dict={name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()},
         device_map={"": "meta"},
         output_loading_info=True,
         ignore_mismatched_sizes=True,
@@ -227,11 +228,13 @@ def _check_tensors(model_class: Any, config: Any, directory: Path) -> None:
     if missing := sorted(found["missing_keys"]):
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
-    for name, stored, wanted in sorted(found["mismatched_keys"]):
-        raise CheckpointError(f"tensor {name!r} has shape {tuple(stored)}, config.json says {tuple(wanted)}")
-    for name, dtype in stored_dtypes(directory).items():
-        if name.endswith("weight") and dtype not in {*FLOATS, "F64"} and name not in found["unexpected_keys"]:
-            raise CheckpointError(f"tensor {name!r} is stored as {dtype}, and config.json has no quantization_config")
+    for name, shape, wanted in sorted(found["mismatched_keys"]):
+        raise CheckpointError(f"tensor {name!r} has shape {tuple(shape)}, config.json says {tuple(wanted)}")
+    for name, tensor in stored.items():
+        if name.endswith("weight") and tensor.dtype not in {*FLOATS, "F64"} and name not in found["unexpected_keys"]:
+            raise CheckpointError(
+                f"tensor {name!r} is stored as {tensor.dtype}, and config.json has no quantization_config"
+            )
     if aside := sorted(found["unexpected_keys"]):
         log.info("%d tensors are left aside, of vision, sound or drafts: %s, ...", len(aside), aside[0])
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError
-from fastdecode.spart.checkpoints.tensors import stored_shapes
+from fastdecode.spart.checkpoints.tensors import stored_tensors
 
 #: Types whose decoder layer N is an MTP head, where N is num_hidden_layers.
 _TYPES = frozenset(["deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"])
@@ -30,7 +30,7 @@ def with_head_layer(config: Any, directory: Path) -> Any:
         raise CheckpointError(f"an MTP head of a model of type {config.model_type!r} is not supported")
     longer, n = copy.deepcopy(config), config.num_hidden_layers
     linear = f"model.layers.{n}.eh_proj.weight"
-    if any(directory.glob("*.safetensors")) and linear not in stored_shapes(directory):
+    if any(directory.glob("*.safetensors")) and linear not in stored_tensors(directory):
         raise CheckpointError(f"the checkpoint has no MTP head to draft tokens: it lacks the tensor {linear!r}")
     for name, values in vars(config).items():
         if isinstance(values, list) and len(values) == n and name.endswith("_types"):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError
-from fastdecode.spart.checkpoints.tensors import open_safetensors, safetensors_files, stored_shapes
+from fastdecode.spart.checkpoints.tensors import open_safetensors, safetensors_files, stored_tensors
 from fastdecode.spart.hf.linears import LinearModule
 from fastdecode.spart.ranks.share import Cut, Share, cut_tensor
 from fastdecode.spart.ranks.vocabulary import SharedHead
@@ -156,7 +156,7 @@ class StoredNames:
     def check(self, directory: Path) -> None:
         """Raise CannotShare if a checkpoint lacks a matrix that ranks cut, by the name that the model has for it."""
         found: set[str] = set()
-        for stored in stored_shapes(directory):
+        for stored in stored_tensors(directory):
             for name in self._of_model(stored):
                 expert = _EXPERT.fullmatch(name)
                 found |= {name} if expert is None else {f"{expert[1]}.gate_up_proj", f"{expert[1]}.down_proj"}
