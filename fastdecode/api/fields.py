@@ -14,7 +14,7 @@ from fastdecode.text.log_once import log_once
 
 log = logging.getLogger(__name__)
 
-MAX_PARTS = 100_000  #: lists, objects and strings of a body; orjson takes at most some 50 ms for them
+MAX_PARTS = 100_000  #: lists, objects and strings of a body, or of the JSON in a field
 _SAFE_LEVELS = 200  # of nested lists and objects, which orjson can write in any answer
 _Default = TypeVar("_Default")
 #: Whether a value of a field passes.
@@ -22,9 +22,10 @@ Test = Callable[[Any], bool]
 _NUMBER = re.compile(r"\[\d+\]")  # of an entry of a list, in a field's name
 
 
-def invalid(param: str, message: str, *, code: str | None = None) -> ApiError:
-    """An ApiError with status 400 that names the field `param`."""
-    return ApiError(400, f"{param}: {message}", param=param, code=code)
+def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
+    """An ApiError with status 400 that names the field `param`; None: the body."""
+    where = "the body" if param is None else f"{param}:"
+    return ApiError(400, f"{where} {message}", param=param, code=code)
 
 
 class Fields:
@@ -36,8 +37,7 @@ class Fields:
 
     def __init__(self, body: Any, prefix: str = ""):
         if not isinstance(body, dict):
-            wrong = "must be a JSON object"
-            raise invalid(prefix, wrong) if prefix else ApiError(400, f"the body {wrong}")
+            raise invalid(prefix or None, "must be a JSON object")
         self._left = dict(body)
         self.prefix = prefix
 
@@ -173,21 +173,16 @@ def decode_json(text: bytes, param: str | None = None) -> Any:
     more levels than it writes.
     """
     if _has_many_parts(text):
-        raise _invalid_json(param, f"has more than {MAX_PARTS} lists, objects and strings")
+        raise invalid(param, f"has more than {MAX_PARTS} lists, objects and strings", code="invalid_json")
     try:
         decoded = orjson.loads(text)
         if text.count(b"{") + text.count(b"[") > _SAFE_LEVELS:
             orjson.dumps([[[[decoded]]]])  # an answer has it within other objects
     except orjson.JSONDecodeError as error:
-        raise _invalid_json(param, f"is not valid JSON: {error}") from None
+        raise invalid(param, f"is not valid JSON: {error}", code="invalid_json") from None
     except TypeError:
-        raise _invalid_json(param, "is nested too deeply") from None
+        raise invalid(param, "is nested too deeply", code="invalid_json") from None
     return decoded
-
-
-def _invalid_json(param: str | None, message: str) -> ApiError:
-    where = "the body" if param is None else f"{param}:"
-    return ApiError(400, f"{where} {message}", param=param, code="invalid_json")
 
 
 def _has_many_parts(text: bytes) -> bool:
