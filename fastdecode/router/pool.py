@@ -129,12 +129,12 @@ class Pool:
             log.warning("S-node %s: %s", s_node.url, why)
         s_node.healthy, s_node.why_not = False, why
 
-    def _trust(self, s_node: SNode, *, trusting: bool) -> None:
-        """Send an S-node requests, which knows this router's secret or does not."""
+    def _accept(self, s_node: SNode, *, trusting: bool) -> None:
+        """Send requests to an S-node from now on. `trusting`: it has this router's secret."""
         if not s_node.healthy:
             log.info("S-node %s takes requests", s_node.url)
         if self._proof and not trusting and (s_node.trusting or not s_node.healthy):
-            log.warning("S-node %s has another secret than this router: its streams end with it", s_node.url)
+            log.warning("S-node %s lacks this router's secret: its streams end if it is lost", s_node.url)
         s_node.healthy, s_node.trusting, s_node.why_not = True, trusting, ""
 
     async def _follow(self) -> None:
@@ -171,7 +171,7 @@ class Pool:
                         self.suspect(s_node, "answers only routers that prove its secret (--secret-file)")
                     else:
                         s_node.other_requests = max(0, int(body["running"]) + int(body["waiting"]) - s_node.requests)
-                        self._trust(s_node, trusting=trust == "trusted")
+                        self._accept(s_node, trusting=trust == "trusted")
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self.suspect(s_node, f"does not answer: {why_lost(error)}")
             except (ValueError, KeyError, TypeError):

@@ -335,7 +335,7 @@ async def test_an_s_node_that_answers_routers_only(tokenizer, spell):
 @pytest.mark.parametrize("secret", [b"z" * 16, None])
 async def test_a_router_says_of_each_s_node_whether_their_secrets_agree(tokenizer, spell, caplog, secret):
     """An S-node that answers routers only gets no request of a router with another secret, and /health says why. One
-    that answers anybody gets requests, and the log says that its streams end with it."""
+    that answers anybody gets requests, and the log says that its streams end if it is lost."""
     closed = served(ScriptedEngine(), tokenizer, router_only=True)
     async with closed as shut, served(ScriptedEngine(spell("x")), tokenizer) as client:
         urls = url_of(shut), url_of(client)
@@ -348,7 +348,7 @@ async def test_a_router_says_of_each_s_node_whether_their_secrets_agree(tokenize
             assert (refused["healthy"], taken["healthy"], taken["trusting"]) == (False, True, False)
             assert refused["why_not"] == "answers only routers that prove its secret (--secret-file)"
             assert (await api.completions.create(**ASK, max_tokens=1)).choices[0].text == "x"
-        warning = f"S-node {url_of(client)} has another secret than this router: its streams end with it"
+        warning = f"S-node {url_of(client)} lacks this router's secret: its streams end if it is lost"
         assert (warning in caplog.messages) == (secret is not None)
         async with routed(*urls) as (_, http, _), http.get("/health") as answer:
             assert all(s_node["trusting"] for s_node in (await answer.json())["s_nodes"])

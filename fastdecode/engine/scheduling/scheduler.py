@@ -364,7 +364,8 @@ class Scheduler:
         return failed
 
     def _came_back(self, seq: Sequence, sound: bool) -> None:
-        """A sequence is no longer in flight. It is requeued unless what was asked of its R-node is done."""
+        """Take back a sequence that was in flight, and requeue it unless its R-node has done what it was asked for
+        (`sound`). A cancelled sequence ends."""
         seq.in_flight = False
         if seq.cancelled:
             self.running.remove(seq)
