@@ -149,10 +149,11 @@ FD_INLINE ahead_t ahead_of_next_rows(ahead_t ahead) {
 /* fd_linear_ops_t.tile. A processor prefetches too little by itself while it computes. The first of a few rows
  * prefetch the weights that they are about to read; where rows are many, all of them share the next tile's. */
 static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t rows_n, float *y) {
-    enum { NEAR = 4096 /* bytes */ };
+    /* In bytes, as measured. AVX2 is done with a block of signed numbers soonest. */
+    const size_t near = l->negated_sums ? 1024 : 4096;
     const uint32_t lines = FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8 / LINE;
     uint32_t row = 0;
-    ahead_t ahead = {NEAR, lines, 0};
+    ahead_t ahead = {near, lines, 0};
     if (rows_n >= 2 * MAX_ROWS) {
         ahead.distance = fd_linear_tile_bytes(l);
         ahead.lines = (lines * MAX_ROWS + rows_n - 1) / rows_n;
