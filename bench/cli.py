@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from fastdecode import __version__
 from fastdecode.transports.base import TransportError
 
 _COMMANDS = (
@@ -44,6 +45,7 @@ def run_command(program: str, description: str | None, modules: dict[str, str], 
     # Only the command asked for is imported, because most import torch, which some do without.
     wanted = [name for name in modules if [name] == list(argv[:1])] or modules
     parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for module in (import_module(modules[name]) for name in wanted):
         name, help_text = module.COMMAND
