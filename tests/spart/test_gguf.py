@@ -21,7 +21,7 @@ from quick import quick
 from fastdecode.gguf.file import TYPES, GGUFError, GGUFFile, GGUFTensor, find_gguf
 from fastdecode.spart import CheckpointError, SPart, load_model, read_config
 from fastdecode.spart.backend import choose_backend
-from fastdecode.spart.checkpoints.gguf import UNPACKERS, unpack_blocks
+from fastdecode.spart.checkpoints.gguf import UNPACKERS, unpack_blocks, unpack_matrix
 from fastdecode.spart.decoder.rope import inverse_frequencies
 from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.text.tokenizer import Tokenizer, TokenizerError
@@ -82,14 +82,18 @@ async def test_logits_of_each_type_are_those_of_its_numbers(kind, tmp_path):
     await assert_logits(tmp_path / "m.gguf", theirs, tmp_path, EXACT if kind in ("F32", "F16", "BF16") else QUANTISED)
 
 
-@pytest.mark.parametrize("name", ["llama-mha", "llama-linear", "qwen2", "qwen3", "phi3", "granite", "mistral-full"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-mha", "llama-linear", "llama-linear, no type", "qwen2", "qwen3", "phi3", "granite", "mistral-full"],
+)
 async def test_logits_of_each_family(name, tmp_path):
-    theirs, path = make_model(name), tmp_path / "m.gguf"
+    theirs, path = make_model(name.removesuffix(", no type")), tmp_path / "m.gguf"
 
     def scale_rope(writer: gguf.GGUFWriter) -> None:
+        if name.startswith("llama-linear"):
+            writer.add_rope_scaling_factor(2.0)
         if name == "llama-linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(2.0)
 
     # In a stack of several types each part stands alone.
     kinds = {"ffn_down": "Q8_0", "attn_k": "Q4_0", "": "Q4_1"} if name == "qwen2" else "F32"
@@ -290,6 +294,15 @@ def test_divisors_of_rope_that_are_none_are_refused(wrong, tmp_path):
         CheckpointError, match=r"'rope_freqs\.weight' (is .*, not positive|has numbers that are not finite)"
     ):
         read_config(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("at", [0, 2], ids=["scale", "minimum"])
+def test_a_scale_of_a_block_that_is_not_finite_is_refused(at):
+    form = next(form for form in TYPES.values() if form.name == "Q4_1")
+    data = np.zeros((2, 20), np.uint8)
+    data[1, at : at + 2] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
+    with pytest.raises(CheckpointError, match="tensor 'x' has numbers that are not finite"):
+        unpack_matrix(GGUFTensor("x", (2, 32), form, data.reshape(-1)))
 
 
 def test_a_rare_type_without_the_package_says_what_to_install(good, monkeypatch):

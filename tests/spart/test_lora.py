@@ -208,6 +208,18 @@ def test_tensors_that_do_not_fit_are_refused_before_weights_are_read(edit, messa
         load_model(make_checkpoint("llama-gqa"), adapters=[read_adapter("a", directory)])
 
 
+@pytest.mark.parametrize("factor", ["A", "B"])
+def test_a_factor_that_is_not_finite_is_refused_by_name(factor, directories, tmp_path):
+    directory = Path(shutil.copytree(directories[0], tmp_path / "a"))
+    path = directory / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in sorted(tensors) if name.endswith(f"lora_{factor}.weight"))
+    tensors[name][1, 2] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"adapter 'a': tensor '{name}' has numbers that are not finite"):
+        load_model(make_checkpoint("llama-gqa"), adapters=[read_adapter("a", directory)])
+
+
 def test_missing_files_are_named(directories, tmp_path):
     with pytest.raises(CheckpointError, match=r"no adapter_config\.json"):
         read_adapter("a", tmp_path)

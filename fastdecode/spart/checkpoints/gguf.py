@@ -199,7 +199,8 @@ def _dtype(tensors: dict[str, GGUFTensor]) -> str:
 
 
 def _rope_scaling(file: GGUFFile, architecture: str, own: dict[str, Any]) -> dict[str, Any] | None:
-    kind = own.get("rope.scaling.type", "none")
+    # A factor without a type is a linear one, as in llama.cpp.
+    kind = own.get("rope.scaling.type", "linear" if own.get("rope.scaling.factor") else "none")
     if not isinstance(kind, str):
         raise CheckpointError(f"{file.path}: '{architecture}.rope.scaling.type' is {kind!r}, not a string")
     if kind == "none":
@@ -393,7 +394,11 @@ def check_type(tensor: GGUFTensor) -> None:
 def unpack_matrix(tensor: GGUFTensor) -> Quantised:
     """A quantised matrix. Raises CheckpointError."""
     blocks = tensor.blocks
-    return concatenate([unpack_blocks(tensor, blocks[i : i + _ROWS]) for i in range(0, len(blocks), _ROWS)])
+    matrix = concatenate([unpack_blocks(tensor, blocks[i : i + _ROWS]) for i in range(0, len(blocks), _ROWS)])
+    for numbers in (matrix.scales, matrix.mins):
+        if numbers is not None:
+            require_finite(numbers, tensor.name)
+    return matrix
 
 
 def unpack_blocks(tensor: GGUFTensor, blocks: np.ndarray) -> Quantised:

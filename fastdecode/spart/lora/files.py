@@ -15,7 +15,7 @@ import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.checkpoints.config_json import ConfigJson, read_json
-from fastdecode.spart.checkpoints.tensors import FLOATS, open_safetensors
+from fastdecode.spart.checkpoints.tensors import FLOATS, open_safetensors, require_finite
 
 _WEIGHTS = "adapter_model.safetensors"
 
@@ -82,9 +82,13 @@ class Adapter:
         return sum(module.rank * (module.ins + module.outs) for module in self.modules.values())
 
     def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [rank, in], and B [out, rank] times the scale, both in fp32."""
-        with open_safetensors(self.directory / _WEIGHTS) as file:
-            a, b = (file.get_tensor(f"base_model.model.{module}.lora_{factor}.weight").float() for factor in "AB")
+        """A [rank, in], and B [out, rank] times the scale, both in fp32. Raises CheckpointError."""
+        names = [f"base_model.model.{module}.lora_{factor}.weight" for factor in "AB"]
+        try:
+            with open_safetensors(self.directory / _WEIGHTS) as file:
+                a, b = (require_finite(file.get_tensor(name), name).float() for name in names)
+        except CheckpointError as error:
+            raise CheckpointError(f"adapter {self.name!r}: {error}") from None
         return a, b * self.modules[module].scale
 
 
