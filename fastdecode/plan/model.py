@@ -114,12 +114,17 @@ def _token_bytes(geometry: Geometry, kv_dtype: str, selections: tuple[int, ...])
     return KVPages(geometry, kv_dtype, (), LayerOptions(selections=selections)).block_bytes / PAGE_TOKENS
 
 
+def is_shape(model: Path | None) -> bool:
+    """Whether --model names a shape of bench/shapes.py, and no checkpoint."""
+    return model is not None and str(model) in SHAPES and not model.exists()
+
+
 def find_planned_model(model: Path | None) -> PlannedModel:
     """The model that --model names: a shape of bench/shapes.py, or a model as for fastdecode-node; by default the demo.
 
     Raises ConfigError, CheckpointError.
     """
-    if model is not None and str(model) in SHAPES and not model.exists():
+    if is_shape(model):
         return PlannedModel.of_shape(str(model))
     return read_model(NodeConfig(model=model).model_path() or model_dir())
 

@@ -24,7 +24,7 @@ from fastdecode.daemon.option_values import parse_bytes
 from fastdecode.engine.scheduling.ways import Way
 from fastdecode.plan import cards
 from fastdecode.plan.configurations import Configuration, Goal, choose
-from fastdecode.plan.model import PlannedModel, find_planned_model
+from fastdecode.plan.model import PlannedModel, find_planned_model, is_shape
 from fastdecode.plan.options import add_model_argument, add_profile_arguments, profile_and_transport
 from fastdecode.plan.profile import Profile
 from fastdecode.region.contract import KV_DTYPES
@@ -61,10 +61,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="plot throughput and time between tokens over the R-nodes")
 
 
-def commands(configuration: Configuration, model: Path | None, max_batch_tokens: int) -> list[str]:
-    """The lines that start a configuration, one for each machine. Hosts are called r-node-1, r-node-2, ..."""
+def commands(configuration: Configuration, model: Path | None, max_batch_tokens: int, transport: str) -> list[str]:
+    """The lines that start a configuration. R-nodes over shared memory stand beside the S-node; the others have a
+    machine each, r-node-1, r-node-2, ..."""
     memory = f"{ceil(1.1 * configuration.kv_bytes / _GIB)}GiB"  # a tenth more, for sequences that are unevenly long
-    r_line = f"fastdecode-node --role r --listen tcp://0.0.0.0:7300 --kv-memory {memory} --secret-file secret"
+    local, numbers = transport == "shm", range(1, configuration.r_nodes + 1)
+    urls = [f"shm:///tmp/r-node-{i}.sock" if local else f"{transport}://r-node-{i}:7300" for i in numbers]
+    secret = [] if local else ["--secret-file", "secret"]
+    r_argv = [
+        ["--role", "r", "--listen", url, "--kv-memory", memory, *secret]
+        for url in (urls if local else [f"{transport}://0.0.0.0:7300"])
+    ]
     argv = ["--role", "s"]
     argv += ["--model", str(model)] if model else []
     argv += ["--kv-dtype", configuration.kv_dtype, "--mini-batches", str(configuration.mini_batches)]
@@ -72,14 +79,18 @@ def commands(configuration: Configuration, model: Path | None, max_batch_tokens:
         "--max-batch-size",
         str(min(max_batch_tokens, ceil(1.25 * configuration.batch / configuration.mini_batches))),
     ]
-    argv += ["--max-batch-tokens", str(max_batch_tokens), "--schedule", "stable", "--secret-file", "secret"]
+    argv += ["--max-batch-tokens", str(max_batch_tokens), "--schedule", "stable", *secret]
     if configuration.ranks > 1:
         argv += ["--device", "cpu", "--tensor-parallel", str(configuration.ranks)]
-    for i in range(configuration.r_nodes):
-        argv += ["--r-node", f"tcp://r-node-{i + 1}:7300"]
-    NodeConfig.from_args(argv)  # a line that the node would refuse must not be printed
+    for url in urls:
+        argv += ["--r-node", url]
+    for each in (*r_argv, argv):
+        NodeConfig.from_args(each)  # a line that the node would refuse must not be printed
+    lines = [shlex.join(["fastdecode-node", *each]) for each in (*r_argv, argv)]
+    if local:
+        return ["# on one machine, each in a terminal of its own", *lines]
     hosts = "r-node-1" if configuration.r_nodes == 1 else f"r-node-1 to r-node-{configuration.r_nodes}"
-    return [f"# on {hosts}", r_line, "# on the S-node", shlex.join(["fastdecode-node", *argv])]
+    return [f"# on {hosts}", lines[0], "# on the S-node", lines[1]]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -105,6 +116,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("not even one sequence fits into the KV-cache of the R-nodes")
     if args.plot:
         plots.configurations(configurations, goal, args.plot)
+    # A shape has no checkpoint, so its line cannot be run as it stands.
+    checkpoint = Path("path/to") / args.model if is_shape(args.model) else args.model
     result = {
         "model": model.name,
         "profile": profile.name,
@@ -112,7 +125,9 @@ def run(args: argparse.Namespace) -> None:
         "transport": transport,
         "goal": asdict(goal),
         "choices": [asdict(configuration) for configuration in configurations[: args.top]],
-        "commands": commands(configurations[0], args.model, args.max_batch_tokens) if configurations[0].meets else [],
+        "commands": commands(configurations[0], checkpoint, args.max_batch_tokens, transport)
+        if configurations[0].meets
+        else [],
     }
     print_result(args, result, _print_table)
 

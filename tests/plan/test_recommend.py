@@ -158,8 +158,22 @@ def test_the_printed_commands_start_nodes(capsys):
 
 
 def test_a_model_whose_path_has_a_space_stays_one_argument():
-    lines = commands(best(Goal(100, 256))[0], Path("my models/llama"), 512)
+    lines = commands(best(Goal(100, 256))[0], Path("my models/llama"), 512, "tcp")
     assert NodeConfig.from_args(shlex.split(lines[-1])[1:]).model == Path("my models/llama")
+
+
+def test_r_nodes_over_shared_memory_stand_beside_the_s_node_and_a_shape_is_no_checkpoint(capsys, tmp_path):
+    here = tmp_path / "here.json"
+    here.write_text(
+        '{"version": 1, "name": "here", "source": "measured", "links": {"shm": {"layer_seconds": 34e-6, "gbps": 20}}}'
+    )
+    main(["recommend", "--model", "llama-3-8b", "--profile", "xeon-amx", "--profile", str(here), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    *r_nodes, s_node = (NodeConfig.from_args(shlex.split(line)[1:]) for line in result["commands"] if line[0] != "#")
+    assert result["transport"] == "shm" and len(r_nodes) == result["choices"][0]["r_nodes"]
+    assert list(s_node.r_node) == [each.listen[0] for each in r_nodes]
+    assert all(str(url).startswith("shm://") for url in s_node.r_node)
+    assert s_node.model == Path("path/to/llama-3-8b")
 
 
 def test_the_table_says_that_it_is_predicted(capsys):
