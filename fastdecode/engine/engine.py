@@ -487,7 +487,7 @@ class Engine:
             self.totals.not_adopted = adopter.recomputed + self.cluster.placer.adoptions_given_up
         self.totals.prefix_queries = self.scheduler.prompt_tokens if self.cluster.prefix_cache else 0
         self.totals.prefix_hits = self.scheduler.reused_tokens
-        choice, speculation = self.scheduler.choice, self.scheduler.speculation
+        choice, speculation = self.scheduler.way_choice, self.scheduler.speculation
         if choice is not None:
             self.totals.steps_near = choice.steps[Way.NEAR]
             self.totals.steps_together = choice.steps[Way.TOGETHER]

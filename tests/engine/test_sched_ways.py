@@ -9,7 +9,7 @@ import pytest
 from engines.scheduler_world import World
 
 from fastdecode.engine.migration.cut_moves import Spill
-from fastdecode.engine.scheduling.choice import FAR, NEAR
+from fastdecode.engine.scheduling.way_choice import FAR, NEAR
 from fastdecode.engine.scheduling.ways import LONGEST_WAIT, BatchTimes, Way, best, rates
 from fastdecode.engine.state.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
@@ -42,7 +42,7 @@ def test_the_best_way_by_hand(far, together, slowdown, way, rate, wait):
 
 def world(gpu_pages=8, **options) -> World:
     made = World(leases=((gpu_pages, 16), (64, 16)), max_batch_tokens=512, prompts_apart=True, resident=1, **options)
-    made.scheduler.choice.pays = lambda *_: True
+    made.scheduler.way_choice.pays = lambda *_: True
     return made
 
 
@@ -102,12 +102,12 @@ def test_far_rows_are_served_after_eight_near_steps_whatever_the_rate(cut):
     clock.rounds(4)
     if cut:
         cut_after_a_page(made, near_and_far[0])
-    made.scheduler.choice.pays = lambda *_: False
+    made.scheduler.way_choice.pays = lambda *_: False
     clock.rows.clear()
     clock.rounds(30)
     far = [i for i, rows in enumerate(clock.rows) if FAR in rows]
     assert len(far) >= 2 and all(b - a >= LONGEST_WAIT for a, b in pairwise(far))
-    assert made.scheduler.choice.way is Way.NEAR
+    assert made.scheduler.way_choice.way is Way.NEAR
     assert all(NEAR in rows for rows in clock.rows)  # the GPU's rows wait for nobody
 
 
@@ -116,7 +116,7 @@ def test_fast_r_nodes_join_the_steps_of_the_gpu(slowdown):
     """All of them, or where these may not become longer at all, those after which the far rows are due. Far steps would
     take more of the GPU's time."""
     made = world()
-    choice = made.scheduler.choice
+    choice = made.scheduler.way_choice
     made.cluster.nodes[1].link.bytes_per_second = 1e15
     choice._round_trip, choice._slowdown = 0.0, slowdown
     for _ in range(10):
@@ -137,7 +137,7 @@ def test_fast_r_nodes_join_the_steps_of_the_gpu(slowdown):
 def test_newcomers_go_to_r_nodes_only_if_they_pay_or_the_gpu_cannot_hold_them(pays):
     """It does not matter whether the sequences pay that are there already."""
     made = world(gpu_pages=4)
-    made.scheduler.choice.pays = pays
+    made.scheduler.way_choice.pays = pays
     small = [made.add(PAGE_TOKENS - 40, 39) for _ in range(6)]
     large = made.add(5 * PAGE_TOKENS, 39)
     Clock(made, 0.01, 0.01).rounds(12)
@@ -149,7 +149,7 @@ def test_newcomers_go_to_r_nodes_only_if_they_pay_or_the_gpu_cannot_hold_them(pa
 def test_as_many_newcomers_go_to_r_nodes_as_pay():
     """Two pay, and more do not, however many wait."""
     made = world(gpu_pages=4)
-    made.scheduler.choice.pays = lambda near, far, numbers: any(len(far) + more <= 2 for more in numbers)
+    made.scheduler.way_choice.pays = lambda near, far, numbers: any(len(far) + more <= 2 for more in numbers)
     sequences = [made.add(PAGE_TOKENS - 40, 39) for _ in range(12)]
     Clock(made, 0.01, 0.01).rounds(6)
     assert sum(seq.placed_on.position == 1 for seq in sequences if seq.node is not None) == 2
@@ -161,7 +161,7 @@ def test_wrong_predictions_let_the_gpus_rows_go_first_and_are_measured_again(cap
         made.add(10, 700)
     clock = Clock(made, 0.01, 0.01)
     clock.rounds(40)
-    choice = made.scheduler.choice
+    choice = made.scheduler.way_choice
     before = choice._s_part.seconds(4)
     clock.seconds[NEAR] = 0.1  # it can be learned, but every step is slower than the last
     for _ in range(60):
@@ -182,7 +182,7 @@ def test_far_rows_go_on_when_no_near_row_can():
     clock = Clock(made, 0.01, 500.0)
     clock.rounds(10)
     assert not made.scheduler.mini_batches[NEAR] and len(made.scheduler.mini_batches[FAR]) == 2
-    assert made.scheduler.choice.far_step and made.scheduler.take_changed()
+    assert made.scheduler.way_choice.far_step and made.scheduler.take_changed()
     near = world(gpu_pages=2, watermark=0.0)
     for n in (2, 2, 2):
         near.add(PAGE_TOKENS - n, 39)

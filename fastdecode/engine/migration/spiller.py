@@ -108,7 +108,7 @@ class Spiller:
     def _apart(self) -> bool:
         """True if sequences that R-nodes attend to have steps of their own: then pages of a cut sequence on the device
         serve few steps."""
-        choice = self._scheduler.choice
+        choice = self._scheduler.way_choice
         return choice is not None and choice.way is Way.APART
 
     @property

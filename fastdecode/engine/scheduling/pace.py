@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.scheduling.choice import FAR, NEAR
 from fastdecode.engine.scheduling.line import Line
 from fastdecode.engine.scheduling.rtime import Loads
 from fastdecode.engine.scheduling.spread import Spread
+from fastdecode.engine.scheduling.way_choice import FAR, NEAR
 from fastdecode.spart.shape import LayerReads
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Pace:
         self._now = [(0, 0.0)] * mini_batches
         self._prefilled = [(0, 0.0)] * mini_batches
         self._predicted: dict[int, tuple[int, float]] = {}  # of steps in flight: rows and seconds, without `scale`
-        #: True if the mini-batches are the near and the far batch (choice.py), whose steps do not wait for each other.
+        #: True if the mini-batches are the near and the far batch (way_choice.py), which do not wait for each other.
         self.apart = False
         self._mini_batch, self._costs = 0, [1.0]
         #: Of all sequences of each mini-batch, when it was planned last.

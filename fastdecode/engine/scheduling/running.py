@@ -6,9 +6,9 @@ from bisect import insort
 from itertools import chain, count
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.scheduling.choice import FAR, NEAR
 from fastdecode.engine.scheduling.even_out import even_out
 from fastdecode.engine.scheduling.queue import BY_RANK
+from fastdecode.engine.scheduling.way_choice import FAR, NEAR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Running:
     def __init__(self, cluster: Cluster, waiting: WaitingQueue, staging: StagingBudget, mini_batches: int):
         self.batches: list[list[Sequence]] = [[] for _ in range(mini_batches)]  # each in order of arrival
         self.starved: list[Sequence] = []  # sequences that lack a page, in order of arrival
-        #: True if the mini-batches are the near and the far batch (choice.py), which are not evened out.
+        #: True if the mini-batches are the near and the far batch (way_choice.py), which are not evened out.
         self.near_and_far = False
         self.patient = False  # sequences may wait for an R-node when none is connected
         self.changed = False  # another mini-batch may have work now; the reader clears it

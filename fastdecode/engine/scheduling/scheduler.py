@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.scheduling.admission import Greedy, Room
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget, pairs
-from fastdecode.engine.scheduling.choice import FAR, NEAR, WayChoice
 from fastdecode.engine.scheduling.cluster import Cluster
 from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
 from fastdecode.engine.scheduling.pace import Pace
@@ -39,6 +38,7 @@ from fastdecode.engine.scheduling.queue import BY_RANK, WaitingQueue
 from fastdecode.engine.scheduling.running import Running
 from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes
+from fastdecode.engine.scheduling.way_choice import FAR, NEAR, WayChoice
 from fastdecode.engine.scheduling.ways import SLOWDOWN
 from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.state.sequence import PlannedChunk
@@ -86,14 +86,14 @@ class Scheduler:
         self.step_times = StepTimes(target_tbt, limits.prompts_apart)
         self.pace = Pace(cluster, target_tbt, limits.mini_batches)
         #: None: the mini-batches are not the near and the far batch, and are evened out.
-        self.choice: WayChoice | None = None
+        self.way_choice: WayChoice | None = None
         self.waiting = WaitingQueue()
         self._staging = StagingBudget(limits.max_staged_tokens, limits.strict_staging)
         self.running = Running(cluster, self.waiting, self._staging, limits.mini_batches)
         self.mini_batches = self.running.batches
         self.pauses = Pauses(cluster, self.running, self.waiting, self.pace, limits.max_seqs)
         if cluster.nodes[0].resident and limits.prompts_apart and limits.mini_batches == 2:
-            self.choice = WayChoice(cluster, gpu_slowdown, s_part_seconds)
+            self.way_choice = WayChoice(cluster, gpu_slowdown, s_part_seconds)
             self.running.near_and_far = self.pace.apart = True
             self.pauses.far_pays = self.far_pays
         self.recomputed_tokens = 0  # placed a second time, prompts included
@@ -219,13 +219,13 @@ class Scheduler:
             self.pauses.give_way(slot)
             self.pauses.keep_pace(slot)
             batch = list(self.mini_batches[slot])
-            if self.choice is not None and slot == NEAR:
-                together = self.choice.plan(batch, self.mini_batches[FAR], self.limits.max_seqs)
+            if self.way_choice is not None and slot == NEAR:
+                together = self.way_choice.plan(batch, self.mini_batches[FAR], self.limits.max_seqs)
                 batch = sorted(self.running, key=BY_RANK) if together else batch
-            if self.choice is None or slot == NEAR or self.choice.far_step:
+            if self.way_choice is None or slot == NEAR or self.way_choice.far_step:
                 chunks, n_decoding = self._decode_chunks(batch)
-            if self.choice is not None and slot == NEAR and not n_decoding:
-                self.running.changed |= self.choice.near_idles()
+            if self.way_choice is not None and slot == NEAR and not n_decoding:
+                self.running.changed |= self.way_choice.near_idles()
         n_streams = len(chunks)
         chunks += self._prompt_chunks(slot, self._budget(slot, n_decoding))
         if not chunks:
@@ -237,8 +237,8 @@ class Scheduler:
         if slot < len(self.mini_batches):
             self.running.begin(slot)
             self.pace.begin(slot, n_decoding)
-            if self.choice is not None and n_decoding:
-                self.choice.begin(slot, together)
+            if self.way_choice is not None and n_decoding:
+                self.way_choice.begin(slot, together)
             self.admission.tick(1 / len(self.mini_batches))
         if len(chunks) > n_streams or len(self.cluster.nodes) > 1:
             chunks.sort(key=step_order)
@@ -322,8 +322,8 @@ class Scheduler:
         """Learn from the times of a step; it has failed if `seconds` is None."""
         undisturbed = self.step_times.end(plan.slot, seconds, s_seconds)
         self.pace.end(plan.slot, undisturbed, s_seconds if plan.prompts is NO_PROMPTS else None)
-        if self.choice is not None and plan.slot < len(self.mini_batches):
-            self.choice.end(plan.slot, undisturbed)
+        if self.way_choice is not None and plan.slot < len(self.mini_batches):
+            self.way_choice.end(plan.slot, undisturbed)
 
     def _drawn(self, chunk: PlannedChunk, first: Sampled | None) -> list[Sampled]:
         """The tokens that a step has drawn after a chunk: one token, and one more for each right guess."""
@@ -476,11 +476,11 @@ class Scheduler:
         mini_batch = slot
         if slot == len(self.mini_batches):
             mini_batch = min(range(slot), key=lambda i: len(self.mini_batches[i]))
-            for i in range(slot) if self.choice is not None else [mini_batch]:
+            for i in range(slot) if self.way_choice is not None else [mini_batch]:
                 self.pace.plan(i, self.mini_batches[i])
         running = self.mini_batches[mini_batch]
         share = -(-(len(self.running) + len(self.waiting)) // len(self.mini_batches))
-        if self.choice is not None:
+        if self.way_choice is not None:
             share = self.limits.max_seqs
         if not self.waiting or not self.cluster.alive or len(running) >= min(share, self.limits.max_seqs):
             return None
@@ -520,7 +520,7 @@ class Scheduler:
     def _bar(self, seq: Sequence) -> None:
         """Say which places take no newcomers, before `seq` is placed: those whose batch is full, and R-nodes as long as
         their rows would not pay. A sequence that the GPU could not hold may go to R-nodes nevertheless."""
-        if self.choice is None:
+        if self.way_choice is None:
             return
         near, far = (len(batch) >= self.limits.max_seqs for batch in self.mini_batches)
         gpu, *r_nodes = self.cluster.nodes
@@ -533,13 +533,13 @@ class Scheduler:
     def far_pays(self, joining: int = 0) -> bool:
         """True if sequences on R-nodes bring more than they cost, together with as many of the waiting sequences as
         are best. `joining` of these go there for certain."""
-        if self.choice is None:
+        if self.way_choice is None:
             return True
         near, far = self.mini_batches
         # Half of them: for the others there may be room on the GPU before they are placed.
         most = min(max(joining, len(self.waiting) // 2), self.limits.max_seqs - len(far))
         numbers = {joining, most, *(1 << i for i in range(most.bit_length()))}
-        return self.choice.pays(near, far, sorted(n for n in numbers if joining <= n <= most))
+        return self.way_choice.pays(near, far, sorted(n for n in numbers if joining <= n <= most))
 
     def _room(self, running: list[Sequence]) -> Room:
         """The room for newcomers beside the `running` sequences."""
@@ -575,5 +575,5 @@ class Scheduler:
         self._join(seq, mini_batch)
 
     def _join(self, seq: Sequence, mini_batch: int) -> None:
-        self.running.join(seq, mini_batch if self.choice is None else self.running.home(seq))
+        self.running.join(seq, mini_batch if self.way_choice is None else self.running.home(seq))
         self.pace.joined(seq)

@@ -1,7 +1,7 @@
 """The three ways in which sequences on the S-Part's GPU and sequences on R-nodes can decode together.
 
 The near batch has the rows whose K and V all lie on the GPU. The far batch has the rows that R-nodes attend to, in
-whole or in part. Pure arithmetic, for the scheduler (choice.py) and for `fastdecode-plan`.
+whole or in part. Pure arithmetic, for the scheduler (way_choice.py) and for `fastdecode-plan`.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class World:
             own = chunk.seq.cached + chunk.n_tokens - chunk.seq.cut
             assert blocks_for(own) <= len(chunk.seq.pages), "a chunk without a page"
             of_prompts = plan.slot == self.limits.mini_batches
-            assert of_prompts or chunk.seq.mini_batch == plan.slot or (self.scheduler.choice and plan.slot == 0)
+            assert of_prompts or chunk.seq.mini_batch == plan.slot or (self.scheduler.way_choice and plan.slot == 0)
             assert not self.limits.prompts_apart or chunk.prefill == of_prompts
             flying = [c.seq for other in self.flights.values() for c in other.chunks]
             assert chunk.seq not in flying, "in two steps at once"

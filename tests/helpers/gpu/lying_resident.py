@@ -219,9 +219,9 @@ async def serve(case: Case, exchange: str, directory: Path, folder: str) -> dict
                 chosen.bypass.prepare(spart, 2, least=8)
         count(report, resident)
         async with started(spart, OnDevice, prefix_cache=True, max_uncached_suffix=256, guesses=case.guesses) as engine:
-            if case.pages < 64 and engine.scheduler.choice is not None:
+            if case.pages < 64 and engine.scheduler.way_choice is not None:
                 # How long steps take on the lying device says nothing about whether R-nodes pay.
-                engine.scheduler.choice.pays = lambda *_: True  # type: ignore[method-assign]
+                engine.scheduler.way_choice.pays = lambda *_: True  # type: ignore[method-assign]
             killing = Killer(case, engine, resident, nodes)
             tokens = await generate(case, engine, killing.begun)
             killing.end()
