@@ -8,7 +8,9 @@ resident     a step with rows whose KV pages lie on the S-Part's own device, aro
 bypass       on CUDA: captured decode steps, whose stream rings the R-nodes and waits for them
 stream_rows  the operations of such a stream, and links' regions that are mapped into the device
 graph        CUDA streams and graphs of torch
+graph_table  GraphTable: the numbers that a captured step reads, in a fixed layout
 driver       the functions of the CUDA driver that torch lacks
+heads        views of the heads in rows of Q and of K and V
 choice       choose_exchange: the exchange of an S-Part, and the check at start
 """
 

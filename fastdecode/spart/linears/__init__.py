@@ -10,7 +10,8 @@ products     a product of sorted rows, each group with its own matrix
 gpu          GPULinear, GPUExperts: products with matrices in few bits on a GPU
 gpu_kernels  the library that multiplies them there
 packed       the form of a Quantised on a GPU
-stack        one Linear of several matrices that multiply the same rows
+stack        make_linear: one Linear of several matrices that multiply the same rows
+memory       huge pages for the weights of a CPU
 """
 
 from __future__ import annotations

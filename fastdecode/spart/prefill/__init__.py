@@ -4,4 +4,5 @@ prompt            the prompts of a step: their K and V, and their attention
 prompt_attention  attention by kernels/decoder, on a CPU
 attention         attention by torch's fused kernels, on a GPU
 scoring           soft-capping, attention sinks and ALiBi
+selection         attention to the tokens that a layer selects, by torch
 """

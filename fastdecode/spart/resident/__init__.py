@@ -5,4 +5,5 @@ arena    PageArena: the pages' memory, and the lists of the pages that sequences
 layers   attention_layers: what the layers of a link ask of the kernels
 kernels  ResidentKernels: the kernels that read and write the pages of all layers
 rows     ResidentRows: the rows of a step that attend to these pages, or are appended to them
+trial    a trial of the kernels on this device, before they serve
 """
