@@ -20,7 +20,7 @@ MAX_SEQS: int
 MAX_SECTIONS: int
 POISON: int
 ROW_ATTEND: int
-ROW_CUT: int
+ROW_TRIM: int
 ROW_SLIDE: int
 ROW_PARTIAL: int
 ARM_BYTES: int

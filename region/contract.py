@@ -47,7 +47,7 @@ POISON = _native.POISON
 #: Flag of a row table entry: its rows attend. Without it their K and V are only appended.
 ROW_ATTEND = _native.ROW_ATTEND
 #: Flag of a row table entry: the sequence may have more than `pos` tokens, which the R-node drops first.
-ROW_CUT = _native.ROW_CUT
+ROW_TRIM = _native.ROW_TRIM
 #: Flag of a row table entry: the R-node gives back the pages that no row from `pos` on sees, and refuses earlier rows.
 ROW_SLIDE = _native.ROW_SLIDE
 #: Flag of a row table entry: its queries attend to the `pos` cached tokens alone, and nothing is appended. Each query

@@ -78,7 +78,7 @@ static const struct {
     {"MAX_SECTIONS", FD_MAX_SECTIONS},
     {"POISON", FD_POISON},
     {"ROW_ATTEND", FD_ROW_ATTEND},
-    {"ROW_CUT", FD_ROW_CUT},
+    {"ROW_TRIM", FD_ROW_TRIM},
     {"ROW_SLIDE", FD_ROW_SLIDE},
     {"ROW_PARTIAL", FD_ROW_PARTIAL},
     {"ARM_BYTES", sizeof(fd_arm_t)},

@@ -123,8 +123,8 @@ typedef struct {
 
 enum {                     /* fd_row_t.flags */
        FD_ROW_ATTEND = 1u, /* the rows attend; without it their K and V are only appended (prefill) */
-       FD_ROW_CUT = 2u,    /* the sequence may have more than `pos` tokens, which are dropped first; `pos` is not 0 */
-       FD_ROW_SLIDE = 4u, /* no row before `pos` will come: pages that no row from `pos` on sees are given back first */
+       FD_ROW_TRIM = 2u,   /* the sequence may have more than `pos` tokens, which are dropped first; `pos` is not 0 */
+       FD_ROW_SLIDE = 4u,  /* no row before `pos` will come: pages that no later row sees are given back first */
        /* The other tokens of the sequence lie elsewhere. `n_rows` is twice the number of queries, which attend to the
         * `pos` tokens that are cached and append none. Row 2j of the entry is query j and its O row, without sinks; in
         * O row 2j + 1 stands the log-sum-exp of its scores, fp32 for each query head. Attends, and has no other flag.

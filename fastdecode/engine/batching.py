@@ -44,7 +44,7 @@ def _chunk(planned: PlannedChunk) -> Chunk:
         score=_score_spec(seq, n_tokens),
         adapter=seq.adapter,
         drafts=len(guesses),
-        cut=seq.overrun,
+        trim=seq.overrun,
         long=seq.long,
         slide=seq.slides,
         following=None if sample else seq.tokens[seq.cached + n_tokens],

@@ -316,7 +316,7 @@ static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, 
     s->mark = kv->mark;
     if (s->length && r->tag != s->tag)
         return FD_FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has tag %u, not %u", i, r->seq_index, s->tag, r->tag);
-    if (r->flags & FD_ROW_CUT ? r->pos > s->length : r->pos != s->length)
+    if (r->flags & FD_ROW_TRIM ? r->pos > s->length : r->pos != s->length)
         return FD_FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has %u tokens, not %u", i, r->seq_index, s->length,
                        r->pos);
     if ((uint64_t)r->pos + r->n_rows > UINT32_MAX)

@@ -87,11 +87,12 @@ static fd_status_t check_table(const fd_step_t *step, fd_error_t *error) {
     bool appending = false;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
-        if (r->flags & ~(uint32_t)(FD_ROW_ATTEND | FD_ROW_CUT | FD_ROW_SLIDE | FD_ROW_PARTIAL))
+        if (r->flags & ~(uint32_t)(FD_ROW_ATTEND | FD_ROW_TRIM | FD_ROW_SLIDE | FD_ROW_PARTIAL))
             return FD_FAIL(FD_BAD_TABLE, "entry %u: unknown flags 0x%x", i, r->flags);
         if (r->reserved) return FD_FAIL(FD_BAD_TABLE, "entry %u: reserved field is not zero", i);
         if (!r->n_rows) return FD_FAIL(FD_BAD_TABLE, "entry %u has no rows", i);
-        if (r->flags & FD_ROW_CUT && !r->pos) return FD_FAIL(FD_BAD_TABLE, "entry %u cuts its sequence to nothing", i);
+        if (r->flags & FD_ROW_TRIM && !r->pos)
+            return FD_FAIL(FD_BAD_TABLE, "entry %u trims its sequence to nothing", i);
         if (r->flags & FD_ROW_PARTIAL && (r->flags != (FD_ROW_ATTEND | FD_ROW_PARTIAL) || r->n_rows % 2 || !r->pos))
             return FD_FAIL(FD_BAD_TABLE,
                            "entry %u: a partial entry attends, has two rows for each query, and tokens to attend to",

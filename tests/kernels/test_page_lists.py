@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fastdecode.kernels._native import PageLists
-from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_CUT, ROW_DTYPE
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, ROW_TRIM
 from fastdecode.region.geometry import Geometry, geometry_tuple
 
 pytestmark = pytest.mark.quick
@@ -29,7 +29,7 @@ class Memory:
 
     def step(self, wanted: list[tuple[tuple[int, int], int, int]]) -> bool:
         """Append rows to sequences, as (handle, tokens that stay, rows). False: there are too few pages."""
-        entries = [(*handle, keep, n, ROW_ATTEND | ROW_CUT, 0) for handle, keep, n in wanted]
+        entries = [(*handle, keep, n, ROW_ATTEND | ROW_TRIM, 0) for handle, keep, n in wanted]
         table = np.array(entries, np.uint32).view(np.uint8)
         try:
             copies = np.frombuffer(self.lists.append(table), np.uint32).reshape(-1, 2)

@@ -9,7 +9,7 @@ import pytest
 from attention.partial_rows import PARTIAL, check_partial_answers
 from attention.rengine_peer import FP16, FP32, KV_ERROR, KV_FP16, KV_FP32, KV_INT4, KV_INT8, Geometry
 
-from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_CUT, ROW_PARTIAL, Status
+from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_PARTIAL, ROW_TRIM, Status
 
 pytestmark = pytest.mark.quick
 
@@ -34,7 +34,7 @@ def test_answers_are_those_of_the_cached_tokens_without_sinks(links, kv_dtype, a
     [
         ((128, 1, PARTIAL), {}, "two rows for each query"),
         ((128, 2, ROW_PARTIAL), {}, "a partial entry attends"),
-        ((128, 2, PARTIAL | ROW_CUT), {}, "a partial entry attends"),
+        ((128, 2, PARTIAL | ROW_TRIM), {}, "a partial entry attends"),
         ((0, 2, PARTIAL), {}, "tokens to attend to"),
         ((128, 2, PARTIAL), {"windows": [0, 64]}, "layers have windows, ALiBi or an indexer"),
         (

@@ -9,7 +9,7 @@ import pytest
 from attention.rengine_peer import KV_FP16, Geometry, Link
 
 from fastdecode.kernels import _native
-from fastdecode.region.contract import PAGE_TOKENS, POISON, ROW_ATTEND, ROW_CUT, Status
+from fastdecode.region.contract import PAGE_TOKENS, POISON, ROW_ATTEND, ROW_TRIM, Status
 
 pytestmark = pytest.mark.quick
 
@@ -65,8 +65,8 @@ def test_a_header_out_of_bounds(link, counts, reserved, message):
         ([(8, 1, 0, 1, 0)], Status.BAD_TABLE, "entry 0: sequence 8 is outside the lease of 8"),
         ([(2**32 - 1, 1, 0, 1, 0)], Status.BAD_TABLE, "sequence 4294967295 is outside the lease"),
         ([(0, 1, 5, 1, 16)], Status.BAD_TABLE, "unknown flags 0x10"),
-        ([(0, 1, 0, 1, ROW_CUT)], Status.BAD_TABLE, "entry 0 cuts its sequence to nothing"),
-        ([(0, 1, 6, 1, ROW_CUT)], Status.BAD_SEQUENCE, "entry 0: sequence 0 has 5 tokens, not 6"),
+        ([(0, 1, 0, 1, ROW_TRIM)], Status.BAD_TABLE, "entry 0 trims its sequence to nothing"),
+        ([(0, 1, 6, 1, ROW_TRIM)], Status.BAD_SEQUENCE, "entry 0: sequence 0 has 5 tokens, not 6"),
         ([(0, 1, 5, 1, 0, 9)], Status.BAD_TABLE, "reserved field is not zero"),
         ([(0, 1, 5, 0, 0)], Status.BAD_TABLE, "entry 0 has no rows"),
         (

@@ -9,7 +9,7 @@ import pytest
 from attention.rengine_peer import KV_FP32, Geometry, Link, Shadow
 
 from fastdecode.kernels import _native
-from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_CUT, ROW_SLIDE, Status
+from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_SLIDE, ROW_TRIM, Status
 
 pytestmark = pytest.mark.quick
 
@@ -94,8 +94,8 @@ def test_nothing_below_the_floor_can_be_asked_for(links):
         link.lease.trim(0, tag, at - 1)
     with pytest.raises(ValueError, match=f"cannot share fewer than {at} tokens"):
         link.lease.fork(0, tag, 1, 7, at - 1)
-    assert "given back pages that a row at" in refused(link, 0, at - 1, ROW_ATTEND | ROW_CUT)
-    assert "given back pages that a row at" in refused(link, 0, at - 1, ROW_CUT | ROW_SLIDE)
+    assert "given back pages that a row at" in refused(link, 0, at - 1, ROW_ATTEND | ROW_TRIM)
+    assert "given back pages that a row at" in refused(link, 0, at - 1, ROW_TRIM | ROW_SLIDE)
     link.fork(0, 1, at)  # a fork has the floor of its source
     with pytest.raises(ValueError, match="cannot be trimmed below"):
         link.lease.trim(1, link.shadows[1].tag, at - 1)

@@ -7,7 +7,7 @@ drafts the guesses at the end of the step before.
 
 The guessed tokens are rows of the step behind the last token's own row. Every row draws the token that follows it, by
 the random numbers of its index, so a guess is right if the row before it has drawn it, and the output is the same as
-without guesses. The R-node drops the rows of wrong guesses when the sequence goes on (FD_ROW_CUT).
+without guesses. The R-node drops the rows of wrong guesses when the sequence goes on (FD_ROW_TRIM).
 
 Each guess makes a step slower, and it may be wrong. The number of guesses follows both: guess j is made while the
 probability that the first j guesses are all right exceeds the cost of its row, as a share of a token's time.

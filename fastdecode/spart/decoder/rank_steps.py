@@ -45,7 +45,7 @@ class RankChunk(msgspec.Struct, array_like=True):
     score: ScoreSpec | None
     adapter: int | None
     drafts: int
-    cut: bool
+    trim: bool
     long: bool
     state: int
     states_after: tuple[tuple[int, int], ...]

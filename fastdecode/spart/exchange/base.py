@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastdecode.region.contract import ROW_ATTEND, ROW_CUT, ROW_DTYPE, ROW_PARTIAL, ROW_SLIDE
+from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE, ROW_PARTIAL, ROW_SLIDE, ROW_TRIM
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.step.batch import Chunk
 from fastdecode.transports._native import Port, StepGroup
@@ -150,8 +150,8 @@ assert ROW_DTYPE.names == ("seq_index", "tag", "pos", "n_rows", "flags", "reserv
 def _entry(chunk: Chunk) -> tuple[int, int, int, int, int, int]:
     """The entry of the row table, in the order of ROW_DTYPE."""
     flags = 0 if chunk.prefill else ROW_ATTEND
-    if chunk.cut:
-        flags |= ROW_CUT
+    if chunk.trim:
+        flags |= ROW_TRIM
     if chunk.slide:
         flags |= ROW_SLIDE
     return chunk.seq_index, chunk.tag, chunk.pos, len(chunk.tokens), flags, 0

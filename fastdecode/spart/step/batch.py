@@ -39,7 +39,7 @@ class Chunk:
     score: ScoreSpec | None = None  # tokens of the prompt to score; None: none
     adapter: int | None = None  # the sequence's LoRA adapter, as an index into the model's; None: the base model
     drafts: int = 0  # with `sample`: this many of the last tokens are guesses; a token is drawn after each guess too
-    cut: bool = False  # the R-node may have tokens beyond `pos`, which are dropped: refused guesses
+    trim: bool = False  # the R-node drops the tokens that it has beyond `pos` first: wrong guesses
     long: bool = False  # the sequence may grow beyond the positions that LongRoPE was trained on
     #: The slot of the S-Part's states that has the state of the tokens before `pos`; only of a model whose layers keep
     #: one. With `pos` 0, this state is zero.

@@ -25,8 +25,8 @@ from fastdecode.region.contract import (
     POISON,
     REGION_PAGE,
     ROW_ATTEND,
-    ROW_CUT,
     ROW_SLIDE,
+    ROW_TRIM,
     Status,
 )
 
@@ -372,7 +372,7 @@ class Link(Peer):
                 self.shadows[seq_index] = Shadow(self.next_tag, k, v, index)
                 self.next_tag += 1
             s = self.shadows[seq_index]
-            flags = (ROW_ATTEND if attend else 0) | (ROW_CUT if seq_index in self._cut else 0)
+            flags = (ROW_ATTEND if attend else 0) | (ROW_TRIM if seq_index in self._cut else 0)
             flags |= ROW_SLIDE if seq_index in self._slide else 0
             self._cut.discard(seq_index)
             self._slide.discard(seq_index)
