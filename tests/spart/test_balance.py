@@ -80,8 +80,8 @@ def test_a_row_counts_by_what_its_error_does_to_o() -> None:
         torch.randn(tokens, heads, size, generator=generator, dtype=torch.float64)
         for heads in (n_kv * group, n_kv, n_kv)
     )
-    state = SimpleNamespace(heads=SimpleNamespace(q_heads=q, k_heads=k, v_heads=v))
-    of_queries, of_keys, of_values = _weights(state, scale)
+    heads = SimpleNamespace(q_heads=q, k_heads=k, v_heads=v)
+    of_queries, of_keys, of_values = _weights(heads, scale)
 
     def outputs(values: torch.Tensor, head: int, scores: torch.Tensor) -> torch.Tensor:  # [group, tokens, size]
         later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)

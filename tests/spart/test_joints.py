@@ -21,7 +21,7 @@ from fastdecode.spart.decoder.block_ops import RowHeads
 from fastdecode.spart.decoder.cuda_ops import make_block_ops
 from fastdecode.spart.decoder.experts import MLP
 from fastdecode.spart.decoder.joints import JointRows, LayerJoints, make_joints, why_no_joints
-from fastdecode.spart.decoder.layer_pass import StepState
+from fastdecode.spart.decoder.layer_pass import DecoderPass
 from fastdecode.spart.decoder.weights import Balance, Layer, Norm
 from fastdecode.spart.linears.dense16 import Linear16
 from fastdecode.spart.ranks.reduction import Reduction
@@ -228,13 +228,13 @@ def test_ranks_compute_what_one_computes(n):
 @pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
 async def test_the_last_layer_finishes_only_rows_with_a_token_to_draw(tmp_path, monkeypatch):
     model, rows = load("llama-gqa", "int8"), []
-    real = StepState.keep
+    real = DecoderPass.keep
 
     def keep(self, wanted):
         kept = real(self, wanted)
         rows.append(len(self.x))
         return kept
 
-    monkeypatch.setattr(StepState, "keep", keep)
+    monkeypatch.setattr(DecoderPass, "keep", keep)
     await logits(SPart, tmp_path, model)
     assert rows == [1, 2, 1, 2]  # a step that only decodes keeps its rows as they are

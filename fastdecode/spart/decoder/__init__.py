@@ -2,7 +2,7 @@
 
 decoder     SPart: a step, a generator that yields while the R-nodes attend
 step_rows   StepRows: the rows of a step, from its chunks
-layer_pass  DecoderLayers and StepState: the layers, and the way of a step through them
+layer_pass  DecoderLayers and DecoderPass: the layers, and the pass of a step through them
 weights     Model: configuration and parameters
 rope        rotary position embedding
 experts     a layer's experts in place of its MLP

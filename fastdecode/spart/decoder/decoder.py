@@ -21,7 +21,7 @@ import torch
 
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.experts import Mixture
-from fastdecode.spart.decoder.layer_pass import DecoderLayers, LayerPass, StepState, draft_passes
+from fastdecode.spart.decoder.layer_pass import DecoderLayers, DecoderPass, LayerPass, draft_passes
 from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.decoder.weights import Model
@@ -93,15 +93,15 @@ class SPart:
         try:
             n_drafts = batch.drafts if rows.n_drawn else 0
             exchange.arm(self._config.n_layers - self._config.mtp + draft_passes(self._config.mtp, n_drafts))
-            state = self._begin(rows, exchange)
+            layer_pass = self._begin(rows, exchange)
             timeout = batch.layer_timeout
-            yield from _exchanged(state.layers(clock, timeout), exchange, clock, timeout)
-            logits = state.logits()
+            yield from _exchanged(layer_pass.layers(clock, timeout), exchange, clock, timeout)
+            logits = layer_pass.logits()
             drawn: list[Sampled] | None = None
             if self._config.mtp:
-                scores = rows.scorer(state.scored_logits, rows.uploaded)
+                scores = rows.scorer(layer_pass.scored_logits, rows.uploaded)
                 drawn = self._draw(logits, rows)
-                passes = state.draft(of_rank_0(rows.following(drawn), self.model.reduction), n_drafts, timeout)
+                passes = layer_pass.draft(of_rank_0(rows.following(drawn), self.model.reduction), n_drafts, timeout)
                 drafts = yield from _exchanged(passes, exchange, clock, timeout)
                 for one, tokens in zip(drawn, drafts.tolist(), strict=True):
                     one.drafts = tokens
@@ -118,7 +118,7 @@ class SPart:
         self._end_chunks(rows, exchange)
         if drawn is None:
             drawn = self._draw(logits, rows)
-            scores = rows.scorer(state.scored_logits, rows.uploaded)
+            scores = rows.scorer(layer_pass.scored_logits, rows.uploaded)
         clock.interval_ended()
         return StepOutput(
             scores=scores,
@@ -132,8 +132,8 @@ class SPart:
         )
 
     def _begin(self, rows: StepRows, exchange: StepExchange) -> LayerPass:
-        """The way of a step's rows through the layers of the model's own backend."""
-        return StepState(self._layers, rows.uploaded, exchange, rows.prompts, rows.adapters, rows.states)
+        """The pass of a step's rows through the layers, by the model's own backend."""
+        return DecoderPass(self._layers, rows.uploaded, exchange, rows.prompts, rows.adapters, rows.states)
 
     def _draw(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled]:
         """Draw a token after each chunk that asks for one, and after its drafts, from logits [rows.n_drawn, vocab_size]
@@ -146,10 +146,10 @@ class SPart:
         `inputs` has "tokens", "positions" and "last rows" as StepRows uploads them. Returns the logits of the last
         rows, [rows, vocab_size] fp32.
         """
-        state = StepState(self._layers, inputs, exchange)
-        for _ in state.layers():
+        layer_pass = DecoderPass(self._layers, inputs, exchange)
+        for _ in layer_pass.layers():
             exchange.wait(0.0)
-        return state.logits().float()
+        return layer_pass.logits().float()
 
     def _end_chunks(self, rows: StepRows, exchange: StepExchange) -> None:
         """Keep the states of all chunks, and the staged K and V of prompts that go on. Sequences whose link has failed

@@ -1,4 +1,4 @@
-"""The way of a step's rows through the layers of a model: LayerPass, and StepState, that of the native decoder."""
+"""The pass of a step's rows through the layers of a model: LayerPass, and DecoderPass, that of the native decoder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fastdecode.spart.states.pool import StateRows, StateTensor
 
 
 class LayerPass(Protocol):
-    """A step's way through the layers of a model."""
+    """The pass of a step's rows through the layers of a model. Its generators stop where R-nodes attend."""
 
     def layers(self, clock: StepClock, timeout: float) -> Generator[None, None, None]:
         """Pass all layers, each of which has `timeout` seconds. Stops once a layer's rows are posted and its prompts'
@@ -112,7 +112,7 @@ class DecoderLayers:
         return logits
 
 
-class StepState:
+class DecoderPass:
     """A LayerPass of the native decoder: the residual stream `x`, the Q, K, V and O rows, and RoPE's angles."""
 
     def __init__(

@@ -26,10 +26,11 @@ from dataclasses import replace
 import torch
 
 from fastdecode.spart.checkpoints.config import Rope
-from fastdecode.spart.decoder.layer_pass import DecoderLayers, StepState
+from fastdecode.spart.decoder.block_ops import RowHeads
+from fastdecode.spart.decoder.layer_pass import DecoderLayers
 from fastdecode.spart.decoder.rope import RotaryEmbedding, apply_rope
 from fastdecode.spart.decoder.weights import Balance, Layer, Model
-from fastdecode.spart.int4.probe import prompt_state, sequences_of
+from fastdecode.spart.int4.probe import prompt_pass, sequences_of
 from fastdecode.spart.served import ServedModel
 from fastdecode.transports.base import HadamardHeads
 
@@ -167,19 +168,19 @@ def _second_moments(
     """The second moments of Q and K, after RoPE, and of V, of each layer: fp64 [KV heads, head_size, head_size]. Each
     row of Q and K counts at its own position and at one that is `later` [tokens] behind it."""
     model, n_kv = layers.model, layers.model.config.n_kv_heads
-    state = prompt_state(layers, [tokens])
+    layer_pass = prompt_pass(layers, [tokens])
     moments = []
     turn = _turns(model.config.rope, model.config.head_size, later)
     for i, layer in enumerate(model.weights.layers):
-        state.project(layer)
-        of_queries, of_keys, of_values = _weights(state, model.config.softmax_scale)
+        layer_pass.project(layer)
+        of_queries, of_keys, of_values = _weights(layer_pass.heads, model.config.softmax_scale)
         queries, keys = (
             _moments(heads, n_kv, weights) + _moments(turn(heads), n_kv, weights)
-            for heads, weights in ((state.heads.q_heads, of_queries), (state.heads.k_heads, of_keys))
+            for heads, weights in ((layer_pass.heads.q_heads, of_queries), (layer_pass.heads.k_heads, of_keys))
         )
-        moments.append((queries, keys, _moments(state.heads.v_heads, n_kv, of_values)))
-        state.attend_prompts(i)
-        state.finish(layer)
+        moments.append((queries, keys, _moments(layer_pass.heads.v_heads, n_kv, of_values)))
+        layer_pass.attend_prompts(i)
+        layer_pass.finish(layer)
     return moments
 
 
@@ -200,7 +201,7 @@ def _turns(rope: Rope | None, head_size: int, by: torch.Tensor) -> Callable[[tor
     return turn
 
 
-def _weights(state: StepState, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _weights(heads: RowHeads, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How much the rows of the queries [KV heads, tokens * group], keys and values [KV heads, tokens] of one sequence
     count: fp64.
 
@@ -210,9 +211,9 @@ def _weights(state: StepState, scale: float) -> tuple[torch.Tensor, torch.Tensor
     squares of these products, because without the root a handful of tokens would decide. Sinks, windows and biases of
     the scores are left out.
     """
-    n_kv = state.heads.k_heads.shape[1]
-    queries = state.heads.q_heads.unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3).float()
-    keys, values = (heads.transpose(0, 1)[:, None].float() for heads in (state.heads.k_heads, state.heads.v_heads))
+    n_kv = heads.k_heads.shape[1]
+    queries = heads.q_heads.unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3).float()
+    keys, values = (rows.transpose(0, 1)[:, None].float() for rows in (heads.k_heads, heads.v_heads))
     scores = queries @ keys.mT * scale
     shares = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
     moved = (shares * torch.cdist(shares @ values, values)).square()  # [KV heads, group, queries, keys]

@@ -16,7 +16,7 @@ import torch
 from fastdecode.spart.decoder.layer_pass import DecoderLayers
 from fastdecode.spart.decoder.weights import Layer, Model
 from fastdecode.spart.int4.gptq import quantise_compensated, second_moments
-from fastdecode.spart.int4.probe import prompt_state, sequences_of
+from fastdecode.spart.int4.probe import prompt_pass, sequences_of
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.linears.quantised import Quantised, activation_bits, quantise
 from fastdecode.spart.linears.stack import make_linear
@@ -73,14 +73,14 @@ class Calibration:
     def __init__(self, model: Model, tokens: Sequence[int]):
         """`model` has all weights before its blocks. `tokens` are those of a text; the model knows some of them."""
         self._layers = DecoderLayers(model)
-        self._state = prompt_state(self._layers, sequences_of(model.config, tokens)[:_SEQUENCES])
+        self._pass = prompt_pass(self._layers, sequences_of(model.config, tokens)[:_SEQUENCES])
 
     def pass_block(self, index: int, layer: Layer) -> None:
         """Bring the tokens through the block `index`, which rounds its linears, to the next."""
-        self._state.project(layer)
-        self._state.attend_prompts(index)
-        self._state.finish(layer)
+        self._pass.project(layer)
+        self._pass.attend_prompts(index)
+        self._pass.finish(layer)
 
     def head_moments(self) -> torch.Tensor:
         """The second moments of the LM head's inputs, fp32 [embed_size, embed_size], after all blocks."""
-        return second_moments(self._layers.head_inputs(self._state.x).float())
+        return second_moments(self._layers.head_inputs(self._pass.x).float())

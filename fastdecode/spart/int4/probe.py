@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.layer_pass import DecoderLayers, StepState
+from fastdecode.spart.decoder.layer_pass import DecoderLayers, DecoderPass
 from fastdecode.spart.decoder.weights import Model
 from fastdecode.spart.prefill.prompt import PromptCache
 from fastdecode.spart.step.batch import Chunk, SampleSpec
@@ -24,8 +24,8 @@ def sequences_of(config: ModelConfig, tokens: Sequence[int]) -> list[torch.Tenso
     return [torch.cat([begin, some]) for some in known.split(length)]
 
 
-def prompt_state(layers: DecoderLayers, sequences: Sequence[torch.Tensor]) -> StepState:
-    """The state before the first layer of a step whose rows are the prompts `sequences`, one after another."""
+def prompt_pass(layers: DecoderLayers, sequences: Sequence[torch.Tensor]) -> DecoderPass:
+    """The pass of a step, before its first layer, whose rows are the prompts `sequences`, one after another."""
     model, stops = layers.model, torch.tensor([len(tokens) for tokens in sequences]).cumsum(0).tolist()
     cache = PromptCache(model.config, model.device, model.dtype)
     prompts = []
@@ -34,7 +34,7 @@ def prompt_state(layers: DecoderLayers, sequences: Sequence[torch.Tensor]) -> St
         prompts.append(cache.begin((0, i, 0), chunk, slice(stop - len(tokens), stop)))
     positions = torch.cat([torch.arange(len(tokens)) for tokens in sequences])
     inputs = {"tokens": torch.cat(list(sequences)).to(model.device), "positions": positions.to(model.device)}
-    return StepState(layers, inputs, _NoLinks(model, stops[-1]), prompts)
+    return DecoderPass(layers, inputs, _NoLinks(model, stops[-1]), prompts)
 
 
 class _NoLinks:
