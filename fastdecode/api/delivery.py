@@ -1,8 +1,8 @@
 """TokenDelivery: brings the tokens of all choices of a process from the engine to their requests.
 
-Nearly every token of a stream adds a known text to an event whose rest is known too. A Lane is the short way of the
-tokens of one choice: it puts the bytes together and writes them to the connection. Any other token, and every token of
-a choice without a lane, takes the way through the choice's Run (generation.py).
+Nearly every token of a stream adds a known text to an event whose other bytes are known too. The FastPath of a choice
+joins these bytes and writes them to the connection. All other tokens, and all tokens of a choice without a fast path,
+go through the choice's Run (generation.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fastdecode.text.detokenizer import ByteDetokenizer
 Taker = Callable[[int, int | TokenEvent | EngineError], None]
 
 
-class Lane:
-    """The short way of a choice's tokens to its stream."""
+class FastPath:
+    """Writes the tokens of one choice to its stream without the choice's Run."""
 
     __slots__ = ("_before", "_behind", "_detokenizer", "_free", "_length", "_stream", "_texts", "n_tokens")
 
@@ -33,15 +33,15 @@ class Lane:
         texts: dict[int, bytes],
         free: Callable[[], bool],
     ):
-        """`around` stands before and behind the text in an event. `texts` are those of tokens in JSON, by the token;
-        the lane adds to them. While `free()` is False, tokens take the long way."""
+        """`around`: the bytes of an event before and after the text. `texts`: the texts of tokens in JSON, by token;
+        new ones are added. While `free()` is False, tokens go through the Run."""
         self._stream, self._detokenizer, self._texts, self._free = stream, detokenizer, texts, free
         self._before, self._behind = around
         self._length = len(self._before) + len(self._behind)
-        self.n_tokens = 0  # that have taken the lane since the owner has read it
+        self.n_tokens = 0  # written this way
 
     def take(self, token: int) -> bool:
-        """Write the event of a token. False: the token must take the long way."""
+        """Write the event of a token. False: the token must go through the Run."""
         text = self._texts.get(token)
         if text is None:
             if (whole := self._detokenizer.whole_text(token)) is None:
@@ -61,7 +61,7 @@ class TokenDelivery:
     def __init__(self) -> None:
         self._next = 0  # number of the next choice
         self._takers: dict[int, tuple[Taker, int]] = {}  # by the choice's number; the index in its request
-        self._lanes: dict[int, Lane] = {}
+        self._fast_paths: dict[int, FastPath] = {}
         self._due: list[tuple[list[int], Sequence[int | TokenEvent | EngineError]]] = []  # numbers and their events
 
     def add(self, taker: Taker, n: int) -> int:
@@ -70,15 +70,15 @@ class TokenDelivery:
         self._takers.update({first + i: (taker, i) for i in range(n)})
         return first
 
-    def open_lane(self, number: int, lane: Lane) -> None:
-        """Let the plain tokens of a choice take a lane where they can."""
+    def open_fast_path(self, number: int, fast_path: FastPath) -> None:
+        """Let the tokens of a choice take a fast path where they can."""
         if number in self._takers:
-            self._lanes[number] = lane
+            self._fast_paths[number] = fast_path
 
     def remove(self, number: int) -> None:
         """Forget a choice: it gets nothing more. Idempotent."""
         self._takers.pop(number, None)
-        self._lanes.pop(number, None)
+        self._fast_paths.pop(number, None)
 
     # -- Outlet -----------------------------------------------------------------------------------------------------
 
@@ -96,10 +96,10 @@ class TokenDelivery:
 
     def _hand_out(self) -> None:
         due, self._due = self._due, []
-        lanes, takers = self._lanes, self._takers
+        fast_paths, takers = self._fast_paths, self._takers
         for numbers, events in due:
             for number, event in zip(numbers, events, strict=True):
-                if isinstance(event, int) and (lane := lanes.get(number)) is not None and lane.take(event):
+                if isinstance(event, int) and (path := fast_paths.get(number)) is not None and path.take(event):
                     continue
                 if found := takers.get(number):  # else the choice has ended
                     taker, index = found

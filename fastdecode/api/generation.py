@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from fastdecode.api.delivery import Lane, TokenDelivery
+from fastdecode.api.delivery import FastPath, TokenDelivery
 from fastdecode.engine.state.request import EngineError, TokenEvent, TokenScore
 from fastdecode.service.client import Cancel, EngineClient, Request
 from fastdecode.text.detokenizer import ByteDetokenizer, Detokenizer
@@ -90,7 +90,7 @@ class Choice:
     ):
         self.index = index
         self.n_prompt = n_prompt
-        self.lane: Lane | None = None  # the short way of its tokens to a stream
+        self.fast_path: FastPath | None = None  # of its tokens to a stream; None: all go through `feed`
         self._n_tokens = 0  # that `feed` has taken
         self.n_reused = 0  # prompt tokens found in the prefix cache
         self.prompt_scores: Sequence[TokenScore] = ()
@@ -106,7 +106,7 @@ class Choice:
     @property
     def n_tokens(self) -> int:
         """The tokens so far."""
-        return self._n_tokens + (self.lane.n_tokens if self.lane else 0)
+        return self._n_tokens + (self.fast_path.n_tokens if self.fast_path else 0)
 
     @property
     def direct(self) -> ByteDetokenizer | None:
@@ -247,11 +247,11 @@ class Run:
         """Whether a sink has taken all pieces so far, so that it may get the next one."""
         return not self._ready and self._error is None
 
-    def open_lane(self, index: int, lane: Lane) -> None:
-        """Let plain tokens of a choice take a lane where they can."""
+    def open_fast_path(self, index: int, fast_path: FastPath) -> None:
+        """Let the tokens of a choice take a fast path where they can."""
         assert self._first is not None, "a choice that gets tokens is submitted"
-        self.choices[index].lane = lane
-        self._delivery.open_lane(self._first + index, lane)
+        self.choices[index].fast_path = fast_path
+        self._delivery.open_fast_path(self._first + index, fast_path)
 
     def __enter__(self) -> Run:
         return self

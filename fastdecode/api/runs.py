@@ -15,7 +15,7 @@ from aiohttp import web
 
 from fastdecode.api.answers import Answer, usage
 from fastdecode.api.continuation import LEAVING, Resume, is_resumable, mark, not_resumable, resumable, token_mark
-from fastdecode.api.delivery import Lane, TokenDelivery
+from fastdecode.api.delivery import FastPath, TokenDelivery
 from fastdecode.api.errors import ApiError, from_engine, from_exception, json_response
 from fastdecode.api.generation import Choice, Echo, Piece, Run
 from fastdecode.api.last_event import LastEvent
@@ -55,7 +55,7 @@ class Runs:
     closing: bool = False  # new requests are refused
     _runs: set[Run] = field(default_factory=set)
     _delivery: TokenDelivery = field(default_factory=TokenDelivery)
-    _texts: dict[int, bytes] = field(default_factory=dict)  # of tokens, in JSON; see Lane
+    _texts: dict[int, bytes] = field(default_factory=dict)  # of tokens, in JSON; see FastPath
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -321,20 +321,20 @@ _TEXT = "\0text"
 
 
 class ChoiceStream:
-    """Writes the pieces of a run's choices to a stream, and opens a lane to each choice that can take one.
+    """Writes the pieces of a run's choices to a stream, and opens a fast path to each choice that can take it.
 
     Most pieces are text and nothing else. Their events differ in the text alone, so they are made from a template,
     which is the event of a stand-in for the text.
     """
 
     def __init__(self, events: Events, answer: Answer, generation: Generation, run: Run, token_texts: dict[int, bytes]):
-        """`token_texts`: see Lane."""
+        """`token_texts`: see FastPath."""
         self._events, self._answer, self._generation, self._run = events, answer, generation, run
         self._token_texts = token_texts
         self._templates: dict[int, tuple[bytes, bytes]] = {}  # by the choice's index: what stands around the text
-        self._without_lane: dict[int, ByteDetokenizer] = {}
+        self._without_fast_path: dict[int, ByteDetokenizer] = {}
         if run.stream_key is None:  # else each event is followed by its token
-            self._without_lane = {choice.index: direct for choice in run.choices if (direct := choice.direct)}
+            self._without_fast_path = {choice.index: direct for choice in run.choices if (direct := choice.direct)}
 
     async def write_all(self, keep_alive_seconds: float) -> None:
         """Write all pieces to come, and a comment after each `keep_alive_seconds` without one."""
@@ -353,12 +353,12 @@ class ChoiceStream:
         if self._events.full:
             return False
         self.write(index, piece)
-        # If its events differ in the text alone from now on, a choice gets a lane.
-        steady = index in self._without_lane and not self._generation.continuous_usage
+        # If its events differ in the text alone from now on, a choice gets a fast path.
+        steady = index in self._without_fast_path and not self._generation.continuous_usage
         if steady and self._answer.adds_text(index):
-            around, detokenizer = self._template(index), self._without_lane.pop(index)
-            lane = Lane(self._events, around, detokenizer, self._token_texts, lambda: self._run.is_read)
-            self._run.open_lane(index, lane)
+            around, detokenizer = self._template(index), self._without_fast_path.pop(index)
+            fast_path = FastPath(self._events, around, detokenizer, self._token_texts, lambda: self._run.is_read)
+            self._run.open_fast_path(index, fast_path)
         return True
 
     def write(self, index: int, piece: Piece) -> None:
