@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
+from fastdecode.api.choices import Choice, Piece, TokenLogprob
 from fastdecode.api.errors import ApiError
-from fastdecode.api.generation import Choice, Piece, TokenLogprob
 from fastdecode.engine.state.request import TokenScore
 from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser, PlainParser
 from fastdecode.text.tokenizer import Tokenizer

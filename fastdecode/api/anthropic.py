@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from fastdecode.api.answers import Event, ItemAnswer
+from fastdecode.api.choices import Piece
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError
 from fastdecode.api.fields import (
@@ -24,7 +25,6 @@ from fastdecode.api.fields import (
     is_string,
     read_objects,
 )
-from fastdecode.api.generation import Piece
 from fastdecode.api.origins import Origins
 from fastdecode.api.protocol import HINTS, ChatRequest, parse_translated, read_hint
 from fastdecode.api.response_tools import drop_hosted_tool

@@ -2,7 +2,7 @@
 
 Nearly every token of a stream adds a known text to an event whose other bytes are known too. The FastPath of a choice
 joins these bytes and writes them to the connection. All other tokens, and all tokens of a choice without a fast path,
-go through the choice's Run (generation.py).
+go through the choice's Run (choices.py).
 """
 
 from __future__ import annotations

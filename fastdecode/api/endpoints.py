@@ -13,11 +13,11 @@ from aiohttp import web
 from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer
 from fastdecode.api.anthropic import AnthropicAnswer, parse_message
 from fastdecode.api.body import read_bytes
+from fastdecode.api.choices import Echo
 from fastdecode.api.continuation import Resume, is_from_router
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError, json_response
 from fastdecode.api.fields import Fields, invalid
-from fastdecode.api.generation import Echo
 from fastdecode.api.last_event import HEADER as LAST_EVENT_ID
 from fastdecode.api.last_event import LastEvent
 from fastdecode.api.middleware import Handler, notes

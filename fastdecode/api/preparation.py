@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from fastdecode.api.choices import Echo
 from fastdecode.api.errors import ApiError
 from fastdecode.api.fields import decode_json
-from fastdecode.api.generation import Echo
 from fastdecode.api.protocol import ChatRequest, Generation
 from fastdecode.api.structured import GrammarField, grammar_error
 from fastdecode.service.client import EngineClient

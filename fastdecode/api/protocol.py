@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fastdecode.api.choices import TextOptions
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.fields import Fields, invalid, is_boolean, is_integer, is_object, is_one_of, is_string, read_objects
-from fastdecode.api.generation import TextOptions
 from fastdecode.api.messages import read_messages
 from fastdecode.api.origins import Origins
 from fastdecode.api.structured import GrammarField, read_grammar

@@ -12,10 +12,10 @@ from hashlib import blake2b
 from typing import Any
 
 from fastdecode.api.answers import Event, ItemAnswer
+from fastdecode.api.choices import Piece
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError
 from fastdecode.api.fields import Fields, invalid, is_integer, is_one_of, is_string, read_objects
-from fastdecode.api.generation import Piece
 from fastdecode.api.origins import Origins
 from fastdecode.api.protocol import HINTS, LEFT_OUT, LEFT_OUT_OF_STREAMS, ChatRequest, parse_translated, read_hint
 from fastdecode.api.response_tools import ResponseTools, flat_name

@@ -14,10 +14,10 @@ import orjson
 from aiohttp import web
 
 from fastdecode.api.answers import Answer, usage
+from fastdecode.api.choices import Choice, Echo, Piece, Run
 from fastdecode.api.continuation import LEAVING, Resume, is_resumable, mark, not_resumable, resumable, token_mark
 from fastdecode.api.delivery import FastPath, TokenDelivery
 from fastdecode.api.errors import ApiError, from_engine, from_exception, json_response
-from fastdecode.api.generation import Choice, Echo, Piece, Run
 from fastdecode.api.last_event import LastEvent
 from fastdecode.api.middleware import log_error, notes, request_id
 from fastdecode.api.preparation import shutting_down_error
