@@ -174,13 +174,13 @@ def make_app(
     app[CLOSE] = close
     app.add_routes(
         with_expectations(
-            web.post("/v1/completions", endpoints.resumable(endpoints.completions)),
-            web.post("/v1/chat/completions", endpoints.resumable(endpoints.chat)),
-            web.post("/v1/responses", endpoints.resumable(endpoints.responses)),
+            web.post("/v1/completions", endpoints.with_stored_streams(endpoints.completions)),
+            web.post("/v1/chat/completions", endpoints.with_stored_streams(endpoints.chat)),
+            web.post("/v1/responses", endpoints.with_stored_streams(endpoints.responses)),
             web.get(STORED_PATH, endpoints.one_response),
             web.delete(STORED_PATH, endpoints.delete_response),
             web.post(f"{STORED_PATH}/cancel", endpoints.cancel_response),
-            web.post(MESSAGES_PATH, endpoints.resumable(endpoints.messages)),
+            web.post(MESSAGES_PATH, endpoints.with_stored_streams(endpoints.messages)),
             web.post(f"{MESSAGES_PATH}/count_tokens", endpoints.count_tokens),
             web.post("/v1/embeddings", embeddings),
             web.post("/tokenize", tokenization.tokenize),

@@ -74,8 +74,8 @@ class Endpoints:
     drop_hosted_tools: bool = False  # else they are refused
     one_process: bool = True  # serves the API; else no stream is stored, because a client may come back to another one
 
-    def resumable(self, handler: Handler) -> Handler:
-        """`handler`, and before it the look for the stream with which a request goes on (last_event.py)."""
+    def with_stored_streams(self, handler: Handler) -> Handler:
+        """`handler`, but a request with a Last-Event-ID begins a stored stream or comes back to it (last_event.py)."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             given = request.headers.get(LAST_EVENT_ID)
@@ -85,7 +85,7 @@ class Endpoints:
             event = await self.preparation.parse(raw, partial(LastEvent.read, given.strip(), request.path))
             by_router = is_from_router(self.router_secret, request.headers, raw)
             if event.stream and not (event.continues and by_router):
-                return await self.runs.go_on(request, event, marks=by_router)
+                return await self.runs.reconnect(request, event, marks=by_router)
             if self.one_process and self.runs.stored.resume_seconds:
                 notes().last_event = event
             return await handler(request)

@@ -164,8 +164,8 @@ class Runs:
             event = max(event, last.number)  # the router may not know that the client has had this one
         return await self.show_events(request, stored, event, marks_from=entry if marks else None)
 
-    async def go_on(self, request: web.Request, event: LastEvent, *, marks: bool) -> web.StreamResponse:
-        """Answer with the events behind one that the client has had. `marks`: the request is that of a router. Raises
+    async def reconnect(self, request: web.Request, event: LastEvent, *, marks: bool) -> web.StreamResponse:
+        """Answer a client that comes back with the events after its last one. `marks`: a router asks. Raises
         ApiError (400, 404)."""
         stored = self.stored.find(event, notes().client)
         if stored.log.ended and event.number == stored.log.last_event:
