@@ -64,15 +64,16 @@ class ApiModel:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The handlers."""
+    """The handlers of the endpoints that generate, and of /v1/messages/count_tokens."""
 
     tokenizer: Tokenizer
     model: ApiModel
     preparation: Preparation
     runs: Runs
     router_secret: bytes | None = None
-    drop_hosted_tools: bool = False  # else they are refused
-    one_process: bool = True  # serves the API; else no stream is stored, because a client may come back to another one
+    drop_hosted_tools: bool = False  # drop tools that only their vendor runs from requests, which are refused otherwise
+    #: One process serves the API. Of several none stores streams, because a client may come back to another one.
+    one_process: bool = True
 
     def with_stored_streams(self, handler: Handler) -> Handler:
         """`handler`, but a request with a Last-Event-ID begins a stored stream or comes back to it (last_event.py)."""
@@ -261,7 +262,7 @@ async def read_body(request: web.Request) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Tokenization:
-    """The handlers."""
+    """The handlers of /tokenize and /detokenize."""
 
     tokenizer: Tokenizer
     model: ApiModel

@@ -155,8 +155,8 @@ class Runs:
     async def _show(
         self, request: web.Request, stored: StoredStream, event: int, entry: int, *, stream: bool, marks: bool
     ) -> web.StreamResponse:
-        """Answer the request that has begun a stored stream: with what there is, or with its events behind the number
-        `event`, and the marks from an entry of its log on."""
+        """Answer the request that has begun a stored stream. With `stream`: with the events after number `event`, and
+        if `marks` with the marks from `entry` of the log on. Else with the answer so far."""
         if not stream:
             headers = {"X-Request-Id": request_id(request) or stored.answer.id}
             return json_response(stored.answer.so_far, headers=headers)
@@ -261,6 +261,7 @@ class Runs:
             raise from_engine(error, prepared.answer.prompt_param) from None
 
     async def _whole(self, request: web.Request, prepared: PreparedRequest, run: Run) -> web.Response:
+        """Answer in one body, once all choices have ended. Raises ApiError and what ends the generation."""
         generation, answer = prepared.generation, prepared.answer
         whole: dict[int, Piece] = {choice.index: Piece() for choice in run.choices}
         while (ready := await run.pieces()) is not None:

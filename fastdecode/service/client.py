@@ -19,7 +19,7 @@ class Request:
     params: SamplingParams  # of every prompt's first choice, without its grammar
     n: int = 1  # choices of each prompt
     grammar: GrammarSpec | None = None  # that every choice must follow
-    #: The tokens that each choice of the only prompt has already, None for one that has ended; empty: none.
+    #: With one prompt: the tokens that each choice has from another S-node; None: the choice has ended there.
     generated: list[list[int] | None] = field(default_factory=list)
     stream_key: str | None = None  # by which another S-node may adopt their K and V; None: none may
     adopts: str | None = None  # the stream's key at the S-node that it comes from

@@ -35,7 +35,7 @@ class _Hosted:
 
 
 class EngineHost:
-    """One API process as the engine's process sees it; an Outlet. When the connection ends, so do its requests. The K
+    """An Outlet: one API process as the engine's process sees it. When the connection ends, so do its requests. The K
     and V of streams that a router may continue stay for a while, because other S-nodes adopt them.
 
     Choices have the numbers that the API process gave them. The tokens of a step leave in one message, after the engine
@@ -50,7 +50,7 @@ class EngineHost:
         self._numbers: list[int] = []
         self._tokens: list[int] = []
         self._events: list[tuple[int, TokenEvent | EngineError]] = []
-        self._sending = False  # the event loop is going to call `_send_step`
+        self._sending = False  # the event loop is going to call `_send_last`
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()  # also set when the connection has ended
         self._unanswered = 0  # intervals since the last Heartbeat that was answered

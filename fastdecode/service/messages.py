@@ -37,7 +37,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def error(self) -> EngineError:
-        """The same error again."""
+        """The error that `from_error` got."""
         kind: type[EngineError] = getattr(engine_errors, self.kind)
         error = kind.__new__(kind, self.message)
         vars(error).update(self.attributes)
@@ -147,7 +147,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return ends + [number for number, _ in self.failures]
 
     def deliver(self, outlet: Outlet) -> None:
-        """Make the calls again."""
+        """Make the calls of `from_calls` on an outlet."""
         if self.numbers:
             outlet.tokens(array("q", self.numbers).tolist(), array("q", self.tokens).tolist())
         for number, event in self.events:
@@ -174,7 +174,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """AskResult with a HeartbeatAnswer. An API process whose event loop hangs does not."""
+    """To be answered with a HeartbeatAnswer. An API process whose event loop hangs does not answer."""
 
 
 FromEngine = EngineLimits | Submitted | Step | AskResult | Drain | Close | Heartbeat
