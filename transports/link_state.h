@@ -48,7 +48,7 @@ static inline void fd_link_mark_down(fd_link_state_t *link, const char *reason) 
     pthread_mutex_unlock(&link->lock);
 }
 
-/* Sets `d`. On the S side, also poisons the region and wakes every waiter, because no reply will come. */
+/* Marks the link as down. On the S side, also poisons the region and wakes every waiter, because no reply will come. */
 static inline void fd_link_stop(fd_link_state_t *link, fd_side_t side, uint8_t *region, const fd_geometry_t *g,
                                 const char *reason) {
     fd_link_mark_down(link, reason);

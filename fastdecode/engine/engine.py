@@ -48,6 +48,7 @@ from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
     from fastdecode.spart import SPart
+    from fastdecode.spart.step.batch import StepOutput
     from fastdecode.transports.base import DataPath, Link
 
 log = logging.getLogger(__name__)
@@ -343,6 +344,7 @@ class Engine:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     async def _drive(self, slot: int) -> None:
+        """Run the steps of a slot, one after another. Does not return."""
         while True:
             await self.r_nodes.migrator.settle(slot)
             self._wake[slot].clear()
@@ -358,6 +360,7 @@ class Engine:
             self._on_change()
 
     async def _run_step(self, plan: Plan) -> None:
+        """Run a planned step, and record its results or its failure."""
         assert self._runner is not None, "drivers run between start and stop"
         begun = self._clock()
         self._record_started(plan, begun)
@@ -370,31 +373,35 @@ class Engine:
             log.exception("a step failed in the S-Part")
             self._fail_step(plan, "the step failed in the S-Part")
         else:
-            self.last_progress = self._clock()
-            self.totals.steps += 1
-            self.totals.s_seconds += output.s_seconds
-            self.totals.r_wait_seconds += output.r_wait_seconds
-            self.totals.kv_bytes += output.kv_bytes
-            self.cluster.observe(output.link_costs)
-            self.observer.step(plan.n_tokens, self.last_progress - begun)
-            for i, scores in output.scores.items():
-                seq = plan.chunks[i].seq
-                if seq.placed_on.link not in output.failures:
-                    seq.prompt_scores[seq.cached : seq.cached + len(scores)] = scores
-            done, sampled = plan, output.sampled
-            failed: list[tuple[Plan, TransportError]] = []
-            if output.failures:  # the plan is split before `complete`, which takes ended sequences off their R-nodes
-                links = [[node.link for node in chunk.seq.places] for chunk in plan.chunks]
-                sound = [not any(link in output.failures for link in some) for some in links]
-                done, sampled = _with_chunks(plan, sound), list(compress(sampled, sound))
-                failed = [
-                    (_with_chunks(plan, [lost in some for some in links]), failure)
-                    for lost, failure in output.failures.items()
-                ]
-            outcomes = self.scheduler.complete(done, sampled, self.last_progress - begun, output.s_seconds)
-            self._deliver(outcomes, self.last_progress)
-            for failed_plan, failure in failed:
-                self._handle_failure(failed_plan, failure)
+            self._record_step(plan, output, begun)
+
+    def _record_step(self, plan: Plan, output: StepOutput, begun: float) -> None:
+        """Record the results of a step that began at `begun`, and hand out its tokens."""
+        self.last_progress = self._clock()
+        self.totals.steps += 1
+        self.totals.s_seconds += output.s_seconds
+        self.totals.r_wait_seconds += output.r_wait_seconds
+        self.totals.kv_bytes += output.kv_bytes
+        self.cluster.observe(output.link_costs)
+        self.observer.step(plan.n_tokens, self.last_progress - begun)
+        for i, scores in output.scores.items():
+            seq = plan.chunks[i].seq
+            if seq.placed_on.link not in output.failures:
+                seq.prompt_scores[seq.cached : seq.cached + len(scores)] = scores
+        done, sampled = plan, output.sampled
+        failed: list[tuple[Plan, TransportError]] = []
+        if output.failures:  # the plan is split before `complete`, which takes ended sequences off their R-nodes
+            links_of = [{node.link for node in chunk.seq.places} for chunk in plan.chunks]
+            sound = [links.isdisjoint(output.failures) for links in links_of]
+            done, sampled = _with_chunks(plan, sound), list(compress(sampled, sound))
+            failed = [
+                (_with_chunks(plan, [failed_link in links for links in links_of]), failure)
+                for failed_link, failure in output.failures.items()
+            ]
+        outcomes = self.scheduler.complete(done, sampled, self.last_progress - begun, output.s_seconds)
+        self._deliver(outcomes, self.last_progress)
+        for failed_plan, failure in failed:
+            self._handle_failure(failed_plan, failure)
 
     def _handle_failure(self, plan: Plan, error: TransportError) -> None:
         """Handle the failure of the only link that the chunks of `plan` use, or of the last link of a step."""

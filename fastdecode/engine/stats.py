@@ -45,7 +45,7 @@ class NodeStats:
     pages_used: int  # pages in use, excluding evictable prefix-cache pages
     sequences: int
     load: int  # tokens that its running sequences will have cached at most
-    page_bytes: int  # of one KV page, all layers
+    page_bytes: int  # of one KV page, for the layers of one section
     region_bytes: int  # of the link's activation region
     attention_seconds: float  # time its R-engine has worked for this S-node, as of the last refresh
     kv_bytes_read: int  # as of the last refresh

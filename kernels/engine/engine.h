@@ -44,7 +44,7 @@ typedef struct {
  * pages. */
 typedef struct {
     uint32_t kv_dtype; /* fd_kv_dtype_t */
-    uint32_t n_pages;  /* pages of FD_PAGE_TOKENS tokens; a page covers all layers */
+    uint32_t n_pages;  /* pages of FD_PAGE_TOKENS tokens, for the layers of one section */
     uint32_t max_seqs;
     float softmax_scale;
     const fd_layer_t *layers; /* [n_layers] */

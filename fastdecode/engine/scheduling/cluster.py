@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.state.pages import Page, PageGroup, PageTable
     from fastdecode.engine.state.prefixes import Handle
     from fastdecode.engine.state.sequence import Sequence, SpilledPrefix
-    from fastdecode.transports.base import Link, StepCost
+    from fastdecode.transports.base import DataPath, Link, StepCost
 
 #: Pages between two snapshots that a long prompt leaves of its state.
 _SNAPSHOT_PAGES = 32
@@ -124,7 +124,7 @@ class Cluster:
             seconds = max(seconds, n * node.token_bytes / (speed or 1.0))
         return seconds
 
-    def observe(self, link_costs: Mapping[Link, StepCost]) -> None:
+    def observe(self, link_costs: Mapping[DataPath, StepCost]) -> None:
         """Record how long the R-nodes behind these links worked on a step, and how much they read."""
         for node in self.nodes:
             times = link_costs.get(node.link)

@@ -39,8 +39,8 @@ class Placement:
     node: RNodeLedger
     source: PrefixEntry | None = None
     shared_tokens: int = 0  # leading tokens shared with `source`
-    adopts: bool = False  # the R-node has its K and V, which it adopts
-    snapshot: Hashable = None  # the key of the snapshot of the state after them, if the model's layers keep states
+    adopts: bool = False  # the R-node has K and V that the sequence adopts
+    snapshot: Hashable = None  # the key of the snapshot of the state after the shared tokens, if layers keep states
 
 
 class Wait(Enum):

@@ -4,10 +4,11 @@ Scheduling is iteration-level, over n mini-batches. A step of a mini-batch holds
 decodes, then chunks of prompts, together at most `max_batch_tokens` rows. Between steps at most one prompt of a
 mini-batch is partly prefilled, so the S-node stages the K and V of at most n prompts.
 
-Requests are admitted in order of arrival, but a request that cannot start is passed over within a bound (queue.py).
-When an R-node runs out of pages, its newest sequence is preempted: its pages are freed, and it waits at its old
-position in the queue to be recomputed. The oldest sequence of an R-node is never preempted for another one, so it ends,
-then the next one does, and none starves.
+Requests are admitted in order of priority, then of the tokens that their clients were served, then of arrival. One that
+cannot start is passed over within a bound (queue.py).
+When an R-node runs out of pages, its newest sequence is preempted and waits at its old position in the queue: paused,
+with its cache until the pages are needed, or to be recomputed if its prompt is unfinished. The oldest sequence of an
+R-node is never preempted for another one, so it ends, then the next one does, and none starves.
 
 A prompt that starts with a cached prefix (cluster.py) shares its first tokens with another sequence: the R-node is
 asked for a FORK (`take_forks`, `fork_done`). The uncached suffix is then attended on the R-node like a token that

@@ -47,7 +47,7 @@ class SpilledPrefix:
     length: int  # of whole pages
 
     def release(self) -> None:
-        """Let the next FREE name them."""
+        """Let the next FREE name the sequence `handle`."""
         self.node.end_running(self.length)
         self.node.release(CachedSequence(self.handle, self.pages))
 
@@ -97,9 +97,8 @@ class Sequence:
 
     # Progress, kept by the scheduler.
     mini_batch: int | None = None  # None: it waits or has ended
-    in_flight: bool = (
-        False  # its tokens are in a step that has not completed, or its FORK, adoption or remote prefill is under way
-    )
+    #: Its tokens are in a step that has not completed, or its FORK, adoption or remote prefill is under way.
+    in_flight: bool = False
     key_due: bool = False  # its R-node gets its key once a step has cached all of its tokens but the last one drawn
     migrating: bool = False  # a migration is under way: it gives back no pages
     held: bool = False  # it is left out of steps, because it is about to change its R-node or its S-node
