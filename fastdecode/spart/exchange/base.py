@@ -71,10 +71,10 @@ class LinkRows:
 
     views: SlotViews
     entries: np.ndarray  # row table, ROW_DTYPE
-    attending: slice[int, int, None]
-    appended: slice[int, int, None]
+    attending: slice[int, int, None]  # rows that attend here, and are appended
+    appended: slice[int, int, None]  # rows that are only appended: of prompts that the S-Part attends to
     partial: tuple[slice[int, int, None], ...] = ()  # the rows that attend to remote prefixes here
-    first: tuple[int, ...] = ()  # of a resident link: the tokens of each entry's remote prefix; empty: there are none
+    cuts: tuple[int, ...] = ()  # of a resident link: tokens of each entry's remote prefix; empty: no entry has one
 
     @property
     def n_attend(self) -> int:
@@ -102,8 +102,8 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
     tables_of: dict[int, list[np.ndarray]] = {}
     partial = _partial_rows(chunks)
     start = row = 0
-    for (prefill, link), some in groupby(kinds):
-        stop = start + len(list(some))
+    for (prefill, link), members in groupby(kinds):
+        stop = start + len(list(members))
         first, row = row, row + sum(len(chunk.tokens) for chunk in chunks[start:stop])
         tables_of.setdefault(link, []).append(table[start:stop])
         ranges[prefill][link] = slice(first, row)
@@ -111,14 +111,14 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
     result = []
     for link in sorted({*tables_of, *partial}) if partial else tables_of:
         attending, appended = (kind.get(link, slice(0, 0)) for kind in ranges)
-        asked = partial.get(link, [])
+        partials = partial.get(link, [])
         tables = tables_of.get(link, [])
-        if asked:
-            tables.append(np.array([entry for entry, _ in asked], np.uint32).view(ROW_DTYPE)[:, 0])
+        if partials:
+            tables.append(np.array([entry for entry, _ in partials], np.uint32).view(ROW_DTYPE)[:, 0])
         entries = tables[0] if len(tables) == 1 else np.concatenate(tables)
         of_device = partial and views[link].link.resident
         cuts = [0 if c.prefix is None else c.prefix.length for c in chunks if c.link == link] if of_device else []
-        rows = LinkRows(views[link], entries, attending, appended, tuple(rows for _, rows in asked), tuple(cuts))
+        rows = LinkRows(views[link], entries, attending, appended, tuple(rows for _, rows in partials), tuple(cuts))
         n, limit = rows.n_rows + 2 * rows.n_partial, rows.views.link.geometry.max_rows
         if n > limit:
             raise ValueError(f"a step has {n} rows for a link that takes {limit}")
@@ -158,7 +158,7 @@ def _entry(chunk: Chunk) -> tuple[int, int, int, int, int, int]:
 
 
 class RowTensors(NamedTuple):
-    """The rows of a step."""
+    """The rows of a step in the activation dtype, with the shapes that the docstring of this module names."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -267,7 +267,7 @@ class StepLinks:
 
 
 class RowExchange(Protocol):
-    """The tensors of a step's rows, and the calls that ask the R-nodes for a layer and wait for them."""
+    """The tensors of a step's rows, and the calls that ask the R-nodes for a layer and wait for them; see Exchange."""
 
     q: torch.Tensor
     kv: torch.Tensor

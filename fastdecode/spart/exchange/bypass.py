@@ -253,7 +253,7 @@ class Bypass:
         if len(crossing) < len(rows.link_rows):
             link, links.goes_on = _resident(spart), True
             assert link is not None
-            own = ResidentRows(link, rows.link_rows[0].entries, True, rows.link_rows[0].first)
+            own = ResidentRows(link, rows.link_rows[0].entries, True, rows.link_rows[0].cuts)
         try:
             links.arm()
             if own is not None:

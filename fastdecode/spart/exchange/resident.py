@@ -37,7 +37,7 @@ class Resident:
         link, first = own.views.link, own.n_rows
         assert isinstance(link, ResidentLink), "the link of the S-Part's device is the first"
         self.q, self.kv, self.o = rows
-        self._own = ResidentRows(link, own.entries, own.n_attend > 0, own.first)
+        self._own = ResidentRows(link, own.entries, own.n_attend > 0, own.cuts)
         self._own_rows = RowTensors._make(x[:first] for x in rows)
         self._prefixes = RemotePrefixes(others, rows) if any(rows.partial for rows in others) else None
         if self._prefixes is not None:

@@ -28,10 +28,10 @@ class ResidentNumbers(NamedTuple):
 class ResidentRows:
     """The rows of a step on a ResidentLink, all of which attend, or none."""
 
-    def __init__(self, link: ResidentLink, entries: np.ndarray, attending: bool, first: Sequence[int] = ()):
-        """`entries` is their row table, ROW_DTYPE. `first`: see LinkRows."""
+    def __init__(self, link: ResidentLink, entries: np.ndarray, attending: bool, cuts: Sequence[int] = ()):
+        """`entries` is their row table, ROW_DTYPE. `cuts`: see LinkRows."""
         self._link, self._arena = link, link.arena
-        self._entries, self._attending, self._first = entries, attending, first
+        self._entries, self._attending, self._cuts = entries, attending, cuts
         self._copies = b""
 
     def arm(self) -> None:
@@ -42,7 +42,7 @@ class ResidentRows:
     def numbers(self, width: int | None = None, answers: npt.NDArray[np.uint64] | None = None) -> ResidentNumbers:
         """The tables of the step, with the pages of up to `width` blocks; None: as many as the longest sequence has.
         `answers`: see ResidentTables, for the first rows of the step or more."""
-        rows = row_numbers(self._entries, self._first)
+        rows = row_numbers(self._entries, self._cuts)
         width = width or blocks_for(self._longest)
         pages = np.full((self._arena.lists.n_sections, len(self._entries), width), -1, np.int32)
         self._arena.lists.tables(self._entries.view(np.uint8), pages, width)
@@ -100,14 +100,14 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-def row_numbers(entries: np.ndarray, first: Sequence[int] = ()) -> npt.NDArray[np.int32]:
+def row_numbers(entries: np.ndarray, cuts: Sequence[int] = ()) -> npt.NDArray[np.int32]:
     """Each row's entry, its position, its number within the entry, and the first position of its sequence that lies on
-    the device: the entry's in `first`, or 0. int32 [rows, 4], as PagedRows.rows."""
+    the device: its cut, or 0. int32 [rows, 4], as PagedRows.rows."""
     n_rows = entries["n_rows"].astype(np.int64)
     rows = np.zeros((n_rows.sum(), 4), np.int32)
     rows[:, 0] = np.arange(len(entries)).repeat(n_rows)
     rows[:, 2] = np.arange(len(rows)) - (np.cumsum(n_rows) - n_rows).repeat(n_rows)
     rows[:, 1] = entries["pos"].astype(np.int64).repeat(n_rows) + rows[:, 2]
-    if first:
-        rows[:, 3] = np.array(first).repeat(n_rows)
+    if cuts:
+        rows[:, 3] = np.array(cuts).repeat(n_rows)
     return rows
