@@ -11,7 +11,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
-#include "calls.h"
+#include "slots.h"
 #include "cache/error.h"
 #include "turns.h"
 

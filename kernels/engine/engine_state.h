@@ -1,6 +1,6 @@
 /* The R-engine's own types, which its files share: engine.c (thread 0 and life), jobs.c (the work of a call), turns.c
- * (the order of the calls), calls.c (the words of a slot), maintain.c (the arenas between calls), link.c (leases
- * and control operations) and migration.c (pages to and from other R-nodes). */
+ * (the order of the calls), slots.c (the words of a slot), maintain.c (the arenas between calls), link.c (leases and
+ * control operations) and migration.c (pages to and from other R-nodes). */
 #pragma once
 
 #include <pthread.h>

@@ -6,7 +6,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
-#include "calls.h"
+#include "slots.h"
 #include "cache/arena.h"
 #include "cache/error.h"
 #include "turns.h"

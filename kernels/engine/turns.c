@@ -2,7 +2,7 @@
 
 #include <sched.h>
 
-#include "calls.h"
+#include "slots.h"
 
 enum {
     TICK_NS = 100000,     /* thread 0 reads the bells this often while it works on a call */

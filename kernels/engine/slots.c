@@ -1,4 +1,4 @@
-#include "calls.h"
+#include "slots.h"
 
 #include <stdio.h>
 
