@@ -328,7 +328,7 @@ typedef struct {
 
 static gpu_pages_t pages_of(const fd_gpu_work_t *g, const gpu_slot_t *s, uint32_t layer) {
     const fd_kvcache_t *kv = g->w->kv;
-    const uint32_t store = g->w->stores[layer];
+    const uint32_t store = g->w->store_of[layer];
     const size_t section = (size_t)s->sequences * s->blocks * sizeof(uint32_t);
     return (gpu_pages_t){(fd_device_ptr_t)fd_kv_chunk(kv, store, 0, 0), s->pages + kv->stores[store].section * section,
                          (uint32_t)kv->planes.plane_bytes, s->blocks};
@@ -390,7 +390,7 @@ static fd_status_t attend(fd_gpu_work_t *g, uint32_t slot, const fd_step_t *step
 uint64_t fd_gpu_begin_layer(fd_gpu_work_t *g, uint32_t slot, const fd_step_t *step, uint32_t layer) {
     gpu_slot_t *s = &g->slots[slot];
     fd_cuda_use(g->cuda);
-    if (fd_work_stores(g->w, layer)) append(g, slot, step, layer, &s->error);
+    if (fd_work_appends(g->w, layer)) append(g, slot, step, layer, &s->error);
     if (s->error.status == FD_OK && step->n_attend_rows) attend(g, slot, step, layer, &s->error);
     return s->kinds[g->w->kinds[layer]].kv_bytes;
 }

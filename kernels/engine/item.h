@@ -14,8 +14,8 @@ typedef struct {
     fd_plan_t *plan;
     uint8_t *slot;
     const fd_layer_t *layer;
-    uint32_t store, section; /* the layer's index in the cache, and the section of its pages */
-    bool stores;             /* whether the layer appends to the cache */
+    uint32_t store, section; /* the layer's place in the cache (fd_work_t.store_of), and the section of its pages */
+    bool appends;            /* whether the layer has K and V of its own (fd_work_appends) */
     uint32_t item;
     fd_scratch_t *scratch;
     const uint8_t *after, *after_q; /* first chunk and first query row of the item's next span, to prefetch; or NULL */

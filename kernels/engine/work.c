@@ -275,7 +275,7 @@ static void end_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t own
  * *done says whether the piece is done. */
 static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, bool *done) {
     fd_cursor_t *at = &c->step->cursors[c->item];
-    const bool to_end = last == FD_LINE_END, whole = !first && to_end, new_rows = to_end && c->stores && !e->partial;
+    const bool to_end = last == FD_LINE_END, whole = !first && to_end, new_rows = to_end && c->appends && !e->partial;
     const piece_t piece = {
         .e = e,
         .head = head,
@@ -353,9 +353,9 @@ bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_
                .plan = plan,
                .slot = slot,
                .layer = &w->layers[layer],
-               .store = w->stores[layer],
-               .section = w->kv->stores[w->stores[layer]].section,
-               .stores = fd_work_stores(w, layer),
+               .store = w->store_of[layer],
+               .section = w->kv->stores[w->store_of[layer]].section,
+               .appends = fd_work_appends(w, layer),
                .item = i,
                .scratch = &w->scratch[thread],
                .stop = stop};
@@ -376,7 +376,7 @@ bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_
         if (!final) prefetch_next_span(&c, next, item->end);
         bool piece_done = true; /* of an entry that only appends, in a layer that does not */
         if (e->attend) go_on = attend_piece(&c, e, at.head, at.page, last, &piece_done);
-        else if (c.stores) go_on = append_piece(&c, e, at.head, at.page, last, &piece_done);
+        else if (c.appends) go_on = append_piece(&c, e, at.head, at.page, last, &piece_done);
         if (!piece_done) continue;
         done = final || (fd_same_span(next, item->end) && !item->end.page);
         *cursor = (fd_cursor_t){.at = next};

@@ -39,7 +39,7 @@ typedef struct {
     fd_part_t part;
     fd_layer_t *layers; /* [n_layers] */
     uint32_t *kinds;    /* [n_layers] index among `shapes` */
-    uint32_t *stores;   /* [n_layers] index among the layers of `kv` of the K and V that a layer attends to */
+    uint32_t *store_of; /* [n_layers] index in kv->stores of the K and V that a layer attends to */
     float *per_head;    /* allocation of the slopes and sinks of `layers` */
     uint32_t n_threads;
     fd_scratch_t *scratch; /* [n_threads] */
@@ -58,8 +58,8 @@ fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv,
                          float softmax_scale, const fd_layer_t *layers, fd_part_t part, uint32_t n_threads);
 void fd_work_destroy(fd_work_t *w);
 
-/* Whether a layer stores the K and V that it attends to. */
-static inline bool fd_work_stores(const fd_work_t *w, uint32_t layer) { return w->layers[layer].kv_layer == layer; }
+/* Whether a layer appends K and V of its own, and does not attend to those of an earlier layer. */
+static inline bool fd_work_appends(const fd_work_t *w, uint32_t layer) { return w->layers[layer].kv_layer == layer; }
 
 /* Begins item `i` of a layer or of the copies, so that it is done from its start. */
 void fd_work_begin(fd_step_t *step, uint32_t i);

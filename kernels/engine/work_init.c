@@ -108,9 +108,9 @@ static bool copy_layers(fd_work_t *w, const fd_layer_t *layers) {
     for (uint32_t i = 0; i < n; i++) all_heads += layers[i].heads.n_q_heads;
     w->layers = malloc(n * sizeof *w->layers);
     w->kinds = malloc(n * sizeof *w->kinds);
-    w->stores = malloc(n * sizeof *w->stores);
+    w->store_of = malloc(n * sizeof *w->store_of);
     w->per_head = malloc(2 * all_heads * sizeof *w->per_head);
-    if (!w->layers || !w->kinds || !w->stores || !w->per_head) return false;
+    if (!w->layers || !w->kinds || !w->store_of || !w->per_head) return false;
     float *slopes = w->per_head; /* of the next layer; its sinks follow them */
     uint32_t n_stored = 0;
     for (uint32_t i = 0; i < n; i++) {
@@ -120,7 +120,7 @@ static bool copy_layers(fd_work_t *w, const fd_layer_t *layers) {
         w->layers[i].slopes = copy_per_head(from, slopes, from->slopes);
         w->layers[i].sinks = copy_per_head(from, sinks, from->sinks);
         w->kinds[i] = kind_of(w, i);
-        w->stores[i] = fd_work_stores(w, i) ? n_stored++ : w->stores[from->kv_layer];
+        w->store_of[i] = fd_work_appends(w, i) ? n_stored++ : w->store_of[from->kv_layer];
         slopes = sinks + from->heads.n_q_heads;
     }
     return true;
@@ -158,7 +158,7 @@ void fd_work_destroy(fd_work_t *w) {
     free(w->scratch);
     free(w->layers);
     free(w->kinds);
-    free(w->stores);
+    free(w->store_of);
     free(w->per_head);
     memset(w, 0, sizeof *w);
 }
