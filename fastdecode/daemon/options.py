@@ -417,5 +417,5 @@ class NodeOptions:
 
     @property
     def team(self) -> str:
-        """What the R-nodes of a team share, if there is one: a key of transports.teams.PARTITIONS."""
+        """What the R-nodes of a team share, if there is one: a key of transports.partition.PARTITIONS."""
         return "heads" if self.partition == "sequences" else self.partition

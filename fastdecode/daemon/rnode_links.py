@@ -16,7 +16,7 @@ from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import Hello, Link, TransportError
-from fastdecode.transports.teams import connect_team
+from fastdecode.transports.partition import connect_team
 
 if TYPE_CHECKING:
     from fastdecode.daemon.config import NodeConfig

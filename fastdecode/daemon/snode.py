@@ -56,7 +56,7 @@ from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.text.turn_end import end_of_turn
 from fastdecode.transports.base import Hello, Link
-from fastdecode.transports.teams import member_of
+from fastdecode.transports.partition import member_of
 
 if TYPE_CHECKING:
     from fastdecode.spart.hf.config import HFConfig

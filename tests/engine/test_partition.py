@@ -25,7 +25,7 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import GenerationFailed, NotReady, SamplingParams
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.backend import choose_backend
-from fastdecode.transports.teams import connect_team
+from fastdecode.transports.partition import connect_team
 
 ROWS = 128  # well below the longest prompts, so that they are chunked
 LENGTHS = [1, 2, 63, 64, 65, 129, 300, 600, 17, 5]

@@ -14,7 +14,7 @@ from wire.link_driver import SMALL, Driver, hello, in_thread
 
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import Hello, LayerOptions, TransportError
-from fastdecode.transports.teams import connect_team
+from fastdecode.transports.partition import connect_team
 from fastdecode.transports.token_team import TokenTeam, pages_of, part_length, token_part_of
 
 WIDE = dataclasses.replace(SMALL, max_rows=700)

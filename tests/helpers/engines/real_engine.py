@@ -13,7 +13,7 @@ from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.engine import Engine
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.lora.files import Adapter
-from fastdecode.transports.teams import connect_team
+from fastdecode.transports.partition import connect_team
 
 
 @contextlib.asynccontextmanager
