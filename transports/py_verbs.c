@@ -1,4 +1,4 @@
-/* How Port and Poster get at the queue pairs that pyverbs has made in Python. */
+/* How Port and RPort get at the queue pairs that pyverbs has made in Python. */
 #include "native.h"
 
 int fd_py_verbs(PyObject *object, void *out) {
