@@ -15,7 +15,7 @@ from models.checkpoints import make_checkpoint
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import load_model
 from fastdecode.spart.decoder.block_ops import make_activation
-from fastdecode.spart.linears import products
+from fastdecode.spart.linears import grouped_mm
 from fastdecode.spart.linears.experts import ExpertRows, LoopedExperts, StackedExperts
 from fastdecode.spart.linears.stack import make_experts
 from fastdecode.text.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("kind", ["looped", "stacked"])
 def test_each_row_is_multiplied_with_its_experts_matrix(kind, has_grouped_mm, monkeypatch):
     if not has_grouped_mm:
-        monkeypatch.setattr(products, "_torch_can", lambda *_: False)
+        monkeypatch.setattr(grouped_mm, "_torch_can", lambda *_: False)
     weight, bias, x = torch.randn(5, 24, 16), torch.randn(5, 24), torch.randn(9, 16)
     experts = torch.tensor([0, 0, 0, 2, 2, 3, 3, 3, 3])  # none has expert 1 or 4
     rows = ExpertRows(experts, experts.bincount(minlength=5))

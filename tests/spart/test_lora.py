@@ -29,7 +29,7 @@ from fastdecode.engine.state.request import InvalidParameter, SamplingParams
 from fastdecode.gguf.file import ModelSource
 from fastdecode.spart import CheckpointError, load_model
 from fastdecode.spart.backend import choose_backend
-from fastdecode.spart.linears import products
+from fastdecode.spart.linears import grouped_mm
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.step.batch import Chunk
@@ -130,7 +130,7 @@ async def test_the_transformers_backend_equals_the_merged_model(model_type, opti
 @pytest.mark.parametrize("weights", ["dense", "int8", "int4"])
 def test_a_change_is_added_to_weights_of_every_format(weights, product, directories, monkeypatch):
     if product == "looped":
-        monkeypatch.setattr(products, "_torch_can", lambda *_: False)
+        monkeypatch.setattr(grouped_mm, "_torch_can", lambda *_: False)
     adapters = [read_adapter(f"a{i}", directory) for i, directory in enumerate(directories)]
     model = load_model(make_checkpoint("llama-gqa"), dtype="fp32", weights=weights, adapters=adapters)
     uses = [3, None, 1, 7, 0, 2, 5, 6, 4, 0] if product == "padded" else [3, None, 1, 1, 0, None, 7, 4]

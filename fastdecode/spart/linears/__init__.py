@@ -5,8 +5,8 @@ dense        16- and 32-bit weights, for oneDNN in the order that its kernels re
 dense16      16-bit weights for fp32 or bf16 activations, by kernels/linears on a CPU
 quantised    Quantised: a matrix in few bits, whatever file it came from; rounding of float weights to 8 or 4 bits
 grouped      GroupedLinear: the product with a Quantised, by kernels/linears on a CPU
+grouped_mm   grouped_mm: a product of sorted rows, each group of rows with its own matrix
 experts      one linear of every expert of a layer
-products     a product of sorted rows, each group with its own matrix
 gpu          GPULinear, GPUExperts: products with matrices in few bits on a GPU
 gpu_kernels  the library that multiplies them there
 packed       the form of a Quantised on a GPU

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from fastdecode.spart.linears.base import Linear, Weight
-from fastdecode.spart.linears.products import grouped_product
+from fastdecode.spart.linears.grouped_mm import grouped_mm
 
 
 class ExpertRows:
@@ -74,7 +74,7 @@ class StackedExperts(ExpertLinears):
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-        y = grouped_product(x, self._weight.transpose(1, 2), rows.ends)
+        y = grouped_mm(x, self._weight.transpose(1, 2), rows.ends)
         return y if self._bias is None else y.add_(self._bias.index_select(0, rows.experts))
 
     @property

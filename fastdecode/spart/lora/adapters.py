@@ -14,7 +14,7 @@ import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.linears.base import Linear, NativeProducts
-from fastdecode.spart.linears.products import grouped_product
+from fastdecode.spart.linears.grouped_mm import grouped_mm
 
 if TYPE_CHECKING:
     from fastdecode.gguf.file import ModelSource
@@ -95,8 +95,8 @@ class Change:
             ins = x.index_select(0, rows.padded.flatten()).to(self._a.dtype).view(*rows.padded.shape, -1)
             change = torch.bmm(torch.bmm(ins, self._a), self._b).flatten(0, 1).index_select(0, rows.slots)
         else:
-            inner = grouped_product(x.index_select(0, rows.index).to(self._a.dtype), self._a, rows.ends)
-            change = grouped_product(inner, self._b, rows.ends)
+            inner = grouped_mm(x.index_select(0, rows.index).to(self._a.dtype), self._a, rows.ends)
+            change = grouped_mm(inner, self._b, rows.ends)
         y.index_add_(0, rows.index, change.to(y.dtype))
 
     @property

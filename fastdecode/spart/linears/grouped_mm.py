@@ -1,4 +1,4 @@
-"""grouped_product: rows that are sorted into groups, each group times its own matrix."""
+"""grouped_mm: rows that are sorted into groups, each group times its own matrix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ALIGNMENT = 16
 _CAPABILITY = (8, 0)
 
 
-def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_mm(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The rows x [n, in], sorted by group, times matrices [groups, in, out] -> [n, out].
 
     `ends` [groups] int32 is the end of each group among the rows; the last one is n. torch's grouped product computes
