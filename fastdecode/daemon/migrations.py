@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from fastdecode.daemon.orphans import KeptLease, Orphans
+from fastdecode.daemon.orphans import KeyedLease, Orphans
 from fastdecode.kernels._native import REngineLink
 from fastdecode.region.contract import PAGE_TOKENS, Status
 from fastdecode.transports import migration
@@ -160,7 +160,7 @@ class Inbox:
 class Migrations:
     """The migrations of one link. All methods run on the event loop."""
 
-    def __init__(self, lease: KeptLease, page_bytes: int, inbox: Inbox, orphans: Orphans, secret: bytes | None):
+    def __init__(self, lease: KeyedLease, page_bytes: int, inbox: Inbox, orphans: Orphans, secret: bytes | None):
         self._link, self._page_bytes, self._inbox, self._secret = lease.link, page_bytes, inbox, secret
         self._format, self._orphans = lease.format, orphans
         self._adopting: dict[int, IncomingSequence] = {}  # by sequence index
@@ -170,7 +170,7 @@ class Migrations:
         self._deliveries: dict[int, tuple[str, MigrationSender]] = {}
         #: Migration connections that wait for another sequence, by the R-node's URL, each with the timer that closes
         #: it.
-        self._kept: dict[str, tuple[asyncio.TimerHandle, MigrationSender]] = {}
+        self._idle: dict[str, tuple[asyncio.TimerHandle, MigrationSender]] = {}
         #: The sequences of other links of this R-node that sequences of this link migrate to, by sequence index.
         self._local: dict[int, IncomingSequence] = {}
 
@@ -229,16 +229,16 @@ class Migrations:
             delivery.close()
             raise
         if length:
-            self._keep(url, delivery)
+            self._keep_idle(url, delivery)
         else:
             self._close_delivery(seq[0])
             self._deliveries[seq[0]] = token, delivery
 
     async def _delivery(self, url: str, token: str) -> MigrationSender:
-        """A migration connection to the R-node at `url`, kept or new, for the sequence that `token` admits. Raises
+        """A migration connection to the R-node at `url`, idle or new, for the sequence that `token` admits. Raises
         TransportError."""
-        if kept := self._kept.pop(url, None):
-            timer, delivery = kept
+        if idle := self._idle.pop(url, None):
+            timer, delivery = idle
             timer.cancel()
             try:
                 await delivery.next(token)
@@ -251,14 +251,14 @@ class Migrations:
                 return delivery
         return await MigrationSender.open(url, token, self._page_bytes, self._secret)
 
-    def _keep(self, url: str, delivery: MigrationSender) -> None:
-        self._close_kept(url)
-        self._kept[url] = asyncio.get_running_loop().call_later(migration.IDLE_S, self._close_kept, url), delivery
+    def _keep_idle(self, url: str, delivery: MigrationSender) -> None:
+        self._close_idle(url)
+        self._idle[url] = asyncio.get_running_loop().call_later(migration.IDLE_S, self._close_idle, url), delivery
 
-    def _close_kept(self, url: str) -> None:
-        if kept := self._kept.pop(url, None):
-            kept[0].cancel()
-            kept[1].close()
+    def _close_idle(self, url: str) -> None:
+        if idle := self._idle.pop(url, None):
+            idle[0].cancel()
+            idle[1].close()
 
     async def _copy(self, seq: tuple[int, int], pages: range, length: int, token: str) -> None:
         """Copy pages to the sequence that waits for `token` on this R-node. Raises LinkRefused, CallRefused."""
@@ -301,5 +301,5 @@ class Migrations:
     def close(self) -> None:
         """End all migrations. No PUSH may be under way."""
         self.freed([(seq_index, 0) for seq_index in [*self._tokens, *self._deliveries, *self._adopting]])
-        for url in list(self._kept):
-            self._close_kept(url)
+        for url in list(self._idle):
+            self._close_idle(url)

@@ -26,17 +26,17 @@ _MOST_ORPHANS = 16
 _MOST_KEYS = 1 << 16
 
 
-def kv_format(hello: Hello) -> Hello:
+def page_format(hello: Hello) -> Hello:
     """What two links must have in common for the pages of one to serve the other."""
     return replace(hello, geometry=replace(hello.geometry, n_slots=1, max_rows=1), kv_bytes=None, max_seqs=1)
 
 
 @dataclass(eq=False, slots=True)
-class KeptLease:
+class KeyedLease:
     """The sequences of one lease that have keys."""
 
     link: REngineLink
-    format: Hello  # see kv_format
+    format: Hello  # see page_format
     keys: dict[int, tuple[int, str]] = field(default_factory=dict)  # tag and key, by sequence index
     timer: asyncio.TimerHandle | None = None  # ends an orphan
 
@@ -54,15 +54,15 @@ class Orphans:
     def __init__(self, seconds: float):
         """`seconds`: how long an orphan stays; 0: a lease goes with its link."""
         self._seconds = seconds
-        self._sequences: dict[str, tuple[KeptLease, int]] = {}  # the lease and sequence index, by key
+        self._sequences: dict[str, tuple[KeyedLease, int]] = {}  # the lease and sequence index, by key
         self._claimed: set[str] = set()  # keys of sequences that are being adopted
-        self._orphans: dict[KeptLease, None] = {}  # oldest first
+        self._orphans: dict[KeyedLease, None] = {}  # oldest first
         self._closed = False
         self._running: set[asyncio.Future[None]] = set()
 
     # -- the lease of a link ---------------------------------------------------------------------------------------
 
-    def keep(self, lease: KeptLease, seq_index: int, tag: int, key: str | None) -> None:
+    def keep(self, lease: KeyedLease, seq_index: int, tag: int, key: str | None) -> None:
         """Give a sequence a key in place of the one that it has; None: it has none any more. Raises CallRefused."""
         self.forget(lease, seq_index)
         if key is None:
@@ -77,16 +77,16 @@ class Orphans:
         lease.keys[seq_index] = tag, key
         self._sequences[key] = lease, seq_index
 
-    def forget(self, lease: KeptLease, seq_index: int) -> None:
+    def forget(self, lease: KeyedLease, seq_index: int) -> None:
         """The key of a sequence that is freed is void."""
         if found := lease.keys.pop(seq_index, None):
             del self._sequences[found[1]]
 
-    def outlives_link(self, lease: KeptLease) -> bool:
+    def outlives_link(self, lease: KeyedLease) -> bool:
         """True if a lease whose link is ending is to become an orphan. May be called by any thread."""
         return bool(lease.keys) and self._seconds > 0 and not self._closed
 
-    def add(self, lease: KeptLease) -> None:
+    def add(self, lease: KeyedLease) -> None:
         """Take over a lease whose link is retired."""
         for seq_index in [index for index in lease.keys if not lease.length(index)]:
             self.forget(lease, seq_index)
@@ -141,7 +141,7 @@ class Orphans:
             give_back()
             n *= 2
 
-    def _free(self, lease: KeptLease, seq_index: int) -> Callable[[], None]:
+    def _free(self, lease: KeyedLease, seq_index: int) -> Callable[[], None]:
         """Free a sequence of an orphan. Returns what gives its memory back, which takes a moment."""
         tag, _ = lease.keys[seq_index]
         self.forget(lease, seq_index)
@@ -151,11 +151,11 @@ class Orphans:
             lease.link.free(seq_index, tag)
         return lease.link.shrink
 
-    def _expire(self, lease: KeptLease) -> None:
+    def _expire(self, lease: KeyedLease) -> None:
         log.info("nobody has adopted %d sequence(s) of a link that has ended: they are freed", len(lease.keys))
         self._run(self._drop(lease))
 
-    def _drop(self, lease: KeptLease) -> Callable[[], None]:
+    def _drop(self, lease: KeyedLease) -> Callable[[], None]:
         """Forget an orphan. Returns what frees its lease, which takes a moment."""
         self._orphans.pop(lease, None)
         if lease.timer is not None:

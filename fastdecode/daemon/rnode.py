@@ -20,7 +20,7 @@ from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
 from fastdecode.daemon.migrations import Inbox, IncomingSequence, Migrations, OfferedSequence
 from fastdecode.daemon.option_values import format_bytes
-from fastdecode.daemon.orphans import KeptLease, Orphans, kv_format
+from fastdecode.daemon.orphans import KeyedLease, Orphans, page_format
 from fastdecode.daemon.rnode_gpu import RNodeGpu
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory
 from fastdecode.region.contract import MAX_PAGES, MAX_SEQS, PAGE_TOKENS, Status
@@ -200,7 +200,7 @@ class RNode:
             pages.limited_sections,
             pages.reach,
         )
-        grant = REngineGrant(self, link, lease, pages, region.nbytes, kv_format(hello))
+        grant = REngineGrant(self, link, lease, pages, region.nbytes, KeyedLease(link, page_format(hello)))
         self._regions[grant] = region.nbytes
         self.log_prefault(link)
         self.log.info(
@@ -248,7 +248,7 @@ class RNode:
         """The sequence that `token` admits a migration connection for. Raises LinkRefused."""
         return self._inbox.take(token, page_bytes)
 
-    def migrations(self, lease: KeptLease, page_bytes: int) -> Migrations:
+    def migrations(self, lease: KeyedLease, page_bytes: int) -> Migrations:
         """The transfers of a link, whose blocks have `page_bytes`."""
         return Migrations(lease, page_bytes, self._inbox, self.orphans, self._secret)
 
@@ -302,7 +302,7 @@ class REngineGrant:
     """A granted link over the R-engine (a transports.base.LinkGrant)."""
 
     def __init__(
-        self, node: RNode, link: REngineLink, lease: Lease, pages: KVPages, region_bytes: int, kept_format: Hello
+        self, node: RNode, link: REngineLink, lease: Lease, pages: KVPages, region_bytes: int, keyed: KeyedLease
     ):
         self.lease = lease
         self.wake_fd = link.eventfd
@@ -311,8 +311,8 @@ class REngineGrant:
         self._link = link
         self._pages = pages
         self._region_bytes = region_bytes
-        self._kept = KeptLease(link, kept_format)
-        self._migrations = node.migrations(self._kept, pages.block_bytes)
+        self._keyed = keyed
+        self._migrations = node.migrations(self._keyed, pages.block_bytes)
         self._loop = asyncio.get_running_loop()
         self.growing_layers = pages.n_layers if lease.max_pages > lease.n_pages else 0
 
@@ -323,7 +323,7 @@ class REngineGrant:
         """
         self._migrations.freed(handles)
         for seq_index, _ in handles:
-            self._node.orphans.forget(self._kept, seq_index)
+            self._node.orphans.forget(self._keyed, seq_index)
         first: CallRefused | None = None
         for seq_index, tag in handles:
             try:
@@ -358,14 +358,14 @@ class REngineGrant:
             try:
                 if seq_index >= self.lease.max_seqs:
                     raise CallRefused(Status.BAD_SEQUENCE, f"sequence {seq_index} is outside the lease")
-                self._node.orphans.keep(self._kept, seq_index, tag, key)
+                self._node.orphans.keep(self._keyed, seq_index, tag, key)
             except CallRefused as error:
                 first = first or error
         if first:
             raise first
 
     def find(self, key: str, length: int) -> None:
-        self._node.orphans.find(key, length, self._kept.format)
+        self._node.orphans.find(key, length, self._keyed.format)
 
     async def adopt(self, seq: tuple[int, int], length: int, key: str) -> None:
         await self._migrations.adopt(seq, length, key)
@@ -418,10 +418,10 @@ class REngineGrant:
 
     def close(self) -> None:
         stats = self._link.stats()
-        if self._node.orphans.outlives_link(self._kept):
-            self._link.retire([seq_index for seq_index in self._kept.keys if self._kept.length(seq_index)])
+        if self._node.orphans.outlives_link(self._keyed):
+            self._link.retire([seq_index for seq_index in self._keyed.keys if self._keyed.length(seq_index)])
             self._link.shrink()
-            self._loop.call_soon_threadsafe(self._node.orphans.add, self._kept)
+            self._loop.call_soon_threadsafe(self._node.orphans.add, self._keyed)
         else:
             self._link.close()
         self._node.link_closed(self)
