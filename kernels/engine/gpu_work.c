@@ -206,7 +206,7 @@ static void write_pages(const fd_gpu_work_t *g, const gpu_slot_t *s, const fd_st
     for (uint32_t section = 0; section < step->n_sections; section++)
         for (uint32_t i = 0; i < plan->n_entries; i++) {
             const fd_entry_t *e = &plan->entries[i];
-            const uint32_t n = fd_pages_for((uint64_t)e->at + e->n_kept);
+            const uint32_t n = fd_pages_for((uint64_t)e->n_cached + e->n_kept);
             for (uint32_t copy = 0; copy < entries_of(g); copy++, to += s->blocks)
                 for (uint32_t b = 0; b < n; b++) to[b] = step->pages[(e->blocks + b) * step->n_sections + section];
         }
@@ -214,8 +214,8 @@ static void write_pages(const fd_gpu_work_t *g, const gpu_slot_t *s, const fd_st
 
 /* The tokens that a row of the entry sees at most, and the KV bytes that its rows read in a layer of this shape. */
 static uint64_t attended(const fd_entry_t *e, const fd_plan_shape_t *shape, uint64_t *kv_bytes) {
-    const uint64_t end = (uint64_t)e->at + e->n_kept;
-    const uint64_t pages = fd_pages_for(end) - (end ? fd_first_block(e->at, shape->window) : 0);
+    const uint64_t end = (uint64_t)e->n_cached + e->n_kept;
+    const uint64_t pages = fd_pages_for(end) - (end ? fd_first_block(e->n_cached, shape->window) : 0);
     *kv_bytes += pages * shape->n_kv_heads * shape->chunk_bytes;
     return pages * FD_PAGE_TOKENS;
 }
@@ -275,7 +275,7 @@ static fd_status_t upload(const fd_gpu_work_t *g, gpu_slot_t *s, const fd_step_t
     s->sequences = step->n_entries * entries_of(g);
     s->blocks = 1;
     for (uint32_t i = 0; i < plan->n_entries; i++) {
-        const uint32_t n = fd_pages_for((uint64_t)plan->entries[i].at + plan->entries[i].n_kept);
+        const uint32_t n = fd_pages_for((uint64_t)plan->entries[i].n_cached + plan->entries[i].n_kept);
         if (n > s->blocks) s->blocks = n;
     }
     const offsets_t at = offsets_of(s, step);

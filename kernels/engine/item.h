@@ -90,5 +90,5 @@ static inline bool is_partial(const ctx_t *c, const fd_entry_t *e) { return e->p
 
 /* How many of the tokens in the cache query row `row` of an entry sees, windows aside. */
 static inline uint32_t n_seen(const ctx_t *c, const fd_entry_t *e, uint32_t row) {
-    return e->partial ? e->at : fd_part_length(c->w->part, (uint64_t)e->pos + row + 1);
+    return e->partial ? e->n_cached : fd_part_length(c->w->part, (uint64_t)e->pos + row + 1);
 }

@@ -176,18 +176,18 @@ typedef struct {
 } span_t;
 
 static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
-    uint32_t end = fd_pages_for((uint64_t)e->at + e->n_kept);
+    uint32_t end = fd_pages_for((uint64_t)e->n_cached + e->n_kept);
     span_t s;
     if (!e->attend) {
-        s.first = e->at / FD_PAGE_TOKENS;
+        s.first = e->n_cached / FD_PAGE_TOKENS;
         s.last = shape->is_part ? s.first : end - 1;
         s.page_cost = FD_PAGE_TOKENS * COST_APPEND;
         s.rest = shape->is_part ? (uint64_t)e->n_kept * COST_APPEND : s.page_cost;
     } else {
         uint64_t weight = 1 + (uint64_t)e->n_rows * shape->group / 8;
         if (weight > MAX_WEIGHT) weight = MAX_WEIGHT;
-        s.first = fd_first_block(e->at, shape->window);
-        s.last = e->n_rows > (e->partial ? 1 : shape->q_block) ? s.first : e->at / FD_PAGE_TOKENS;
+        s.first = fd_first_block(e->n_cached, shape->window);
+        s.last = e->n_rows > (e->partial ? 1 : shape->q_block) ? s.first : e->n_cached / FD_PAGE_TOKENS;
         s.page_cost = FD_PAGE_TOKENS * weight;
         s.rest = (end - s.last) * s.page_cost + (uint64_t)(e->partial ? 0 : e->n_rows) * COST_APPEND;
         if (shape->topk) {
@@ -338,7 +338,7 @@ static void plan_kind(fd_plan_t *plan, const fd_step_t *step, const fd_kvcache_t
         const bool partial = r->flags & FD_ROW_PARTIAL;
         plan->entries[i] = (fd_entry_t){.pos = r->pos,
                                         .n_rows = partial ? r->n_rows / 2 : r->n_rows,
-                                        .at = step->kept[i].pos,
+                                        .n_cached = step->kept[i].pos,
                                         .n_kept = step->kept[i].n_rows,
                                         .row = row,
                                         .attend = r->flags & FD_ROW_ATTEND,

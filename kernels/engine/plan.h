@@ -40,9 +40,9 @@
 
 /* One sequence's part of a step. All numbers have been checked. */
 typedef struct {
-    uint32_t pos, n_rows; /* position of the first new token, number of new tokens */
-    uint32_t at, n_kept;  /* kept tokens (parts.h) before the first new one, and among the new ones */
-    uint32_t row;         /* index of the first KV row, and of the first Q and O row if the entry attends */
+    uint32_t pos, n_rows;      /* position of the first new token, number of new tokens */
+    uint32_t n_cached, n_kept; /* kept tokens (parts.h) before the first new one, and among the new ones */
+    uint32_t row;              /* index of the first KV row, and of the first Q and O row if the entry attends */
     uint32_t attend;
     bool partial;   /* FD_ROW_PARTIAL: `n_rows` counts queries, and each has two rows */
     uint32_t heads; /* KV heads of each span; divides n_kv_heads */

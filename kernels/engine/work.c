@@ -59,10 +59,10 @@ static void prefetch_pending(const pending_t *p, uint32_t head) {
     prefetch_row(k_of(p->c, kv, p->head + head), k_bytes(p->c));
     if (!p->c->shape->v_in_k) prefetch_row(v_of(p->c, kv, p->head + head), v_bytes(p->c));
     const uint8_t *chunk =
-        fd_kv_chunk(w->kv, p->c->store, page_of(p->c, p->e, p->e->at / FD_PAGE_TOKENS), p->head + head);
+        fd_kv_chunk(w->kv, p->c->store, page_of(p->c, p->e, p->e->n_cached / FD_PAGE_TOKENS), p->head + head);
     const fd_plan_shape_t *shape = p->c->shape;
     fd_kv_prefetch_append(w->kv_dtype, chunk, shape->head_size, shape->v_size, shape->v_in_k,
-                          p->e->at % FD_PAGE_TOKENS);
+                          p->e->n_cached % FD_PAGE_TOKENS);
 }
 
 /* fd_attend_t.before_last_chunk: the kernel calls this right before it reads the last chunk of a head. */

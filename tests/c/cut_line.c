@@ -86,7 +86,7 @@ int main(int argc, char **argv) {
                           .n_rows = below(4) ? 1 : 1 + (uint32_t)below(600),
                           .flags = below(5) ? FD_ROW_ATTEND : 0};
             plan->entries[i] = (fd_entry_t){.pos = r.pos,
-                                            .at = r.pos,
+                                            .n_cached = r.pos,
                                             .n_kept = r.n_rows,
                                             .n_rows = r.n_rows,
                                             .row = row,
