@@ -140,7 +140,7 @@ class Entrust(Proved, frozen=True):
 
 class PromptMessage(ControlMessage, frozen=True):
     """A prompt to compute: the ids of its tokens (uint32, little-endian), and the R-node at `url` that takes the pages
-    for `token`. The other fields are those of engine.migration.prefill_client.Order."""
+    for `token`. The other fields are those of engine.migration.prefill_client.PrefillOrder."""
 
     tokens: bytes
     adapter: wire.Name | None

@@ -10,7 +10,7 @@ on at the source.
 An S-node fetches pages of a sequence to the device of its S-Part. OFFER lets it present a token over a migration
 connection that it opens itself, and each FETCH brings pages.
 
-C copies the bytes between the socket and the pages (kernels/engine/transfer.c), at most 1 MiB at a time, on the event
+C copies the bytes between the socket and the pages (kernels/engine/migration.c), at most 1 MiB at a time, on the event
 loop. So a sequence that is freed, or a link that ends, stops its migration at once. Another thread faults in memory
 that was never touched, from the RECEIVE on, because that may take the OS tens of milliseconds for a huge page.
 """
