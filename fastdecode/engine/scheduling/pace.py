@@ -68,9 +68,8 @@ class Pace:
         groups, totals = self._cluster.loads.groups, [0] * len(self._cluster.nodes)
         decoding = Loads(groups, [[0.0] * len(groups) for _ in totals])
         limited = any(reads != LayerReads() for reads, _ in groups)
-        for seq in (
-            batch
-        ):  # every sequence in every step: lengths are summed first, except where layers do not read all of them
+        # Every step passes every sequence: lengths are summed first, unless a layer reads only some of the tokens.
+        for seq in batch:
             if seq.cached < seq.prefill_end:
                 prompts.append(seq)
                 continue
