@@ -3,7 +3,7 @@
 engine         Engine: takes requests, drives the steps, hands out their tokens
 delivery       the tokens of a step on their way to the API
 checks         checks of requests and of links
-batching       a plan in the S-Part's terms
+step_batch     step_batch: a plan in the S-Part's terms
 runner         the thread in which the S-Part computes
 rnode_control  FREE, FORK, RESIZE and STATS; what happens when an R-node is lost
 stats          counters for /metrics and /health

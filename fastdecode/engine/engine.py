@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.batching import logit_rules, step_batch
 from fastdecode.engine.checks import adapter_index, check_generated, check_link, check_prompt, check_tokens
 from fastdecode.engine.delivery import deliver
 from fastdecode.engine.migration.prefill_client import PrefillNodes
@@ -44,6 +43,7 @@ from fastdecode.engine.state.request import (
 )
 from fastdecode.engine.state.sequence import KVSource, Sequence
 from fastdecode.engine.stats import EngineObserver, EngineStats, Totals
+from fastdecode.engine.step_batch import logit_rules, step_batch
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:

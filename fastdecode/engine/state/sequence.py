@@ -112,7 +112,7 @@ class Sequence:
     #: The chunk of each step in which it decodes one token; None: no step has, since it was placed or migrated. The
     #: chunk names the sequence, so it is dropped when the sequence leaves its R-node.
     decoding: PlannedChunk | None = None
-    #: The S-Part's form of that chunk, and the SampleSpec within it (engine/batching.py).
+    #: The S-Part's form of that chunk, and the SampleSpec within it (engine/step_batch.py).
     reusable: tuple[Chunk, SampleSpec] | None = None
 
     # Output and times, kept by the engine. Times are of the engine's clock, in seconds.
