@@ -23,7 +23,7 @@
  * `report` is written twice: with the verdict on ARM, and with the step's totals before the reply of the last layer. A
  * step that cannot go on gets a report and then FD_POISON in layer_reply, which opens every gate that compares with >=.
  * When a link dies, the S side itself writes FD_POISON there; a late reply may overwrite it, so a watchdog writes it
- * again (fd_port_poison) until the step has been disarmed. Nobody takes the rows of a poisoned step for good.
+ * again (fd_port_poison) until the step has been disarmed. The rows of a poisoned step are not used.
  *
  * Rows are ordered by table entry. Entries that attend come first, so there are `n_attend_rows` Q and O rows and
  * `n_rows` KV rows:

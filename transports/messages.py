@@ -110,7 +110,7 @@ class Probe(Proved, frozen=True):
 
 
 class Deliver(Proved, frozen=True):
-    """`token` is that of a RECEIVE or an OFFER, and is valid once. Both ends must have pages of `page_bytes`."""
+    """`token` comes from a RECEIVE or an OFFER, and is valid once. Both ends must have pages of `page_bytes`."""
 
     version: wire.U32
     nonce: wire.Hex32

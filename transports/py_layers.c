@@ -9,8 +9,8 @@ typedef struct {
 
 static double seconds_now(void) { return (double)fd_now_ns() * 1e-9; }
 
-/* Asks the first `n` awaited for a layer and waits for them. Returns the caller's mistake or NULL. `error` is that of
- * what is computed meanwhile. */
+/* Asks the first `n` awaited for a layer and waits for them. Returns the caller's mistake or NULL. `error`: of
+ * layers->compute_meanwhile. */
 static const char *exchange(GroupObject *self, size_t n, uint32_t layer, uint64_t timeout_ns,
                             const fd_spart_layers_t *layers, times_t *times, int *error) {
     const char *misuse = fd_py_group_ring(self, n, layer);

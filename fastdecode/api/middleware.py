@@ -97,7 +97,7 @@ def log_error(error: ApiError) -> None:
 
 
 def _too_long(request: web.Request) -> bool:
-    """True if the body will be longer than the server takes, so nobody need send it."""
+    """True if the body will be longer than the server takes, so that the client need not send it."""
     return (request.content_length or 0) > request.client_max_size
 
 

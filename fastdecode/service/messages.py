@@ -195,7 +195,7 @@ class Connection(Generic[_Message]):
 
     @classmethod
     async def open(cls, sock: socket.socket, decoder: Decoder[_Message]) -> Connection[_Message]:
-        """The connection of a connected socket, which it then owns; `decoder` is that of the messages that arrive."""
+        """The connection of a connected socket, which it then owns; `decoder` decodes the messages that arrive."""
         reader, writer = await asyncio.open_unix_connection(sock=sock, limit=_BUFFER)
         return cls(decoder, reader, writer)
 

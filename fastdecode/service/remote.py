@@ -29,7 +29,7 @@ class RemoteEngine:
         loop = asyncio.get_running_loop()
         self._connection = connection
         self.max_model_len = self.max_queued = 0  # until the engine has said them
-        self._outlet: Outlet | None = None  # that of the first request
+        self._outlet: Outlet | None = None  # of the first request, and of all others
         self._running: set[int] = set()  # the numbers of the choices that have not ended
         self.lost = 0  # how many choices were running when the engine's process ended
         self._queueing: dict[int, asyncio.Future[None]] = {}  # by the number of the first choice

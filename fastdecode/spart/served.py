@@ -40,7 +40,7 @@ class ServedModel:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The hidden size, and the elements of the widest row within a block, that of the MLP."""
+        """The hidden size, and the width of the widest row within a block, the MLP's; in elements."""
         raise NotImplementedError
 
     def state_step_bytes(self, rows: int, single: int) -> int:

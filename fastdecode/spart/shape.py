@@ -11,7 +11,7 @@ from fastdecode.transports.base import LayerOptions
 
 
 class Heads(NamedTuple):
-    """The heads of one layer. Sizes in elements; `k_size` is that of Q too, `v_size` that of O."""
+    """The heads of one layer. Sizes are in elements; Q heads have `k_size` too, and O heads `v_size`."""
 
     n_q: int
     n_kv: int

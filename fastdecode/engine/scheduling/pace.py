@@ -1,4 +1,4 @@
-"""Keeps decoding steps within the target time: says who may start to decode, and when choices of a request must pause.
+"""Keeps decoding steps within the target time: which sequences may start to decode, and which choices must pause.
 
 A step of a mini-batch takes the S-Part of its rows and the R-Part of the tokens that they read. Mini-batches in flight
 share the S-node and the R-nodes, so a step takes

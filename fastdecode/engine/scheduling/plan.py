@@ -38,7 +38,7 @@ class SchedulerLimits:
 
     @property
     def slots(self) -> int:
-        """Steps that may be in flight at once. With `prompts_apart` the last slot is that of the steps of prompts."""
+        """Steps that may be in flight at once. With `prompts_apart` the last slot has the steps of prompts."""
         return self.mini_batches + self.prompts_apart
 
 
@@ -46,7 +46,7 @@ class SchedulerLimits:
 class Plan:
     """One step. Chunks that attend on R-nodes come first; each kind is in order of link (see spart/step/batch.py)."""
 
-    slot: int  # the mini-batch, or that of the steps of prompts
+    slot: int  # the mini-batch, or the slot of the steps of prompts
     chunks: list[PlannedChunk]
     prompts: PromptWork = NO_PROMPTS  # the work of its chunks of prompts
 

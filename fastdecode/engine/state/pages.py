@@ -193,7 +193,7 @@ class PageBook:
         table.count()
 
     def slide(self, table: PageTable, pos: int, tokens: int) -> list[Page]:
-        """Take the pages that no row from `pos` on sees out of `table`, that of a running sequence.
+        """Take the pages that no row from `pos` on sees out of `table`, the table of a running sequence.
 
         Pages that only this sequence holds become its next pages, as many as it lacks for `tokens` tokens. Returns the
         others; the caller passes them to `freed` once the R-node has done the step that gives them back.
@@ -212,7 +212,7 @@ class PageBook:
         return given_back
 
     def drop(self, table: PageTable, blocks: int) -> list[Page]:
-        """Take the pages of the first `blocks` blocks out of `table`, that of a running sequence whose layers see all
+        """Take the pages of the first `blocks` blocks out of the table of a running sequence whose layers see all
         tokens. Returns the pages; the caller passes them to `freed` once they are given back."""
         gone = [table.held[0].popleft() for _ in range(blocks - table.first[0])]
         table.first[0] = blocks

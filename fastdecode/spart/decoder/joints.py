@@ -131,7 +131,7 @@ def _native_layer(layer: Layer) -> tuple[object, ...]:
 
 
 def _computes(linear: Linear, act_dtype: str) -> bool:
-    """True if kernels/linears computes the linear for rows of this dtype; that of quantised matrices is fp32."""
+    """True if kernels/linears computes the linear for rows of this dtype; rows of quantised matrices are fp32."""
     return bool(linear.native) and (
         act_dtype == "fp32" or not any(isinstance(product, _native.QuantisedLinear) for product in linear.native)
     )

@@ -1,4 +1,4 @@
-"""The pass of a step's rows through the layers of a model: LayerPass, and DecoderPass, that of the native decoder."""
+"""The pass of a step's rows through the layers of a model: LayerPass, and the native decoder's DecoderPass."""
 
 from __future__ import annotations
 

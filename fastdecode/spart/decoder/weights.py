@@ -115,7 +115,7 @@ class Weights:
 
 @dataclass(slots=True, kw_only=True)
 class Model(ServedModel):
-    """A loaded checkpoint. `weight_bytes` are those of the linears and embeddings."""
+    """A loaded checkpoint. `weight_bytes` counts the linears and embeddings."""
 
     config: ModelConfig
     weights: Weights

@@ -52,8 +52,8 @@ class SlotViews:
 
 
 def held_region(link: DataPath) -> np.ndarray:
-    """The bytes of a link's region, which stays mapped as long as the array lives. Of a link that went down before the
-    step began, memory that nobody reads: the step fails there, and goes on for the other links."""
+    """The bytes of a link's region, which stays mapped as long as the array lives. For a link that went down before the
+    step began, memory that no one reads: the step fails on this link, and goes on for the others."""
     try:
         # One call looks at the region and holds it: the event loop may release it at any time.
         return np.frombuffer(link.region, np.uint8)

@@ -198,7 +198,7 @@ class _DrivenLinks(StepLinks):
 
 
 class Bypass:
-    """Runs the decode steps of an SPart. Used by one thread at a time, that of the runner once it has steps."""
+    """Runs the decode steps of an SPart. Used by one thread at a time: the runner's, once there are steps."""
 
     def __init__(
         self, kernels: Kernels, make_stream: Callable[[], GraphStream], most_rows: int, proxy: Proxy | None = None

@@ -123,7 +123,7 @@ class GroupedEmbedding(Embedding):
     nbytes: int
 
     def __init__(self, linears: Sequence[GroupedLinear], dtype: torch.dtype, shared: bool):
-        """`dtype` is that of activations. `shared`: the memory counts as the head's."""
+        """`dtype`: of activations. `shared`: the memory counts as the head's."""
         self._linears = tuple(linears)
         self._dtype = dtype
         self.nbytes = 0 if shared else sum(linear.nbytes for linear in linears)

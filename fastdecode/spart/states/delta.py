@@ -65,7 +65,7 @@ class DeltaBlock:
     """The rule of a block. `index`: its number among the blocks that have a state."""
 
     def __init__(self, rule: DeltaRule, weights: DeltaWeights, norm_eps: float, index: int, dtype: torch.dtype):
-        """`dtype`: that of the activations."""
+        """`dtype`: of the activations."""
         self._rule, self._weights, self._norm_eps, self._index = rule, weights, norm_eps, index
         self._conv = weights.conv[:, 0].T.contiguous()  # [kernel, channels]
         self._rate = weights.decay.exp().neg()

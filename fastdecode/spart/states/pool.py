@@ -21,7 +21,7 @@ from fastdecode.spart.step.step_table import StepTable
 
 
 class StateTensor(NamedTuple):
-    """One tensor of a state. `dtype` None: that of activations."""
+    """One tensor of a state. `dtype` None: the activation dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
