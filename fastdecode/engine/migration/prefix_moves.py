@@ -60,7 +60,7 @@ class PrefixMove:
 
 
 class PrefixMoves:
-    """Belongs to the engine's event loop."""
+    """Moves idle prefixes from the S-Part's device to R-nodes and back. Belongs to the engine's event loop."""
 
     def __init__(
         self,

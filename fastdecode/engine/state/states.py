@@ -20,7 +20,7 @@ _HEADROOM = 0.25
 
 
 class StateSlots:
-    """All slots. `n` None: the model's layers keep no states, so a sequence needs no slot."""
+    """The slots of all sequences and snapshots. `n` None: the model's layers keep no states, and need no slots."""
 
     def __init__(self, n: int | None):
         self.needed = n is not None
