@@ -71,7 +71,8 @@ async def test_an_adapter_of_all_linears_equals_the_merged_model(variant, n, tmp
     base = make_checkpoint(variant)
     adapter = save_adapter(base, tmp_path / "adapter", 1, r=4, target_modules="all-linear")
     ranks = Ranks(base, n, dtype="fp32", adapters=[read_adapter("a", adapter)])
-    assert await error_of(ranks, merged(base, adapter), tmp_path, adapter=0) < EXACT
+    # float64: with AVX2, transformers' own fp32 is further from it than EXACT.
+    assert await error_of(ranks, merged(base, adapter).double(), tmp_path, adapter=0) < EXACT
 
 
 async def test_a_kv_cache_of_4_bits_loses_no_more_than_at_one_rank(tmp_path):
