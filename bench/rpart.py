@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from fastdecode.bench.shape import Data, Shape
 from fastdecode.kernels._native import REngine, page_bytes
-from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, blocks_for
 from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.region.region import Region
 from fastdecode.spart.int4.balance import hadamard_by_s_node
@@ -53,7 +53,7 @@ class RPart:
         selections = (int(shape.index_heads > 0),)  # a layer with an indexer of its own
         one_page = page_bytes(geometry_tuple(geometry), KV_DTYPES.index(kv_dtype), selections=selections)
         self.sequences = shape.sequences(one_page / PAGE_TOKENS, kv_bytes)
-        n_pages = self.sequences * -(-shape.context // PAGE_TOKENS)
+        n_pages = self.sequences * blocks_for(shape.context)
         self.kv_bytes = n_pages * one_page
         rows = max(self.sequences, _FILL_PAGES * PAGE_TOKENS)
         geometry = replace(geometry, max_rows=rows)
@@ -115,7 +115,7 @@ class RPart:
         parts = [data.k, data.index_keys] if shape.v_in_k else [data.k, data.v]
         source = np.concatenate([part.reshape(shape.context, -1) for part in parts], axis=1)
         rng = np.random.default_rng(0)
-        turns = rng.permutation(np.repeat(np.arange(self.sequences), -(-cached // PAGE_TOKENS)))
+        turns = rng.permutation(np.repeat(np.arange(self.sequences), blocks_for(cached)))
         lengths = np.zeros(self.sequences, np.int64)
         kv = self._rows(y.kv, _FILL_PAGES * PAGE_TOKENS, y.kv_row_bytes)
         occupying = rng.permutation(self._occupy(len(turns))).tolist() if self._scattered else []

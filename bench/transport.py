@@ -37,7 +37,7 @@ from fastdecode.bench.rnode_child import RNodeChild
 from fastdecode.bench.transport_peers import PEERS, EchoProcess, installed
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.kernels._native import page_bytes
-from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, blocks_for
 from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.transports import registry
 from fastdecode.transports.base import Hello, Link
@@ -170,7 +170,7 @@ class Case:
     @property
     def pages(self) -> int:
         """KV pages of a step: each row is a sequence of its own, but in a stream each slot is one sequence."""
-        return self.rows if self.slots == 1 else self.slots * -(-self.rows // PAGE_TOKENS)
+        return self.rows if self.slots == 1 else self.slots * blocks_for(self.rows)
 
     @property
     def layers(self) -> int:

@@ -64,6 +64,11 @@ ROW_DTYPE = np.dtype(
 )
 
 
+def blocks_for(tokens: int) -> int:
+    """The blocks, of PAGE_TOKENS tokens each, that hold `tokens` tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
 class Status(IntEnum):
     """Outcome of a step or of a control request (fd_status_t)."""
 

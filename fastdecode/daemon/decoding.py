@@ -18,9 +18,8 @@ from tqdm import tqdm
 from fastdecode.daemon.device_plan import PROXY_SPIN_US
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.engine.runner import Runner
-from fastdecode.engine.state.pages import blocks_for
 from fastdecode.engine.state.request import SamplingParams
-from fastdecode.region.contract import ROW_DTYPE
+from fastdecode.region.contract import ROW_DTYPE, blocks_for
 from fastdecode.region.geometry import region_layout
 from fastdecode.spart import Model, SPart
 from fastdecode.spart.exchange.choice import ChosenExchange, choose_exchange

@@ -13,7 +13,7 @@ from functools import partial
 
 from fastdecode.daemon.orphans import KeyedLease, Orphans
 from fastdecode.kernels._native import REngineLink
-from fastdecode.region.contract import PAGE_TOKENS, Status
+from fastdecode.region.contract import PAGE_TOKENS, Status, blocks_for
 from fastdecode.transports import migration
 from fastdecode.transports.base import CallRefused, LinkRefused, TransportError, refusals
 from fastdecode.transports.frames import FrameSocket
@@ -64,7 +64,7 @@ class IncomingSequence(_MigratingSequence):
 
     def __init__(self, link: REngineLink, seq: tuple[int, int], length: int, page_bytes: int):
         super().__init__(link, seq, page_bytes)
-        self._n_pages = -(-length // PAGE_TOKENS)
+        self._n_pages = blocks_for(length)
         self._faulted = 0  # bytes from the first page on that have memory
         self._more = asyncio.Event()
         self._faulting = asyncio.create_task(self._fault_in())
@@ -128,7 +128,7 @@ class OfferedSequence(_MigratingSequence):
 
     def check(self, first: int, n_pages: int) -> None:
         with refusals():
-            n_blocks = -(-self._link.length(*self._seq) // PAGE_TOKENS)
+            n_blocks = blocks_for(self._link.length(*self._seq))
         if not n_pages or first + n_pages > n_blocks:
             raise CallRefused(Status.BAD_SEQUENCE, f"the sequence has {n_blocks} pages")
 
@@ -284,7 +284,7 @@ class Migrations:
         incoming = self._adopting[seq[0]] = IncomingSequence(self._link, seq, length, self._page_bytes)
         copied = False
         try:
-            pages = range(-(-length // PAGE_TOKENS))
+            pages = range(blocks_for(length))
             await incoming.copy(source, handle, pages, lambda: self._adopting.get(seq[0]) is incoming)
             copied = True
         finally:

@@ -12,7 +12,7 @@ from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Round
 from fastdecode.plan.children import r_node
 from fastdecode.plan.colocation import Colocation
 from fastdecode.plan.model import PlannedModel
-from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 from fastdecode.spart import Model
 
 _STEPS = 8  # of a round
@@ -84,7 +84,7 @@ async def _rounds(
 ) -> Rounds:
     mini_batches = 1 if in_turns else 2
     sequences = mini_batches * load.rows
-    pages = -(-(load.context + _STEPS + 1) // PAGE_TOKENS)
+    pages = blocks_for(load.context + _STEPS + 1)
     memory = sequences * pages * PAGE_TOKENS * planned.token_bytes(load.kv_dtype) / load.r_nodes
     best = min if least else statistics.median
     with ExitStack() as stack:

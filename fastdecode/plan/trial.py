@@ -44,7 +44,7 @@ from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import Profile, median, merged, read_profile
 from fastdecode.plan.simulation import RequestSender, Served, simulate
 from fastdecode.plan.stress import STREAM_PROMPT, disturbances, figures, table
-from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, blocks_for
 from fastdecode.spart import Model, SPart
 from fastdecode.transports.registry import connect
 
@@ -106,11 +106,11 @@ def run(args: argparse.Namespace) -> None:
     limits = SchedulerLimits(args.mini_batches, args.max_batch_tokens, args.max_batch_size)
     # Every slot has pages for a whole sequence and half a page to spare, and each R-node for its share and one sequence
     # more; four long prompts have room besides.
-    blocks = -(-length // PAGE_TOKENS)
+    blocks = blocks_for(length)
     slots = -(-limits.mini_batches * limits.max_seqs // args.r_nodes) + 1
     pages = blocks * slots + slots // 2 + 1
     if disturbed:
-        pages += 4 * -(-longest // PAGE_TOKENS) + 2 * args.choices
+        pages += 4 * blocks_for(longest) + 2 * args.choices
     memory = pages * PAGE_TOKENS * planned.token_bytes(args.kv_dtype)
     real = RealSystem(load(directory, args.s_threads), args.kv_dtype, args.r_nodes, args.r_threads, memory)
     serve = partial(real.serve, limits=limits)

@@ -33,7 +33,7 @@ from fastdecode.plan.equations import System, Work, round_seconds, stage_times
 from fastdecode.plan.measure import ProfileSettings, decode_rounds, load, measure
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import Profile, fastest, profile_from_json
-from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 from fastdecode.spart import Model
 
 COMMAND = ("validate", "predicted tokens/s beside measured ones, on this machine")
@@ -199,7 +199,7 @@ async def _decode(model: Model, planned: PlannedModel, point: Point, seconds: fl
 
 def kv_bytes(planned: PlannedModel, point: Point) -> float:
     """KV-cache of all sequences of a point."""
-    pages = -(-(point.context + _STEPS) // PAGE_TOKENS)
+    pages = blocks_for(point.context + _STEPS)
     return point.batch * pages * PAGE_TOKENS * planned.token_bytes(point.kv_dtype)
 
 

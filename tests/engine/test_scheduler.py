@@ -11,8 +11,7 @@ from fastdecode.engine.scheduling import queue
 from fastdecode.engine.scheduling.budgets import StepBudget
 from fastdecode.engine.scheduling.fairness import FairShares
 from fastdecode.engine.scheduling.plan import SchedulerLimits
-from fastdecode.engine.state.pages import blocks_for
-from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 
 pytestmark = pytest.mark.quick
 

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.migration.rebalance import Rebalancer
 from fastdecode.engine.state.ledger import RNodeLedger
-from fastdecode.engine.state.pages import blocks_for
-from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 from fastdecode.transports.base import CallRefused, LinkDown
 
 if TYPE_CHECKING:

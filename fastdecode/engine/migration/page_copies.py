@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, cast
 
-from fastdecode.engine.state.pages import blocks_for
+from fastdecode.region.contract import blocks_for
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

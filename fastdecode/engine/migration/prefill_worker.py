@@ -8,9 +8,8 @@ import contextlib
 import secrets
 from typing import TYPE_CHECKING, Protocol
 
-from fastdecode.engine.state.pages import blocks_for
 from fastdecode.engine.state.request import EngineError, GenerationFailed, SamplingParams, TokenEvent
-from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

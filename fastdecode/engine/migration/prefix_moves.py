@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.migration.page_copies import copy_to_device, copy_to_r_node
-from fastdecode.engine.state.pages import blocks_for
 from fastdecode.engine.state.prefixes import CachedSequence, PrefixEntry
-from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 from fastdecode.transports.base import CallRefused, LinkDown
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 from fastdecode.engine.scheduling.rtime import Loads, assign
 from fastdecode.engine.state.bandwidth import alike
 from fastdecode.engine.state.ledger import RNodeLedger
-from fastdecode.engine.state.pages import blocks_for
 from fastdecode.engine.state.states import StateSlots
-from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable

@@ -17,12 +17,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import NamedTuple
 
-from fastdecode.region.contract import PAGE_TOKENS
-
-
-def blocks_for(tokens: int) -> int:
-    """The blocks of `tokens` tokens."""
-    return -(-tokens // PAGE_TOKENS)
+from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 
 
 class PageGroup(NamedTuple):

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from fastdecode.region.contract import blocks_for
 from fastdecode.spart.exchange.base import LinkRows, StepLinks
 from fastdecode.spart.exchange.driver import DriverError
 from fastdecode.spart.exchange.graph import GraphStream
@@ -50,7 +51,7 @@ from fastdecode.spart.exchange.stream_rows import (
 from fastdecode.spart.memory import graph_bytes
 from fastdecode.spart.resident.kernels import ResidentKernels, ResidentTables
 from fastdecode.spart.resident.link import ResidentLink
-from fastdecode.spart.resident.rows import ResidentRows, blocks_for
+from fastdecode.spart.resident.rows import ResidentRows
 from fastdecode.spart.sampler.sampling import Sampler
 from fastdecode.spart.sampler.sampling_kinds import KINDS, Kind, kind_of
 from fastdecode.spart.step.batch import StepBatch, StepOutput

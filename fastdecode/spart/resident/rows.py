@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.contract import blocks_for
 from fastdecode.spart.resident.kernels import ResidentTables
 from fastdecode.spart.resident.link import ResidentLink
 from fastdecode.spart.step.step_table import StepTable
@@ -93,11 +93,6 @@ class ResidentRows:
         """End the step, whose copies of pages the device has made. Idempotent."""
         self._arena.lists.end_copies(self._copies)
         self._copies = b""
-
-
-def blocks_for(tokens: int) -> int:
-    """Blocks of PAGE_TOKENS tokens."""
-    return -(-tokens // PAGE_TOKENS)
 
 
 def row_numbers(entries: np.ndarray, cuts: Sequence[int] = ()) -> npt.NDArray[np.int32]:

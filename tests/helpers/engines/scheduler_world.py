@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from fastdecode.engine.scheduling.cluster import Cluster
 from fastdecode.engine.scheduling.plan import Plan, SchedulerLimits
 from fastdecode.engine.scheduling.scheduler import Scheduler
-from fastdecode.engine.state.pages import blocks_for
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.engine.state.sequence import Sequence
-from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 from fastdecode.transports.base import Lease
 
 END = 7  # the end token of every sequence here

@@ -12,8 +12,7 @@ import zlib
 from collections import Counter
 from types import SimpleNamespace
 
-from fastdecode.engine.state.pages import blocks_for
-from fastdecode.region.contract import PAGE_TOKENS, Status
+from fastdecode.region.contract import PAGE_TOKENS, Status, blocks_for
 from fastdecode.spart.shape import LayerReads
 from fastdecode.spart.step.batch import Sampled, StepOutput
 from fastdecode.transports.base import CallRefused, LinkDown, StepCost
