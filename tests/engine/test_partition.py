@@ -98,7 +98,11 @@ async def serving(path, nodes, *, partition="heads", backend="native", kv_dtype=
         yield engine
         [node] = engine.cluster.nodes
         async with asyncio.timeout(30):
-            while engine.scheduler.has_work or node.free_pages + node.pages_evictable < node.n_pages:
+            while (
+                engine.scheduler.waiting
+                or engine.scheduler.running
+                or node.free_pages + node.pages_evictable < node.n_pages
+            ):
                 await asyncio.sleep(0.01)
         members = [node.link] if partition == "tokens" else [member.link for member in node.link.members]
         for link in members:

@@ -327,7 +327,7 @@ async def test_a_failed_sequence_becomes_no_entry():
         await asyncio.to_thread(spart.posted.wait, 20)
         stream.cancel()  # before the failure is known
         spart.gate.set()
-        await until(lambda: not engine.scheduler.has_work)
+        await until(lambda: not (engine.scheduler.waiting or engine.scheduler.running))
         assert len(engine.cluster.nodes[0].prefixes) == 0
 
 

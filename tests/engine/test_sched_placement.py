@@ -166,7 +166,7 @@ def test_the_account_of_loads_is_empty_when_everything_has_ended():
     scheduler = Scheduler(cluster, SchedulerLimits(2, 512, 16))
     for i in range(10):
         scheduler.add(sequence(i, 100 * (i + 1), 30))
-    while scheduler.has_work:
+    while scheduler.waiting or scheduler.running:
         for mini_batch in (0, 1):
             if plan := scheduler.schedule(mini_batch):
                 tokens = [SimpleNamespace(token=1, error=None) if c.sample else None for c in plan.chunks]

@@ -92,7 +92,7 @@ def test_exact_lease_holds_its_tokens_and_no_page_more(n_prompt, max_new):
     world = World([(pages, 1)])
     seq = world.add(n_prompt, max_new)
     most = 0
-    while world.scheduler.has_work:
+    while world.scheduler.waiting or world.scheduler.running:
         for mini_batch in range(2):
             if mini_batch in world.flights:
                 world.end(mini_batch)

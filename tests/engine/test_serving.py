@@ -114,7 +114,7 @@ async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **
     engine.link_to = link_to
     try:
         yield engine
-        await until(lambda: not engine.scheduler.has_work)
+        await until(lambda: not (engine.scheduler.waiting or engine.scheduler.running))
         for node in engine.cluster.alive:
             kept = node.prefixes
             await until(lambda node=node: node.free_pages + node.pages_evictable == node.n_pages)

@@ -116,10 +116,6 @@ class Scheduler:
         """Sequences that may run at once."""
         return min(self.limits.mini_batches * self.limits.max_seqs, self.cluster.states.total)
 
-    @property
-    def has_work(self) -> bool:
-        return len(self.waiting) > 0 or len(self.running) > 0
-
     def backlog(self, n_tokens: int) -> int:
         """How many sequences would wait for others to end if a sequence of `n_tokens` tokens joined the queue.
 

@@ -187,13 +187,13 @@ class World:
                     moved = True
                 moved |= self.begin(slot) is not None
             moved |= self.free()
-            if not self.scheduler.has_work and not self.flights:
+            if not (self.scheduler.waiting or self.scheduler.running) and not self.flights:
                 self.free()
                 return
             assert moved, "there is work and nothing moves"
         raise AssertionError("it does not end")
 
     def assert_empty(self) -> None:
-        assert not self.scheduler.has_work and not self.flights
+        assert not (self.scheduler.waiting or self.scheduler.running) and not self.flights
         for node, cached in zip(self.cluster.nodes, self.cached, strict=True):
             assert not cached and node.free_pages == node.n_pages and node.load == 0 and not node.n_sequences

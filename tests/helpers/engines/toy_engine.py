@@ -60,7 +60,7 @@ async def keeping(*links, state_slots=None, **options):
         yield engine, spart
         spart.gate.set()
         await until(lambda: not engine._live)
-        await until(lambda: not engine.scheduler.has_work)  # those cancelled in flight
+        await until(lambda: not (engine.scheduler.waiting or engine.scheduler.running))  # those cancelled in flight
         await until(lambda: all(not node.pages_freeing for node in engine.cluster.alive))
         assert not spart.staged
         for node in engine.cluster.alive:
