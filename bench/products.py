@@ -56,7 +56,7 @@ def measure(shapes: Sequence[tuple[int, int]], batches: Sequence[int], rounds: i
             theirs = [PackedLinear(weight) for _ in range(n)]
             for batch in tqdm(batches, desc=f"{outs} x {ins}", unit="batch", leave=False):
                 rows.append(_row(roofline, ours, theirs, batch, ins, rounds) | {"outs": outs, "ins": ins})
-    return {"threads": threads, "isa": ours[0].isa, "rows": rows}
+    return {"threads": threads, "isa": ours[0].native[0].isa, "rows": rows}
 
 
 def _row(

@@ -143,7 +143,7 @@ def test_two_parts_are_merged_without_overflow(isa):
 
 def test_an_isa_takes_its_own_function(isa):
     functions = [make_prompt_attention(one_layer(0), CPU, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    assert tuple(function and function.isa for function in functions) == EXPECTED[isa]
+    assert tuple(function and function.native.isa for function in functions) == EXPECTED[isa]
 
 
 @pytest.fixture(params=[isa for isa in _native.isa_supported() if isa != "scalar"])

@@ -109,11 +109,6 @@ class VectorOps:
         """Whether this CPU has operations on rows of a dtype."""
         return _native.RowOps.supports(act_code(dtype))
 
-    @property
-    def isa(self) -> str:
-        """The ISA of the functions."""
-        return self._native.isa
-
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor | None = None, scale: float = 1.0
     ) -> torch.Tensor:

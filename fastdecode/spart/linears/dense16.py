@@ -64,11 +64,6 @@ class Linear16(Linear):
         self.nbytes = packed.nbytes + (0 if vector is None else vector.nbytes)
 
     @property
-    def isa(self) -> str:
-        """The ISA of the kernels."""
-        return self._native.isa
-
-    @property
     def native(self) -> tuple[_native.Dense16Linear, ...]:
         return (self._native,)
 

@@ -44,11 +44,6 @@ class PackedAttention:
         self.dtype = dtype
         self.native = _native.PromptAttention(act_code(dtype))
 
-    @property
-    def isa(self) -> str:
-        """The ISA of the functions."""
-        return self.native.isa
-
     def words(self, heads: Heads, n_tokens: int) -> int:
         """32-bit words that `n_tokens` tokens of one KV head take."""
         return -(-n_tokens // BLOCK_TOKENS) * self.native.block_words(heads.k_size, heads.v_size)
