@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from models.checkpoints import FAMILIES, make_checkpoint, reference
+from models.quantised_checks import stored_numbers
 from models.spart_steps import GREEDY, linked, run, text
 from quick import quick
 
@@ -77,11 +78,11 @@ def hadamard_rows(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def rounded_inputs(linear: GroupedLinear, x: torch.Tensor) -> torch.Tensor:
-    """The rows x [n, in] fp32 that the linear multiplies once it has rounded them, in float64."""
-    if not linear._hadamard:
-        return rounded(x, STEPS[8 if linear._passes == 1 else 15])
-    steps = HADAMARD_STEPS_AVX2 if linear._native.isa == "avx2" and linear._bits == 8 else STEPS[8]
+def rounded_inputs(linear: GroupedLinear, matrix: Quantised, x: torch.Tensor) -> torch.Tensor:
+    """The rows x [n, in] fp32 that the linear of a matrix multiplies once it has rounded them, in float64."""
+    if not matrix.hadamard:
+        return rounded(x, STEPS[8 if matrix.activation_bits == 8 else 15])
+    steps = HADAMARD_STEPS_AVX2 if linear._native.isa == "avx2" and matrix.bits == 8 else STEPS[8]
     return hadamard_blocks(rounded(hadamard_rows(x), steps)) / 32
 
 
@@ -118,10 +119,10 @@ def random_matrix(
     )
 
 
-def assert_product(linear: GroupedLinear, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+def assert_product(linear: GroupedLinear, matrix: Quantised, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """The linear multiplies `x` [n, in] fp32 with the numbers that it stores."""
-    weight = linear.dequantise().double()
-    want = rounded_inputs(linear, x) @ weight.T + (0 if bias is None else bias.double())
+    weight = stored_numbers(linear).double()
+    want = rounded_inputs(linear, matrix, x) @ weight.T + (0 if bias is None else bias.double())
     got = linear(x)
     assert got.shape == want.shape and got.dtype == x.dtype
     # A minimum and its opposite in the scaled number cancel, so that terms are larger than the weights.
@@ -150,7 +151,7 @@ def test_kernels_compute_the_exact_product_of_rounded_rows(isa, bits):
             bias = torch.randn(outs)
             linear = GroupedLinear(matrix, bias)
             for n in (1, 2, 3, 7, 8, 15, 33):
-                assert_product(linear, torch.randn(n, ins), bias)
+                assert_product(linear, matrix, torch.randn(n, ins), bias)
 
 
 def test_each_isa_has_the_kernels_that_its_name_says(isa):
@@ -195,7 +196,7 @@ def test_extreme_activations(isa):
     matrix = random_matrix(8, 20, 64)
     linear = GroupedLinear(matrix, None)
     assert torch.equal(linear(torch.zeros(2, 64)), torch.zeros(2, 20))
-    assert_product(linear, torch.randn(2, 64) * 1e20)
+    assert_product(linear, matrix, torch.randn(2, 64) * 1e20)
     assert linear(torch.full((1, 64), 1e-38)).abs().max() < 1e-30
     for bad in (math.nan, math.inf, -math.inf):
         x = torch.randn(3, 64)
@@ -208,7 +209,7 @@ def test_extreme_activations(isa):
 def test_activations_of_15_bits_are_as_good_as_exact(isa):
     matrix = random_matrix(8, 64, 256, mins=False, zero=128, activation_bits=15)
     linear, x = GroupedLinear(matrix, None), torch.randn(8, 256)
-    want = x.double() @ linear.dequantise().double().T
+    want = x.double() @ stored_numbers(linear).double().T
     assert (linear(x) - want).norm() < 1e-4 * want.norm()
 
 
@@ -311,7 +312,7 @@ def test_a_hadamard_matrix_is_the_matrix(bits, error, stored_error):
     assert matrix.hadamard and not quantise(weight[:, :70], bits, activation_bits=8).hadamard
     assert (matrix.dequantise() - weight).norm() < error * weight.norm()
     torch.testing.assert_close(hadamard_blocks(hadamard_blocks(weight)), weight * 32)
-    stored = GroupedLinear(matrix, None).dequantise()
+    stored = stored_numbers(GroupedLinear(matrix, None))
     torch.testing.assert_close(stored, matrix.dequantise(), rtol=0, atol=stored_error)
 
 
@@ -327,8 +328,8 @@ def test_one_large_activation_does_not_coarsen_its_block(isa):
     weight, x = torch.randn(64, 256), torch.randn(8, 256)
     x[:, 40] = 100.0
     linear = GroupedLinear(quantise(weight, 8, activation_bits=8), None)
-    exact = x.double() @ linear.dequantise().double().T
-    plain = rounded(x) @ linear.dequantise().double().T
+    exact = x.double() @ stored_numbers(linear).double().T
+    plain = rounded(x) @ stored_numbers(linear).double().T
     assert (linear(x).double() - exact).norm() < 0.6 * (plain - exact).norm()
 
 
@@ -344,17 +345,17 @@ def test_memory_keeps_the_numbers(isa):
     ids = torch.tensor([36, 0, 5, 5])
     parts = [GroupedLinear(random_matrix(bits, 37, 96, **HADAMARD[bits]), None) for bits in (8, 4)]
     for linears in (parts[:1], parts[1:], parts):
-        rows = torch.cat([linear.dequantise() for linear in linears])
+        rows = torch.cat([stored_numbers(linear) for linear in linears])
         for index in (ids, (len(rows) - 1 - ids)):
             assert torch.equal(GroupedEmbedding(linears, torch.float32, shared=False)(index), rows[index])
     for bits in (4, 8):
         matrix = random_matrix(bits, 37, 100, group=64)
         linear = GroupedLinear(matrix, None)
         # Scales are fp16 already; a minimum is rounded to fp16, here by up to a tenth of a step.
-        error = (linear.dequantise() - matrix.dequantise()).abs()
+        error = (stored_numbers(linear) - matrix.dequantise()).abs()
         assert (error <= 0.1 * matrix.scales.repeat_interleave(64, 1)[:, :100] + 1e-9).all()
         rows = GroupedEmbedding([linear], torch.float32, shared=False)(ids)
-        assert torch.equal(rows, linear.dequantise()[ids])
+        assert torch.equal(rows, stored_numbers(linear)[ids])
 
 
 def test_stacked_matrices_of_one_form_are_one_and_others_stand_side_by_side():
@@ -409,19 +410,20 @@ COARSE = 2
 
 
 def quantised_reference(directory, bits: int):
-    """transformers' model with the weights that `--weights` makes, in fp32, and the GroupedLinears of each linear."""
+    """transformers' model with the weights that `--weights` makes, in fp32, and each linear's GroupedLinears with their
+    matrices."""
     theirs = reference(directory)
     head, embedding = theirs.get_output_embeddings(), theirs.get_input_embeddings()
     linears = {}
     with torch.no_grad():
         if head.weight is not embedding.weight:
-            embedding.weight.copy_(GroupedLinear(quantise(embedding.weight, bits, 8), None).dequantise())
+            embedding.weight.copy_(stored_numbers(GroupedLinear(quantise(embedding.weight, bits, 8), None)))
         for name, module in theirs.named_modules():
             if type(module) is torch.nn.Linear:
                 own = 8 if name.endswith(".v_proj") else bits
                 parts = quantise_head(module.weight, bits) if module is head else [quantise(module.weight, own, 8)]
-                linears[module] = [GroupedLinear(part, None) for part in parts]
-                module.weight.copy_(torch.cat([linear.dequantise() for linear in linears[module]]))
+                linears[module] = [(GroupedLinear(part, None), part) for part in parts]
+                module.weight.copy_(torch.cat([stored_numbers(linear) for linear, _ in linears[module]]))
     return theirs, linears
 
 
@@ -430,7 +432,9 @@ def round_inputs(linears) -> None:
 
     def product(module, args, _):
         x = args[0].flatten(0, -2)
-        parts = [rounded_inputs(linear, x) @ linear.dequantise().double().T for linear in linears[module]]
+        parts = [
+            rounded_inputs(linear, matrix, x) @ stored_numbers(linear).double().T for linear, matrix in linears[module]
+        ]
         y = torch.cat(parts, 1) + (0 if module.bias is None else module.bias.double())
         return y.float().view(*args[0].shape[:-1], -1)
 

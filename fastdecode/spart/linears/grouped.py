@@ -28,16 +28,12 @@ class GroupedLinear(Linear):
 
     def __init__(self, matrix: Quantised, bias: torch.Tensor | None):
         """`bias` is [out] of any float dtype, or None. Both are copied."""
-        self._outs, self._ins = matrix.q.shape
-        self._bits, self._group, self._zero = matrix.bits, matrix.group, matrix.zero
-        self._table = matrix.table
-        self._passes = 1 if matrix.activation_bits == 8 else 2
-        self._hadamard = matrix.hadamard
-        self._signed = matrix.hadamard and self._bits == 8 and QuantisedLinear.wants_signed()
-        rows = -(-self._outs // _LANES) * _LANES
+        self.outs, self.ins = matrix.q.shape  # rows and columns of the matrix
+        signed = matrix.hadamard and matrix.bits == 8 and QuantisedLinear.wants_signed()
+        rows = -(-self.outs // _LANES) * _LANES
         self._weights = in_huge_pages(_tiles(matrix, rows))
-        self._negated_sums = in_huge_pages(_negated_sums(matrix, rows)) if self._signed else None
-        if self._signed:
+        self._negated_sums = in_huge_pages(_negated_sums(matrix, rows)) if signed else None
+        if signed:
             self._weights ^= _SIGN
         most = matrix.scales.abs().amax(1)
         if matrix.mins is not None:
@@ -47,44 +43,31 @@ class GroupedLinear(Linear):
         self._scales = in_huge_pages(_lanes(matrix.scales / units[:, None], rows))
         mins = matrix.mins
         self._mins = None if mins is None else in_huge_pages(_lanes(mins / units[:, None], rows))
-        self._units = F.pad(units, (0, rows - self._outs))
-        self._bias = None if bias is None else F.pad(bias.float(), (0, rows - self._outs))
-        self._native = self._make_native()
-
-    def _make_native(self) -> QuantisedLinear:
+        self._units = F.pad(units, (0, rows - self.outs))
+        self._bias = None if bias is None else F.pad(bias.float(), (0, rows - self.outs))
         optional = (self._mins, self._bias, self._negated_sums)
-        mins, bias, negated_sums = (None if tensor is None else tensor.numpy() for tensor in optional)
-        return QuantisedLinear(
-            self._outs,
-            self._ins,
-            self._bits,
-            self._group,
-            self._zero,
-            self._passes,
-            self._hadamard,
+        of_mins, of_bias, of_sums = (None if tensor is None else tensor.numpy() for tensor in optional)
+        self._native = QuantisedLinear(
+            self.outs,
+            self.ins,
+            matrix.bits,
+            matrix.group,
+            matrix.zero,
+            1 if matrix.activation_bits == 8 else 2,  # passes over the activations
+            matrix.hadamard,
             self._weights.numpy(),
             self._scales.numpy(),
             self._units.numpy(),
-            mins,
-            bias,
-            bytes(self._table) or None,
-            negated_sums,
+            of_mins,
+            of_bias,
+            bytes(matrix.table) or None,
+            of_sums,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.empty(len(x), self._outs)
+        y = torch.empty(len(x), self.outs)
         self.write(x.float().contiguous(), y, 0)
         return y.to(x.dtype)
-
-    @property
-    def outs(self) -> int:
-        """The rows of the matrix."""
-        return self._outs
-
-    @property
-    def ins(self) -> int:
-        """The columns of the matrix."""
-        return self._ins
 
     @property
     def native(self) -> tuple[QuantisedLinear, ...]:
@@ -98,16 +81,6 @@ class GroupedLinear(Linear):
     def nbytes(self) -> int:
         tensors = (self._weights, self._scales, self._mins, self._units, self._bias, self._negated_sums)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-    def dequantise(self) -> torch.Tensor:
-        """The matrix [out, in] in fp32."""
-        return self.rows(torch.arange(self._outs))
-
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix: index int64 [n] -> [n, in] fp32."""
-        y = torch.empty(len(index), self._ins)
-        self.read_rows(index, 0, y)
-        return y
 
     def read_rows(self, ids: torch.Tensor, first: int, y: torch.Tensor) -> None:
         """Write the rows `ids` - `first` to y [n, in] fp32, as far as the matrix has them; ids is int64 [n]."""

@@ -9,12 +9,18 @@ from typing import Any
 import torch
 
 from fastdecode.spart import SPart, load_model
+from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.step.batch import Chunk, StepBatch
 from models.spart_steps import GREEDY, linked, run, text
 
 #: Largest error in standard deviations of the logits, against transformers with the dequantised weights, if activations
 #: have 15 bits.
 EXACT = 5e-3
+
+
+def stored_numbers(linear: GroupedLinear) -> torch.Tensor:
+    """The matrix [out, in] fp32 that a linear has stored."""
+    return GroupedEmbedding([linear], torch.float32, shared=False)(torch.arange(linear.outs))
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
