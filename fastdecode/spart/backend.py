@@ -53,7 +53,6 @@ class Backend:
         if self.name == "native":
             from fastdecode.spart.loader import load_model
 
-            assert isinstance(self.config, ModelConfig)
             mtp = self.config.mtp
             return load_model(self.source, device, dtype, progress, weights, adapters, calibration, mtp, share)
         from fastdecode.spart.hf.model import load_hf_model
@@ -140,38 +139,31 @@ class Backend:
         followers: Followers | None = None,
     ) -> SPart:
         """The S-Part of a model that `load` returned; see SPart. `followers`: the other ranks of rank 0."""
+        loaded: Any = model  # of this backend
         if self.name == "native":
             from fastdecode.spart.decoder.decoder import SPart
             from fastdecode.spart.decoder.rank_steps import LeadSPart
-            from fastdecode.spart.decoder.weights import Model
 
-            assert isinstance(model, Model), "the model is not one that `load` returned"
             if followers is not None:
-                return LeadSPart(model, links, followers, state_slots)
-            return SPart(model, links, exchange, state_slots)
+                return LeadSPart(loaded, links, followers, state_slots)
+            return SPart(loaded, links, exchange, state_slots)
         from fastdecode.spart.hf.decoder import HFSPart
-        from fastdecode.spart.hf.model import HFModel
         from fastdecode.spart.hf.rank_steps import HFLeadSPart
 
-        assert isinstance(model, HFModel), "the model is not one that `load` returned"
-        loaded: Any = model
         if followers is not None:
             return HFLeadSPart(loaded, links, followers, state_slots)
         return HFSPart(loaded, links, exchange, state_slots)
 
     def make_follower(self, model: Model | HFModel, rank: int) -> FollowingSPart:
         """The S-Part of another rank than 0, of a model that `load` returned."""
+        loaded: Any = model  # of this backend
         if self.name == "native":
             from fastdecode.spart.decoder.rank_steps import FollowingSPart
-            from fastdecode.spart.decoder.weights import Model
 
-            assert isinstance(model, Model), "the model is not one that `load` returned"
-            return FollowingSPart(model, rank)
-        from fastdecode.spart.hf.model import HFModel
+            return FollowingSPart(loaded, rank)
         from fastdecode.spart.hf.rank_steps import HFFollowingSPart
 
-        assert isinstance(model, HFModel), "the model is not one that `load` returned"
-        return HFFollowingSPart(model, rank)  # type: ignore[arg-type]
+        return HFFollowingSPart(loaded, rank)
 
 
 def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:
