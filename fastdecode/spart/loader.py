@@ -76,15 +76,16 @@ def load_model(
         dtype = choose_dtype(dtype, config.dtype, device)
     checkpoint = open_checkpoint(source, config)
     blueprint = Blueprint(config, own_head=not config.tied or checkpoint.head_differs(config.names))
-    wanted = _matched(blueprint, checkpoint, config, source)
+    shapes = _wanted(blueprint).shapes
+    _match(shapes, checkpoint, config, source)
     check_adapted(source, adapters)
     adapter_set = AdapterSet(adapters)
     adapter_set.check(block_linears(config))
-    parameters = sum(map(math.prod, wanted.shapes.values()))
+    parameters = sum(map(math.prod, shapes.values()))
     if share is not None:
         whole, config = config, cut_config(config, share.rank, share.n)
         blueprint = Blueprint(config, blueprint.own_head)
-        cut = CutCheckpoint(checkpoint, whole, wanted.shapes, _wanted(blueprint).shapes, share)
+        cut = CutCheckpoint(checkpoint, whole, shapes, _wanted(blueprint).shapes, share)
         checkpoint, adapter_set = cut, AdapterSet([CutAdapter.of(adapter, cut) for adapter in adapters])
     units: dict[str, Any] = {"unit": "", "unit_scale": True}
     with (
@@ -125,13 +126,7 @@ def open_checkpoint(source: ModelSource, config: ModelConfig) -> Checkpoint:
 
 def check_tensors(source: ModelSource, config: ModelConfig) -> None:
     """Raise CheckpointError if a tensor of a model is missing or has another shape. Reads no weight."""
-    _matched(Blueprint(config, own_head=not config.tied), open_checkpoint(source, config), config, source)
-
-
-def _matched(blueprint: Blueprint, checkpoint: Checkpoint, config: ModelConfig, source: ModelSource) -> _Wanted:
-    wanted = _wanted(blueprint)
-    _match(wanted.shapes, checkpoint, config, source)
-    return wanted
+    _match(tensor_shapes(config), open_checkpoint(source, config), config, source)
 
 
 def _wanted(blueprint: Blueprint) -> _Wanted:
