@@ -17,6 +17,8 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from fastdecode.daemon.discovery import NodeSet, readings
 from fastdecode.engine.migration.prefill_client import PrefillOrder
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
@@ -111,15 +113,7 @@ class RemotePrefillNodes:
             self._waiting[url] -= len(order.tokens)
 
     async def _ask(self, url: str, order: PrefillOrder) -> None:
-        message = PromptMessage(
-            tokens=array("I", order.tokens).tobytes(),
-            adapter=order.adapter,
-            cache_salt=order.cache_salt,
-            client=order.client,
-            priority=order.priority,
-            url=order.url,
-            token=order.token,
-        )
+        message = PromptMessage(**order._asdict() | {"tokens": array("I", order.tokens).tobytes()})
         conn = await tcp.dial_url(url)
         try:
             async with asyncio.timeout(handshake.DEADLINE_S):
@@ -194,15 +188,7 @@ class PrefillServer(ConnectionServer):
             raise ProtocolError(f"expected PROMPT, got {message.TYPE}")
         if len(message.tokens) % 4:
             raise ProtocolError("the token ids of PROMPT are not whole")
-        return PrefillOrder(
-            tokens=array("I", message.tokens).tolist(),
-            adapter=message.adapter,
-            cache_salt=message.cache_salt,
-            client=message.client,
-            priority=message.priority,
-            url=message.url,
-            token=message.token,
-        )
+        return PrefillOrder(**asdict(message) | {"tokens": array("I", message.tokens).tolist()})
 
     async def _serve(self, conn: FrameSocket, order: PrefillOrder) -> None:
         """Compute a prompt while the other S-node keeps the connection open."""

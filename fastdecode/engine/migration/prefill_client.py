@@ -18,8 +18,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fastdecode.region.contract import blocks_for
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
@@ -38,8 +37,7 @@ LEAST_TOKENS = 256
 _CHECK_SECONDS = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillOrder:
+class PrefillOrder(NamedTuple):
     """A prompt for a prefill S-node, and where its pages go."""
 
     tokens: list[int]
