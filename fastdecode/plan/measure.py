@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -44,11 +43,10 @@ from fastdecode.plan.colocation import Colocation
 from fastdecode.plan.colocation_measure import ColocatedLoad, measure_colocation
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import LinkTimes, Profile, RNodeProfile, SNodeProfile, SPartTimes
-from fastdecode.plan.virtual_system import WORD, VirtualLink
+from fastdecode.plan.virtual_system import WORD, UncomputedSPart, VirtualLink
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import Model, SPart, choose_dtype, load_model, read_config
 from fastdecode.spart.own_thread import in_own_thread
-from fastdecode.spart.shape import LayerReads
 from fastdecode.spart.step.batch import Chunk, Sampled, SampleSpec, StepBatch, StepOutput
 from fastdecode.spart.threads import pool_threads, set_threads
 from fastdecode.transports.registry import connect
@@ -439,16 +437,11 @@ async def _step_seconds(model: PlannedModel, rows: int) -> float:
     return seconds / (_OUTPUTS - 1)
 
 
-class _InstantSPart:
+class _InstantSPart(UncomputedSPart):
     """An S-Part and a runner that answer at once."""
 
-    adapters: tuple[str, ...] = ()
-    exchange = "none"
-    state_slots = None
-
     def __init__(self) -> None:
-        self.expert_load: dict[int, list[int]] = {}
-        self.config = SimpleNamespace(vocab_size=2, eos_token_ids=(), max_positions=1 << 20, reads=(LayerReads(),))
+        super().__init__((), 1 << 20)
 
     def step(self, batch: StepBatch) -> StepOutput:
         sampled = Sampled(WORD)
@@ -461,9 +454,3 @@ class _InstantSPart:
 
     def stop(self) -> None:
         """Nothing was started."""
-
-    def is_long(self, final_length: int) -> bool:
-        return False
-
-    def drop(self, link: int, seq_index: int, tag: int) -> None:
-        """Nothing is staged."""

@@ -110,22 +110,35 @@ class VirtualStep:
     output: StepOutput
 
 
-class VirtualSPart:
+class UncomputedSPart:
+    """The parts of an S-Part, besides its steps, that the engine asks for."""
+
+    adapters: tuple[str, ...] = ()
+    exchange = "virtual"
+    state_slots = None
+
+    def __init__(self, ends: tuple[int, ...], max_positions: int, reads: tuple[LayerReads, ...] = ()):
+        """`ends`: the tokens that end a sequence. `reads`: what a row reads in each layer; empty: all tokens."""
+        self.expert_load: dict[int, list[int]] = {}
+        self.config = SimpleNamespace(
+            vocab_size=2, eos_token_ids=ends, max_positions=max_positions, reads=reads or (LayerReads(),)
+        )
+
+    def is_long(self, final_length: int) -> bool:
+        """False: no RoPE depends on the length of a sequence."""
+        return False
+
+    def drop(self, link: int, seq_index: int, tag: int) -> None:
+        """Nothing is staged."""
+
+
+class VirtualSPart(UncomputedSPart):
     """An S-Part that ends each sequence after a given number of tokens."""
 
     def __init__(self, system: System, links: list[VirtualLink], outputs: Sequence[int]):
         """`outputs` has the output tokens of each sequence, by its seed."""
+        super().__init__((END,), system.model.max_positions, system.model.reads)
         self._system, self._links, self.outputs = system, links, outputs
-        self.adapters: tuple[str, ...] = ()
-        self.expert_load: dict[int, list[int]] = {}
-        self.exchange, self.state_slots = "virtual", None
-        model = system.model
-        self.config = SimpleNamespace(
-            vocab_size=2,
-            eos_token_ids=(END,),
-            max_positions=model.max_positions,
-            reads=model.reads or (LayerReads(),),
-        )
 
     def step(self, batch: StepBatch) -> VirtualStep:
         """The cost and the result of a step. An uncached suffix costs the S-Part its rows, and its R-node one reading
@@ -168,13 +181,6 @@ class VirtualSPart:
         waited = stages.alone - stages.s_node
         output = StepOutput(sampled, stages.s_part + stages.resident, waited, round(total * token_bytes), costs)
         return VirtualStep(work, stages, output)
-
-    def is_long(self, final_length: int) -> bool:
-        """False: no RoPE depends on the length of a sequence."""
-        return False
-
-    def drop(self, link: int, seq_index: int, tag: int) -> None:
-        """Nothing is staged."""
 
 
 @dataclass(slots=True)
