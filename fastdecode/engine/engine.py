@@ -483,7 +483,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """The engine's counters now; the R-nodes' counters are as of the last RNodeControl.refresh."""
         nodes = self.cluster.alive
-        self.totals.preemptions = self.scheduler.preemptions
+        self.totals.preemptions = self.scheduler.pauses.preemptions
         self.totals.recomputed = self.scheduler.running.recomputed
         self.totals.migrated = self.r_nodes.migrator.migrated
         self.totals.remote_prefills = self.r_nodes.remote_prefills

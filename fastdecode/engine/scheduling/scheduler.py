@@ -107,11 +107,6 @@ class Scheduler:
         self._awaiting_kv: list[Sequence] = []
 
     @property
-    def preemptions(self) -> int:
-        """Running sequences that were paused, or taken off their R-nodes for want of pages."""
-        return self.pauses.preemptions
-
-    @property
     def _most_sequences(self) -> int:
         """Sequences that may run at once."""
         return min(self.limits.mini_batches * self.limits.max_seqs, self.cluster.states.total)
