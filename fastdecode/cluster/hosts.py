@@ -70,7 +70,7 @@ class Host(ABC):
         self._folder = tempfile.TemporaryDirectory(prefix=f"fastdecode-{config.name}-{name}-")
         self.folder = Path(self._folder.name)
         self._lifeline = _remove_at_death(self.folder)
-        self.port = free_port(machine)
+        self._take_ports()
         self._secret_file = config.secret_file or self._keep(config.made_secret)
         self._process = Supervised(f"{config.name}/{name}", self._next_command, log_file)
         self._leaving = threading.Event()
@@ -172,7 +172,6 @@ class RNodeHost(Host):
         super().__init__(*args)
         self.drain_seconds = self.config.r_nodes.drain_seconds
         self._numa = _claim_numa_node() if self.config.r_nodes.numa else None
-        self._take_ports()
 
     def _take_ports(self) -> None:
         super()._take_ports()
@@ -275,10 +274,6 @@ class PrefillHost(SNodeHost):
 
     role = "p"
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self._prefill_port = free_port(self.machine)
-
     def _take_ports(self) -> None:
         super()._take_ports()
         self._prefill_port = free_port(self.machine)
@@ -302,6 +297,7 @@ class RouterHost(Host):
     """The front door, or one of several."""
 
     role = "router"
+    _tries = 0  # to take a port
 
     def __init__(self, name: str, config: ClusterConfig, report: Report, machine: str, *rest: Any):
         file = config.router.file
@@ -311,8 +307,6 @@ class RouterHost(Host):
         self.drain_seconds = self.config.s_nodes.drain_seconds
         self._s_nodes = NodeFile(self.folder / "s-nodes")
         self._routers = None if file is None else NodeFile(Path(file), plain=True)
-        self._tries = 0
-        self._take_ports()
 
     def _take_ports(self) -> None:
         door = self.config.router
