@@ -275,19 +275,9 @@ class Handshake:
         self.conn.seal(r_seal, s_seal)
 
 
-async def challenge(conn: FrameSocket, node: str) -> Handshake:
-    """Send an R-node's CHALLENGE on a new connection and read the answer. Raises LinkRefused, LinkDown,
-    ProtocolError."""
-    return await _challenge(conn, node, HelloMessage, Attach, Probe, Deliver)
-
-
-async def challenge_s_node(conn: FrameSocket, node: str) -> Handshake:
-    """Send a prefill S-node's CHALLENGE on a new connection and read the answer. Raises LinkRefused, LinkDown,
-    ProtocolError."""
-    return await _challenge(conn, node, Entrust)
-
-
-async def _challenge(conn: FrameSocket, node: str, *expected: type[Question]) -> Handshake:
+async def challenge(conn: FrameSocket, node: str, *expected: type[Question]) -> Handshake:
+    """Send the CHALLENGE of `node` on a new connection and read the answer, which is of an expected kind. Raises
+    LinkRefused, LinkDown, ProtocolError."""
     message = Challenge(version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), node=node)
     await conn.write(message)
     answer = await conn.read()

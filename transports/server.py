@@ -42,6 +42,7 @@ from .messages import (
     Find,
     Fork,
     Free,
+    HelloMessage,
     Keep,
     Offer,
     Ok,
@@ -282,7 +283,7 @@ class ControlServer(ConnectionServer, Server):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def begin(self, conn: FrameSocket) -> Coroutine[None, None, None] | None:
-        opening = await handshake.challenge(conn, self._service.name)
+        opening = await handshake.challenge(conn, self._service.name, HelloMessage, Attach, Probe, Deliver)
         if isinstance(opening.answer, Attach):
             await self._attach(opening, opening.answer.token)
             return None

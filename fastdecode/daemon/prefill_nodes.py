@@ -177,7 +177,7 @@ class PrefillServer(ConnectionServer):
 
     async def _order(self, conn: FrameSocket) -> PrefillOrder:
         """Do the hand-shake and read the prompt. Raises LinkRefused, LinkDown, ProtocolError."""
-        opening = await handshake.challenge_s_node(conn, self._name)
+        opening = await handshake.challenge(conn, self._name, Entrust)
         if opening.verify(Entrust, self._secret).model != self._model:
             raise LinkRefused("the two S-nodes serve different models, or have KV-caches of different formats")
         self.note_proof()
