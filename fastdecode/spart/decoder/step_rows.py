@@ -13,8 +13,9 @@ from fastdecode.spart.decoder.weights import Model
 from fastdecode.spart.exchange import SlotViews, link_rows
 from fastdecode.spart.lora.adapters import AdapterRows
 from fastdecode.spart.prefill.prompt import PromptCache
+from fastdecode.spart.sampler.host_sampling import HostSampler
 from fastdecode.spart.sampler.prompt_logprobs import Scorer
-from fastdecode.spart.sampler.sampling import make_sampler
+from fastdecode.spart.sampler.sampling import Sampler
 from fastdecode.spart.states.pool import StatePool, StateRows
 from fastdecode.spart.step.batch import Sampled, StepBatch
 from fastdecode.spart.step.step_table import StepTable
@@ -92,7 +93,11 @@ class StepRows:
     def upload(self, device: torch.device, on_host: bool = True) -> None:
         """Plan the draws, start the upload of the step's table, and fill `sampler`, `uploaded` and `adapters`.
         `on_host`: a CPU's tokens may be drawn on the host."""
-        self.sampler = make_sampler(self.specs, self.vocab_size, self.table, on_host and device.type == "cpu")
+        self.sampler: HostSampler | Sampler
+        if on_host and device.type == "cpu":
+            self.sampler = HostSampler(self.specs, self.vocab_size)
+        else:
+            self.sampler = Sampler(self.specs, self.vocab_size, self.table)
         self.uploaded = self.table.upload(device)
         self.adapters = self._adapter_rows.on_device(self.uploaded)
         if self.states is not None:

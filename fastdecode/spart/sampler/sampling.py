@@ -27,7 +27,6 @@ import numpy.typing as npt
 import torch
 
 from fastdecode.spart.sampler.draws import SPAN, draw, span_count, stream_keys
-from fastdecode.spart.sampler.host_sampling import HostSampler
 from fastdecode.spart.sampler.sampling_kinds import GREEDY, MIN_TEMPERATURE, TOP_P_PREFIX, Kind, rows_of_block, why_none
 from fastdecode.spart.step.batch import Sampled, SampleSpec
 from fastdecode.spart.step.masks import TokenMask, forbidden, mask_bits
@@ -36,13 +35,6 @@ from fastdecode.spart.step.step_table import StepTable, download
 
 _FINITE, _REACHED, _EMPTY = 1, 2, 4  # flags of a row; _EMPTY: all of its logits are -inf
 _Uploaded = dict[str, torch.Tensor]
-
-
-def make_sampler(
-    specs: Sequence[SampleSpec], vocab_size: int, table: StepTable, on_host: bool
-) -> Sampler | HostSampler:
-    """The draws of one step. Adds what a Sampler needs to the step's table; a HostSampler needs nothing there."""
-    return HostSampler(specs, vocab_size) if on_host else Sampler(specs, vocab_size, table)
 
 
 class Sampler:
