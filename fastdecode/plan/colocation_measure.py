@@ -31,15 +31,13 @@ class ColocatedLoad:
     r_nodes: int = 1
 
     @classmethod
-    def from_bytes(
-        cls, model: PlannedModel, kv_dtype: str, kv_bytes: float, rows: int, r_nodes: int = 1
-    ) -> ColocatedLoad:
+    def from_bytes(cls, model: PlannedModel, kv_dtype: str, kv_bytes: float, rows: int) -> ColocatedLoad:
         """`rows` sequences, or more if their contexts would be beyond the model's, that read about `kv_bytes` a
         step."""
         tokens = kv_bytes / model.token_bytes(kv_dtype)
         longest = model.max_positions - _STEPS - 1
         rows = max(rows, -int(-tokens // longest))
-        return cls(rows, max(PAGE_TOKENS, int(tokens / rows)), kv_dtype, r_nodes)
+        return cls(rows, max(PAGE_TOKENS, int(tokens / rows)), kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)

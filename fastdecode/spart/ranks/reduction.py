@@ -46,7 +46,7 @@ class Reduction:
 
         Raises ValueError for a segment of another number of ranks, OSError.
         """
-        self.rank, self.n_ranks = rank, n_ranks
+        self.rank = rank
         self.native = _native.RankReduction(mmap.mmap(segment, 0), rank, n_ranks, limit_s)
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
