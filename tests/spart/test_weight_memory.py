@@ -129,7 +129,7 @@ def test_the_weights_of_linears_lie_in_huge_pages():
     assert mapping(address)["AnonHugePages"] >= 4 << 20
     x = torch.randn(2, 1024)
     want = x.double() @ weight.double().T
-    for linear, most in zip(linears, (1e-3, 1e-2), strict=True):
+    for linear, most in zip(linears, (1e-3, 2e-2), strict=True):  # AVX2 rounds activations to 7 bits
         assert (linear(x).double() - want).abs().max() < most * want.abs().max()
 
 
