@@ -32,9 +32,6 @@ class DirectoryActor(Directory):
     def config(self) -> ClusterConfig:
         return self._config
 
-    def process_id(self) -> int:
-        return os.getpid()
-
 
 class HostActor:
     """A host as an actor."""
@@ -60,10 +57,6 @@ class HostActor:
         except Exception:
             self._directory = None
             raise
-
-    def process_ids(self) -> tuple[int, int | None]:
-        """The process ids of the actor and of its node."""
-        return os.getpid(), self._host.entry.pid
 
     def entry(self) -> Entry:
         return self._host.entry

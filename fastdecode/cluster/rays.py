@@ -155,20 +155,10 @@ class RayCluster:
             found.setdefault(node, Entry(node, node.rstrip("0123456789"), "silent", "", ""))
         return in_order(found.values())
 
-    def process_ids(self, node: str) -> tuple[int, int | None]:
-        """The process ids of a node's actor and of its process, on their machine."""
-        ids: tuple[int, int | None] = answer(ray.get_actor(self._actor_name(node)).process_ids.remote())
-        return ids
-
     def log_end(self, node: str) -> str:
         """The last lines that a node and its host have written. Raises ClusterError."""
         lines: str = answer(ray.get_actor(self._actor_name(node)).log_end.remote())
         return lines
-
-    def directory_pid(self) -> int:
-        """The process id of the directory's actor, on its machine."""
-        pid: int = answer(self._directory().process_id.remote())
-        return pid
 
     def _actor_name(self, node: str) -> str:
         """The name of a node's or a router's actor. Raises ClusterError."""
@@ -417,7 +407,7 @@ class RayCluster:
             max_concurrency=4,
             **resources,
         )
-        return actor.remote(role, name.partition("@")[0], config).process_ids.remote()
+        return actor.remote(role, name.partition("@")[0], config).entry.remote()
 
     def _groups(self) -> list[int]:
         """The numbers of the cluster's placement groups."""

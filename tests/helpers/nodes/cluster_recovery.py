@@ -318,7 +318,7 @@ def _happen(event: str, cluster: Any, raylets: Any, nodes: list[Any]) -> list[st
         case "drain-p":
             cluster.drain(last_p[0])
         case "kill-directory":
-            os.kill(cluster.directory_pid(), signal.SIGKILL)
+            os.kill(_process_of("directory"), signal.SIGKILL)
         case "kill-raylet":
             entries = [e for e in cluster.view().entries if e.role != "router"]
             on = {node: [e for e in entries if e.ray_node == node.node_id] for node in nodes}
@@ -329,10 +329,20 @@ def _happen(event: str, cluster: Any, raylets: Any, nodes: list[Any]) -> list[st
         case _:
             names = {"kill-s": last_s, "kill-p": last_p[0] if last_p else "", "kill-router": cluster.routers()[0]}
             name = names.get(event, last_r)
-            actor, process = cluster.process_ids(name)
-            os.kill(actor if event == "kill-r-actor" else process, signal.SIGKILL)
+            if event == "kill-r-actor":
+                os.kill(_process_of(next(p.name for p in cluster.actors() if p.node == name)), signal.SIGKILL)
+            else:
+                os.kill(next(e.pid for e in cluster.view().entries if e.name == name), signal.SIGKILL)
             return [name]
     return []
+
+
+def _process_of(actor: str) -> int:
+    """The process id of a Ray actor."""
+    import ray
+
+    pid: int = ray.get(ray.get_actor(actor).__ray_call__.remote(lambda _: os.getpid()))
+    return pid
 
 
 async def _recovered(cluster: Any, killed: dict[str, int | None]) -> float:
