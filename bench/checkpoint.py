@@ -81,7 +81,9 @@ def write(args: argparse.Namespace) -> int:
 
 def _save(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # save_file lets nobody else read it
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
