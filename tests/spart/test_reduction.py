@@ -38,11 +38,11 @@ def addend(case: int, rank: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * case + rank)).to(dtype)
 
 
-def sum_cases(reduction: Reduction, rendezvous: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The sums of all cases, and gloo's of the same addends in fp32."""
+def sum_cases(reduction: Reduction, n: int, rendezvous: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The sums of all cases over `n` ranks, and gloo's of the same addends in fp32."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     gloo = torch.distributed
-    gloo.init_process_group("gloo", init_method=rendezvous, rank=reduction.rank, world_size=reduction.n_ranks)
+    gloo.init_process_group("gloo", init_method=rendezvous, rank=reduction.rank, world_size=n)
     sums = []
     set_threads(2)  # of which large sums take both
     for case in range(len(CASES)):
@@ -57,7 +57,7 @@ def sum_cases(reduction: Reduction, rendezvous: str) -> list[tuple[np.ndarray, n
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_sums_are_those_of_float64_and_gloo_and_alike_on_all_ranks(n: int, tmp_path: Path) -> None:
-    with RankProcesses(n, sum_cases, f"file://{tmp_path}/rendezvous") as ranks:
+    with RankProcesses(n, sum_cases, n, f"file://{tmp_path}/rendezvous") as ranks:
         answers = [ranks.result(rank) for rank in range(n)]
     for case, (_, dtype) in enumerate(CASES):
         addends = torch.stack([addend(case, rank).double() for rank in range(n)])
@@ -69,19 +69,18 @@ def test_sums_are_those_of_float64_and_gloo_and_alike_on_all_ranks(n: int, tmp_p
             assert answer[case][0].tobytes() == answers[0][case][0].tobytes()
 
 
-def sum_integers(reduction: Reduction, n_sums: int) -> int:
-    """Sum integers, of 1 to 4096 numbers, `n_sums` times. Returns how many sums were right."""
+def sum_integers(reduction: Reduction, n: int, n_sums: int) -> int:
+    """Sum integers over `n` ranks, of 1 to 4096 numbers, `n_sums` times. Returns how many sums were right."""
     right = 0
     for i in range(n_sums):
         x = torch.full((1 + 37 * i % 4096,), float(i % 1000 + reduction.rank))
-        n = reduction.n_ranks
         right += bool((reduction.sum_(x) == n * (i % 1000) + n * (n - 1) // 2).all())
     return right
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_thousands_of_sums_follow_each_other(n: int) -> None:
-    with RankProcesses(n, sum_integers, 5000) as ranks:
+    with RankProcesses(n, sum_integers, n, 5000) as ranks:
         assert [ranks.result(rank) for rank in range(n)] == [5000] * n
 
 
