@@ -68,7 +68,7 @@ def test_the_model_family_of_the_page_equals_transformers(tmp_path: Path) -> Non
     copy_tree(page, tree)
     *_, step_7 = re.findall(r"^pytest ((?:.*\\\n)*.* -k starcoder2)$", page.read_text(), re.M)
     output = run_tests(tree, *step_7.replace("\\\n", "").split())
-    assert re.search(r"^[3-9]\d passed", output, re.M), output[-1000:]
+    assert re.search(r"^[2-9]\d passed", output, re.M), output[-1000:]
 
 
 # ---- docs/adding-a-kernel.md ----
