@@ -143,20 +143,25 @@ def weights_of(config: NodeConfig, backend: Backend, device: torch.device, dtype
 
 
 def precision_note(config: NodeConfig, backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Tell people how much rounding a file's floating-point weights to `dtype` loses, or which faster dtype they could
+    """Tell people how much rounding a file's floating-point weights to `dtype` loses, and which faster dtype they could
     choose. None: there is nothing to tell."""
     stored, kept = backend.config.dtype, ACT_NAMES[dtype]
     if config.weights in QUANTISED_BYTES or _quantisation(backend):
         return None
     bits, bits_kept = _SIGNIFICAND[stored], _SIGNIFICAND[kept]
+    notes = []
     if bits_kept < bits:
-        return f"weights are rounded from {stored} to {kept}, whose significand has {bits_kept} bits instead of {bits}"
+        notes.append(
+            f"weights are rounded from {stored} to {kept}, whose significand has {bits_kept} bits instead of {bits}"
+        )
+    if choose_dtype("auto", kept, device) is not dtype:
+        notes.append(f"this CPU has no instructions for {kept}: steps of many sequences are much faster in fp32")
     if config.dtype == "auto" and (stored, kept) == ("fp16", "fp32") and device.type == "cpu" and chosen_isa() == "amx":
-        return (
+        notes.append(
             "with --dtype bf16 AMX computes steps of many sequences faster, and the fp16 weights are rounded to a "
             f"significand of {_SIGNIFICAND['bf16']} bits instead of {bits}; fp32 keeps the weights exactly"
         )
-    return None
+    return "; ".join(notes) or None
 
 
 def chosen_isa() -> str:

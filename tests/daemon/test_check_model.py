@@ -82,9 +82,20 @@ def test_a_16_bit_checkpoint_keeps_its_size_with_fp32_activations():
         ("llama-fp16", {"dtype": "bf16", "weights": "int8"}, None),
     ],
 )
-def test_what_rounding_weights_to_a_dtype_loses_is_said(checkpoint, options, note):
+def test_what_rounding_weights_to_a_dtype_loses_is_said(checkpoint, options, note, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     said = precision(checkpoint, **options)
     assert said is None if note is None else note in said
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bf16"}, {"dtype": "auto"}, {"dtype": "bf16", "weights": "int8"}], ids=str
+)
+def test_a_dtype_without_instructions_is_said_to_be_slow(options, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    said = precision("llama-bf16", **options)
+    slow = "this CPU has no instructions for bf16: steps of many sequences are much faster in fp32"
+    assert said == (slow if options == {"dtype": "bf16"} else None)
 
 
 @pytest.mark.parametrize("isa", _native.isa_supported())
