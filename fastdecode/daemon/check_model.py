@@ -154,8 +154,8 @@ def precision_note(config: NodeConfig, backend: Backend, device: torch.device, d
         notes.append(
             f"weights are rounded from {stored} to {kept}, whose significand has {bits_kept} bits instead of {bits}"
         )
-    if choose_dtype("auto", kept, device) is not dtype:
-        notes.append(f"this CPU has no instructions for {kept}: steps of many sequences are much faster in fp32")
+    if dtype is torch.bfloat16 and choose_dtype("auto", kept, device) is not dtype:
+        notes.append("this CPU has no instructions for bf16: steps of many sequences are faster in fp32")
     if config.dtype == "auto" and (stored, kept) == ("fp16", "fp32") and device.type == "cpu" and chosen_isa() == "amx":
         notes.append(
             "with --dtype bf16 AMX computes steps of many sequences faster, and the fp16 weights are rounded to a "
