@@ -149,7 +149,7 @@ FD_INLINE ahead_t ahead_of_next_rows(ahead_t ahead) {
 /* fd_linear_ops_t.tile. A processor prefetches too little by itself while it computes. The first of a few rows
  * prefetch the weights that they are about to read; where rows are many, all of them share the next tile's. */
 static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t rows_n, float *y) {
-    /* In bytes, as measured. AVX2 is done with a block of signed numbers soonest. */
+    /* In bytes. Both distances are measured ones; only AVX2 has signed numbers. */
     const size_t near = l->negated_sums ? 1024 : 4096;
     const uint32_t lines = FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8 / LINE;
     uint32_t row = 0;
