@@ -1,4 +1,4 @@
-"""The WireGuard tunnel of docs/operations.md, followed to the letter between three network namespaces on one wire."""
+"""The WireGuard tunnel of docs/security.md, followed to the letter between three network namespaces on one wire."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wire.cut_wire import enter
 
 pytestmark = pytest.mark.tools
 
-PAGE = (ROOT / "docs/operations.md").read_text().partition("### WireGuard")[2].partition("\n## ")[0]
+PAGE = (ROOT / "docs/security.md").read_text().partition("## WireGuard")[2].partition("\n## ")[0]
 TOOLS = ("ip", "nft", "nsenter", "unshare", "wg", "wg-quick")
 START_S = 90.0
 ROLES = {"S-node": ("192.0.2.10", "10.80.0.1"), "first R-node": ("192.0.2.11", "10.80.0.2")}

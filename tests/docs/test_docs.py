@@ -19,6 +19,8 @@ from fastdecode.service.metrics import Metrics
 pytestmark = pytest.mark.quick
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+#: Pages whose options, named alone between backticks, are those of fastdecode-node.
+NODE_PAGES = ("api", "glossary", "memory", "operations", "rdma", "security", "sharing")
 PROGRAMS = {"fastdecode-bench": bench_cli, "fastdecode-plan": plan_cli}
 #: What ends a command within a shell's line.
 _OPERATORS = {"|", "||", "&", "&&", ";", ">", "<", ">>", "(", ")"}
@@ -110,7 +112,7 @@ def test_every_option_that_a_page_names_exists():
     options = {"--" + name.replace("_", "-") for name in NodeConfig.__dataclass_fields__} | {"--help", "--help-all"}
     for page in [
         ROOT / "README.md",
-        *(ROOT / "docs" / f"{name}.md" for name in ("api", "glossary", "operations", "rdma")),
+        *(ROOT / "docs" / f"{name}.md" for name in NODE_PAGES),
     ]:
         for code in re.findall(r"`(--[a-z][^`\n]*)`", page.read_text()):
             assert code.split()[0] in options, f"{page.name}: {code}"
