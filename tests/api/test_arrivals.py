@@ -13,6 +13,7 @@ import sys
 
 import orjson
 import pytest
+from engines import api_client, routed
 from engines.api_client import MODEL
 from engines.scripted_engine import ScriptedEngine
 
@@ -39,6 +40,20 @@ async def until_end(reader):
         with contextlib.suppress(ConnectionResetError):
             return await reader.read()
     return b""
+
+
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("kind", ["API", "scripted"])
+async def test_a_connection_that_is_accepted_as_its_server_closes_is_closed_too(tokenizer, kind, turns):
+    """Else a later test would find it unclosed."""
+    server = api_client.served(ScriptedEngine(), tokenizer) if kind == "API" else routed.scripted()
+    async with server as made:
+        port = made.server.port if kind == "API" else int(made.rpartition(":")[2])
+        client = socket.create_connection(("127.0.0.1", port), timeout=1)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    with client, contextlib.suppress(ConnectionResetError):
+        assert await asyncio.to_thread(client.recv, 1) == b""
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /vers", POST, POST + b"X-Half: "])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from aiohttp import web
 from engines.api_client import served
+from engines.routed import scripted
 from engines.scripted_engine import ScriptedEngine
-
-from fastdecode.api.server import bind
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
@@ -29,24 +26,17 @@ async def test_a_request_becomes_a_span_of_its_clients_trace(tokenizer):
         spans.extend(s for r in body.resource_spans for scope in r.scope_spans for s in scope.spans)
         return web.Response()
 
-    collector = web.Application()
-    collector.router.add_post("/v1/traces", take)
-    runner = web.AppRunner(collector)
-    await runner.setup()
-    [sock] = bind("127.0.0.1", 0)
-    await web.SockSite(runner, sock).start()
-    tracing = Tracing(f"http://127.0.0.1:{sock.getsockname()[1]}/v1/traces", "tiny")
     engine = ScriptedEngine([5, 6, 7])
-    async with served(engine, tokenizer, tracing=tracing) as client:
-        body = {"prompt": [5, 6], "max_tokens": 3}
-        async with client.http.post("/v1/completions", json=body, headers={"traceparent": PARENT}) as response:
-            answer = await response.json()
-        async with client.http.get("/health") as response:
-            assert response.status == 200
-        async with client.http.post("/v1/completions", json={}) as response:
-            assert response.status == 400
-    await asyncio.sleep(0)
-    await runner.cleanup()
+    async with scripted(web.post("/v1/traces", take)) as collector:
+        tracing = Tracing(f"{collector}/v1/traces", "tiny")
+        async with served(engine, tokenizer, tracing=tracing) as client:
+            body = {"prompt": [5, 6], "max_tokens": 3}
+            async with client.http.post("/v1/completions", json=body, headers={"traceparent": PARENT}) as response:
+                answer = await response.json()
+            async with client.http.get("/health") as response:
+                assert response.status == 200
+            async with client.http.post("/v1/completions", json={}) as response:
+                assert response.status == 400
     good, bad = spans
     assert good.trace_id.hex() == PARENT.split("-")[1] and good.parent_span_id.hex() == PARENT.split("-")[2]
     found = {a.key: a.value.string_value or a.value.int_value or a.value.double_value for a in good.attributes}

@@ -43,6 +43,7 @@ async def routed(*urls, nodes=None, secret=SECRET, continue_seconds=30.0):
             ):
                 yield api, http, pool
         finally:
+            await api_client.accept_all()
             await server.close(grace=0)
             await pool.close()
 
@@ -83,4 +84,5 @@ async def scripted(*routes, tls=None):
     try:
         yield f"{'https' if tls else 'http'}://127.0.0.1:{sock.getsockname()[1]}"
     finally:
+        await api_client.accept_all()
         await runner.cleanup()
