@@ -146,17 +146,19 @@ def precision_note(config: NodeConfig, backend: Backend, device: torch.device, d
     """Tell people how much rounding a file's floating-point weights to `dtype` loses, and which faster dtype they could
     choose. None: there is nothing to tell."""
     stored, kept = backend.config.dtype, ACT_NAMES[dtype]
-    if config.weights in QUANTISED_BYTES or _quantisation(backend):
+    quantised = _quantisation(backend)
+    if config.weights in QUANTISED_BYTES or (quantised and config.weights == "auto"):
         return None
     bits, bits_kept = _SIGNIFICAND[stored], _SIGNIFICAND[kept]
     notes = []
-    if bits_kept < bits:
+    if bits_kept < bits and not quantised:
         notes.append(
             f"weights are rounded from {stored} to {kept}, whose significand has {bits_kept} bits instead of {bits}"
         )
     if dtype is torch.bfloat16 and choose_dtype("auto", kept, device) is not dtype:
         notes.append("this CPU has no instructions for bf16: steps of many sequences are faster in fp32")
-    if config.dtype == "auto" and (stored, kept) == ("fp16", "fp32") and device.type == "cpu" and chosen_isa() == "amx":
+    faster = config.dtype == "auto" and (stored, kept) == ("fp16", "fp32") and not quantised
+    if faster and device.type == "cpu" and chosen_isa() == "amx":
         notes.append(
             "with --dtype bf16 AMX computes steps of many sequences faster, and the fp16 weights are rounded to a "
             f"significand of {_SIGNIFICAND['bf16']} bits instead of {bits}; fp32 keeps the weights exactly"

@@ -98,6 +98,16 @@ def test_a_dtype_without_instructions_is_said_to_be_slow(options, monkeypatch):
     assert said == (slow if options == {"dtype": "bf16"} else None)
 
 
+@pytest.mark.parametrize(("weights", "slow"), [("dense", True), ("auto", False), ("int8", False)])
+def test_a_quantised_file_that_is_unpacked_to_a_dtype_without_instructions_is_said_to_be_slow(
+    weights, slow, gguf_file, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    config = NodeConfig(model=gguf_file, weights=weights, dtype="bf16", device="cpu")
+    said = dict(rows(config, choose_backend("auto", gguf_file))).get("precision")
+    assert (said or "").startswith("this CPU has no instructions for bf16: steps of many") == slow
+
+
 @pytest.mark.parametrize("isa", _native.isa_supported())
 def test_a_faster_dtype_for_fp16_is_named_where_the_cpu_has_amx(isa, monkeypatch):
     monkeypatch.setenv("FASTDECODE_ISA", isa)
