@@ -143,6 +143,18 @@ class GGUFFile:
             if offset < end:
                 raise GGUFError(f"{self.path} is damaged: the tensors {before!r} and {name!r} overlap")
             end, before = offset + len(self.tensors[name].data), name
+        if (left_out := self._tensor_at(end + -end % alignment)) is not None:
+            raise GGUFError(
+                f"{self.path} is damaged: it claims {n_tensors} tensors, and its header goes on with {left_out!r}"
+            )
+
+    def _tensor_at(self, offset: int) -> str | None:
+        """The name of the tensor that the header describes next, if that is one with this offset."""
+        try:
+            name, *_, its_offset = self._tensor_info()
+        except (GGUFError, struct.error, IndexError, UnicodeDecodeError):
+            return None  # padding, or numbers
+        return name if its_offset == offset else None
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name, n_dimensions = self._string(), self._number("I")

@@ -264,6 +264,18 @@ def test_offsets_that_no_writer_gives_are_refused(good, tmp_path, by, message):
         load_model(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize(("model", "last"), [("llama-gqa", "output_norm"), ("llama-mha", "output")])
+def test_a_count_of_tensors_that_is_one_too_small_names_the_tensor_left_out(model, last, tmp_path):
+    """Without its head a model would be taken for one whose head is the embedding."""
+    write_gguf(tmp_path / "m.gguf", make_model(model), "Q8_0")
+    data = bytearray((tmp_path / "m.gguf").read_bytes())
+    [n] = struct.unpack_from("<Q", data, 8)
+    struct.pack_into("<Q", data, 8, n - 1)
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"claims {n - 1} tensors, and its header goes on with '{last}\.weight'"):
+        read_config(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
