@@ -15,11 +15,13 @@ from models.checkpoints import VARIANTS, make_checkpoint, reference
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fastdecode.region.geometry import Geometry
 from fastdecode.spart import CheckpointError, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config import WrongValue
+from fastdecode.spart.checkpoints.families import FAMILIES, make_config
 from fastdecode.spart.decoder.block_ops import ACTIVATIONS
 from fastdecode.spart.linears.dense import PackedLinear, known_rows
 
@@ -175,6 +177,18 @@ def test_what_no_model_can_have_is_refused_by_each_backend(copy, changes):
         return
     with pytest.raises(CheckpointError):
         choose_backend("transformers", directory)
+
+
+def test_an_architecture_and_a_model_type_that_contradict_each_other_are_named(copy):
+    """transformers goes by the type alone."""
+    directory = copy()
+    edit_config(directory, model_type="mistral")
+    with pytest.raises(WrongValue, match="has 'LlamaForCausalLM', and 'model_type' is 'mistral', another"):
+        choose_backend("auto", directory)
+    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if name in FAMILIES:
+            with pytest.raises(CheckpointError, match=r"lacks 'num_hidden_layers'|tensors have names of their own"):
+                make_config({"architectures": [name], "model_type": model_type})
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])

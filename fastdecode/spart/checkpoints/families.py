@@ -61,6 +61,10 @@ def _family(config: ConfigJson) -> tuple[str, str]:
         raise UnknownArchitecture(f"checkpoints of type {kind!r} are not known, whose tensors have names of their own")
     for name in names:
         if name in FAMILIES:
+            if _letters(str(kind)) in {_letters(family) for family in FAMILIES} - {_letters(name)}:
+                raise WrongValue(
+                    f"config.json: 'architectures' has {name!r}, and 'model_type' is {kind!r}, another model's"
+                )
             return name, name
     text = config.table("text_config")
     if not text and config.raw.get("model_type") in _EARLY_VISION:
@@ -71,6 +75,11 @@ def _family(config: ConfigJson) -> tuple[str, str]:
     raise UnknownArchitecture(
         f"unknown architecture {found}; known are {', '.join(FAMILIES)}, and text parts of these types"
     )
+
+
+def _letters(name: str) -> str:
+    """What an architecture's name and its `model_type` have in common."""
+    return name.removesuffix("ForCausalLM").replace("_", "").lower()
 
 
 def _text_part(config: ConfigJson) -> ConfigJson:
