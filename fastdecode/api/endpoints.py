@@ -307,5 +307,8 @@ class Tokenization:
         tokens = fields.required("tokens")
         if tokens != [] and not is_token_ids(tokens):
             raise invalid("tokens", "must be a list of token ids")
+        if len(tokens) > self.max_model_len:  # no other thread runs while they are decoded
+            message = f"there are {len(tokens)}; the context is {self.max_model_len} tokens"
+            raise invalid("tokens", message, code="context_length_exceeded")
         fields.refuse_others()
         return self.tokenizer.decode(tokens, skip_special_tokens=False)

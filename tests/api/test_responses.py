@@ -307,6 +307,16 @@ async def test_tokenize_and_detokenize(tokenizer):
 
 
 @pytest.mark.quick
+async def test_more_tokens_than_the_context_are_not_detokenized(tokenizer):
+    """They would hold up all streams, for seconds if they are millions."""
+    most = ScriptedEngine.max_model_len
+    async with served(ScriptedEngine(), tokenizer) as client:
+        assert (await client.post("/detokenize", {"tokens": [5] * most}))[0] == 200
+        status, body = await client.post("/detokenize", {"tokens": [5] * (most + 1)})
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, "tokens", "context_length_exceeded")
+
+
+@pytest.mark.quick
 async def test_version_and_embeddings(tokenizer):
     async with served(ScriptedEngine(), tokenizer) as client:
         async with client.http.get("/version") as response:
