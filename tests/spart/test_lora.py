@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -170,6 +171,7 @@ def test_a_change_is_added_to_weights_of_every_format(weights, product, director
         ({"alpha_pattern": {"q_proj": None}}, "adapter_config.json: 'q_proj' is None, not a number"),
         ({"rank_pattern": {"q_proj": None}}, "adapter_config.json: 'q_proj' is None, not a number"),
         ({"rank_pattern": {"(": 3}}, "no regular expression"),
+        ({"rank_pattern": {"a{9999999999}": 3}}, "no regular expression"),
         ({"target_modules": ["q_proj", "fc1"]}, "names 'fc1'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -180,6 +182,22 @@ def test_an_adapter_of_another_kind_is_refused_by_name(changes, message, directo
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CheckpointError, match=f"adapter 'french': .*{message}"):
         read_adapter("french", directory)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(.+.+)+x", "(.|..)*x", "(?:.?){50}x", ".*" * 20 + "x", ".?" * 40 + "x", "(.|.)" * 40]
+)
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_takes_without_end_to_match_is_refused(key, pattern, directories, tmp_path):
+    directory = Path(shutil.copytree(directories[0], tmp_path / "a"))
+    path = directory / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {key: {pattern: 3}}))
+    with pytest.raises(CheckpointError, match=re.escape(f"{key}: {pattern!r} may take without end to match")):
+        read_adapter("french", directory)
+    usual = {r"^model.layers.[1-5].x": 3, r".*\.(0|1)\.(self_attn|mlp)\.(up|down)_proj": 3, "model.layers.0.x": 3}
+    path.write_text(json.dumps(config | {key: usual}))
+    read_adapter("french", directory)
 
 
 def rename(tensors: dict[str, torch.Tensor]) -> None:

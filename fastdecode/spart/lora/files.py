@@ -55,6 +55,9 @@ _UNDERSTOOD = {
 }
 #: Initialisations that leave the base model's weights as they are; the others subtract from them.
 _INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
+#: What lets a regular expression match in several ways, and how often it may stand in one: each multiplies the time.
+_CHOICE, _MOST_CHOICES = re.compile(r"\(\??|[*+?{]"), 5
+_REPEATED_GROUP = re.compile(r"\)[*+{]")  # the time may double with each character
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 
 
@@ -186,9 +189,14 @@ def _of_pattern(config: ConfigJson, key: str, module: str, default: float) -> An
     """The value that `key`, a table of regular expressions for the ends of names, has for a module."""
     table = ConfigJson(config.table(key))
     for pattern in table.raw:
+        if _REPEATED_GROUP.search(pattern) or len(_CHOICE.findall(pattern)) > _MOST_CHOICES:
+            raise CheckpointError(
+                f"{key}: {pattern!r} may take without end to match: a group repeats in it, or it has more than "
+                f"{_MOST_CHOICES} of the signs ( * + ? {{"
+            )
         try:
             matches = re.match(rf"(.*\.)?({pattern})$", module)
-        except re.error as error:
+        except (re.error, OverflowError) as error:
             raise CheckpointError(f"{key}: {pattern!r} is no regular expression: {error}") from None
         if matches:
             return table.number(pattern, default)
