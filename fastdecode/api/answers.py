@@ -195,7 +195,7 @@ class ChatAnswer(Answer):
         if (parser := self._parsers.get(index)) is None:
             parser = self._parsers[index] = self._new_parser()
         delta = parser.push(piece.text)
-        return delta + parser.finish() if piece.finish_reason else delta
+        return delta + parser.finish(cut=piece.finish_reason == "length") if piece.finish_reason else delta
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         delta = self._parse(index, piece)
@@ -319,7 +319,7 @@ class ItemAnswer(Answer):
     def deltas(self, index: int, piece: Piece) -> list[Event]:
         delta = self._parser.push(piece.text)
         if piece.finish_reason:
-            delta += self._parser.finish()
+            delta += self._parser.finish(cut=piece.finish_reason == "length")
         reasoning, content, called = self.kinds
         events: list[Event] = []
         for kind, text in ((reasoning, delta.reasoning), (content, delta.content)):

@@ -105,6 +105,16 @@ async def test_a_call_whole_and_streamed(tokenizer, spell):
 
 
 @pytest.mark.quick
+async def test_a_call_cut_off_within_its_marker_is_no_content(tokenizer, spell):
+    tokens = spell("Let me roll. <tool_ca")
+    async with served(ScriptedEngine(tokens, tokens, ended(tokens)), tokenizer) as client:
+        answer = (await client.openai.chat.completions.create(**ASK)).choices[0]
+        assert (answer.finish_reason, answer.message.content) == ("length", "Let me roll.")
+        assert (await streamed(client, **ASK))[:3] == ("Let me roll.", [], "length")
+        assert (await streamed(client, **ASK))[:3] == ("Let me roll. <tool_ca", [], "stop")
+
+
+@pytest.mark.quick
 async def test_parallel_calls(tokenizer, spell):
     tokens = ended(spell(CALL + "\n" + CALL.replace("6", "20")))
     async with served(ScriptedEngine(tokens, tokens, tokens), tokenizer) as client:

@@ -163,11 +163,11 @@ CONTENT = {
 }
 
 
-def parse(parser, pieces):
+def parse(parser, pieces, cut=False):
     delta = MessageDelta()
     for piece in pieces:
         delta += parser.push(piece)
-    return delta + parser.finish()
+    return delta + parser.finish(cut=cut)
 
 
 def calls_of(delta):
@@ -270,6 +270,37 @@ def test_a_call_that_is_cut_off_shows_what_has_come_of_it(text, arguments):
         delta = parse(TOOL_FORMS["hermes"].parser(TOOLS, parallel=True), ["<tool_call>", *pieces])
         assert [(call.name) for call in delta.calls if call.name] == ["add"] and delta.content == ""
         assert "".join(call.arguments for call in delta.calls) == arguments
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content"),
+    [
+        ("hermes", "Sure. <tool_c", "Sure."),
+        ("hermes", "<tool_call>", ""),
+        ("hermes", '<tool_call>\n{"na', ""),
+        ("hermes", f"<tool_call>{js(A)}</tool_call>\n<tool", ""),
+        ("hermes", "Sure, \n", "Sure, \n"),
+        ("hermes", "<b", "<b"),
+        ("llama3", "<|python_t", ""),
+        ("llama3", '<|python_tag|>{"na', ""),
+        ("llama3", '{"answer": 4', '{"answer": 4'),
+        ("mistral", "Sure. [TOOL_", "Sure."),
+        ("mistral", "[TOOL_CALLS]wea", ""),
+        ("mistral", '[TOOL_CALLS][{"na', ""),
+        ("gpt-oss", "<|channel|>final<|message|>Sure.<|en", "Sure."),
+    ],
+)
+def test_a_call_that_is_cut_off_within_its_marker_or_before_its_name_shows_nothing(form, text, content):
+    for pieces in ([text], list(text)):
+        delta = parse(TOOL_FORMS[form].parser(TOOLS, parallel=True), pieces, cut=True)
+        assert delta.content == content and len(calls_of(delta)) == text.count("</tool_call>")
+
+
+@pytest.mark.parametrize("text", ["<thi", "<think>Hm.</th"])
+def test_reasoning_that_is_cut_off_within_its_marker_shows_no_marker(text):
+    for pieces in ([text], list(text)):
+        delta = parse(ThinkParser(PlainParser(), begun=False), pieces, cut=True)
+        assert (delta.content, delta.reasoning) == ("", text[7:10])
 
 
 @pytest.mark.parametrize("form", TOOL_FORMS)

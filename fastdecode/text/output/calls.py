@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 
-from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser, split_marker
+from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser, rest_of, split_marker
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -304,12 +304,12 @@ class MarkedCallParser(OutputParser):
         self._lead, self._held, self._scanner, self._state = "", "", None, "prose"
         self._after_call = False
 
-    def finish(self) -> MessageDelta:
+    def finish(self, *, cut: bool = False) -> MessageDelta:
         delta = MessageDelta()
         if self._state == "prose":
-            delta.content = self._held.lstrip() if self._after_call else self._held
+            delta.content = rest_of(self._held.lstrip() if self._after_call else self._held, cut)
         elif self._scanner is not None and self._scanner.is_call:
             self._emitter.finish(self._scanner, delta)
         else:
-            delta.content = self._lead + (self._scanner.raw if self._scanner else "") + self._held
+            delta.content = rest_of(self._lead + (self._scanner.raw if self._scanner else "") + self._held, cut)
         return delta

@@ -37,8 +37,9 @@ class OutputParser(ABC):
         """Take more text."""
 
     @abstractmethod
-    def finish(self) -> MessageDelta:
-        """The end of the text. Text that was held back is content unless it is a part of a call."""
+    def finish(self, *, cut: bool = False) -> MessageDelta:
+        """The end of the text. Text that was held back is content unless it is a part of a call. If the text was `cut`
+        off, the beginning of a marker is taken for a part of a call."""
 
 
 class PlainParser(OutputParser):
@@ -47,7 +48,7 @@ class PlainParser(OutputParser):
     def push(self, text: str) -> MessageDelta:
         return MessageDelta(content=text)
 
-    def finish(self) -> MessageDelta:
+    def finish(self, *, cut: bool = False) -> MessageDelta:
         return MessageDelta()
 
 
@@ -97,6 +98,11 @@ class ToolForm(ABC):
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         """The messages and the definitions of tools as the chat template gets them."""
         return messages, tools
+
+
+def rest_of(held: str, cut: bool) -> str:
+    """What is shown of text that was held back to the end: nothing if it was `cut` off within or behind a marker."""
+    return "" if cut and held.strip() else held
 
 
 def split_marker(text: str, marker: str) -> tuple[str, str, bool]:

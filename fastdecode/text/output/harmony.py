@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from fastdecode.text.output import lark
 from fastdecode.text.output.calls import CallEmitter, CallScanner
-from fastdecode.text.output.deltas import AllowedCalls, MessageDelta, OutputParser, Tool, ToolForm
+from fastdecode.text.output.deltas import AllowedCalls, MessageDelta, OutputParser, Tool, ToolForm, rest_of
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -142,9 +142,9 @@ class HarmonyParser(OutputParser):
         self._behind_call |= bool(rest)
         delta.content += rest
 
-    def finish(self) -> MessageDelta:
+    def finish(self, *, cut: bool = False) -> MessageDelta:
         delta = MessageDelta()
-        held, self._held = self._held, ""
+        held, self._held = rest_of(self._held, cut), ""
         self._text(held, delta)
         if self._header and CHANNEL not in self._header and not self._has_role:
             delta.content += self._header

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from fastdecode.text.output import lark
 from fastdecode.text.output.calls import CallEmitter, CallScanner
-from fastdecode.text.output.deltas import AllowedCalls, MessageDelta, OutputParser, Tool, ToolForm
+from fastdecode.text.output.deltas import AllowedCalls, MessageDelta, OutputParser, Tool, ToolForm, rest_of
 
 TAG = "<|python_tag|>"
 
@@ -78,12 +78,12 @@ class _Llama3Parser(OutputParser):
             self._scanner = None
         return rest
 
-    def finish(self) -> MessageDelta:
+    def finish(self, *, cut: bool = False) -> MessageDelta:
         delta, scanner = MessageDelta(), self._scanner
         if scanner is None:
-            delta.content = self._held.strip("; \t\r\n") if self._emitter.n else self._held
+            delta.content = rest_of(self._held.strip("; \t\r\n") if self._emitter.n else self._held, cut)
         elif scanner.is_call:
             self._emitter.finish(scanner, delta)
-        else:
+        elif not (cut and self._lead.strip()):  # without a tag before it, an object may be an answer
             delta.content = self._lead + scanner.raw
         return delta

@@ -115,12 +115,12 @@ class _MistralParser(MarkedCallParser):
         self._emitter.finish(CallScanner.for_arguments(name), delta)
         self._lead, self._held, self._state = "", "", "prose"
 
-    def finish(self) -> MessageDelta:
+    def finish(self, *, cut: bool = False) -> MessageDelta:
         delta, held = MessageDelta(), self._held.strip()
         if self._state == "name" and held in self._names:
             self._without_arguments(held, delta)
         elif self._state == "arguments" and self._scanner is None and "null".startswith(held):
             self._without_arguments(self._name, delta)
         else:
-            delta = super().finish()
+            delta = super().finish(cut=cut)
         return delta

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdecode.text.output.deltas import MessageDelta, OutputParser, split_marker
+from fastdecode.text.output.deltas import MessageDelta, OutputParser, rest_of, split_marker
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -50,8 +50,8 @@ class ThinkParser(OutputParser):
         self._state = "answer"
         return self._inner.push(text)
 
-    def finish(self) -> MessageDelta:
-        held, self._held = self._held, ""
+    def finish(self, *, cut: bool = False) -> MessageDelta:
+        held, self._held = rest_of(self._held, cut), ""
         if self._state == "reasoning":
-            return MessageDelta(reasoning=held) + self._inner.finish()
-        return (self._inner.push(held) if held else MessageDelta()) + self._inner.finish()
+            return MessageDelta(reasoning=held) + self._inner.finish(cut=cut)
+        return (self._inner.push(held) if held else MessageDelta()) + self._inner.finish(cut=cut)
