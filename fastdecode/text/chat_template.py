@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 #: Names of the variables that `render` itself passes to a template. A caller's variables must have other names.
@@ -22,6 +24,8 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 #: Stands behind the last message's text while a prompt is rendered that ends there. The space is transformers' way to
 #: see whether the template strips the text.
 _END = f"END-{uuid4().hex} "
+_MOST_SECONDS = 10  # of a core for a prompt
+_DEADLINE = "the deadline"  # a variable that no template can name
 
 
 class ChatTemplateError(ValueError):
@@ -31,8 +35,13 @@ class ChatTemplateError(ValueError):
     """
 
 
+class EndlessTemplate(ChatTemplateError):
+    """The template does not come to an end in time."""
+
+
 class ChatTemplate:
-    """A compiled chat template. It comes with a downloaded model, so it runs in Jinja's immutable sandbox."""
+    """A compiled chat template. It comes with a downloaded model, so it runs in Jinja's immutable sandbox, and loops or
+    macros that do not end in time are an error. The time and the memory of a single expression have no bound."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], file: Path | None = None):
         """`special_tokens` maps the names that a template may use ("bos_token", ...) to texts. `file` is where the
@@ -42,9 +51,11 @@ class ChatTemplate:
         """
         where = "" if file is None else f"{file}: "
         self.source = source
+        self._where = where
         self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(_with_checks(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"{where}the chat template is not valid Jinja: line {error.lineno}: {error.message}"
@@ -97,11 +108,15 @@ class ChatTemplate:
             "tools": [_with_description(tool) for tool in tools or ()] or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
+            _DEADLINE: time.thread_time() + _MOST_SECONDS,
         }
         try:
             return self._template.render({**self._special_tokens, **variables, **known})
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refused the messages: {error.message}") from None
+        except EndlessTemplate:
+            message = f"{self._where}the chat template is not done with the messages after {_MOST_SECONDS} s"
+            raise EndlessTemplate(message) from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template failed on the messages: {error}") from None
 
@@ -166,9 +181,25 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
+    environment.filters["check_time"] = _check_time
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+def _with_checks(template: nodes.Template) -> nodes.Template:
+    """The template, which checks the time in each turn of a loop and each call of a macro."""
+    found: list[Any] = list(template.find_all((nodes.For, nodes.Macro)))
+    for node in found:
+        check = nodes.Filter(nodes.Const(None), "check_time", [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(check, lineno=node.lineno))
+    return template
+
+
+@pass_context
+def _check_time(context: Context, _: None) -> None:
+    if time.thread_time() > context.parent[_DEADLINE]:
+        raise EndlessTemplate
 
 
 def _tojson(

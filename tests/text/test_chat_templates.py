@@ -7,9 +7,11 @@ from models import tokenizers_made
 from models.tokenizers_made import CHATML
 from transformers import AutoTokenizer
 
+from fastdecode.text import chat_template
 from fastdecode.text.chat_template import ChatTemplateError
 from fastdecode.text.output.dialogue import Dialogue
 from fastdecode.text.tokenizer import Tokenizer
+from fastdecode.text.turn_end import end_of_turn
 
 pytestmark = pytest.mark.quick
 
@@ -72,6 +74,31 @@ def test_a_continued_message_is_read_from_where_it_was_cut(pair, reasoning, prom
     parser = dialogue.parser(prompt)
     delta = parser.push(text) + parser.finish()
     assert (delta.content, delta.reasoning) == (content, thought)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(100000) %}{% for i in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+    ],
+    ids=["ranges", "macros"],
+)
+def test_a_template_without_end_is_named(template, tmp_path, monkeypatch):
+    """At the start, which looks for the end of a turn, and for a request."""
+    monkeypatch.setattr(chat_template, "_MOST_SECONDS", 0.1)
+    tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path, chat_template=template))
+    named = r"/tokenizer_config\.json: the chat template is not done with the messages after 0\.1 s"
+    with pytest.raises(ChatTemplateError, match=named):
+        end_of_turn(tokenizer, (), 400)
+    with pytest.raises(ChatTemplateError, match=named):
+        tokenizer.render_chat([QUESTION])
+
+
+def test_a_range_that_no_conversation_needs_is_refused(pair):
+    ours, _ = pair("{% for i in range(1000000000) %}{% endfor %}")
+    with pytest.raises(ChatTemplateError, match="Range too big"):
+        ours.render_chat([QUESTION])
 
 
 # -- templates by name ------------------------------------------------------------------------------------------------
