@@ -199,6 +199,8 @@ static inline void fd_copy_out(void *dst, const void *src, size_t n) {
 }
 
 static inline size_t fd_round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+static inline size_t fd_min(size_t a, size_t b) { return a < b ? a : b; }
+static inline size_t fd_max(size_t a, size_t b) { return a > b ? a : b; }
 
 #define FD_TEXT_OF(value) #value
 #define FD_TEXT(macro) FD_TEXT_OF(macro) /* the macro's value as a string literal */

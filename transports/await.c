@@ -53,7 +53,7 @@ static void sleep_on_words(fd_awaited_t *awaited, size_t n, uint64_t ns) {
         until.tv_sec += (time_t)(at / 1000000000u);
         until.tv_nsec = (long)(at % 1000000000u);
         if (syscall(SYS_futex_waitv, words, (unsigned)n_words, 0, &until, CLOCK_MONOTONIC) < 0 && errno == ENOSYS)
-            fd_futex_wait(first, (uint32_t)words[0].val, ns < NAP_MAX_NS ? ns : NAP_MAX_NS, true); /* Linux < 5.16 */
+            fd_futex_wait(first, (uint32_t)words[0].val, fd_min(ns, NAP_MAX_NS), true); /* Linux < 5.16 */
     }
     for (size_t i = 0; i < n_words; i++) __atomic_fetch_sub(&announced[i]->waiting, 1, __ATOMIC_SEQ_CST);
 }
@@ -61,7 +61,7 @@ static void sleep_on_words(fd_awaited_t *awaited, size_t n, uint64_t ns) {
 /* Sleeps until a descriptor or one of the sockets that this thread reads is readable, or a link goes down. */
 static void sleep_on_descriptors(const fd_waits_t *w, uint64_t ns) {
     struct pollfd fds[3 * WAITV_MAX];
-    size_t n_fds = w->n_fds < WAITV_MAX ? w->n_fds : WAITV_MAX;
+    size_t n_fds = fd_min(w->n_fds, WAITV_MAX);
     const fd_awaited_t *awaited = w->awaited;
     if (n_fds) memcpy(fds, w->fds, n_fds * sizeof *fds);
     for (size_t i = 0; i < w->n && n_fds + 2 <= 3 * WAITV_MAX; i++) {
@@ -88,12 +88,9 @@ static void sleep_for_answers(const fd_waits_t *w, uint64_t waited_ns, uint64_t 
         else if (awaited[i].port->carrier.ops->wakes) n_futexes++;
         else n_silent++;
     }
-    uint64_t ns = left_ns < SLEEP_MAX_NS ? left_ns : SLEEP_MAX_NS;
+    uint64_t ns = fd_min(left_ns, SLEEP_MAX_NS);
     const bool one_call = !n_silent && !(n_futexes && n_fds) && n_futexes + n_fds <= WAITV_MAX;
-    if (!one_call) { /* no system call sleeps on all of them */
-        const uint64_t nap_ns = fd_nap_ns(waited_ns, NAP_MAX_NS);
-        if (nap_ns < ns) ns = nap_ns;
-    }
+    if (!one_call) ns = fd_min(ns, fd_nap_ns(waited_ns, NAP_MAX_NS)); /* no system call sleeps on all of them */
     if (n_futexes && !n_fds && !n_silent) sleep_on_words(awaited, n, ns);
     else sleep_on_descriptors(w, ns);
     if (!n_silent) return;
@@ -167,7 +164,7 @@ long fd_port_await_any(const fd_waits_t *w, uint64_t timeout_ns) {
     bool serves = false; /* a carrier has `serve`; otherwise no look at the carriers is needed */
     for (size_t i = 0; i < w->n; i++) {
         const fd_port_t *port = w->awaited[i].port;
-        if (port->spin_ns > spin_ns) spin_ns = port->spin_ns;
+        spin_ns = fd_max(spin_ns, port->spin_ns);
         serves |= port->carrier.ops->serve != NULL;
     }
     for (uint32_t i = 1; (over = first_over(w)) < 0; i++) {

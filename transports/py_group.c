@@ -71,7 +71,7 @@ static bool take_member(GroupObject *self, member_t *m, PyObject *tuple) {
 /* Why a member's rows are not in the step's row buffers, or NULL. */
 static const char *rows_error(const GroupObject *self, const member_t *m) {
     const fd_layout_t *y = &m->port->port.layout;
-    const uint64_t last = m->append_to > m->attend_to ? m->append_to : m->attend_to;
+    const uint64_t last = fd_max(m->append_to, m->attend_to);
     if (m->attend_to * self->q_row_bytes > (size_t)self->q.len ||
         m->attend_to * self->o_row_bytes > (size_t)self->o.len || last * self->kv_row_bytes > (size_t)self->kv.len)
         return "a member's rows are beyond the step's buffers";
@@ -330,7 +330,7 @@ static PyObject *group_ring(GroupObject *self, PyObject *args) {
         self->busy = false;
         return NULL;
     }
-    const uint32_t index = layer < FD_MAX_LAYERS ? (uint32_t)layer : FD_MAX_LAYERS;
+    const uint32_t index = fd_min(layer, FD_MAX_LAYERS);
     if (self->local && self->bytes_per_layer <= GIL_BYTES) {
         misuse = fd_py_group_ring(self, n, index);
     } else {

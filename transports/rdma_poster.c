@@ -201,7 +201,7 @@ static uint32_t link_chain(fd_poster_t *p, const fd_shape_t *shape, fd_chain_t *
     for (uint32_t part = 0; part < PARTS; part++) {
         size_t left = used[part];
         for (uint32_t k = shape->parts[part].first; left; k++, n++) {
-            size_t take = left < p->verbs.max_message ? left : p->verbs.max_message;
+            const size_t take = fd_min(left, p->verbs.max_message);
             chain->sge[k].length = (uint32_t)take;
             left -= take;
             *link = &chain->wr[k];

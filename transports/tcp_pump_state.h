@@ -98,7 +98,7 @@ static inline size_t fd_bytes_left(const struct iovec *parts) {
 
 static inline void fd_consume(struct iovec *parts, size_t n_parts, size_t n) {
     for (size_t i = 0; i < n_parts && n; i++) {
-        size_t take = n < parts[i].iov_len ? n : parts[i].iov_len;
+        const size_t take = fd_min(n, parts[i].iov_len);
         if (!take) continue; /* the base of an empty part may be NULL */
         parts[i].iov_base = (uint8_t *)parts[i].iov_base + take;
         parts[i].iov_len -= take;

@@ -46,7 +46,7 @@ static bool receive_bytes(fd_pump_t *p, struct iovec *parts, size_t n_parts) {
         p->rx.error = p->rx.got ? "the data connection ended within a frame" : "the peer closed the data connection";
     if (n <= 0) return false;
     p->rx.got += (size_t)n;
-    p->rx.budget -= p->rx.budget < (size_t)n ? p->rx.budget : (size_t)n;
+    p->rx.budget -= fd_min(p->rx.budget, (size_t)n);
     fd_consume(parts, n_parts, (size_t)n);
     return true;
 }

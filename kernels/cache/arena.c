@@ -35,8 +35,8 @@ fd_status_t fd_arena_map(fd_kvcache_t *kv, fd_error_t *error) {
     kv->granule = fd_memory_granule(kv->huge);
     kv->unit = fd_memory_unit(kv->huge);
     if (kv->max_pages > kv->n_pages) {
-        const size_t align = kv->granule > FD_TRANSPARENT_BYTES ? kv->granule : FD_TRANSPARENT_BYTES;
-        kv->plane_stride = fd_round_up(kv->max_pages * kv->planes.plane_bytes, align);
+        kv->plane_stride =
+            fd_round_up(kv->max_pages * kv->planes.plane_bytes, fd_max(kv->granule, FD_TRANSPARENT_BYTES));
         kv->arena_bytes = kv->plane_stride * kv->planes.n_planes;
         kv->grows = true;
         kv->arena = fd_memory_reserve(kv->arena_bytes, kv->huge, error);
@@ -70,8 +70,7 @@ int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part) {
     uint32_t n_pages = __atomic_load_n(&kv->n_pages, __ATOMIC_ACQUIRE);
     uint32_t n = part_pages(kv), first = (uint32_t)(part / kv->planes.n_planes * n),
              plane = (uint32_t)(part % kv->planes.n_planes);
-    if (n > n_pages - first) n = n_pages - first;
-    return fd_memory_fault_in(fd_kv_plane(kv, plane, first), n * kv->planes.plane_bytes);
+    return fd_memory_fault_in(fd_kv_plane(kv, plane, first), fd_min(n, n_pages - first) * kv->planes.plane_bytes);
 }
 
 /* Whether a sequence or a copy needs page `at` of all planes. */
@@ -87,8 +86,8 @@ uint64_t fd_kvcache_held_bytes(const fd_kvcache_t *kv) {
         for (uint32_t page = 0; page < kv->n_pages; page++) {
             if (!in_use(kv, page)) continue;
             const size_t start = plane * kv->plane_stride + page * plane_bytes;
-            size_t from = start - start % kv->granule, to = fd_round_up(start + plane_bytes, kv->granule);
-            if (from < counted) from = counted;
+            const size_t from = fd_max(start - start % kv->granule, counted),
+                         to = fd_round_up(start + plane_bytes, kv->granule);
             if (to <= from) continue;
             bytes += to - from;
             counted = to;

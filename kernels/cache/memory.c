@@ -58,8 +58,7 @@ static fd_status_t commit_hugetlb(uint8_t *from, size_t bytes, fd_error_t *error
 
 void *fd_memory_reserve(size_t bytes, fd_huge_t huge, fd_error_t *error) {
     const size_t granule = fd_memory_granule(huge), unit = fd_memory_unit(huge),
-                 align = granule > FD_TRANSPARENT_BYTES ? granule : FD_TRANSPARENT_BYTES,
-                 whole = (bytes + unit - 1) / unit * unit, room = whole + align;
+                 align = fd_max(granule, FD_TRANSPARENT_BYTES), whole = fd_round_up(bytes, unit), room = whole + align;
     uint8_t *start = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) {
         FD_FAIL(FD_INTERNAL, "cannot reserve %zu bytes of address space for the KV-cache: %s", bytes, strerror(errno));
@@ -86,7 +85,7 @@ void fd_memory_decommit(uint8_t *from, size_t bytes) {
 }
 
 void *fd_memory_map(size_t bytes, fd_huge_t huge, fd_error_t *error) {
-    const size_t unit = fd_memory_unit(huge), whole = (bytes + unit - 1) / unit * unit;
+    const size_t whole = fd_round_up(bytes, fd_memory_unit(huge));
     uint8_t *memory = fd_memory_reserve(whole, huge, error);
     if (memory && fd_memory_commit(memory, whole, huge, error) != FD_OK) {
         munmap(memory, whole);

@@ -39,7 +39,7 @@ static fd_planes_t divide(uint32_t limited, uint32_t full, size_t plane_bytes) {
     if (!limited || !full)
         return (fd_planes_t){
             .n_planes = limited + full, .plane_bytes = plane_bytes, .n_sections = 1, .n_limited = limited > 0};
-    for (uint32_t n = limited > full ? limited : full; n; n--) {
+    for (uint32_t n = fd_max(limited, full); n; n--) {
         const uint32_t n_limited = divided(limited, n), n_sections = n_limited + divided(full, n);
         if (n_sections > FD_MAX_SECTIONS) break;
         if (best.n_planes && (n + 1) * n_sections > (best.n_planes + 1) * best.n_sections) continue;
@@ -62,8 +62,8 @@ fd_planes_t fd_planes_of(const fd_stored_t *layers, uint32_t n, fd_kv_dtype_t dt
             .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size, h->v_in_k),
             .index_bytes = index ? fd_kv_chunk_bytes(fd_index_dtype(dtype), index, index, true) : 0,
         };
-        if (store_bytes(&stores[i]) > largest) largest = store_bytes(&stores[i]);
-        if (layers[i].reach > best.reach) best.reach = layers[i].reach;
+        largest = fd_max(largest, store_bytes(&stores[i]));
+        best.reach = fd_max(best.reach, layers[i].reach);
     }
     /* Planes of a whole number of layers of some size, just large enough for the largest layer. */
     for (uint32_t i = 0; i < n; i++) {

@@ -4,13 +4,12 @@
 
 enum { LINE = 64 };
 
-static size_t max(size_t a, size_t b) { return a > b ? a : b; }
-
 /* The scratch has two areas, from which the operations read and into which they write in turns. Each begins with a
  * cache line: then AMX's products store whole lines of outputs past the caches, and load whole lines of rows. */
 static size_t area_bytes(const fd_joints_t *j, size_t rows) {
-    const size_t qkv = (j->q_heads + 2 * j->kv_heads) * j->head_size, widest = max(max(2 * j->inner, j->hidden), qkv);
-    return (rows * widest * j->number_bytes + LINE - 1) / LINE * LINE;
+    const size_t qkv = (j->q_heads + 2 * j->kv_heads) * j->head_size,
+                 widest = fd_max(fd_max(2 * j->inner, j->hidden), qkv);
+    return fd_round_up(rows * widest * j->number_bytes, LINE);
 }
 
 size_t fd_joint_scratch(const fd_joints_t *j, size_t rows) { return 2 * area_bytes(j, rows) + LINE - 1; }
@@ -46,7 +45,7 @@ static void norm(const fd_joints_t *j, const fd_joint_rows_t *r, const void *y, 
 
 fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch,
                          unsigned threads) {
-    void *a = (void *)(((uintptr_t)scratch + LINE - 1) / LINE * LINE), *b = (uint8_t *)a + area_bytes(j, r->rows);
+    void *a = (void *)fd_round_up((uintptr_t)scratch, LINE), *b = (uint8_t *)a + area_bytes(j, r->rows);
     const void *block = NULL; /* what the last block adds to the residual stream */
     fd_status_t status;
     if (layer > 0) {

@@ -37,8 +37,6 @@ const fd_prompt_ops_t *fd_prompt_ops(fd_isa_t isa, uint32_t act_dtype) {
 /* A block of many rows reads K and V from a cache for most of them; fewer rows leave more parts for the threads. */
 enum { MOST_ROWS = 96, FEWEST_ROWS = 24, PARTS_A_THREAD = 4 };
 
-static size_t least(size_t x, size_t y) { return x < y ? x : y; }
-
 typedef struct {
     const fd_prompt_ops_t *ops;
     const fd_prompt_pack_t *o;
@@ -72,7 +70,7 @@ static void attend_parts(void *data, size_t first, size_t n) {
     const size_t heads = o->blocks->kv_heads;
     for (size_t part = first; part < first + n; part++) {
         const size_t row = (run->blocks - 1 - part / heads) * run->rows; /* the last rows see most keys */
-        if (run->ops->attend(o, part % heads, row, least(run->rows, o->rows - row)) != FD_OK)
+        if (run->ops->attend(o, part % heads, row, fd_min(run->rows, o->rows - row)) != FD_OK)
             __atomic_store_n(&run->failed, 1, __ATOMIC_RELAXED);
     }
 }
@@ -83,7 +81,7 @@ fd_status_t fd_prompt_attend(const fd_prompt_ops_t *ops, const fd_prompt_t *o, u
     const size_t wanted = (parts + heads - 1) / heads; /* blocks of rows of a head */
     size_t rows = (o->rows + wanted - 1) / wanted * o->group;
     rows = rows > MOST_ROWS ? MOST_ROWS : rows < FEWEST_ROWS ? FEWEST_ROWS : rows;
-    rows = least(rows > o->group ? rows / o->group : 1, o->rows);
+    rows = fd_min(rows > o->group ? rows / o->group : 1, o->rows);
     attend_run_t run = {ops, o, rows, (o->rows + rows - 1) / rows, 0};
     fd_parallel(attend_parts, &run, run.blocks * heads, 1, threads);
     return run.failed ? FD_INTERNAL : FD_OK;

@@ -49,7 +49,7 @@ struct fd_gpu_work {
 };
 
 uint32_t fd_gpu_splits(uint64_t pairs, uint32_t rounds, uint32_t at_once) {
-    const uint32_t most = rounds < 1 ? 1 : rounds < FD_GPU_MAX_SPLITS ? rounds : FD_GPU_MAX_SPLITS;
+    const uint32_t most = fd_max(fd_min(rounds, FD_GPU_MAX_SPLITS), 1);
     uint32_t best = 1;
     uint64_t least = UINT64_MAX;
     for (uint32_t n = 1; n <= most; n++) {
@@ -233,8 +233,7 @@ static size_t plan_kinds(const fd_gpu_work_t *g, gpu_slot_t *s, const fd_step_t 
         kind->kv_bytes = 0;
         for (uint32_t i = 0; i < step->n_entries; i++) {
             const fd_entry_t *e = &step->plans[k].entries[i];
-            const uint64_t tokens = e->attend ? attended(e, shape, &kind->kv_bytes) : 0;
-            if (tokens > longest) longest = tokens;
+            if (e->attend) longest = fd_max(longest, attended(e, shape, &kind->kv_bytes));
         }
         const uint64_t pairs = (uint64_t)step->n_attend_rows * shape->n_kv_heads;
         const uint32_t round = SLAB * kernels->warps;
@@ -275,8 +274,8 @@ static fd_status_t upload(const fd_gpu_work_t *g, gpu_slot_t *s, const fd_step_t
     s->sequences = step->n_entries * entries_of(g);
     s->blocks = 1;
     for (uint32_t i = 0; i < plan->n_entries; i++) {
-        const uint32_t n = fd_pages_for((uint64_t)plan->entries[i].n_cached + plan->entries[i].n_kept);
-        if (n > s->blocks) s->blocks = n;
+        const fd_entry_t *e = &plan->entries[i];
+        s->blocks = fd_max(s->blocks, fd_pages_for((uint64_t)e->n_cached + e->n_kept));
     }
     const offsets_t at = offsets_of(s, step);
     const size_t scratch = plan_kinds(g, s, step);

@@ -41,9 +41,7 @@ fd_status_t fd_layers_check(const fd_geometry_t *g, const fd_layer_t *layers, ui
     return FD_FAIL(FD_BAD_CALL, "the layers are of %u kinds, at most %u are supported", n, FD_MAX_LAYER_KINDS);
 }
 
-static uint32_t max_pages(const fd_lease_t *lease) {
-    return lease->max_pages > lease->n_pages ? lease->max_pages : lease->n_pages;
-}
+static uint32_t max_pages(const fd_lease_t *lease) { return fd_max(lease->max_pages, lease->n_pages); }
 
 static fd_status_t check_part(const fd_geometry_t *g, const fd_lease_t *lease, fd_error_t *error) {
     if (lease->part.n > FD_MAX_PARTS || lease->part.index >= lease->part.n)

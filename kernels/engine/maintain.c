@@ -10,7 +10,7 @@ static bool fault_in(fd_engine_t *e, fd_link_t *link) {
     if (redo < link->prefault.done) __atomic_store_n(&link->prefault.done, redo, __ATOMIC_RELAXED);
     uint64_t done = link->prefault.done, left = __atomic_load_n(&link->prefault.parts, __ATOMIC_RELAXED) - done;
     if (!left || link->prefault.error) return false;
-    uint32_t n = e->n_jobs ? 1 : left < e->n_threads ? (uint32_t)left : e->n_threads;
+    const uint32_t n = e->n_jobs ? 1 : fd_min(left, e->n_threads);
     fd_poll_carriers(e, false); /* faulting in may take as long as a long call */
     fd_job_t job = {.kind = FD_JOB_FAULT_IN, .work = &link->work, .first_part = done, .n_items = n};
     if (n == 1) job.error = fd_kvcache_fault_in(&link->kv, done);

@@ -38,8 +38,7 @@ static fd_status_t next_pieces(fd_link_t *link, const fd_page_range_t *r, struct
             break;
         }
         const size_t from = at % plane_bytes;
-        size_t bytes = plane_bytes - from;
-        if (bytes > end - at) bytes = end - at;
+        const size_t bytes = fd_min(plane_bytes - from, end - at);
         pieces[(*n_pieces)++] = (struct iovec){fd_kv_plane(kv, plane, page) + from, bytes};
         at += bytes;
     }
@@ -71,7 +70,7 @@ static fd_status_t read_pieces(const fd_cuda_t *cuda, struct iovec *pieces, size
 static fd_status_t write_pieces(const fd_cuda_t *cuda, const struct iovec *pieces, const uint8_t *from, size_t bytes,
                                 fd_error_t *error) {
     for (size_t i = 0; bytes; i++) {
-        const size_t n = bytes < pieces[i].iov_len ? bytes : pieces[i].iov_len;
+        const size_t n = fd_min(bytes, pieces[i].iov_len);
         if (FD_CUDA(cuda, MemcpyHtoD, (fd_device_ptr_t)pieces[i].iov_base, from, n) != FD_OK) return error->status;
         from += n, bytes -= n;
     }
@@ -161,7 +160,7 @@ fd_status_t fd_link_copy_pages(fd_link_t *from, const fd_page_range_t *source, f
         next_pieces(to, target, targets, &n_targets, error) != FD_OK)
         return error->status;
     /* Both ranges begin at the same byte of a page and have the same planes, so their pieces are of equal lengths. */
-    const size_t n = n_sources < n_targets ? n_sources : n_targets;
+    const size_t n = fd_min(n_sources, n_targets);
     *done = bytes_of(sources, n);
     if (from->engine->cuda) return copy_on_gpu(from->engine->cuda, sources, targets, n, error);
     for (size_t i = 0; i < n; i++) memcpy(targets[i].iov_base, sources[i].iov_base, sources[i].iov_len);

@@ -39,8 +39,7 @@ static void destroy_plan(fd_plan_t *plan) {
 /* The tokens that a row selects at most in any layer; 0: in no layer it selects tokens. */
 static uint32_t most_selected(const fd_plan_shape_t *shapes, uint32_t n_shapes) {
     uint32_t most = 0;
-    for (uint32_t k = 0; k < n_shapes; k++)
-        if (shapes[k].topk > most) most = shapes[k].topk;
+    for (uint32_t k = 0; k < n_shapes; k++) most = fd_max(most, shapes[k].topk);
     return most;
 }
 
@@ -184,8 +183,7 @@ static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
         s.page_cost = FD_PAGE_TOKENS * COST_APPEND;
         s.rest = shape->is_part ? (uint64_t)e->n_kept * COST_APPEND : s.page_cost;
     } else {
-        uint64_t weight = 1 + (uint64_t)e->n_rows * shape->group / 8;
-        if (weight > MAX_WEIGHT) weight = MAX_WEIGHT;
+        const uint64_t weight = fd_min(1 + (uint64_t)e->n_rows * shape->group / 8, MAX_WEIGHT);
         s.first = fd_first_block(e->n_cached, shape->window);
         s.last = e->n_rows > (e->partial ? 1 : shape->q_block) ? s.first : e->n_cached / FD_PAGE_TOKENS;
         s.page_cost = FD_PAGE_TOKENS * weight;
@@ -209,7 +207,7 @@ static uint64_t span_cost(const span_t *s) { return (s->last - s->first) * s->pa
 static uint32_t cut_span(const span_t *s, uint64_t offset) {
     uint64_t pages = offset / s->page_cost;
     if (pages < s->min_piece) return 0;
-    if (pages > s->last - s->first) pages = s->last - s->first;
+    pages = fd_min(pages, s->last - s->first);
     if (pages < s->min_piece) return offset * 2 < span_cost(s) ? 0 : FD_LINE_END;
     return s->first + (uint32_t)pages;
 }
@@ -247,19 +245,16 @@ static uint32_t block_rows(const fd_row_t *r, const fd_plan_shape_t *shape) {
 }
 
 static uint32_t unit_of(const fd_row_t *r, const fd_plan_shape_t *shape) {
-    const uint64_t work = UNIT_WORK / ((uint64_t)block_rows(r, shape) * shape->head_size * FD_PAGE_TOKENS);
-    uint64_t unit = UNIT_BYTES / (heads_of_span(r, shape) * shape->chunk_bytes);
-    if (unit > work) unit = work;
-    return unit < 1 ? 1 : unit < FD_UNIT_PAGES ? (uint32_t)unit : FD_UNIT_PAGES;
+    const uint64_t by_work = UNIT_WORK / ((uint64_t)block_rows(r, shape) * shape->head_size * FD_PAGE_TOKENS),
+                   by_bytes = UNIT_BYTES / (heads_of_span(r, shape) * shape->chunk_bytes);
+    return fd_max(fd_min(fd_min(by_work, by_bytes), FD_UNIT_PAGES), 1);
 }
 
 /* Makes room for the partial results of any cuts of the table's attending entries. */
 static bool reserve_partials(fd_step_t *step, fd_plan_t *plan, const fd_plan_shape_t *shape) {
     uint32_t rows = 0;
-    for (uint32_t i = 0; i < step->n_entries && step->table[i].flags & FD_ROW_ATTEND; i++) {
-        const uint32_t most = block_rows(&step->table[i], shape);
-        if (rows < most) rows = most;
-    }
+    for (uint32_t i = 0; i < step->n_entries && step->table[i].flags & FD_ROW_ATTEND; i++)
+        rows = fd_max(rows, block_rows(&step->table[i], shape));
     plan->partial_rows = rows;
     const size_t floats = 3 * (size_t)shape->max_items * fd_partial_floats(rows, shape->v_size);
     if (floats <= step->partials_floats) return true;
@@ -298,8 +293,7 @@ static void cut_line(fd_plan_t *plan, const fd_plan_shape_t *shape) {
         total += entry_cost(&s, &plan->entries[i], shape);
     }
     plan->cost = total;
-    uint64_t wanted = total / MIN_ITEM;
-    uint32_t n = wanted < 1 ? 1 : wanted < shape->max_items ? (uint32_t)wanted : shape->max_items;
+    const uint32_t n = fd_max(fd_min(total / MIN_ITEM, shape->max_items), 1);
     fd_point_t begin = {0, 0, 0};
     uint32_t entry = 0;
     uint64_t before = 0; /* cost of the entries before `entry` */
@@ -403,9 +397,6 @@ uint64_t fd_step_copy_cost(const fd_step_t *step, const fd_kvcache_t *kv) {
 }
 
 uint32_t fd_step_copy_items(const fd_step_t *step, const fd_kvcache_t *kv, uint32_t max_items) {
-    const uint64_t wanted = fd_step_copy_cost(step, kv) / MIN_ITEM,
-                   planes = (uint64_t)step->n_copies * kv->planes.n_planes;
-    uint64_t n = wanted < planes ? wanted : planes;
-    if (n > max_items) n = max_items;
-    return n ? (uint32_t)n : 1;
+    const uint64_t planes = (uint64_t)step->n_copies * kv->planes.n_planes;
+    return fd_max(fd_min(fd_min(fd_step_copy_cost(step, kv) / MIN_ITEM, planes), max_items), 1);
 }

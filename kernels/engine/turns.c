@@ -270,7 +270,7 @@ void fd_turns_work(fd_engine_t *e) {
         }
     }
     if (!e->main_job) start_next(e);
-    const uint64_t tick = e->poll_ns * POLL_SHARE > TICK_NS ? e->poll_ns * POLL_SHARE : TICK_NS;
+    const uint64_t tick = fd_max(e->poll_ns * POLL_SHARE, TICK_NS);
     bool worked = false;
     for (uint32_t p = 0; p < FD_BAYS && !worked; p++)
         if (e->bays[p].job && !e->bays[p].withdrawn) worked = fd_job_help(e, &e->bays[p], now + tick);

@@ -12,11 +12,9 @@ enum {
 
 static float *alloc_floats(size_t n) { return aligned_alloc(64, fd_round_up(n * sizeof(float), 64)); }
 
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
-
 /* Most query rows that a kernel takes at once: a block of query tokens for one KV head, or a panel of several heads. */
 static size_t most_rows(const fd_plan_shape_t *shape) {
-    return larger((size_t)shape->q_block * shape->group, FD_PANEL_ROWS);
+    return fd_max((size_t)shape->q_block * shape->group, FD_PANEL_ROWS);
 }
 
 /* Allocates what a thread needs where layers select tokens. */
@@ -36,16 +34,16 @@ static bool alloc_scratch(fd_work_t *w) {
     size_t block = 0, stat = 0, row = 0;
     for (uint32_t i = 0; i < w->n_kinds; i++) {
         const fd_plan_shape_t *shape = &w->shapes[i];
-        block = larger(block, fd_padded_floats(most_rows(shape) * shape->v_size));
-        stat = larger(stat, fd_padded_floats(most_rows(shape)));
-        row = larger(row, fd_padded_floats(larger(shape->head_size, shape->v_size)));
+        block = fd_max(block, fd_padded_floats(most_rows(shape) * shape->v_size));
+        stat = fd_max(stat, fd_padded_floats(most_rows(shape)));
+        row = fd_max(row, fd_padded_floats(fd_max(shape->head_size, shape->v_size)));
     }
-    row = larger(row, fd_padded_floats(w->g.index_size));
+    row = fd_max(row, fd_padded_floats(w->g.index_size));
     w->scratch = calloc(w->n_threads, sizeof *w->scratch);
     if (!w->scratch) return false;
     for (uint32_t t = 0; t < w->n_threads; t++) {
         fd_scratch_t *s = &w->scratch[t];
-        s->chunks = malloc(larger(FD_UNIT_PAGES, w->g.index_topk) * sizeof *s->chunks);
+        s->chunks = malloc(fd_max(FD_UNIT_PAGES, w->g.index_topk) * sizeof *s->chunks);
         s->memory = alloc_floats(block + 2 * stat + 2 * row);
         if (!s->chunks || !s->memory || !alloc_selection(w, s)) return false;
         s->acc = s->memory;
@@ -64,8 +62,7 @@ static const float *copy_per_head(const fd_layer_t *layer, float *to, const floa
 
 /* The pages that are scored at once, where index queries have this many elements. */
 static uint32_t index_unit(uint32_t elements) {
-    const uint32_t pages = elements ? INDEX_UNIT_WORK / FD_PAGE_TOKENS / elements : 1;
-    return pages < 1 ? 1 : pages < FD_INDEX_PAGES ? pages : FD_INDEX_PAGES;
+    return elements ? fd_max(fd_min(INDEX_UNIT_WORK / FD_PAGE_TOKENS / elements, FD_INDEX_PAGES), 1) : 1;
 }
 
 /* The shape of a layer of `w`, whose numbers beside the layers are known. */

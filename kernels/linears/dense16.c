@@ -18,10 +18,8 @@ const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t ac
     return act == FD_ACT_FP32 ? FD_VECTOR_OPS_OF(fd_dense16, isa, dtype) : NULL;
 }
 
-static size_t up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 size_t fd_dense16_packed_bytes(const fd_dense16_ops_t *ops, size_t outs, size_t ins) {
-    return up(outs, ops->panel) * up(ins, ops->step) * sizeof(uint16_t);
+    return fd_round_up(outs, ops->panel) * fd_round_up(ins, ops->step) * sizeof(uint16_t);
 }
 
 typedef struct {
@@ -46,7 +44,7 @@ static void pack_panels(void *data, size_t first, size_t n) {
     enum { AT_ONCE = 64 }; /* inputs: lines of the rows that stay in a cache */
     const pack_t *p = data;
     const fd_dense16_ops_t *ops = p->ops;
-    const size_t steps = up(p->ins, ops->step) / ops->step, at_once = AT_ONCE / ops->step;
+    const size_t steps = fd_round_up(p->ins, ops->step) / ops->step, at_once = AT_ONCE / ops->step;
     for (size_t panel = first; panel < first + n; panel++)
         for (size_t begin = 0; begin < steps; begin += at_once)
             for (size_t lane = 0; lane < ops->panel; lane++)
@@ -57,7 +55,8 @@ static void pack_panels(void *data, size_t first, size_t n) {
 void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to,
                      unsigned threads) {
     pack_t pack = {ops, outs, ins, from, to};
-    fd_parallel(pack_panels, &pack, up(outs, ops->panel) / ops->panel, 1, fd_worth_threads(outs * ins, threads));
+    fd_parallel(pack_panels, &pack, fd_round_up(outs, ops->panel) / ops->panel, 1,
+                fd_worth_threads(outs * ins, threads));
 }
 
 typedef struct {
