@@ -31,20 +31,21 @@ static fd_status_t commit(fd_kvcache_t *kv, uint32_t from, uint32_t to, fd_error
     return FD_OK;
 }
 
-fd_status_t fd_arena_map(fd_kvcache_t *kv, fd_error_t *error) {
-    kv->granule = fd_memory_granule(kv->huge);
-    kv->unit = fd_memory_unit(kv->huge);
+fd_status_t fd_arena_map(fd_kvcache_t *kv, fd_huge_t huge, fd_error_t *error) {
+    kv->huge = huge;
+    kv->granule = fd_memory_granule(huge);
+    kv->unit = fd_memory_unit(huge);
     if (kv->max_pages > kv->n_pages) {
         kv->plane_stride =
             fd_round_up(kv->max_pages * kv->planes.plane_bytes, fd_max(kv->granule, FD_TRANSPARENT_BYTES));
         kv->arena_bytes = kv->plane_stride * kv->planes.n_planes;
         kv->grows = true;
-        kv->arena = fd_memory_reserve(kv->arena_bytes, kv->huge, error);
+        kv->arena = fd_memory_reserve(kv->arena_bytes, huge, error);
         return kv->arena ? commit(kv, 0, kv->n_pages, error) : FD_INTERNAL;
     }
     kv->plane_stride = kv->n_pages * kv->planes.plane_bytes;
     kv->arena_bytes = fd_round_up(kv->plane_stride * kv->planes.n_planes, kv->unit);
-    kv->arena = fd_memory_map(kv->arena_bytes, kv->huge, error);
+    kv->arena = fd_memory_map(kv->arena_bytes, huge, error);
     return kv->arena ? FD_OK : FD_INTERNAL;
 }
 

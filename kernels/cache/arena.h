@@ -9,8 +9,8 @@ uint64_t fd_kvcache_bytes(fd_planes_t planes, uint32_t n_pages, bool grows, fd_h
 /* The most pages that take at most `bytes`. */
 uint64_t fd_kvcache_pages_within(fd_planes_t planes, uint64_t bytes, bool grows, fd_huge_t huge);
 
-/* Maps the arena of a cache that fd_kvcache_init_lists has made. Returns FD_OK, or FD_INTERNAL. */
-fd_status_t fd_arena_map(fd_kvcache_t *kv, fd_error_t *error);
+/* Maps the arena of a cache that fd_kvcache_init has made. Returns FD_OK, or FD_INTERNAL. */
+fd_status_t fd_arena_map(fd_kvcache_t *kv, fd_huge_t huge, fd_error_t *error);
 /* Takes memory from the OS for growing from kv->n_pages to `n_pages`, at most kv->max_pages; needs no mutex.
  * fd_kvcache_grow hands out the new pages. Returns FD_OK, or FD_INTERNAL and has changed nothing. */
 fd_status_t fd_kvcache_commit(fd_kvcache_t *kv, uint32_t n_pages, fd_error_t *error);

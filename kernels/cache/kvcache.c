@@ -14,8 +14,8 @@ static uint32_t stretch_order(const fd_kvcache_t *kv) {
     return order;
 }
 
-fd_status_t fd_kvcache_init_lists(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
-                                  uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_error_t *error) {
+fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
+                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_error_t *error) {
     memset(kv, 0, sizeof *kv);
     kv->stores = malloc(n_layers * sizeof *kv->stores);
     if (!kv->stores) return FD_FAIL(FD_INTERNAL, "no memory to keep track of %u layers", n_layers);
@@ -33,17 +33,6 @@ fd_status_t fd_kvcache_init_lists(fd_kvcache_t *kv, const fd_stored_t *layers, u
         return FD_OK;
     fd_kvcache_destroy(kv);
     return FD_FAIL(FD_INTERNAL, "no memory to keep track of %u pages and %u sequences", max_pages, max_seqs);
-}
-
-fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
-                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge,
-                            fd_error_t *error) {
-    fd_status_t status = fd_kvcache_init_lists(kv, layers, n_layers, dtype, n_pages, max_pages, max_seqs, error);
-    if (status != FD_OK) return status;
-    kv->huge = huge;
-    status = fd_arena_map(kv, error);
-    if (status != FD_OK) fd_kvcache_destroy(kv);
-    return status;
 }
 
 void fd_kvcache_destroy(fd_kvcache_t *kv) {

@@ -68,14 +68,12 @@ typedef struct {
     uint32_t n_seqs, shared_refs, n_given_back, mark;
 } fd_kvcache_t;
 
-/* Makes a cache for `n_layers` layers that store K and V. Returns FD_OK, or FD_INTERNAL if out of memory. The caller
- * has checked the sizes, and n_pages <= max_pages. */
+/* Makes a cache without an arena for `n_layers` layers that store K and V; fd_arena_map (arena.h) gives it one. Without
+ * an arena, for pages that lie in the memory of a device, planes are n_pages * plane_bytes apart, and only the
+ * functions for page lists may be called. Returns FD_OK, or FD_INTERNAL if out of memory. The caller has checked the
+ * sizes, and n_pages <= max_pages. */
 fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
-                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, fd_error_t *error);
-/* The same without an arena, for pages that lie in the memory of a device: planes are n_pages * plane_bytes apart. Only
- * the functions for page lists may be called. */
-fd_status_t fd_kvcache_init_lists(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
-                                  uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_error_t *error);
+                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_error_t *error);
 void fd_kvcache_destroy(fd_kvcache_t *kv);
 
 /* Hands out the pages up to `n_pages`, which fd_kvcache_commit (arena.h) has taken from the OS. */

@@ -117,13 +117,10 @@ static void free_gpu_arena(fd_link_t *link) {
 
 static fd_status_t init_cache(fd_link_t *link, const fd_stored_t *stored, uint32_t n_stored, const fd_lease_t *lease,
                               fd_error_t *error) {
-    fd_engine_t *e = link->engine;
-    if (!e->cuda)
-        return fd_kvcache_init(&link->kv, stored, n_stored, lease->kv_dtype, lease->n_pages, max_pages(lease),
-                               lease->max_seqs, e->huge, error);
-    const fd_status_t status = fd_kvcache_init_lists(&link->kv, stored, n_stored, lease->kv_dtype, lease->n_pages,
-                                                     max_pages(lease), lease->max_seqs, error);
-    return status == FD_OK ? take_gpu_arena(link, error) : status;
+    if (fd_kvcache_init(&link->kv, stored, n_stored, lease->kv_dtype, lease->n_pages, max_pages(lease), lease->max_seqs,
+                        error) != FD_OK)
+        return error->status;
+    return link->engine->cuda ? take_gpu_arena(link, error) : fd_arena_map(&link->kv, link->engine->huge, error);
 }
 
 /* Frees everything that the link owns except its share of the budget. Also frees a half-built link. */

@@ -32,8 +32,8 @@ static bool init(page_lists_t *self, const fd_geometry_t *g, unsigned kv_dtype, 
     if (!get_layers(a, g, layers)) return false;
     if (fd_layers_check(g, layers, kv_dtype, &error) != FD_OK) return refused(&error) != NULL;
     self->n_stored = fd_stored_layers(g, layers, stored);
-    return fd_kvcache_init_lists(&self->kv, stored, self->n_stored, (fd_kv_dtype_t)kv_dtype, n_pages, n_pages, max_seqs,
-                                 &error) == FD_OK ||
+    return fd_kvcache_init(&self->kv, stored, self->n_stored, (fd_kv_dtype_t)kv_dtype, n_pages, n_pages, max_seqs,
+                           &error) == FD_OK ||
            refused(&error);
 }
 

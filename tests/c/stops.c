@@ -13,6 +13,7 @@
 #include "engine/work.c"
 #include "engine/work_init.c"
 
+#include "cache/arena.h"
 #include "require.h"
 #include "scalar_only.h"
 
@@ -38,7 +39,8 @@ typedef struct {
 static void open_side(side_t *side, const fd_geometry_t *g, uint32_t window, uint32_t threads) {
     const fd_layer_t layer = {.heads = fd_geometry_heads(g), .window = window, .selection = g->index_topk > 0};
     const fd_stored_t stored = {layer.heads, window, g->index_size};
-    REQUIRE(fd_kvcache_init(&side->kv, &stored, 1, FD_KV_FP32, PAGES, PAGES, SEQUENCES, FD_HUGE_OFF, &error) == FD_OK);
+    REQUIRE(fd_kvcache_init(&side->kv, &stored, 1, FD_KV_FP32, PAGES, PAGES, SEQUENCES, &error) == FD_OK &&
+            fd_arena_map(&side->kv, FD_HUGE_OFF, &error) == FD_OK);
     REQUIRE(fd_work_init(&side->work, g, &side->kv, FD_KV_FP32, FD_ISA_SCALAR, 0.3f, &layer, (fd_part_t){0, 1},
                          threads) == FD_OK);
     REQUIRE(fd_step_init(&side->step, MAX_ROWS, side->kv.planes.n_sections, side->work.shapes, 1, (fd_part_t){0, 1}) ==
