@@ -16,11 +16,6 @@ enum {
 
 static uint32_t n_tallies(const fd_engine_t *e) { return (e->n_threads + TALLY_THREADS - 1) / TALLY_THREADS; }
 
-/* The number of threads that take part in a job. */
-static uint32_t n_lanes(const fd_engine_t *e, uint32_t n_items) {
-    return n_items < e->n_threads ? n_items : e->n_threads;
-}
-
 /* A thread's number among the threads that take part; jobs in different bays begin with different threads. */
 static uint32_t rank_of(const fd_engine_t *e, const fd_bay_t *bay, uint32_t thread) {
     return (thread + e->n_threads - bay->first_thread) % e->n_threads;
@@ -32,7 +27,7 @@ static fd_lane_t *lane_of(const fd_engine_t *e, const fd_bay_t *bay, uint32_t ra
 
 /* The items of a lane as the job began: epoch << 32 | next << 16 | end. */
 static uint64_t whole_lane(const fd_engine_t *e, uint64_t notice, uint32_t rank) {
-    const uint32_t n_items = (uint32_t)notice, lanes = n_lanes(e, n_items);
+    const uint32_t n_items = (uint32_t)notice, lanes = fd_job_threads(e, n_items);
     const uint64_t next = rank < lanes ? (uint64_t)n_items * rank / lanes : 0,
                    end = rank < lanes ? (uint64_t)n_items * (rank + 1) / lanes : 0;
     return (notice & ~(uint64_t)UINT32_MAX) | next << 16 | end;
@@ -72,7 +67,7 @@ static bool claim_item(const fd_engine_t *e, fd_bay_t *bay, uint64_t notice, uin
     if (__atomic_load_n(&lane->parked, __ATOMIC_RELAXED) &&
         (*item = __atomic_exchange_n(&lane->parked, 0, __ATOMIC_ACQ_REL)))
         return true;
-    if (rank >= n_lanes(e, (uint32_t)notice) || !claim_index(e, lane, notice, rank, item)) return false;
+    if (rank >= fd_job_threads(e, (uint32_t)notice) || !claim_index(e, lane, notice, rank, item)) return false;
     *item = bay->job->items ? bay->job->items[*item] : *item << 1;
     return true;
 }
@@ -108,7 +103,7 @@ static void publish(fd_bay_t *bay, uint32_t thread, count_t *done) {
  * the thread has done anything. */
 static bool work_on(fd_engine_t *e, fd_bay_t *bay, uint64_t notice, uint32_t thread, uint64_t until_ns) {
     const fd_stop_t stop = {bay->notice, notice, until_ns};
-    const uint32_t own = rank_of(e, bay, thread), lanes = n_lanes(e, (uint32_t)notice);
+    const uint32_t own = rank_of(e, bay, thread), lanes = fd_job_threads(e, (uint32_t)notice);
     count_t done = {0, 0};
     bool any = false;
     for (uint32_t k = 0; k <= lanes; k++) {
@@ -144,7 +139,7 @@ static void wake(fd_engine_t *e, uint32_t thread) {
 
 /* Each thread that takes part wakes two others, so that thread 0 need not make a system call for each sleeper. */
 static void wake_next(fd_engine_t *e, const fd_bay_t *bay, uint64_t notice, uint32_t rank) {
-    const uint32_t lanes = n_lanes(e, (uint32_t)notice);
+    const uint32_t lanes = fd_job_threads(e, (uint32_t)notice);
     for (uint32_t next = 2 * rank + 1; next <= 2 * rank + 2 && next < lanes; next++)
         wake(e, (bay->first_thread + next) % e->n_threads);
 }
@@ -163,7 +158,7 @@ static bool help(fd_engine_t *e, uint32_t thread, uint64_t *seen) {
         fd_bay_t *bay = &e->bays[p];
         const uint32_t rank = rank_of(e, bay, thread);
         seen[p] = notice;
-        if (rank >= n_lanes(e, (uint32_t)notice)) continue;
+        if (rank >= fd_job_threads(e, (uint32_t)notice)) continue;
         __atomic_thread_fence(__ATOMIC_SEQ_CST); /* see sleep_until_woken */
         wake_next(e, bay, notice, rank);
         any |= work_on(e, bay, notice, thread, 0);
@@ -243,7 +238,7 @@ bool fd_job_help(fd_engine_t *e, fd_bay_t *bay, uint64_t until_ns) {
 void fd_job_withdraw(fd_engine_t *e, fd_bay_t *bay) {
     const uint64_t notice = *bay->notice, closed = (uint64_t)bay->epoch << 32;
     __atomic_store_n(bay->notice, closed, __ATOMIC_RELEASE);
-    for (uint32_t rank = 0; rank < n_lanes(e, bay->n_items); rank++) {
+    for (uint32_t rank = 0; rank < fd_job_threads(e, bay->n_items); rank++) {
         bool late;
         fd_lane_t *lane = lane_of(e, bay, rank);
         const uint64_t word = __atomic_exchange_n(&lane->claim, closed, __ATOMIC_ACQ_REL);
@@ -260,7 +255,7 @@ static bool collect(fd_engine_t *e, fd_bay_t *bay, uint64_t n_done) {
         if (item) bay->collected[bay->n_collected++] = item;
     }
     fd_job_t *job = bay->job;
-    const uint32_t lanes = n_lanes(e, bay->n_items);
+    const uint32_t lanes = fd_job_threads(e, bay->n_items);
     uint32_t unclaimed = 0, n = 0;
     for (uint32_t rank = 0; rank < lanes; rank++) unclaimed += n_left(lane_of(e, bay, rank)->kept);
     if (n_done + unclaimed + bay->n_collected < bay->n_items) return false;

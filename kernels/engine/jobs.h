@@ -14,6 +14,9 @@
 
 enum { FD_POLLS_PER_CLOCK = 16 }; /* an idle thread reads the clock once in this many polls */
 
+/* The number of threads that take part in a job of `n_items` items. */
+static inline uint32_t fd_job_threads(const fd_engine_t *e, uint32_t n_items) { return fd_min(n_items, e->n_threads); }
+
 /* The argument of fd_helper_main, which frees it. */
 typedef struct {
     fd_engine_t *engine;

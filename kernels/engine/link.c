@@ -293,33 +293,34 @@ fd_status_t fd_link_grow(fd_link_t *link, uint32_t n_pages, fd_error_t *error) {
 
 int fd_link_eventfd(const fd_link_t *link) { return link->eventfd; }
 
+/* What `call` returns, which is called under the link's mutex. */
+#define LOCKED(link, call)                                                                                             \
+    ({                                                                                                                 \
+        pthread_mutex_lock(&(link)->mutex);                                                                            \
+        const fd_status_t outcome = (call);                                                                            \
+        pthread_mutex_unlock(&(link)->mutex);                                                                          \
+        outcome;                                                                                                       \
+    })
+
 fd_status_t fd_link_free(fd_link_t *link, uint32_t seq_index, uint32_t tag, fd_error_t *error) {
-    pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_kvcache_free(&link->kv, seq_index, tag, error);
-    pthread_mutex_unlock(&link->mutex);
-    return status;
+    return LOCKED(link, fd_kvcache_free(&link->kv, seq_index, tag, error));
 }
 
 fd_status_t fd_link_trim(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error) {
-    pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_kvcache_trim(&link->kv, seq_index, tag, length, error);
-    pthread_mutex_unlock(&link->mutex);
-    return status;
+    return LOCKED(link, fd_kvcache_trim(&link->kv, seq_index, tag, length, error));
 }
 
 fd_status_t fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
                          uint32_t length, fd_error_t *error) {
-    pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_kvcache_fork(&link->kv, src, src_tag, dst, dst_tag, length, error);
-    pthread_mutex_unlock(&link->mutex);
-    return status;
+    return LOCKED(link, fd_kvcache_fork(&link->kv, src, src_tag, dst, dst_tag, length, error));
+}
+
+fd_status_t fd_link_receive(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error) {
+    return LOCKED(link, fd_kvcache_receive(&link->kv, seq_index, tag, length, error));
 }
 
 fd_status_t fd_link_length(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t *length, fd_error_t *error) {
-    pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_kvcache_length(&link->kv, seq_index, tag, length, error);
-    pthread_mutex_unlock(&link->mutex);
-    return status;
+    return LOCKED(link, fd_kvcache_length(&link->kv, seq_index, tag, length, error));
 }
 
 fd_status_t fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n,

@@ -166,10 +166,3 @@ fd_status_t fd_link_copy_pages(fd_link_t *from, const fd_page_range_t *source, f
     for (size_t i = 0; i < n; i++) memcpy(targets[i].iov_base, sources[i].iov_base, sources[i].iov_len);
     return FD_OK;
 }
-
-fd_status_t fd_link_receive(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, fd_error_t *error) {
-    pthread_mutex_lock(&link->mutex);
-    const fd_status_t status = fd_kvcache_receive(&link->kv, seq_index, tag, length, error);
-    pthread_mutex_unlock(&link->mutex);
-    return status;
-}

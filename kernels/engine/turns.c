@@ -28,20 +28,16 @@ static uint64_t charge_main(fd_engine_t *e) {
     return now;
 }
 
-static uint32_t threads_for(const fd_engine_t *e, uint32_t n_items) {
-    return n_items < e->n_threads ? n_items : e->n_threads;
-}
-
 /* The time that the engine will take for the job. */
 static double estimate_ns(const fd_engine_t *e, const fd_job_t *job) {
     const double one_thread = (double)job->cost * job->link->turn.ns_per_cost;
-    return one_thread / threads_for(e, job->n_cut);
+    return one_thread / fd_job_threads(e, job->n_cut);
 }
 
 static void learn(fd_engine_t *e, const fd_job_t *job) {
     if (job->cost < MIN_SAMPLE_COST) return;
     double *rate = &job->link->turn.ns_per_cost;
-    const double measured = (double)job->busy_ns * threads_for(e, job->n_cut) / (double)job->cost;
+    const double measured = (double)job->busy_ns * fd_job_threads(e, job->n_cut) / (double)job->cost;
     *rate += (measured - *rate) / 8;
 }
 
