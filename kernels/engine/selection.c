@@ -4,14 +4,12 @@
 
 #include "attention/select.h"
 
-static uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
-
 /* The tokens that a row has selected, [topk]. */
-static uint32_t *selected_of(const ctx_t *c, const fd_entry_t *e, uint32_t row) {
+static uint32_t *selected_of(const call_t *c, const fd_entry_t *e, uint32_t row) {
     return c->step->selected + (size_t)(e->row + row) * c->shape->topk;
 }
 
-void fd_append_index_key(ctx_t *c, const fd_entry_t *e, uint32_t row) {
+void fd_append_index_key(call_t *c, const fd_entry_t *e, uint32_t row) {
     const fd_work_t *w = c->w;
     const uint32_t t = e->pos + row, size = w->g.index_size;
     const uint8_t *key = k_of(c, kv_row(c, e, row), c->shape->n_kv_heads);
@@ -21,7 +19,7 @@ void fd_append_index_key(ctx_t *c, const fd_entry_t *e, uint32_t row) {
 }
 
 /* Writes the index scores of the tokens of pages [first, last) to `scores`. */
-static void score_pages(ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t first, uint32_t last, float *scores) {
+static void score_pages(call_t *c, const fd_entry_t *e, uint32_t row, uint32_t first, uint32_t last, float *scores) {
     const fd_work_t *w = c->w;
     fd_scratch_t *s = c->scratch;
     const uint8_t *q = q_row(c, e, row, 0) + c->shape->n_kv_heads * q_head_bytes(c),
@@ -47,11 +45,11 @@ static void score_pages(ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t fi
 }
 
 /* Selects among the tokens selected so far, which are of the pages before `first`, and those of pages [first, last). */
-static void select_among(ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t first, uint32_t last) {
+static void select_among(call_t *c, const fd_entry_t *e, uint32_t row, uint32_t first, uint32_t last) {
     fd_scratch_t *s = c->scratch;
-    const uint32_t topk = c->shape->topk, from = first * FD_PAGE_TOKENS, before = smaller(from, topk),
-                   scored = smaller(n_seen(c, e, row) - from, (last - first) * FD_PAGE_TOKENS), all = before + scored,
-                   n = smaller(all, topk);
+    const uint32_t topk = c->shape->topk, from = first * FD_PAGE_TOKENS, before = fd_min(from, topk),
+                   scored = fd_min(n_seen(c, e, row) - from, (last - first) * FD_PAGE_TOKENS), all = before + scored,
+                   n = fd_min(all, topk);
     uint32_t *selected = selected_of(c, e, row);
     float *scores = c->step->selected_scores + (size_t)c->item * topk;
     memcpy(s->scores, scores, before * sizeof *scores);
@@ -65,19 +63,19 @@ static void select_among(ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t f
     }
 }
 
-bool fd_select_tokens(ctx_t *c, const fd_entry_t *e, uint32_t row) {
-    fd_cursor_t *at = &c->step->cursors[c->item];
+bool fd_select_tokens(call_t *c, const fd_entry_t *e, uint32_t row) {
+    fd_cursor_t *cursor = &c->step->cursors[c->item];
     const uint32_t end = fd_pages_for(n_seen(c, e, row));
-    while (at->page < end) {
-        const uint32_t first = at->page, last = first + smaller(end - first, c->shape->index_unit);
+    while (cursor->page < end) {
+        const uint32_t first = cursor->page, last = first + fd_min(end - first, c->shape->index_unit);
         select_among(c, e, row, first, last);
-        at->page = last;
+        cursor->page = last;
         if (should_stop(c, (uint64_t)(last - first) * FD_PAGE_TOKENS * c->shape->index_elements)) return false;
     }
     return true;
 }
 
-void fd_gather_selected(ctx_t *c, const fd_entry_t *e, uint32_t row) {
+void fd_gather_selected(call_t *c, const fd_entry_t *e, uint32_t row) {
     const fd_work_t *w = c->w;
     fd_scratch_t *s = c->scratch;
     const uint32_t topk = c->shape->topk, *tokens = selected_of(c, e, row);

@@ -17,7 +17,7 @@ typedef struct {
 
 enum { FIRST = 0, LAST = 1, BLOCK = 2 }; /* the three partial results of an item (fd_step_t.partials) */
 
-static fd_partial_t partial_of(const ctx_t *c, uint32_t item, uint32_t which) {
+static fd_partial_t partial_of(const call_t *c, uint32_t item, uint32_t which) {
     const uint32_t rows = c->plan->partial_rows;
     const size_t acc = fd_padded_floats((size_t)rows * c->shape->v_size);
     float *at = c->step->partials + (3 * (size_t)item + which) * fd_partial_floats(rows, c->shape->v_size);
@@ -25,7 +25,7 @@ static fd_partial_t partial_of(const ctx_t *c, uint32_t item, uint32_t which) {
 }
 
 /* Appends rows [from, to) of an entry, counted from its first new row, for `heads` KV heads from `head` on. */
-static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t heads, uint32_t from, uint32_t to) {
+static void append_rows(call_t *c, const fd_entry_t *e, uint32_t head, uint32_t heads, uint32_t from, uint32_t to) {
     const fd_work_t *w = c->w;
     const uint32_t k_size = c->shape->head_size, v_size = c->shape->v_size, act = w->g.act_dtype;
     const uint8_t *kv = kv_row(c, e, from), *k = k_of(c, kv, head), *v = v_of(c, kv, head);
@@ -45,7 +45,7 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t h
 
 /* A span whose new row is appended while a kernel attends to it (can_pend). */
 typedef struct {
-    ctx_t *c;
+    call_t *c;
     const fd_entry_t *e;
     uint32_t head;
 } pending_t;
@@ -75,14 +75,14 @@ static void append_pending(void *context, uint32_t head) {
 
 /* Returns true if append_pending can append the span's new rows while a kernel attends to the last page: there is only
  * one row, so it goes to that page. A row that selects tokens attends to none of the pages themselves. */
-static bool can_pend(const ctx_t *c, const fd_entry_t *e) {
+static bool can_pend(const call_t *c, const fd_entry_t *e) {
     return e->n_rows == 1 && e->n_kept == 1 && e->heads * c->shape->group <= FD_PANEL_ROWS && !fd_row_selects(c, e, 0);
 }
 
 /* Writes the log-sum-exp of query rows [from, from + q_len): fp32, one for each query head, behind the layer's O heads
  * or, of a partial entry, in the O row after them. It is that of the scores, sinks excluded, and -infinity for a row
  * that sees no token. */
-static void store_sums(const ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len,
+static void store_sums(const call_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len,
                        fd_partial_t p) {
     const uint32_t group = c->shape->group;
     const size_t o_bytes = e->partial ? c->w->layout.o_row_bytes : c->shape->n_kv_heads * o_head_bytes(c);
@@ -96,7 +96,7 @@ static void store_sums(const ctx_t *c, const fd_entry_t *e, uint32_t head, uint3
 }
 
 /* Normalises the attention of query rows [from, from + q_len) and writes it as O rows. */
-static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, fd_partial_t p) {
+static void store_block(call_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, fd_partial_t p) {
     const fd_work_t *w = c->w;
     const uint32_t group = c->shape->group, v_size = c->shape->v_size;
     const float *sinks = is_partial(c, e) ? NULL : c->layer->sinks;
@@ -112,7 +112,7 @@ static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
 }
 
 /* Attends no token: the block's rows see none of the piece's pages. */
-static void attend_nothing(const ctx_t *c, const fd_entry_t *e, uint32_t q_len, fd_partial_t out) {
+static void attend_nothing(const call_t *c, const fd_entry_t *e, uint32_t q_len, fd_partial_t out) {
     const uint32_t rows = e->heads * q_len * c->shape->group;
     for (uint32_t i = 0; i < rows; i++) {
         out.m[i] = -INFINITY;
@@ -142,7 +142,7 @@ typedef struct {
     const uint8_t *next;  /* the chunk that the thread reads after these, or NULL */
 } unit_t;
 
-static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, const unit_t *u) {
+static void attend_unit(call_t *c, const fd_entry_t *e, uint32_t head, const unit_t *u) {
     const fd_work_t *w = c->w;
     if (u->selected) fd_gather_selected(c, e, u->from);
     for (uint32_t p = u->first; !u->selected && p < u->last; p++)
@@ -190,11 +190,11 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, const unit
 
 /* Goes on with the query row that the cursor is in, which attends to selected tokens. Returns false if the thread
  * should stop; the row is done if the cursor's page is 0 then. */
-static bool attend_selected(ctx_t *c, const piece_t *piece) {
-    fd_cursor_t *at = &c->step->cursors[c->item];
+static bool attend_selected(call_t *c, const piece_t *piece) {
+    fd_cursor_t *cursor = &c->step->cursors[c->item];
     const uint32_t topk = c->shape->topk;
     const unit_t unit = {
-        .from = at->row,
+        .from = cursor->row,
         .q_len = 1,
         .last = fd_pages_for(topk),
         .selected = true,
@@ -202,30 +202,30 @@ static bool attend_selected(ctx_t *c, const piece_t *piece) {
         .out = {c->scratch->acc, c->scratch->m, c->scratch->l},
         .next = c->after,
     };
-    if (c->layer->selection == FD_SELECT_OWN && !fd_select_tokens(c, piece->e, at->row)) return false;
+    if (c->layer->selection == FD_SELECT_OWN && !fd_select_tokens(c, piece->e, cursor->row)) return false;
     attend_unit(c, piece->e, piece->head, &unit);
-    at->page = 0;
+    cursor->page = 0;
     return !should_stop(c, (uint64_t)c->shape->group * c->shape->head_size * topk);
 }
 
 /* Goes on with the block of `q_len` query rows that the cursor is in: attends to the piece's pages that the layer's
  * window reaches. Returns false if the thread should stop; the block is done if the cursor's page is 0 then. */
-static bool attend_block(ctx_t *c, const piece_t *piece, uint32_t q_len) {
+static bool attend_block(call_t *c, const piece_t *piece, uint32_t q_len) {
     const fd_work_t *w = c->w;
     const fd_entry_t *e = piece->e;
     const fd_partial_t sum = piece->sum, unit_sum = {c->scratch->acc, c->scratch->m, c->scratch->l};
-    fd_cursor_t *at = &c->step->cursors[c->item];
-    const uint32_t from = at->row, rows = e->heads * q_len * c->shape->group, n = n_seen(c, e, from);
+    fd_cursor_t *cursor = &c->step->cursors[c->item];
+    const uint32_t from = cursor->row, rows = e->heads * q_len * c->shape->group, n = n_seen(c, e, from);
     const uint32_t seen = n ? first_page(c, n - 1) : 0, end = fd_pages_for((uint64_t)n + q_len - 1);
     const uint32_t first = piece->first < seen ? seen : piece->first, last = piece->last > end ? end : piece->last;
-    uint32_t page = at->page ? at->page : first, n_pages;
+    uint32_t page = cursor->page ? cursor->page : first, n_pages;
     bool go_on = true;
     if (fd_row_selects(c, e, from)) return attend_selected(c, piece);
     if (first >= last) {
         if (piece->pending) append_rows(c, e, piece->head, e->heads, 0, e->n_rows);
         attend_nothing(c, e, q_len, sum);
     }
-    for (; page < last && go_on; page += n_pages, at->page = page) {
+    for (; page < last && go_on; page += n_pages, cursor->page = page) {
         n_pages = last - page < e->unit ? last - page : e->unit;
         const bool final = page + n_pages == last, to_o = piece->whole && page == first && final;
         const unit_t unit = {
@@ -245,13 +245,13 @@ static bool attend_block(ctx_t *c, const piece_t *piece, uint32_t q_len) {
     }
     if (page < last) return false;
     if (piece->whole && (first >= last || last - first > e->unit)) store_block(c, e, piece->head, from, q_len, sum);
-    at->page = 0;
+    cursor->page = 0;
     return go_on;
 }
 
 /* Merges the pieces of the span that is cut at the end of item `owner` and writes O rows. The first piece is the last
  * of that item; the others are the first pieces of the items that follow. */
-static void merge_pieces(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t owner) {
+static void merge_pieces(call_t *c, const fd_entry_t *e, uint32_t head, uint32_t owner) {
     const fd_work_t *w = c->w;
     fd_partial_t sum = partial_of(c, owner, LAST);
     for (uint32_t i = owner + 1; i < owner + c->plan->items[owner].n_pieces; i++) {
@@ -263,7 +263,7 @@ static void merge_pieces(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
 }
 
 /* A piece of a cut span is done. The thread that does the span's last piece merges all of them. */
-static void end_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t owner) {
+static void end_piece(call_t *c, const fd_entry_t *e, uint32_t head, uint32_t owner) {
     uint32_t *left = &c->plan->pieces_left[owner];
     if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL)) return;
     __atomic_store_n(left, c->plan->items[owner].n_pieces, __ATOMIC_RELAXED); /* for the next layer */
@@ -273,8 +273,8 @@ static void end_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t own
 /* Goes on with the piece of an attending span that the cursor is in: pages [first, last). It appends the new rows,
  * unless the layer shares the K and V that an earlier layer has appended. Returns false if the thread should stop;
  * *done says whether the piece is done. */
-static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, bool *done) {
-    fd_cursor_t *at = &c->step->cursors[c->item];
+static bool attend_piece(call_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, bool *done) {
+    fd_cursor_t *cursor = &c->step->cursors[c->item];
     const bool to_end = last == FD_LINE_END, whole = !first && to_end, new_rows = to_end && c->appends && !e->partial;
     const piece_t piece = {
         .e = e,
@@ -290,37 +290,37 @@ static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     };
     bool go_on = true;
     *done = false;
-    if (piece.pending) at->appended = e->n_rows;
-    while (new_rows && go_on && at->appended < e->n_rows) {
-        const uint32_t from = at->appended, n = e->n_rows - from < APPEND_ROWS ? e->n_rows - from : APPEND_ROWS;
+    if (piece.pending) cursor->appended = e->n_rows;
+    while (new_rows && go_on && cursor->appended < e->n_rows) {
+        const uint32_t from = cursor->appended, n = e->n_rows - from < APPEND_ROWS ? e->n_rows - from : APPEND_ROWS;
         append_rows(c, e, head, e->heads, from, from + n);
-        at->appended += n;
+        cursor->appended += n;
         go_on = n < APPEND_ROWS || !should_stop(c, (uint64_t)n * e->heads * c->shape->head_size * 8);
     }
-    while (go_on && at->row < e->n_rows) {
-        const uint32_t left = e->n_rows - at->row, most = e->partial ? 1 : c->shape->q_block,
+    while (go_on && cursor->row < e->n_rows) {
+        const uint32_t left = e->n_rows - cursor->row, most = e->partial ? 1 : c->shape->q_block,
                        q_len = left < most ? left : most;
         go_on = attend_block(c, &piece, q_len);
-        if (!at->page) at->row += q_len;
+        if (!cursor->page) cursor->row += q_len;
     }
-    *done = at->row == e->n_rows;
+    *done = cursor->row == e->n_rows;
     if (*done && !whole) end_piece(c, e, head, first ? c->plan->items[c->item].cut : c->item);
     return go_on;
 }
 
 /* Goes on with a piece that only appends: the new rows of an entry that lie in pages [first, last). Returns false if
  * the thread should stop; *done says whether the piece is done. */
-static bool append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, bool *done) {
-    fd_cursor_t *at = &c->step->cursors[c->item];
+static bool append_piece(call_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, bool *done) {
+    fd_cursor_t *cursor = &c->step->cursors[c->item];
     uint64_t from = (uint64_t)first * FD_PAGE_TOKENS, to = (uint64_t)last * FD_PAGE_TOKENS,
              end = (uint64_t)e->pos + e->n_rows;
     if (c->shape->is_part) from = 0, to = end; /* the span is not cut */
     if (from < e->pos) from = e->pos;
     if (to > end) to = end;
-    for (from += at->appended; from < to;) {
+    for (from += cursor->appended; from < to;) {
         const uint32_t n = to - from < APPEND_ROWS ? (uint32_t)(to - from) : APPEND_ROWS;
         append_rows(c, e, head, e->heads, (uint32_t)(from - e->pos), (uint32_t)(from - e->pos) + n);
-        at->appended += n;
+        cursor->appended += n;
         from += n;
         *done = from == to;
         if (should_stop(c, (uint64_t)n * e->heads * c->shape->head_size * 8)) return false;
@@ -330,14 +330,14 @@ static bool append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
 }
 
 /* The beginning of the span after the one that contains `at`. */
-static fd_point_t next_span(const ctx_t *c, fd_point_t at) {
+static fd_point_t next_span(const call_t *c, fd_point_t at) {
     uint32_t head = at.head + c->plan->entries[at.entry].heads;
     return head < c->shape->n_kv_heads ? (fd_point_t){.entry = at.entry, .head = head}
                                        : (fd_point_t){.entry = at.entry + 1};
 }
 
 /* Sets `after` and `after_q` for the span at `at`, if the item continues with that span and the span attends. */
-static void prefetch_next_span(ctx_t *c, fd_point_t at, fd_point_t end) {
+static void prefetch_next_span(call_t *c, fd_point_t at, fd_point_t end) {
     const fd_entry_t *e = &c->plan->entries[at.entry];
     if ((fd_same_span(at, end) && !end.page) || !e->attend || !n_seen(c, e, 0)) return;
     c->after = fd_kv_chunk(c->w->kv, c->store, page_of(c, e, first_page(c, n_seen(c, e, 0) - 1)), at.head);
@@ -347,18 +347,18 @@ static void prefetch_next_span(ctx_t *c, fd_point_t at, fd_point_t end) {
 bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_t layer, uint32_t i, uint32_t thread,
                      const fd_stop_t *stop, uint64_t *kv_bytes) {
     fd_plan_t *plan = step->plan;
-    ctx_t c = {.w = w,
-               .shape = &w->shapes[w->kinds[layer]],
-               .step = step,
-               .plan = plan,
-               .slot = slot,
-               .layer = &w->layers[layer],
-               .store = w->store_of[layer],
-               .section = w->kv->stores[w->store_of[layer]].section,
-               .appends = fd_work_appends(w, layer),
-               .item = i,
-               .scratch = &w->scratch[thread],
-               .stop = stop};
+    call_t c = {.w = w,
+                .shape = &w->shapes[w->kinds[layer]],
+                .step = step,
+                .plan = plan,
+                .slot = slot,
+                .layer = &w->layers[layer],
+                .store = w->store_of[layer],
+                .section = w->kv->stores[w->store_of[layer]].section,
+                .appends = fd_work_appends(w, layer),
+                .item = i,
+                .scratch = &w->scratch[thread],
+                .stop = stop};
     const fd_item_t *item = &plan->items[i];
     fd_cursor_t *cursor = &step->cursors[i];
     bool go_on = true, done = false;
