@@ -64,7 +64,7 @@ FD_INLINE void unpack_block(product_t *p, block_t *to) {
     const ivec_t zero = _mm512_set1_epi8((char)(l->passes == 1 ? l->zero : 0));
     for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
         ivec_t even, odd;
-        if (l->bits == 8) even = _mm512_loadu_si512(w + c * LINE), odd = _mm512_loadu_si512(w + (c + 1) * LINE);
+        if (l->bits == 8) even = ivec_load(w + c * LINE), odd = ivec_load(w + (c + 1) * LINE);
         else unpack_chunks(w + c * LINE / 2, l->table, l->table ? CODES : NIBBLES, &even, &odd);
         _mm512_store_si512(to->numbers[c], _mm512_sub_epi8(even, zero));
         _mm512_store_si512(to->numbers[c + 1], _mm512_sub_epi8(odd, zero));

@@ -36,8 +36,8 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, co
     if (kind == HADAMARD) {
         FD_UNROLL
         for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
-            const ivec_t even = _mm256_loadu_si256((const __m256i *)(w + c * 64));
-            const ivec_t odd = _mm256_loadu_si256((const __m256i *)(w + c * 64 + 64));
+            const ivec_t even = ivec_load(w + c * 64);
+            const ivec_t odd = ivec_load(w + c * 64 + 64);
             for (uint32_t r = 0; r < n; r++) {
                 const int8_t *inputs = x + r * stride + 4 * c;
                 const ivec_t pairs = _mm256_maddubs_epi16(ivec_set1(fd_linear_inputs(inputs)), even);
@@ -50,7 +50,7 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, co
     if (kind == BYTES) {
         const ivec_t top = _mm256_set1_epi8((char)0x80);
         for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
-            const ivec_t q = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(w + c * 64)), top);
+            const ivec_t q = _mm256_xor_si256(ivec_load(w + c * 64), top);
             const ivec_t magnitude = _mm256_abs_epi8(q);
             for (uint32_t r = 0; r < n; r++) {
                 const ivec_t signed_x = _mm256_sign_epi8(ivec_set1(fd_linear_inputs(x + r * stride + 4 * c)), q);

@@ -12,19 +12,14 @@ typedef __m512i ivec_t;
 enum { MAX_ROWS = 8 };
 
 FD_INLINE vec_t vec_from_ints(ivec_t x) { return _mm512_cvtepi32_ps(x); }
+FD_INLINE ivec_t ivec_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 FD_INLINE ivec_t ivec_set1(int32_t x) { return _mm512_set1_epi32(x); }
 FD_INLINE ivec_t ivec_add(ivec_t x, ivec_t y) { return _mm512_add_epi32(x, y); }
 FD_INLINE ivec_t ivec_shift(ivec_t x, unsigned by) { return _mm512_slli_epi32(x, by); }
 
-FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return -l->zero; }
-FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return 127; }
-FD_INLINE ivec_t dot_start(const fd_linear_t *l, int32_t start, size_t sums, const kind_t kind) {
-    return ivec_set1(start);
-}
-
 /* The numbers of an even chunk, whose codes are at `w`, and of the chunk after it. */
 FD_INLINE void unpack_chunks(const uint8_t *w, const uint8_t *table, const kind_t kind, ivec_t *even, ivec_t *odd) {
-    const ivec_t low = _mm512_set1_epi8(15), both = _mm512_loadu_si512(w);
+    const ivec_t low = _mm512_set1_epi8(15), both = ivec_load(w);
     *even = _mm512_and_si512(both, low);
     *odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
     if (kind != CODES) return;
@@ -33,25 +28,8 @@ FD_INLINE void unpack_chunks(const uint8_t *w, const uint8_t *table, const kind_
     *odd = _mm512_shuffle_epi8(numbers, *odd);
 }
 
-FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
-                         const uint32_t n, const kind_t kind) {
-    if (kind == BYTES || kind == HADAMARD) {
-        for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
-            const ivec_t q = _mm512_loadu_si512(w + c * 64);
-            for (uint32_t r = 0; r < n; r++)
-                dot[r] = _mm512_dpbusd_epi32(dot[r], q, ivec_set1(fd_linear_inputs(x + r * stride + 4 * c)));
-        }
-        return;
-    }
-    for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
-        ivec_t even, odd;
-        unpack_chunks(w + c * 32, table, kind, &even, &odd);
-        for (uint32_t r = 0; r < n; r++) {
-            const int8_t *inputs = x + r * stride + 4 * c;
-            dot[r] = _mm512_dpbusd_epi32(dot[r], even, ivec_set1(fd_linear_inputs(inputs)));
-            dot[r] = _mm512_dpbusd_epi32(dot[r], odd, ivec_set1(fd_linear_inputs(inputs + 4)));
-        }
-    }
-}
+FD_INLINE ivec_t dot_fours(ivec_t sum, ivec_t q, ivec_t x) { return _mm512_dpbusd_epi32(sum, q, x); }
 
+#define UNROLL_CHUNKS
+#include "linear_fours.h"
 #include "linear_simd.h"

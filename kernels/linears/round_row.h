@@ -3,9 +3,9 @@
  *
  * The including file defines two functions first:
  *
- *   dot_offset   for the sum that starts each dot product: the weights' zero is subtracted there, and so is the
- * constant that the ISA adds to the weights to make them signed or unsigned dot_steps    the largest multiple with one
- * pass, at most 127
+ *   dot_offset: for the sum that starts each dot product. The weights' zero is subtracted there, and so is the constant
+ *   that the ISA adds to the weights to make them signed or unsigned.
+ *   dot_steps: the largest multiple with one pass, at most 127.
  */
 #pragma once
 
