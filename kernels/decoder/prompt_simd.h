@@ -50,10 +50,6 @@ typedef struct {
     float *scores;           /* of a tile: [TILE_ROWS][KEYS] */
 } part_t;
 
-FD_INLINE const void *prompt_at(const uint32_t dtype, const void *p, size_t i) {
-    return (const uint8_t *)p + i * fd_act_bytes(dtype);
-}
-
 /* The words of a row of n numbers: to[n] in fp32, or to[(n + 1) / 2]. */
 FD_INLINE void pack_row(const uint32_t dtype, const int pairs, const void *x, word_t *to, size_t n) {
     if (!pairs) {
@@ -119,15 +115,15 @@ FD_INLINE void pack_keys(const uint32_t dtype, const int pairs, const fd_prompt_
     word_t row[PACKED_TOKENS][WORDS];
     const size_t k_size = o->blocks->k_size, per_word = pairs ? 2 : 1;
     for (size_t done = 0, now; done < n; done += now) {
-        const size_t at = t + done;
-        now = at % PACKED_TOKENS || n - done < PACKED_TOKENS ? 1 : PACKED_TOKENS;
-        word_t *to = block + at / PANEL * l->depth * PANEL + at % PANEL;
+        const size_t token = t + done;
+        now = token % PACKED_TOKENS || n - done < PACKED_TOKENS ? 1 : PACKED_TOKENS;
+        word_t *to = block + token / PANEL * l->depth * PANEL + token % PANEL;
         for (size_t from = 0; from < l->depth; from += WORDS) {
             const size_t words = l->depth - from < WORDS ? l->depth - from : WORDS;
             const size_t first = from * per_word, left = k_size - first;
             if (left < words * per_word) memset(row, 0, sizeof row);
             for (size_t i = 0; i < now; i++)
-                pack_row(dtype, pairs, prompt_at(dtype, k, (done + i) * o->k_row + first), row[i],
+                pack_row(dtype, pairs, at(dtype, k, (done + i) * o->k_row + first), row[i],
                          left < words * per_word ? left : words * per_word);
             size_t w = 0;
 #ifdef FD_HAS_INTERLEAVE4
@@ -147,20 +143,20 @@ FD_INLINE void pack_values(const uint32_t dtype, const int pairs, const fd_promp
     if (!pairs) {
         for (size_t i = 0; i < n; i++) {
             word_t *to = block + l->k_words + (t + i) * l->width;
-            load_act((float *)to, prompt_at(dtype, v, i * o->v_row), size, dtype, 1.0f);
+            load_act((float *)to, at(dtype, v, i * o->v_row), size, dtype, 1.0f);
             memset(to + size, 0, (l->width - size) * sizeof *to);
         }
         return;
     }
     for (size_t done = 0, now; done < n; done += now) {
-        const size_t at = t + done;
-        half_word_t *to = (half_word_t *)(block + l->k_words + at / 2 * l->width);
+        const size_t token = t + done;
+        half_word_t *to = (half_word_t *)(block + l->k_words + token / 2 * l->width);
         const uint16_t *x = (const uint16_t *)v + done * o->v_row, *y = x + o->v_row;
-        now = at % 2 || n - done < 2 ? 1 : 2;
+        now = token % 2 || n - done < 2 ? 1 : 2;
         if (now == 2)
             for (size_t i = 0; i < size; i++) ((word_t *)to)[i] = x[i] | (uint32_t)y[i] << 16;
         else
-            for (size_t i = 0; i < size; i++) to[2 * i + at % 2] = x[i];
+            for (size_t i = 0; i < size; i++) to[2 * i + token % 2] = x[i];
     }
 }
 
@@ -173,9 +169,8 @@ FD_INLINE void pack_block(const uint32_t dtype, const int pairs, const fd_prompt
     /* Words of tokens that are yet to come, and padding, are multiplied by zero: they must be numbers. */
     if (first == begin && (n < KEYS || (pairs && o->blocks->v_size < l.width)))
         memset(block, 0, l.words * sizeof *block);
-    pack_keys(dtype, pairs, o, prompt_at(dtype, o->k, head * o->k_head + row * o->k_row), first - begin, n, &l, block);
-    pack_values(dtype, pairs, o, prompt_at(dtype, o->v, head * o->v_head + row * o->v_row), first - begin, n, &l,
-                block);
+    pack_keys(dtype, pairs, o, at(dtype, o->k, head * o->k_head + row * o->k_row), first - begin, n, &l, block);
+    pack_values(dtype, pairs, o, at(dtype, o->v, head * o->v_head + row * o->v_row), first - begin, n, &l, block);
 }
 
 /* Turns the scores of row r, of which those from `first` to `last` - 1 are seen, into weights exp2(units * (score -
@@ -306,7 +301,7 @@ FD_INLINE fd_status_t attend_part(const uint32_t dtype, const int pairs, const f
                       .scores = (float *)buffers[5]};
     for (size_t r = 0; r < filled; r++) {
         const size_t q_head = head * o->group + r % o->group;
-        pack_row(dtype, pairs, prompt_at(dtype, o->q, (row + r / o->group) * o->q_row + q_head * blocks->k_size),
+        pack_row(dtype, pairs, at(dtype, o->q, (row + r / o->group) * o->q_row + q_head * blocks->k_size),
                  b.q + r * l.depth, blocks->k_size);
         b.most[r] = -INFINITY;
     }
@@ -315,7 +310,7 @@ FD_INLINE fd_status_t attend_part(const uint32_t dtype, const int pairs, const f
     for (size_t r = 0; r < filled; r++) {
         const size_t q_head = head * o->group + r % o->group;
         const float sink = o->sinks ? exp2f((o->sinks[q_head] - o->scale * b.most[r]) * LOG2_E) : 0.0f;
-        void *to = (void *)prompt_at(dtype, o->out, (row + r / o->group) * o->out_row + q_head * blocks->v_size);
+        void *to = (void *)at(dtype, o->out, (row + r / o->group) * o->out_row + q_head * blocks->v_size);
         finish_row(to, b.out + r * l.width, NO_BIAS, b.sum[r] + sink, (uint32_t)blocks->v_size, dtype);
     }
     free(memory);

@@ -1,7 +1,7 @@
 /* fd_sum_parts_t of an ISA, written with its vec_* primitives. The including file names the ISA: FD_SUM_PARTS(isa). */
 #pragma once
 
-#include "act_numbers.h"
+#include "cpu/act_simd.h"
 #include "reduction.h"
 
 FD_INLINE void sum_parts(const uint32_t dtype, const void *const *parts, uint32_t n_parts, size_t first, size_t n,

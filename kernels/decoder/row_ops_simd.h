@@ -3,7 +3,7 @@
 
 #include <math.h>
 
-#include "act_numbers.h"
+#include "cpu/act_simd.h"
 #include "cpu/exp2_simd.h"
 #include "row_ops.h"
 
