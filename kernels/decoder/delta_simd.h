@@ -185,20 +185,14 @@ FD_INLINE void delta_advance(const uint32_t dtype, const fd_delta_t *d, const fd
     }
 }
 
-#define FD_DELTA_OF(name, dtype)                                                                                       \
+#define FD_DELTA_OF(name, dtype, text)                                                                                 \
     static void convolve_##name(const fd_delta_t *d, const fd_delta_rows_t *r, size_t head, size_t n) {                \
         delta_convolve(dtype, d, r, head, n);                                                                          \
     }                                                                                                                  \
     static void advance_##name(const fd_delta_t *d, const fd_delta_rows_t *r, size_t head, size_t n) {                 \
         delta_advance(dtype, d, r, head, n);                                                                           \
     }
-
+#define FD_DELTA_ENTRY(name, dtype, text, isa) [dtype] = {isa, convolve_##name, advance_##name},
 #define FD_DELTA(isa)                                                                                                  \
-    FD_DELTA_OF(fp32, FD_ACT_FP32)                                                                                     \
-    FD_DELTA_OF(fp16, FD_ACT_FP16)                                                                                     \
-    FD_DELTA_OF(bf16, FD_ACT_BF16)                                                                                     \
-    const fd_delta_ops_t fd_delta_ops_##isa[FD_ACT_DTYPES] = {                                                         \
-        [FD_ACT_FP32] = {#isa, convolve_fp32, advance_fp32},                                                           \
-        [FD_ACT_FP16] = {#isa, convolve_fp16, advance_fp16},                                                           \
-        [FD_ACT_BF16] = {#isa, convolve_bf16, advance_bf16},                                                           \
-    };
+    FD_ACT_FORMATS(FD_DELTA_OF)                                                                                        \
+    const fd_delta_ops_t fd_delta_ops_##isa[FD_ACT_DTYPES] = {FD_ACT_FORMATS(FD_DELTA_ENTRY, #isa)};

@@ -4,34 +4,18 @@
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 
-#if FD_X86
-extern const fd_prompt_ops_t fd_prompt_avx2[FD_ACT_DTYPES], fd_prompt_avx512[FD_ACT_DTYPES];
+FD_VECTOR_OPS(fd_prompt_ops_t, fd_prompt);
 extern const fd_prompt_ops_t fd_prompt_bf16_avx512bf16, fd_prompt_bf16_amx;
-#elif FD_ARM64
-extern const fd_prompt_ops_t fd_prompt_neon[FD_ACT_DTYPES];
-#endif
 
 const fd_prompt_ops_t *fd_prompt_ops(fd_isa_t isa, uint32_t act_dtype) {
-    if (act_dtype >= FD_ACT_DTYPES) return NULL;
+    if (isa == FD_ISA_SCALAR || act_dtype >= FD_ACT_DTYPES) return NULL;
 #if FD_X86
-    switch (isa) {
-    case FD_ISA_AVX2:
-    case FD_ISA_AVXVNNI: return &fd_prompt_avx2[act_dtype];
-    case FD_ISA_AMX:
-        if (act_dtype == FD_ACT_BF16) return &fd_prompt_bf16_amx;
-        __attribute__((fallthrough));
-    case FD_ISA_AVX512BF16:
-        if (act_dtype == FD_ACT_BF16) return &fd_prompt_bf16_avx512bf16;
-        __attribute__((fallthrough));
-    case FD_ISA_AVX512:
-    case FD_ISA_AVX512VNNI: return &fd_prompt_avx512[act_dtype];
-    default: return NULL;
+    if (act_dtype == FD_ACT_BF16) {
+        if (isa == FD_ISA_AMX) return &fd_prompt_bf16_amx;
+        if (isa == FD_ISA_AVX512BF16) return &fd_prompt_bf16_avx512bf16;
     }
-#elif FD_ARM64
-    return isa == FD_ISA_NEON ? &fd_prompt_neon[act_dtype] : NULL;
-#else
-    return NULL;
 #endif
+    return FD_VECTOR_OPS_OF(fd_prompt, isa, act_dtype);
 }
 
 /* A block of many rows reads K and V from a cache for most of them; fewer rows leave more parts for the threads. */

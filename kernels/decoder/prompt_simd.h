@@ -328,12 +328,8 @@ FD_INLINE fd_status_t attend_part(const uint32_t dtype, const int pairs, const f
     }
 
 /* The functions of all dtypes, which compute with words of fp32. */
+#define FD_PROMPT_OF(name, dtype, text) FD_PROMPT_FUNCTIONS(name, dtype, 0)
+#define FD_PROMPT_ENTRY(name, dtype, text, isa) [dtype] = {isa, block_words_##name, pack_##name, attend_##name},
 #define FD_PROMPT(isa)                                                                                                 \
-    FD_PROMPT_FUNCTIONS(fp32, FD_ACT_FP32, 0)                                                                          \
-    FD_PROMPT_FUNCTIONS(fp16, FD_ACT_FP16, 0)                                                                          \
-    FD_PROMPT_FUNCTIONS(bf16, FD_ACT_BF16, 0)                                                                          \
-    const fd_prompt_ops_t fd_prompt_##isa[FD_ACT_DTYPES] = {                                                           \
-        [FD_ACT_FP32] = {#isa, block_words_fp32, pack_fp32, attend_fp32},                                              \
-        [FD_ACT_FP16] = {#isa, block_words_fp16, pack_fp16, attend_fp16},                                              \
-        [FD_ACT_BF16] = {#isa, block_words_bf16, pack_bf16, attend_bf16},                                              \
-    };
+    FD_ACT_FORMATS(FD_PROMPT_OF)                                                                                       \
+    const fd_prompt_ops_t fd_prompt_##isa[FD_ACT_DTYPES] = {FD_ACT_FORMATS(FD_PROMPT_ENTRY, #isa)};

@@ -39,23 +39,8 @@ typedef struct {
 
 static const size_t area_bytes = PAGE + 2 * (size_t)FD_RANK_SLOT_BYTES;
 
-#if FD_X86
-extern fd_sum_parts_t *const fd_sum_parts_avx2[FD_ACT_DTYPES], *const fd_sum_parts_avx512[FD_ACT_DTYPES];
-#elif FD_ARM64
-extern fd_sum_parts_t *const fd_sum_parts_neon[FD_ACT_DTYPES];
-#endif
-extern fd_sum_parts_t *const fd_sum_parts_scalar[FD_ACT_DTYPES];
-
-static fd_sum_parts_t *const *sum_parts_of(fd_isa_t isa) {
-    if (isa == FD_ISA_SCALAR) return fd_sum_parts_scalar;
-#if FD_X86
-    return isa == FD_ISA_AVX2 || isa == FD_ISA_AVXVNNI ? fd_sum_parts_avx2 : fd_sum_parts_avx512;
-#elif FD_ARM64
-    return fd_sum_parts_neon;
-#else
-    return fd_sum_parts_scalar;
-#endif
-}
+FD_VECTOR_OPS(fd_sum_parts_t, fd_sum_parts);
+extern const fd_sum_parts_t fd_sum_parts_scalar[];
 
 static head_t *head_of(const fd_reduction_t *r) { return (head_t *)r->segment; }
 static uint8_t *area_of(const fd_reduction_t *r, uint32_t rank) { return r->segment + PAGE + rank * area_bytes; }
@@ -74,7 +59,8 @@ void fd_reduction_open(fd_reduction_t *r, void *segment, uint32_t rank, uint32_t
                           .rank = rank,
                           .n_ranks = n_ranks,
                           .limit_ns = limit_ns,
-                          .sum_parts = sum_parts_of(isa),
+                          .sum_parts = isa == FD_ISA_SCALAR ? fd_sum_parts_scalar
+                                                            : FD_VECTOR_OPS_OF(fd_sum_parts, isa, 0),
                           .passed_ns = fd_now_ns(),
                           .watched = rank};
     memset(slot_of(r, rank, 0), 0, 2 * (size_t)FD_RANK_SLOT_BYTES);

@@ -26,14 +26,14 @@
 
 /* One ISA's function for one dtype: out[i] = parts[0][i] + ... + parts[n_parts - 1][i], for `n` numbers from `first`
  * on. `out` may be one of the parts. */
-typedef void fd_sum_parts_t(const void *const *parts, uint32_t n_parts, size_t first, size_t n, void *out);
+typedef void (*fd_sum_parts_t)(const void *const *parts, uint32_t n_parts, size_t first, size_t n, void *out);
 
 /* A rank's end of the segment. One thread at a time sums. */
 typedef struct {
     uint8_t *segment;
     uint32_t rank, n_ranks;
     uint64_t limit_ns; /* a rank that does not go on for this time is lost */
-    fd_sum_parts_t *const *sum_parts;
+    const fd_sum_parts_t *sum_parts;
     uint32_t arrived;   /* the barriers that this rank has arrived at */
     uint32_t slot;      /* of the next sum, 0 or 1 */
     uint64_t passed_ns; /* when the last barrier was passed */

@@ -27,14 +27,11 @@ FD_INLINE void sum_parts(const uint32_t dtype, const void *const *parts, uint32_
     }
 }
 
-#define FD_SUM_PARTS_OF(name, dtype)                                                                                   \
+#define FD_SUM_PARTS_OF(name, dtype, text)                                                                             \
     static void sum_##name(const void *const *parts, uint32_t n_parts, size_t first, size_t n, void *out) {            \
         sum_parts(dtype, parts, n_parts, first, n, out);                                                               \
     }
-
+#define FD_SUM_PARTS_ENTRY(name, dtype, text) [dtype] = sum_##name,
 #define FD_SUM_PARTS(isa)                                                                                              \
-    FD_SUM_PARTS_OF(fp32, FD_ACT_FP32)                                                                                 \
-    FD_SUM_PARTS_OF(fp16, FD_ACT_FP16)                                                                                 \
-    FD_SUM_PARTS_OF(bf16, FD_ACT_BF16)                                                                                 \
-    fd_sum_parts_t *const fd_sum_parts_##isa[FD_ACT_DTYPES] = {                                                        \
-        [FD_ACT_FP32] = sum_fp32, [FD_ACT_FP16] = sum_fp16, [FD_ACT_BF16] = sum_bf16};
+    FD_ACT_FORMATS(FD_SUM_PARTS_OF)                                                                                    \
+    const fd_sum_parts_t fd_sum_parts_##isa[FD_ACT_DTYPES] = {FD_ACT_FORMATS(FD_SUM_PARTS_ENTRY)};

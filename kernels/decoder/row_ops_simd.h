@@ -116,17 +116,11 @@ FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t r
     }
 }
 
-#define FD_ROW_OPS_OF(isa, name, dtype)                                                                                \
+#define FD_ROW_OPS_OF(name, dtype, text)                                                                               \
     static void norm_##name(const fd_norm_rows_t *o, size_t row, size_t n) { norm_rows(dtype, o, row, n); }            \
     static void gate_##name(const fd_gate_rows_t *o, size_t row, size_t n) { gate_rows(dtype, o, row, n); }            \
     static void rope_##name(const fd_rope_rows_t *o, size_t row, size_t n) { rope_rows(dtype, o, row, n); }
-
+#define FD_ROW_OPS_ENTRY(name, dtype, text, isa) [dtype] = {isa, norm_##name, gate_##name, rope_##name},
 #define FD_ROW_OPS(isa)                                                                                                \
-    FD_ROW_OPS_OF(isa, fp32, FD_ACT_FP32)                                                                              \
-    FD_ROW_OPS_OF(isa, fp16, FD_ACT_FP16)                                                                              \
-    FD_ROW_OPS_OF(isa, bf16, FD_ACT_BF16)                                                                              \
-    const fd_row_ops_t fd_row_ops_##isa[FD_ACT_DTYPES] = {                                                             \
-        [FD_ACT_FP32] = {#isa, norm_fp32, gate_fp32, rope_fp32},                                                       \
-        [FD_ACT_FP16] = {#isa, norm_fp16, gate_fp16, rope_fp16},                                                       \
-        [FD_ACT_BF16] = {#isa, norm_bf16, gate_bf16, rope_bf16},                                                       \
-    };
+    FD_ACT_FORMATS(FD_ROW_OPS_OF)                                                                                      \
+    const fd_row_ops_t fd_row_ops_##isa[FD_ACT_DTYPES] = {FD_ACT_FORMATS(FD_ROW_OPS_ENTRY, #isa)};

@@ -19,8 +19,8 @@
 enum { MOST_NUMBERS = 300000, SHARED_BYTES = 1 << 18, LEAST_SHARED = 20 };
 
 /* Only the scalar kernels: test_reduction.py tests those of every ISA. */
-fd_sum_parts_t *const fd_sum_parts_avx2[FD_ACT_DTYPES], *const fd_sum_parts_avx512[FD_ACT_DTYPES],
-                                                            *const fd_sum_parts_neon[FD_ACT_DTYPES];
+const fd_sum_parts_t fd_sum_parts_avx2[FD_ACT_DTYPES], fd_sum_parts_avx512[FD_ACT_DTYPES],
+    fd_sum_parts_neon[FD_ACT_DTYPES];
 
 static time_t end;
 static unsigned n_ranks;
