@@ -6,15 +6,17 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "compiler.h"
+
 #define FD_FP16_MAX 65504.0f
 
-static inline uint32_t fd_float_bits(float x) {
+FD_INLINE uint32_t fd_float_bits(float x) {
     uint32_t u;
     memcpy(&u, &x, sizeof u);
     return u;
 }
 
-static inline float fd_bits_float(uint32_t u) {
+FD_INLINE float fd_bits_float(uint32_t u) {
     float x;
     memcpy(&x, &u, sizeof x);
     return x;

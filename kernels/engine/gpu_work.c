@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cpu/half.h"
 #include "region/doorbell.h"
 
 enum { SLAB = 64, COUNTERS_UNIT = 256 }; /* of tiles.cu and attend.cu */
@@ -99,10 +100,6 @@ static fd_status_t upload_per_head(fd_gpu_work_t *g, fd_error_t *error) {
     return status;
 }
 
-static fd_status_t open_slot(const fd_gpu_work_t *g, gpu_slot_t *s, fd_error_t *error) {
-    return FD_CUDA(g->cuda, StreamCreate, &s->stream, FD_CUDA_NON_BLOCKING);
-}
-
 static fd_status_t map_region(fd_gpu_work_t *g, void *region, fd_error_t *error) {
     if (FD_CUDA(g->cuda, MemHostRegister, region, g->w->layout.region_bytes, FD_CUDA_PORTABLE_AND_MAPPED) != FD_OK)
         return error->status;
@@ -124,7 +121,8 @@ fd_gpu_work_t *fd_gpu_work_new(const fd_cuda_t *cuda, const fd_work_t *w, void *
     if (error->status == FD_OK) memcpy(g->kernels, kernels, w->g.n_layers * sizeof *kernels);
     if (error->status == FD_OK) map_region(g, region, error);
     if (error->status == FD_OK) upload_per_head(g, error);
-    for (uint32_t i = 0; error->status == FD_OK && i < w->g.n_slots; i++) open_slot(g, &g->slots[i], error);
+    for (uint32_t i = 0; error->status == FD_OK && i < w->g.n_slots; i++)
+        FD_CUDA(cuda, StreamCreate, &g->slots[i].stream, FD_CUDA_NON_BLOCKING);
     if (error->status == FD_OK) return g;
     fd_gpu_work_free(g);
     return NULL;
@@ -307,12 +305,6 @@ fd_status_t fd_gpu_arm(fd_gpu_work_t *g, uint32_t slot, const fd_step_t *step, f
 
 /* ---- layers ---- */
 
-static uint32_t bits(float x) {
-    uint32_t word;
-    memcpy(&word, &x, sizeof word);
-    return word;
-}
-
 static fd_status_t launch(const fd_gpu_work_t *g, gpu_slot_t *s, void *function, const uint32_t grid[3],
                           uint32_t threads, uint32_t shared_bytes, void **arguments, fd_error_t *error) {
     return FD_CUDA(g->cuda, LaunchKernel, function, grid[0], grid[1], grid[2], threads, 1, 1, shared_bytes, s->stream,
@@ -376,7 +368,7 @@ static fd_status_t attend(fd_gpu_work_t *g, uint32_t slot, const fd_step_t *step
     fd_device_ptr_t sums = is_part(g) ? o + o_heads : 0;
     uint32_t sums_stride = (uint32_t)(w->layout.o_row_bytes / sizeof(float));
     uint32_t q_stride = elements(g, w->layout.q_row_bytes), o_stride = elements(g, w->layout.o_row_bytes);
-    uint32_t scale = bits(w->softmax_scale), softcap = bits(y->softcap);
+    uint32_t scale = fd_float_bits(w->softmax_scale), softcap = fd_float_bits(y->softcap);
     uint32_t window = as_int(y->window), segment = as_int(y->segment);
     void *arguments[] = {
         &p.chunks, &p.table, &s->attending, &s->counts,      &q,        &o,        &sums,        &sinks,

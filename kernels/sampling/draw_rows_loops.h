@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "cpu/compiler.h"
+#include "cpu/half.h"
 #include "draw_rows.h"
 
 enum {
@@ -22,23 +23,13 @@ enum {
 typedef float lanes_t __attribute__((vector_size(SUM_LANES * 4)));
 typedef int32_t lane_bits_t __attribute__((vector_size(SUM_LANES * 4)));
 
-FD_INLINE uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-FD_INLINE float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
 /* An integer that is in the order of the float: -NaN < -inf < ... < inf < NaN. */
 FD_INLINE int32_t key_of(float x) {
-    const int32_t bits = (int32_t)bits_of(x);
+    const int32_t bits = (int32_t)fd_float_bits(x);
     return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
-FD_INLINE float float_of_key(int32_t key) { return float_of((uint32_t)(key ^ ((key >> 31) & 0x7fffffff))); }
+FD_INLINE float float_of_key(int32_t key) { return fd_bits_float((uint32_t)(key ^ ((key >> 31) & 0x7fffffff))); }
 
 #define KEY_OF_INFINITY 0x7f800000
 #define KEY_OF_MINUS_INFINITY (-0x7f800001)
@@ -58,7 +49,7 @@ FD_INLINE float exp_of_negative(float y) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    const float power = float_of((bits_of(shifted) - bits_of(round) + 127) << 23);
+    const float power = fd_bits_float((fd_float_bits(shifted) - fd_float_bits(round) + 127) << 23);
     return y >= -87.0f ? p * power : 0.0f;
 }
 
@@ -70,7 +61,7 @@ FD_INLINE const float *load_row(const fd_draw_t *o, size_t row, bool changed, fl
         return changed ? memcpy(room, x, n * sizeof *x) : x;
     }
     const uint16_t *halves = (const uint16_t *)o->logits + row * n;
-    for (size_t i = 0; i < n; i++) room[i] = float_of((uint32_t)halves[i] << 16);
+    for (size_t i = 0; i < n; i++) room[i] = fd_bits_float((uint32_t)halves[i] << 16);
     return room;
 }
 
@@ -225,7 +216,7 @@ FD_INLINE void weigh(const float *x, size_t n, float best, float temperature, fl
 /* The smallest weight of the nucleus: the likeliest tokens up to and including the one with which their share reaches
  * `mass`. `w` are n weights from 0 to 1, n a multiple of FD_SPAN, and `room` holds as many. */
 FD_INLINE float nucleus_floor(const float *w, size_t n, const float *sums, float mass, float *room) {
-    bounds_t b = {0, (int64_t)bits_of(1.0f) + 1};
+    bounds_t b = {0, (int64_t)fd_float_bits(1.0f) + 1};
     double wanted = 0.0, above = 0.0; /* the sum of the weights above the bounds */
     for (size_t span = 0; span * FD_SPAN < n; span++) wanted += sums[span];
     wanted *= mass;
@@ -234,7 +225,7 @@ FD_INLINE float nucleus_floor(const float *w, size_t n, const float *sums, float
         double reached[CUTS] = {0};
         cut(b, false, cuts);
         for (size_t i = 0; i < n; i += FD_SPAN)
-            for (int j = 0; j < CUTS; j++) reached[j] += span_sum(w + i, float_of((uint32_t)cuts[j]));
+            for (int j = 0; j < CUTS; j++) reached[j] += span_sum(w + i, fd_bits_float((uint32_t)cuts[j]));
         for (int j = 0; j < CUTS; j++) {
             if (reached[j] >= wanted) {
                 if (cuts[j] > b.start) b.start = cuts[j];
@@ -248,7 +239,7 @@ FD_INLINE float nucleus_floor(const float *w, size_t n, const float *sums, float
             w = room, wanted -= above, above = 0.0;
         }
     }
-    return float_of((uint32_t)b.start);
+    return fd_bits_float((uint32_t)b.start);
 }
 
 /* An exponential variable from the number `counter` of splitmix64's outputs; draws.py says how. */
