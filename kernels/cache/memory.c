@@ -60,10 +60,10 @@ void *fd_memory_reserve(size_t bytes, fd_huge_t huge, fd_error_t *error) {
     const size_t granule = fd_memory_granule(huge), unit = fd_memory_unit(huge),
                  align = fd_max(granule, FD_TRANSPARENT_BYTES), whole = fd_round_up(bytes, unit), room = whole + align;
     uint8_t *start = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (start == MAP_FAILED) {
-        FD_FAIL(FD_INTERNAL, "cannot reserve %zu bytes of address space for the KV-cache: %s", bytes, strerror(errno));
-        return NULL;
-    }
+    if (start == MAP_FAILED)
+        return FD_FAIL(FD_INTERNAL, "cannot reserve %zu bytes of address space for the KV-cache: %s", bytes,
+                       strerror(errno)),
+               NULL;
     size_t before = -(uintptr_t)start % align;
     uint8_t *memory = start + before;
     if (before) munmap(start, before);

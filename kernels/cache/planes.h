@@ -40,9 +40,8 @@ typedef struct {
 typedef struct {
     uint32_t n_planes;
     size_t plane_bytes; /* of one page; a multiple of 64 */
-    uint32_t n_sections;
-    uint32_t
-        n_limited;  /* sections [0, n_limited) hold layers of limited reach, the others layers that see all tokens */
+    /* Sections [0, n_limited) hold layers of limited reach, the others layers that see all tokens. */
+    uint32_t n_sections, n_limited;
     uint32_t reach; /* the largest of the limited ones; 0: n_limited is 0 */
 } fd_planes_t;
 

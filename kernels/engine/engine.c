@@ -224,16 +224,10 @@ static fd_status_t check_hugetlb(uint64_t bytes, fd_error_t *error) {
 
 fd_engine_t *fd_engine_new(const fd_engine_config_t *config, fd_error_t *error) {
     const char *reason = config_error(config);
-    if (reason) {
-        FD_FAIL(FD_BAD_CALL, "%s", reason);
-        return NULL;
-    }
+    if (reason) return FD_FAIL(FD_BAD_CALL, "%s", reason), NULL;
     if (config->huge == FD_HUGE_HUGETLB && check_hugetlb(config->kv_bytes, error) != FD_OK) return NULL;
     fd_engine_t *e = aligned_alloc(64, fd_round_up(sizeof *e, 64));
-    if (!e) {
-        FD_FAIL(FD_INTERNAL, "no memory for the R-engine");
-        return NULL;
-    }
+    if (!e) return FD_FAIL(FD_INTERNAL, "no memory for the R-engine"), NULL;
     memset(e, 0, sizeof *e);
     e->eventfd = e->epoll = -1;
     e->n_threads = config->threads;
@@ -251,8 +245,7 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, fd_error_t *error) 
     e->threads = calloc(e->n_threads, sizeof *e->threads);
     if (!e->threads || !fd_bays_init(e) || !open_events(e)) {
         fd_engine_free(e);
-        FD_FAIL(FD_INTERNAL, "no memory or no file descriptors for the R-engine");
-        return NULL;
+        return FD_FAIL(FD_INTERNAL, "no memory or no file descriptors for the R-engine"), NULL;
     }
     if (config->gpu >= 0 && !(e->cuda = fd_cuda_open((uint32_t)config->gpu, error))) {
         fd_engine_free(e);

@@ -137,10 +137,7 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     fd_stored_t stored[FD_MAX_LAYERS];
     const uint32_t n_stored = fd_stored_layers(g, lease->layers, stored);
     fd_link_t *link = calloc(1, sizeof *link);
-    if (!link) {
-        FD_FAIL(FD_INTERNAL, "no memory for a link");
-        return NULL;
-    }
+    if (!link) return FD_FAIL(FD_INTERNAL, "no memory for a link"), NULL;
     link->engine = e;
     link->region = region;
     pthread_mutex_init(&link->mutex, NULL);

@@ -33,10 +33,7 @@ static fd_status_t open_device(fd_cuda_t *cuda, uint32_t device, fd_error_t *err
 
 fd_cuda_t *fd_cuda_open(uint32_t device, fd_error_t *error) {
     fd_cuda_t *cuda = calloc(1, sizeof *cuda);
-    if (!cuda) {
-        FD_FAIL(FD_INTERNAL, "no memory for the CUDA driver's functions");
-        return NULL;
-    }
+    if (!cuda) return FD_FAIL(FD_INTERNAL, "no memory for the CUDA driver's functions"), NULL;
     if (open_device(cuda, device, error) == FD_OK) return cuda;
     fd_cuda_close(cuda);
     return NULL;
