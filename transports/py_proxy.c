@@ -23,41 +23,32 @@ static PyObject *proxy_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void proxy_dealloc(ProxyObject *self) {
     fd_proxy_t *proxy = self->proxy;
     if (proxy) {
-        Py_BEGIN_ALLOW_THREADS
-        fd_proxy_free(proxy);
-        Py_END_ALLOW_THREADS
+        FD_WITHOUT_GIL(fd_proxy_free(proxy));
     }
     fd_py_free(self);
 }
 
 static PyObject *proxy_begin(ProxyObject *self, PyObject *args) {
-    PyObject *object;
+    PortObject *port;
     unsigned int slot;
     uint64_t timeout_ns;
-    if (!PyArg_ParseTuple(args, "O!IO&:begin", fd_py_port_type, &object, &slot, fd_py_timeout, &timeout_ns))
-        return NULL;
-    PortObject *port = (PortObject *)object;
+    if (!PyArg_ParseTuple(args, "O!IO&:begin", fd_py_port_type, &port, &slot, fd_py_timeout, &timeout_ns)) return NULL;
     if (fd_link_is_down(&port->port.link) || !fd_py_port_enter(port)) return fd_py_down_error(&port->port.link);
     const char *misuse;
-    Py_BEGIN_ALLOW_THREADS
-    misuse = fd_proxy_begin(self->proxy, &port->port, slot, timeout_ns);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(misuse = fd_proxy_begin(self->proxy, &port->port, slot, timeout_ns));
     if (!misuse) Py_RETURN_NONE; /* the port stays entered, and so open, until `end` */
     fd_py_port_leave(port);
     return PyErr_Format(PyExc_ValueError, "%s", misuse);
 }
 
 static PyObject *proxy_end(ProxyObject *self, PyObject *args) {
-    PyObject *object;
+    PortObject *port;
     unsigned int slot;
-    if (!PyArg_ParseTuple(args, "O!I:end", fd_py_port_type, &object, &slot)) return NULL;
-    PortObject *port = (PortObject *)object;
+    if (!PyArg_ParseTuple(args, "O!I:end", fd_py_port_type, &port, &slot)) return NULL;
     if (slot >= port->port.geometry.n_slots) return PyErr_Format(PyExc_ValueError, "the slot is beyond the region");
     fd_report_t report;
     fd_port_result_t result;
-    Py_BEGIN_ALLOW_THREADS
-    result = fd_proxy_end(self->proxy, &port->port, slot, &report);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(result = fd_proxy_end(self->proxy, &port->port, slot, &report));
     if (result == FD_PORT_MISUSE) return PyErr_Format(PyExc_ValueError, "no device drives this slot");
     fd_py_port_leave(port);
     if (result == FD_PORT_DOWN) return fd_py_down_error(&port->port.link);
@@ -77,9 +68,7 @@ static bool take_mini_batch(PyObject *arg, uint32_t *index) {
 static PyObject *proxy_expect(ProxyObject *self, PyObject *arg) {
     uint32_t index;
     if (!take_mini_batch(arg, &index)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    fd_proxy_expect(self->proxy, index);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(fd_proxy_expect(self->proxy, index));
     Py_RETURN_NONE;
 }
 

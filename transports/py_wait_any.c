@@ -47,9 +47,7 @@ static long wait_for_any(any_t *any, size_t n, int wake_fd, uint64_t timeout_ns)
     any->fds[any->n_fds++] = (struct pollfd){.fd = wake_fd, .events = POLLIN};
     const fd_waits_t waits = {any->awaited, any->n, any->ends, any->n_groups, any->fds, any->n_fds};
     long over;
-    Py_BEGIN_ALLOW_THREADS
-    over = fd_port_await_any(&waits, timeout_ns);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(over = fd_port_await_any(&waits, timeout_ns));
     if (over < 0) return -1;
     const size_t index = (size_t)over < any->n_groups ? any->group_of[over] : any->fd_of[(size_t)over - any->n_groups];
     return index < n ? (long)index : -1;

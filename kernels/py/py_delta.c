@@ -40,9 +40,7 @@ static PyObject *advance(delta_t *self, PyObject *args) {
         return NULL;
     r.scratch = PyMem_RawMalloc(fd_delta_scratch(&self->block, r.n) * sizeof *r.scratch);
     if (!r.scratch) return PyErr_NoMemory();
-    Py_BEGIN_ALLOW_THREADS
-    fd_delta_rows(self->ops, &self->block, &r, threads);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(fd_delta_rows(self->ops, &self->block, &r, threads));
     PyMem_RawFree(r.scratch);
     Py_RETURN_NONE;
 }

@@ -45,8 +45,8 @@ static PyObject *dense16_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->ops = ops, self->head.isa = ops->isa, self->act = act;
     Py_buffer *w = &self->buffers[WEIGHTS], *b = &self->buffers[BIAS];
     if (!outs || !ins || ins % ops->per_word) PyErr_Format(PyExc_ValueError, "no such linear: %u x %u", outs, ins);
-    else if (fd_py_bytes(weights, "weights", fd_dense16_packed_bytes(ops, outs, ins), w) && bias != Py_None)
-        fd_py_bytes(bias, "bias", outs * sizeof(float), b);
+    else if (fd_py_bytes(weights, "weights", 0, fd_dense16_packed_bytes(ops, outs, ins), w) && bias != Py_None)
+        fd_py_bytes(bias, "bias", 0, outs * sizeof(float), b);
     self->linear = (fd_dense16_t){outs, ins, w->buf, b->buf};
     if (!PyErr_Occurred()) return (PyObject *)self;
     Py_DECREF(self);
@@ -67,9 +67,7 @@ static PyObject *dense16_run(dense16_t *self, PyObject *args) {
     const int fits = (size_t)x.len == rows * row && (size_t)y.len == rows * l->outs * self->ops->number_bytes;
     fd_status_t status = FD_OK;
     if (fits && rows) {
-        Py_BEGIN_ALLOW_THREADS
-        status = fd_dense16_multiply(self->ops, l, x.buf, rows, y.buf, threads ? threads : 1);
-        Py_END_ALLOW_THREADS
+        FD_WITHOUT_GIL(status = fd_dense16_multiply(self->ops, l, x.buf, rows, y.buf, threads ? threads : 1));
     }
     PyBuffer_Release(&x);
     PyBuffer_Release(&y);
@@ -96,9 +94,7 @@ static PyObject *dense16_pack(PyObject *type, PyObject *args) {
                      (size_t)to.len != fd_dense16_packed_bytes(ops, outs, ins)))
         PyErr_Format(PyExc_ValueError, "weights do not have the bytes of %u x %u", outs, ins);
     else if (ops) {
-        Py_BEGIN_ALLOW_THREADS
-        fd_dense16_pack(ops, outs, ins, from.buf, to.buf, threads);
-        Py_END_ALLOW_THREADS
+        FD_WITHOUT_GIL(fd_dense16_pack(ops, outs, ins, from.buf, to.buf, threads));
     }
     PyBuffer_Release(&from);
     PyBuffer_Release(&to);

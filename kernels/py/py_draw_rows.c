@@ -29,9 +29,7 @@ static PyObject *run(row_draws_t *self, PyObject *args) {
                           FD_ADDRESS(o.weights), &threads))
         return NULL;
     fd_status_t status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fd_draw_rows(self->ops, &o, n, threads);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(status = fd_draw_rows(self->ops, &o, n, threads));
     if (status != FD_OK) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }

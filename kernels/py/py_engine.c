@@ -57,28 +57,23 @@ static bool choose_huge(const char *name, fd_huge_t *huge) {
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"threads",    "kv_bytes", "isa",          "cpus", "spin_us",
                             "huge_pages", "prefault", "step_spin_us", "gpu",  NULL};
-    fd_engine_config_t config = {.gpu = -1};
-    unsigned threads, spin_us = 100, step_spin_us = 0;
-    unsigned long long kv_bytes;
+    fd_engine_config_t config = {.spin_us = 100, .gpu = -1};
     const char *isa = NULL, *huge = "madvise";
     PyObject *cpus = Py_None;
     int prefault = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOIspIi", names, &threads, &kv_bytes, &isa, &cpus, &spin_us,
-                                     &huge, &prefault, &step_spin_us, &config.gpu))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOIspIi", names, &config.threads, FD_UINT64(config.kv_bytes),
+                                     &isa, &cpus, &config.spin_us, &huge, &prefault, &config.step_spin_us, &config.gpu))
         return NULL;
     if (!fd_py_choose_isa(isa, &config.isa) || !choose_huge(huge, &config.huge)) return NULL;
-    if (threads < 1 || threads > FD_MAX_THREADS)
-        return PyErr_Format(PyExc_ValueError, "%u threads are not within 1..%d", threads, FD_MAX_THREADS);
+    if (config.threads < 1 || config.threads > FD_MAX_THREADS)
+        return PyErr_Format(PyExc_ValueError, "%u threads are not within 1..%d", config.threads, FD_MAX_THREADS);
     int pins[FD_MAX_THREADS];
-    if (cpus != Py_None && !fd_py_ints(cpus, "cpus", threads, INT_MAX, pins, sizeof *pins)) return NULL;
+    if (cpus != Py_None && !fd_py_ints(cpus, "cpus", config.threads, INT_MAX, pins, sizeof *pins)) return NULL;
     engine_object_t *self = (engine_object_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->has_gpu = config.gpu >= 0;
-    config.threads = self->threads = threads;
+    self->threads = config.threads;
     config.cpus = cpus == Py_None ? NULL : pins;
-    config.spin_us = spin_us;
-    config.step_spin_us = step_spin_us;
-    config.kv_bytes = kv_bytes;
     config.prefault = prefault;
     self->head.isa = fd_isa_name(config.isa);
     self->pid = getpid();
@@ -93,9 +88,7 @@ static void stop_engine(engine_object_t *self) {
     fd_engine_t *engine = self->engine;
     self->engine = NULL;
     if (!engine || self->pid != getpid()) return;
-    Py_BEGIN_ALLOW_THREADS
-    fd_engine_free(engine);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(fd_engine_free(engine));
 }
 
 static void engine_dealloc(engine_object_t *self) {

@@ -8,19 +8,23 @@
 
 #include "py_engine.h"
 
+/* Runs a statement without the GIL while the object keeps its link. */
+#define WITH_LINK(self, ...)                                                                                           \
+    do {                                                                                                               \
+        (self)->users++;                                                                                               \
+        FD_WITHOUT_GIL(__VA_ARGS__);                                                                                   \
+        (self)->users--;                                                                                               \
+    } while (0)
+
 /* Removes the link from the engine. The engine does not touch the region after that. */
 static void remove_link(link_object_t *self) {
     fd_link_t *link = self->link;
     self->link = NULL;
     while (self->users) {
-        Py_BEGIN_ALLOW_THREADS
-        sched_yield();
-        Py_END_ALLOW_THREADS
+        FD_WITHOUT_GIL(sched_yield());
     }
     if (link && self->owner->pid == getpid()) {
-        Py_BEGIN_ALLOW_THREADS
-        fd_engine_remove_link(self->owner->engine, link);
-        Py_END_ALLOW_THREADS
+        FD_WITHOUT_GIL(fd_engine_remove_link(self->owner->engine, link));
     }
     if (link) self->owner->n_links--;
     if (link || !self->owner) PyBuffer_Release(&self->region); /* does nothing to a view that was never filled */
@@ -45,11 +49,8 @@ static PyObject *link_retire(link_object_t *self, PyObject *kept) {
     uint32_t *indexes = fd_py_new_ints(kept, "sequence indexes", UINT32_MAX, &n);
     if (!indexes) return NULL;
     self->retired = true;
-    self->users++;
-    Py_BEGIN_ALLOW_THREADS /* this waits for a call in progress */
-    fd_engine_retire_link(self->owner->engine, link, indexes, (uint32_t)n);
-    Py_END_ALLOW_THREADS
-    self->users--;
+    /* This waits for a call in progress. */
+    WITH_LINK(self, fd_engine_retire_link(self->owner->engine, link, indexes, (uint32_t)n));
     PyMem_Free(indexes);
     PyBuffer_Release(&self->region);
     Py_RETURN_NONE;
@@ -59,11 +60,7 @@ static PyObject *link_shrink(link_object_t *self, PyObject *unused) {
     fd_link_t *link = self->link;
     if (!link) return closed_error("the link");
     if (!self->retired) return PyErr_Format(PyExc_RuntimeError, "the link is not retired");
-    self->users++;
-    Py_BEGIN_ALLOW_THREADS
-    fd_link_shrink(link);
-    Py_END_ALLOW_THREADS
-    self->users--;
+    WITH_LINK(self, fd_link_shrink(link));
     Py_RETURN_NONE;
 }
 
@@ -77,11 +74,7 @@ static PyObject *change(link_object_t *self, PyObject *args, const char *format,
     fd_link_t *link = self->link;
     if (!link) return closed_error("the link");
     fd_status_t status;
-    self->users++;
-    Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
-    status = make(link, n, &error);
-    Py_END_ALLOW_THREADS
-    self->users--;
+    WITH_LINK(self, status = make(link, n, &error)); /* this waits for the link's mutex, which planning a step holds */
     if (status != FD_OK) return engine_error(&error, PyExc_MemoryError);
     Py_RETURN_NONE;
 }
@@ -106,77 +99,63 @@ typedef struct {
     fd_link_t *to;
     fd_page_range_t range, target;
 } migration_t;
-typedef fd_status_t migrate_fn(fd_link_t *link, const migration_t *t, uint64_t *done, fd_error_t *error);
+typedef enum { SEND, RECEIVE, FAULT_IN, COPY } move_t;
 
-/* Runs a function on `t`, whose `to` is that of the object `to`, or NULL. */
-static PyObject *migrate(link_object_t *self, link_object_t *to, migration_t *t, migrate_fn *run) {
+static fd_status_t move(move_t kind, fd_link_t *link, const migration_t *t, uint64_t *done, fd_error_t *error) {
+    switch (kind) {
+    case SEND: return fd_link_send_pages(link, t->fd, &t->range, done, error);
+    case RECEIVE: return fd_link_receive_pages(link, t->fd, &t->range, done, error);
+    case FAULT_IN: return fd_link_fault_in(link, &t->range, done, error);
+    case COPY: return fd_link_copy_pages(link, &t->range, t->to, &t->target, done, error);
+    }
+    __builtin_unreachable();
+}
+
+/* Moves what `t` says, whose `to` is that of the object `to`, or NULL. */
+static PyObject *migrate(link_object_t *self, link_object_t *to, migration_t *t, move_t kind) {
     fd_link_t *link = self->link;
     t->to = to ? to->link : NULL;
     if (!link || (to && !t->to)) return closed_error("the link");
     uint64_t done;
     fd_error_t error;
     fd_status_t status;
-    self->users++;
     if (to) to->users++;
-    Py_BEGIN_ALLOW_THREADS
-    status = run(link, t, &done, &error);
-    Py_END_ALLOW_THREADS
+    WITH_LINK(self, status = move(kind, link, t, &done, &error));
     if (to) to->users--;
-    self->users--;
     if (status == FD_OK) return PyLong_FromUnsignedLongLong(done);
     if (status != FD_LINK_CLOSED) return engine_error(&error, PyExc_MemoryError);
     errno = error.number;
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-static fd_status_t do_send(fd_link_t *link, const migration_t *t, uint64_t *done, fd_error_t *error) {
-    return fd_link_send_pages(link, t->fd, &t->range, done, error);
-}
-static fd_status_t do_receive_pages(fd_link_t *link, const migration_t *t, uint64_t *done, fd_error_t *error) {
-    return fd_link_receive_pages(link, t->fd, &t->range, done, error);
-}
-static fd_status_t do_fault_in(fd_link_t *link, const migration_t *t, uint64_t *done, fd_error_t *error) {
-    return fd_link_fault_in(link, &t->range, done, error);
-}
-static fd_status_t do_copy(fd_link_t *link, const migration_t *t, uint64_t *done, fd_error_t *error) {
-    return fd_link_copy_pages(link, &t->range, t->to, &t->target, done, error);
-}
-
-static PyObject *migrate_over(link_object_t *self, PyObject *args, migrate_fn *run) {
+static PyObject *migrate_over(link_object_t *self, PyObject *args, move_t kind) {
     migration_t t;
     fd_page_range_t *r = &t.range;
-    unsigned long long offset;
-    if (!PyArg_ParseTuple(args, "iIIIIK", &t.fd, &r->seq_index, &r->tag, &r->first, &r->n, &offset)) return NULL;
-    r->offset = offset;
-    return migrate(self, NULL, &t, run);
+    if (!PyArg_ParseTuple(args, "iIIIIK", &t.fd, &r->seq_index, &r->tag, &r->first, &r->n, FD_UINT64(r->offset)))
+        return NULL;
+    return migrate(self, NULL, &t, kind);
 }
 
-static PyObject *link_send_pages(link_object_t *self, PyObject *args) { return migrate_over(self, args, do_send); }
+static PyObject *link_send_pages(link_object_t *self, PyObject *args) { return migrate_over(self, args, SEND); }
 
-static PyObject *link_receive_pages(link_object_t *self, PyObject *args) {
-    return migrate_over(self, args, do_receive_pages);
-}
+static PyObject *link_receive_pages(link_object_t *self, PyObject *args) { return migrate_over(self, args, RECEIVE); }
 
 static PyObject *link_fault_in(link_object_t *self, PyObject *args) {
     migration_t t;
     fd_page_range_t *r = &t.range;
-    unsigned long long offset;
-    if (!PyArg_ParseTuple(args, "IIIIK", &r->seq_index, &r->tag, &r->first, &r->n, &offset)) return NULL;
-    r->offset = offset;
-    return migrate(self, NULL, &t, do_fault_in);
+    if (!PyArg_ParseTuple(args, "IIIIK", &r->seq_index, &r->tag, &r->first, &r->n, FD_UINT64(r->offset))) return NULL;
+    return migrate(self, NULL, &t, FAULT_IN);
 }
 
 static PyObject *link_copy_pages(link_object_t *self, PyObject *args) {
     link_object_t *to;
     migration_t t;
     fd_page_range_t *r = &t.range, *target = &t.target;
-    unsigned long long offset;
     if (!PyArg_ParseTuple(args, "O!IIIIIIK", Py_TYPE(self), &to, &r->seq_index, &r->tag, &target->seq_index,
-                          &target->tag, &r->first, &r->n, &offset))
+                          &target->tag, &r->first, &r->n, FD_UINT64(r->offset)))
         return NULL;
-    r->offset = target->offset = offset;
-    target->first = r->first, target->n = r->n;
-    return migrate(self, to, &t, do_copy);
+    target->first = r->first, target->n = r->n, target->offset = r->offset;
+    return migrate(self, to, &t, COPY);
 }
 
 static PyObject *link_length(link_object_t *self, PyObject *args) {
@@ -212,11 +191,7 @@ static PyObject *link_stats(link_object_t *self, PyObject *unused) {
     fd_link_stats_t s;
     fd_link_t *link = self->link;
     if (!link) return closed_error("the link");
-    self->users++;
-    Py_BEGIN_ALLOW_THREADS
-    fd_link_stats(link, &s);
-    Py_END_ALLOW_THREADS
-    self->users--;
+    WITH_LINK(self, fd_link_stats(link, &s));
     return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:I,s:I,s:I}", "calls", s.calls, "refused", s.refused, "rows", s.rows,
                          "kv_bytes", s.kv_bytes, "busy_ns", s.busy_ns, "pages_total", s.pages_total, "pages_used",
                          s.pages_used, "seqs", s.seqs);
@@ -260,17 +235,6 @@ static PyMethodDef link_methods[] = {
     {0},
 };
 
-static PyType_Slot link_slots[] = {
-    {Py_tp_doc, "One link of an REngine, and its lease of the KV-cache."},
-    {Py_tp_dealloc, link_dealloc},
-    {Py_tp_methods, link_methods},
-    {Py_tp_getset, link_getset},
-    {0, NULL},
-};
-
-PyType_Spec fd_py_engine_link_spec = {
-    .name = "fastdecode.kernels._native.REngineLink",
-    .basicsize = sizeof(link_object_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = link_slots,
-};
+FD_PY_TYPE_WITH(Py_TPFLAGS_DISALLOW_INSTANTIATION, fd_py_engine_link_spec, "fastdecode.kernels._native.REngineLink",
+                link_object_t, {Py_tp_doc, "One link of an REngine, and its lease of the KV-cache."},
+                {Py_tp_dealloc, link_dealloc}, {Py_tp_methods, link_methods}, {Py_tp_getset, link_getset});

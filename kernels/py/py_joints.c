@@ -137,9 +137,7 @@ static PyObject *joints_run(joints_t *self, PyObject *args) {
     if (layer < 0 || (size_t)layer > self->joints.n_layers)
         return PyErr_Format(PyExc_ValueError, "no joint %zd", layer);
     fd_status_t status;
-    Py_BEGIN_ALLOW_THREADS
-    status = run_joint(self, (size_t)layer, &step);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(status = run_joint(self, (size_t)layer, &step));
     if (status != FD_OK) return raise_failed(self, status);
     Py_RETURN_NONE;
 }

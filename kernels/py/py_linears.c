@@ -30,7 +30,7 @@ static bool take_buffers(linear_t *self, PyObject *const *o) {
         [NEGATED_SUMS] = lanes * fd_linear_blocks(l) * 2,
     };
     for (int i = 0; i < BUFFERS; i++)
-        if ((i < MINS || o[i] != Py_None) && !fd_py_bytes(o[i], names[i], sizes[i], &self->buffers[i])) return false;
+        if ((i < MINS || o[i] != Py_None) && !fd_py_bytes(o[i], names[i], 0, sizes[i], &self->buffers[i])) return false;
     return true;
 }
 
@@ -100,10 +100,8 @@ static PyObject *linear_run(linear_t *self, PyObject *args) {
     const int fits = (size_t)x.len == rows * row && rows >> 24 == 0 && width >= l->outs && first <= width - l->outs &&
                      (size_t)y.len == rows * width * sizeof(float);
     if (fits && rows) {
-        Py_BEGIN_ALLOW_THREADS
-        status =
-            fd_linear_run(l, self->ops, x.buf, (uint32_t)rows, (float *)y.buf + first, width, threads ? threads : 1);
-        Py_END_ALLOW_THREADS
+        FD_WITHOUT_GIL(status = fd_linear_run(l, self->ops, x.buf, (uint32_t)rows, (float *)y.buf + first, width,
+                                              threads ? threads : 1));
     }
     PyBuffer_Release(&x);
     PyBuffer_Release(&y);

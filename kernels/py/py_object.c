@@ -36,8 +36,8 @@ bool fd_py_view(PyObject *o, const char *name, int flags, Py_buffer *view) {
                       flags & PyBUF_WRITABLE ? " and writable" : "");
 }
 
-bool fd_py_bytes(PyObject *o, const char *name, size_t size, Py_buffer *view) {
-    if (!fd_py_view(o, name, 0, view)) return false;
+bool fd_py_bytes(PyObject *o, const char *name, int flags, size_t size, Py_buffer *view) {
+    if (!fd_py_view(o, name, flags, view)) return false;
     if ((size_t)view->len == size) return true;
     const Py_ssize_t len = view->len;
     PyBuffer_Release(view);

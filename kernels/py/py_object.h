@@ -11,8 +11,9 @@
 #include "cpu/isa.h"
 #include "region/py_types.h"
 
-/* A pointer as the unit K of a format writes it: Python gives the address as an integer, 0 for NULL. */
-#define FD_ADDRESS(pointer) ((unsigned long long *)&(pointer))
+/* A uint64_t as the unit K of a format writes it, and a pointer: Python gives the address as an integer, 0 for NULL. */
+#define FD_UINT64(number) ((unsigned long long *)&(number))
+#define FD_ADDRESS(pointer) FD_UINT64(pointer)
 _Static_assert(sizeof(void *) == sizeof(unsigned long long), "the unit K fills a pointer");
 
 /* Picks the ISA called `name`, else the one in FASTDECODE_ISA, else the best. */
@@ -21,7 +22,7 @@ bool fd_py_choose_isa(const char *name, fd_isa_t *isa);
 /* Takes the buffer of the argument `name`, C-contiguous and with the further `flags`. The caller releases the view. */
 bool fd_py_view(PyObject *o, const char *name, int flags, Py_buffer *view);
 /* The same for a buffer that must have `size` bytes. */
-bool fd_py_bytes(PyObject *o, const char *name, size_t size, Py_buffer *view);
+bool fd_py_bytes(PyObject *o, const char *name, int flags, size_t size, Py_buffer *view);
 
 /* The `n` objects of `o` as a list or tuple, NULL if there are not as many. */
 PyObject *fd_py_sequence(PyObject *o, const char *what, Py_ssize_t n);

@@ -57,18 +57,14 @@ static void lists_dealloc(page_lists_t *self) {
     fd_py_free(self);
 }
 
-static PyObject *done(fd_status_t status, const fd_error_t *error) {
-    if (status != FD_OK) return refused(error);
-    Py_RETURN_NONE;
-}
-
 /* A method that calls fd_kvcache_<name>. `format` has a unit for each of its numbers, which `...` names in order. */
 #define LISTS_METHOD(name, format, ...)                                                                                \
     static PyObject *lists_##name(page_lists_t *self, PyObject *args) {                                                \
         unsigned n[5];                                                                                                 \
         fd_error_t error;                                                                                              \
         if (!PyArg_ParseTuple(args, format, &n[0], &n[1], &n[2], &n[3], &n[4])) return NULL;                           \
-        return done(fd_kvcache_##name(&self->kv, __VA_ARGS__, &error), &error);                                        \
+        if (fd_kvcache_##name(&self->kv, __VA_ARGS__, &error) != FD_OK) return refused(&error);                        \
+        Py_RETURN_NONE;                                                                                                \
     }
 LISTS_METHOD(free, "II", n[0], n[1])
 LISTS_METHOD(trim, "III", n[0], n[1], n[2])

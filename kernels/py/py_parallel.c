@@ -3,13 +3,12 @@
 #include <Python.h>
 
 #include "cpu/parallel.h"
+#include "region/py_types.h"
 
 static PyObject *time_loops(PyObject *self, PyObject *on) {
     const int wanted = PyObject_IsTrue(on);
     if (wanted < 0) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    fd_time_loops(wanted);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(fd_time_loops(wanted));
     Py_RETURN_NONE;
 }
 
@@ -19,9 +18,7 @@ static PyObject *loop_times(PyObject *self, PyObject *unused) {
         [FD_LOOP_DOWN] = "down",   [FD_LOOP_ROWS] = "rows", [FD_LOOP_DRAWS] = "draws",
     };
     fd_loop_times_t times[FD_LOOP_KINDS];
-    Py_BEGIN_ALLOW_THREADS
-    fd_read_loop_times(times);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(fd_read_loop_times(times));
     PyObject *result = PyDict_New();
     for (size_t i = 0; result && i < FD_LOOP_KINDS; i++) {
         const fd_loop_times_t *t = &times[i];

@@ -46,9 +46,7 @@ static PyObject *pack(prompt_attention_t *self, PyObject *args) {
                           &b.v_size, FD_ADDRESS(o.k), FD_ADDRESS(o.v), &o.pos, &o.n, &o.k_head, &o.k_row, &o.v_head,
                           &o.v_row, &threads))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    fd_prompt_pack(self->ops, &o, threads);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(fd_prompt_pack(self->ops, &o, threads));
     Py_RETURN_NONE;
 }
 
@@ -61,9 +59,7 @@ static PyObject *attend(prompt_attention_t *self, PyObject *args) {
                           &o.rows, &o.pos, &o.group, &o.window, &o.segment, &o.scale, &threads))
         return NULL;
     fd_status_t status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fd_prompt_attend(self->ops, &o, threads);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(status = fd_prompt_attend(self->ops, &o, threads));
     if (status != FD_OK) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }

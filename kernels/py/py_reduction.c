@@ -49,12 +49,7 @@ static PyObject *reduction_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     if (!(limit > 0 && limit < 1e9)) return PyErr_Format(PyExc_ValueError, "no such time limit");
     reduction_t *self = (reduction_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    if (!fd_py_view(segment, "the segment", PyBUF_WRITABLE, &self->segment)) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    if ((size_t)self->segment.len != bytes) {
-        PyErr_Format(PyExc_ValueError, "the segment has %zd bytes, not %zu", self->segment.len, bytes);
+    if (!fd_py_bytes(segment, "the segment", PyBUF_WRITABLE, bytes, &self->segment)) {
         Py_DECREF(self);
         return NULL;
     }
@@ -74,9 +69,7 @@ static PyObject *sum(reduction_t *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KnII", FD_ADDRESS(data), &n, &act_dtype, &threads)) return NULL;
     if (n < 0 || act_dtype >= FD_ACT_DTYPES) return PyErr_Format(PyExc_ValueError, "no such numbers");
     fd_status_t status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fd_reduction_sum(&self->reduction, data, (size_t)n, act_dtype, threads ? threads : 1);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(status = fd_reduction_sum(&self->reduction, data, (size_t)n, act_dtype, threads ? threads : 1));
     if (status != FD_OK) return fd_py_raise_broken(&self->reduction);
     Py_RETURN_NONE;
 }

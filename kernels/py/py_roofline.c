@@ -13,28 +13,20 @@ static PyObject *read_seconds(PyObject *self, PyObject *args) {
     unsigned passes = 1, variant = 0;
     int cold = 0;
     if (!PyArg_ParseTuple(args, "y*O|IIp", &buffer, &cpus_o, &passes, &variant, &cold)) return NULL;
-    PyObject *result = NULL;
     Py_ssize_t n;
+    double seconds = 0;
     int *cpus = fd_py_new_ints(cpus_o, "cpus", CPU_SETSIZE - 1, &n);
     if (cpus && !n) PyErr_SetString(PyExc_ValueError, "no cpus");
-    if (!cpus || !n) goto out;
-    if ((uintptr_t)buffer.buf % 64 || buffer.len / 64 < n) {
+    else if (cpus && ((uintptr_t)buffer.buf % 64 || buffer.len / 64 < n))
         PyErr_SetString(PyExc_ValueError, "the buffer is not 64-byte aligned, or shorter than a line a thread");
-        goto out;
-    }
-    if (!fd_read_variant(variant)) {
-        PyErr_Format(PyExc_ValueError, "there is no variant %u", variant);
-        goto out;
-    }
-    double seconds;
-    Py_BEGIN_ALLOW_THREADS
-    seconds = fd_read_seconds(buffer.buf, (size_t)buffer.len, cpus, (uint32_t)n, passes, variant, cold);
-    Py_END_ALLOW_THREADS
-    result = seconds < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyFloat_FromDouble(seconds);
-out:
+    else if (cpus && !fd_read_variant(variant)) PyErr_Format(PyExc_ValueError, "there is no variant %u", variant);
+    else if (cpus)
+        FD_WITHOUT_GIL(
+            seconds = fd_read_seconds(buffer.buf, (size_t)buffer.len, cpus, (uint32_t)n, passes, variant, cold));
+    if (seconds < 0) PyErr_SetFromErrno(PyExc_OSError);
     PyMem_Free(cpus);
     PyBuffer_Release(&buffer);
-    return result;
+    return PyErr_Occurred() ? NULL : PyFloat_FromDouble(seconds);
 }
 
 static PyObject *read_variants(PyObject *self, PyObject *unused) {

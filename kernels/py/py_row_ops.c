@@ -37,9 +37,7 @@ static PyObject *norm(row_ops_t *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KKfKfKnnI", FD_ADDRESS(o.x), FD_ADDRESS(o.y), &o.scale, FD_ADDRESS(o.weight), &o.eps,
                           FD_ADDRESS(o.out), &rows, &o.width, &threads))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    fd_norm_rows(self->ops, &o, rows, threads);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(fd_norm_rows(self->ops, &o, rows, threads));
     Py_RETURN_NONE;
 }
 
@@ -48,9 +46,7 @@ static PyObject *gate(row_ops_t *self, PyObject *args) {
     size_t rows;
     unsigned threads;
     if (!PyArg_ParseTuple(args, "KKnnI", FD_ADDRESS(o.x), FD_ADDRESS(o.out), &rows, &o.width, &threads)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    fd_gate_rows(self->ops, &o, rows, threads);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(fd_gate_rows(self->ops, &o, rows, threads));
     Py_RETURN_NONE;
 }
 
@@ -62,9 +58,7 @@ static PyObject *rope(row_ops_t *self, PyObject *args) {
                           &o.eps, FD_ADDRESS(o.cos), FD_ADDRESS(o.sin), FD_ADDRESS(o.q), &o.q_stride, FD_ADDRESS(o.kv),
                           &o.kv_stride, &rows, &o.q_heads, &o.kv_heads, &o.head_size, &o.pairs, &threads))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    fd_rope_rows(self->ops, &o, rows, threads);
-    Py_END_ALLOW_THREADS
+    FD_WITHOUT_GIL(fd_rope_rows(self->ops, &o, rows, threads));
     Py_RETURN_NONE;
 }
 
