@@ -212,37 +212,37 @@ static uint32_t link_chain(fd_poster_t *p, const fd_shape_t *shape, fd_chain_t *
     return n;
 }
 
+/* Why a work request failed, given the status of its completion. */
+static const char *cause_of(int status) {
+    switch (status) {
+    case FD_IBV_WC_LOC_LEN_ERR: return "local length error";
+    case FD_IBV_WC_LOC_QP_OP_ERR: return "local queue pair operation error: the device or its link is down";
+    case FD_IBV_WC_LOC_PROT_ERR: return "local protection error";
+    case FD_IBV_WC_WR_FLUSH_ERR: return "work request flushed: the queue pair has failed, or its link is down";
+    case FD_IBV_WC_REM_INV_REQ_ERR: return "remote invalid request";
+    case FD_IBV_WC_REM_ACCESS_ERR: return "remote access error: the peer's device refused a write to its region";
+    case FD_IBV_WC_REM_OP_ERR: return "remote operation error";
+    case FD_IBV_WC_RETRY_EXC_ERR: return "retry exceeded: the peer's device does not answer";
+    case FD_IBV_WC_RNR_RETRY_EXC_ERR: return "receiver-not-ready retry exceeded";
+    case FD_IBV_WC_FATAL_ERR: return "fatal device error";
+    default: return "work request failed";
+    }
+}
+
 /* Takes the completions that have arrived. A completion with an error takes the link down. */
 static void reap(fd_poster_t *p) {
     fd_ibv_cq_t *cq = p->verbs.qp->send_cq;
     fd_ibv_wc_t wc[16];
+    char text[160];
     int n;
     while ((n = p->verbs.qp->context->poll_cq(cq, 16, wc)) > 0)
         for (int i = 0; i < n; i++) {
-            char text[160];
-            const char *cause;
-            switch (wc[i].status) {
-            case FD_IBV_WC_SUCCESS: p->retired = wc[i].wr_id; continue;
-            case FD_IBV_WC_LOC_LEN_ERR: cause = "local length error"; break;
-            case FD_IBV_WC_LOC_QP_OP_ERR:
-                cause = "local queue pair operation error: the device or its link is down";
-                break;
-            case FD_IBV_WC_LOC_PROT_ERR: cause = "local protection error"; break;
-            case FD_IBV_WC_WR_FLUSH_ERR:
-                cause = "work request flushed: the queue pair has failed, or its link is down";
-                break;
-            case FD_IBV_WC_REM_INV_REQ_ERR: cause = "remote invalid request"; break;
-            case FD_IBV_WC_REM_ACCESS_ERR:
-                cause = "remote access error: the peer's device refused a write to its region";
-                break;
-            case FD_IBV_WC_REM_OP_ERR: cause = "remote operation error"; break;
-            case FD_IBV_WC_RETRY_EXC_ERR: cause = "retry exceeded: the peer's device does not answer"; break;
-            case FD_IBV_WC_RNR_RETRY_EXC_ERR: cause = "receiver-not-ready retry exceeded"; break;
-            case FD_IBV_WC_FATAL_ERR: cause = "fatal device error"; break;
-            default: cause = "work request failed";
+            if (wc[i].status == FD_IBV_WC_SUCCESS) {
+                p->retired = wc[i].wr_id;
+                continue;
             }
-            snprintf(text, sizeof text, "RDMA %s (completion status %d, vendor %u)", cause, wc[i].status,
-                     wc[i].vendor_err);
+            snprintf(text, sizeof text, "RDMA %s (completion status %d, vendor %u)", cause_of(wc[i].status),
+                     wc[i].status, wc[i].vendor_err);
             fail(p, text);
         }
     if (n < 0) fail(p, "the RDMA completion queue cannot be read");
@@ -292,10 +292,15 @@ static void flush(fd_poster_t *p) {
     }
 }
 
+/* Whether the slot's messages may be sent now. */
+static bool may_send(const fd_poster_t *p, uint32_t index) {
+    return p->started && !p->stopped && index < p->geometry.n_slots;
+}
+
 static void poster_send(void *poster, uint32_t index, fd_message_t message) {
     fd_poster_t *p = poster;
     pthread_mutex_lock(&p->lock);
-    if (p->started && !p->stopped && index < p->geometry.n_slots && p->queued < FD_MAX_SLOTS) {
+    if (may_send(p, index) && p->queued < FD_MAX_SLOTS) {
         p->queue[p->queued].slot = index;
         p->queue[p->queued++].message = message;
         flush(p);
@@ -317,11 +322,11 @@ void fd_poster_reap(fd_poster_t *p) {
  * had acknowledged a whole message. */
 static void ring_again(fd_poster_t *p, uint32_t index) {
     pthread_mutex_lock(&p->lock);
-    if (p->started && !p->stopped && index < p->geometry.n_slots) reap(p);
-    if (p->started && !p->stopped && index < p->geometry.n_slots && !p->queued && !fd_link_is_down(p->link) &&
-        p->posted - p->retired < p->verbs.depth) {
+    if (may_send(p, index)) {
+        reap(p);
         fd_ibv_send_wr_t *word = word_of(p, index, p->last[index]);
-        post(p, word, word, 1, true);
+        if (!p->queued && !fd_link_is_down(p->link) && p->posted - p->retired < p->verbs.depth)
+            post(p, word, word, 1, true);
     }
     pthread_mutex_unlock(&p->lock);
 }
