@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from . import _native, wire
 from .contract import ACT_DTYPES
@@ -70,24 +70,11 @@ class RegionLayout:
 
 
 def geometry_tuple(geometry: Geometry) -> tuple[int, ...]:
-    """`geometry` as the C functions take it: its twelve integers, in order. Raises GeometryError for an unknown
+    """`geometry` as the C functions take it: its fields as integers, in order. Raises GeometryError for an unknown
     activation dtype."""
     if geometry.act_dtype not in ACT_DTYPES:
         raise GeometryError(f"unknown activation dtype {geometry.act_dtype!r}, known are {', '.join(ACT_DTYPES)}")
-    return (
-        geometry.n_slots,
-        geometry.max_rows,
-        geometry.n_layers,
-        geometry.n_q_heads,
-        geometry.n_kv_heads,
-        geometry.head_size,
-        ACT_DTYPES.index(geometry.act_dtype),
-        geometry.v_size,
-        int(geometry.v_in_k),
-        geometry.index_heads,
-        geometry.index_size,
-        geometry.index_topk,
-    )
+    return tuple(ACT_DTYPES.index(field) if isinstance(field, str) else int(field) for field in astuple(geometry))
 
 
 def region_layout(geometry: Geometry) -> RegionLayout:
