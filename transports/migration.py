@@ -163,6 +163,14 @@ class _OpeningEnd:
         """Close the connection; no pages may be under way. Idempotent."""
         self._conn.close()
 
+    @staticmethod
+    def _check(answer: Message, asked: str, wanted: type[Ok | Pages]) -> None:
+        """Raises CallRefused, ProtocolError."""
+        if isinstance(answer, ErrorMessage):
+            raise CallRefused(answer.status, answer.message)
+        if not isinstance(answer, wanted):
+            raise ProtocolError(f"the R-node answered {asked} with {answer.TYPE}")
+
 
 class MigrationSender(_OpeningEnd):
     """The sending end of a migration connection."""
@@ -172,7 +180,7 @@ class MigrationSender(_OpeningEnd):
         try:
             async with asyncio.timeout(STALLED_S):
                 await self._conn.write(Next(token=token, page_bytes=self._page_bytes))
-                self._check(await self._conn.read(), Next.TYPE)
+                self._check(await self._conn.read(), Next.TYPE, Ok)
         except TimeoutError:
             raise LinkDown(f"the other R-node has not answered NEXT within {STALLED_S:.0f} s") from None
 
@@ -191,17 +199,9 @@ class MigrationSender(_OpeningEnd):
             if broken is not None:
                 raise LinkDown(f"the migration connection broke: {broken.strerror}") from None
             raise
-        self._check(answer, Pages.TYPE)
+        self._check(answer, Pages.TYPE, Ok)
         if broken is not None:
             raise ProtocolError("the R-node answered PAGES with OK before it had them")
-
-    @staticmethod
-    def _check(answer: Message, asked: str) -> None:
-        """Raises CallRefused, ProtocolError."""
-        if isinstance(answer, ErrorMessage):
-            raise CallRefused(answer.status, answer.message)
-        if not isinstance(answer, Ok):
-            raise ProtocolError(f"the R-node answered {asked} with {answer.TYPE}")
 
 
 class PageFetcher(_OpeningEnd):
@@ -211,10 +211,6 @@ class PageFetcher(_OpeningEnd):
         """Fetch pages. `receive(fd, offset)` receives bytes from `offset` on and returns how many; 0: there are none
         yet. Raises TransportError, OSError."""
         await self._conn.write(Fetch(first=first, n_pages=n_pages))
-        answer = await self._conn.read()
-        if isinstance(answer, ErrorMessage):
-            raise CallRefused(answer.status, answer.message)
-        if not isinstance(answer, Pages):
-            raise ProtocolError(f"the R-node answered FETCH with {answer.TYPE}")
+        self._check(await self._conn.read(), Fetch.TYPE, Pages)
         copy = partial(receive, self._conn.sock.fileno())
         await _copy(n_pages * self._page_bytes, copy, self._conn.readable)

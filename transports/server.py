@@ -161,7 +161,7 @@ class LinkSession:
         self._peer_gone = isinstance(error, LinkDown)
         if not isinstance(error, TransportError):
             log.error("link of %s failed", self.name, exc_info=error)
-        self.end(str(error) if isinstance(error, TransportError) else "internal error at the R-node, see its log")
+        self.end(_told(error))
 
     async def release(self) -> None:
         """Free the lease, the data path and the region. To be called once.
@@ -207,14 +207,11 @@ class LinkSession:
                 await self._grant.migrate(seq, pages, request.length, request.url, request.token)
             else:
                 await self._grant.adopt(seq, request.length, request.key)
-        except TransportError as error:
+        except Exception as error:
+            if not isinstance(error, TransportError):
+                log.exception("link of %s: a %s failed", self.name, request.TYPE)
             status = error.status if isinstance(error, CallRefused) else Status.INTERNAL
-            answer = ErrorMessage(id=request.id, status=status, message=str(error))
-        except Exception:
-            log.exception("link of %s: a %s failed", self.name, request.TYPE)
-            answer = ErrorMessage(
-                id=request.id, status=Status.INTERNAL, message="internal error at the R-node, see its log"
-            )
+            answer = ErrorMessage(id=request.id, status=status, message=_told(error))
         with contextlib.suppress(LinkDown):
             await self._conn.write(answer)
 
@@ -246,6 +243,11 @@ class LinkSession:
             case PingMessage():
                 stats = {LEAVING: 1} if self.leaving else None
         return Ok(id=request.id, stats=stats)
+
+
+def _told(error: BaseException | None) -> str:
+    """What the peer is told of an error."""
+    return str(error) if isinstance(error, TransportError) else "internal error at the R-node, see its log"
 
 
 class ControlServer(ConnectionServer, Server):
