@@ -19,7 +19,7 @@ PyObject *fd_py_down_error(fd_link_state_t *link);
 /* O& converter: seconds, a float that is not negative, to nanoseconds (uint64_t). */
 int fd_py_timeout(PyObject *object, void *out);
 
-/* The reason why the link is down, or None if it is not down. */
+/* The reason why the link is down, as a str. */
 PyObject *fd_py_down_reason(fd_link_state_t *link);
 
 /* O& converter to an fd_verbs_t: (address of the struct ibv_qp, its number, lkey, rkey, address of the peer's region,

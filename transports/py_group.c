@@ -167,10 +167,7 @@ static int add_result(GroupObject *self, PyObject **failures, size_t i, const fd
     const fd_report_t *report = &a->port->reports[a->slot];
     if (a->result == FD_PORT_REFUSED)
         return add_failure(self, failures, i, (long)report->status, fd_py_text(report->message));
-    if (a->result != FD_PORT_DOWN) return 0;
-    char reason[256];
-    fd_link_down_reason(&a->port->link, reason);
-    return add_failure(self, failures, i, -1, fd_py_text(reason));
+    return a->result == FD_PORT_DOWN ? add_failure(self, failures, i, -1, fd_py_down_reason(&a->port->link)) : 0;
 }
 
 /* ---- calls ---- */

@@ -14,7 +14,6 @@ PyObject *fd_py_down_error(fd_link_state_t *link) {
 
 PyObject *fd_py_down_reason(fd_link_state_t *link) {
     char reason[256];
-    if (!fd_link_is_down(link)) Py_RETURN_NONE;
     fd_link_down_reason(link, reason);
     return fd_py_text(reason);
 }
@@ -179,7 +178,10 @@ static PyObject *port_close(PortObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-static PyObject *port_get_reason(PortObject *self, void *closure) { return fd_py_down_reason(&self->port.link); }
+static PyObject *port_get_reason(PortObject *self, void *closure) {
+    fd_link_state_t *link = &self->port.link;
+    return fd_link_is_down(link) ? fd_py_down_reason(link) : Py_NewRef(Py_None);
+}
 
 static void capsule_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
 
