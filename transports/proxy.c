@@ -213,19 +213,20 @@ const char *fd_proxy_begin(fd_proxy_t *p, fd_port_t *port, uint32_t slot, uint64
     return full ? "the proxy drives no further slot: it has the most that it can drive" : NULL;
 }
 
+/* The slot, if the thread drives it. */
+static driven_t *find(fd_proxy_t *p, const fd_port_t *port, uint32_t slot) {
+    for (uint32_t k = 0; k < p->n; k++)
+        if (p->slots[k].port == port && p->slots[k].slot == slot) return &p->slots[k];
+    return NULL;
+}
+
 fd_port_result_t fd_proxy_end(fd_proxy_t *p, fd_port_t *port, uint32_t slot, fd_report_t *report) {
     pthread_mutex_lock(&p->lock);
-    bool there = true, begun = false;
-    for (bool first = true; there; first = false) {
-        if (!first) pthread_cond_wait(&p->ended, &p->lock);
-        there = false;
-        for (uint32_t k = 0; k < p->n; k++)
-            if (p->slots[k].port == port && p->slots[k].slot == slot) there = p->slots[k].ending = true;
-        if (first && !there) break;
-        begun = true;
-    }
+    driven_t *driven = find(p, port, slot);
+    if (driven) driven->ending = true;
+    while (find(p, port, slot)) pthread_cond_wait(&p->ended, &p->lock);
     pthread_mutex_unlock(&p->lock);
-    if (!begun) return FD_PORT_MISUSE;
+    if (!driven) return FD_PORT_MISUSE;
     fd_awaited_t look = {.port = port, .slot = slot, .result = FD_PORT_PENDING};
     fd_port_look(&look);
     *report = port->reports[slot];
