@@ -55,63 +55,38 @@ _SETTLE_SECONDS = 0.005  # in which the threads of the last peer stop spinning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def repeatable(flag: str, choices_or_type: dict[str, Any], help_text: str) -> None:
-        parser.add_argument(flag, action="append", help=f"{help_text} (repeatable)", **choices_or_type)
+    add = parser.add_argument
 
-    repeatable("--kv-dtype", {"choices": KV_DTYPES}, "KV-cache format; default: fp16, bf16, int8, int4")
-    repeatable("--group", {"type": int}, "query heads for each KV head; default: 1, 4, 8")
-    repeatable("--context", {"type": int}, "cached tokens of each sequence; default: 512, 4096, 32768")
-    repeatable("--head-size", {"type": int}, "elements of a head; default: 64, 128")
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--v-size", type=int, help="elements of a V head; default: --head-size")
-    repeatable(
-        "--v",
-        {"choices": ("stored", "in-k")},
-        "V is stored beside K, or is the first elements of K (latent attention); default: stored; peers run neither "
-        "this nor --v-size",
-    )
-    parser.add_argument(
-        "--index-heads",
-        type=int,
-        metavar="N",
-        help="attend to all tokens and, in turns, to the tokens that an indexer of N heads selects (trained sparse "
-        "attention); means --v in-k and --kv-heads 1",
-    )
-    parser.add_argument("--index-size", type=int, default=128, help="elements of an index head; default: 128")
-    parser.add_argument("--index-topk", type=int, default=2048, help="tokens that the indexer selects; default: 2048")
-    parser.add_argument(
-        "--model",
-        choices=SHAPES,
-        help="the heads of a well-known model, in place of --group, --head-size and --kv-heads",
-    )
-    parser.add_argument(
-        "--kv-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV of each cell and peer; default: 2GiB"
-    )
-    parser.add_argument(
-        "--scattered",
-        action="store_true",
-        help="no two pages of a sequence are adjacent (of the peers only fastdecode has pages)",
-    )
-    repeatable("--part", {"choices": PARTS}, "what to measure; default: all")
-    parser.add_argument("--threads", type=int, help="threads of the sweep; default: one for each usable core")
-    parser.add_argument("--isa", help="instruction set, such as avx2; default: the best")
-    parser.add_argument("--rounds", type=int, default=7, help="judging rounds of each cell; default: 7")
-    parser.add_argument(
-        "--fills",
-        type=int,
-        default=1,
-        help="how often the caches of a cell with peers are filled, each time for a share of the rounds; default: 1 "
-        "(the physical pages that a process gets change its speed)",
-    )
-    parser.add_argument(
-        "--judge-below",
-        type=float,
-        default=50.0,
-        metavar="GBPS",
-        help="rounds with a lower roofline judge; default: 50",
-    )
-    repeatable("--peer", {"choices": [*PEERS, "none"]}, "peer to run; default: all installed ones")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the cells and their rooflines")
+    def repeatable(flag: str, help_text: str, **how: Any) -> None:
+        add(flag, action="append", help=f"{help_text} (repeatable)", **how)
+
+    repeatable("--kv-dtype", "KV-cache format; default: fp16, bf16, int8, int4", choices=KV_DTYPES)
+    repeatable("--group", "query heads for each KV head; default: 1, 4, 8", type=int)
+    repeatable("--context", "cached tokens of each sequence; default: 512, 4096, 32768", type=int)
+    repeatable("--head-size", "elements of a head; default: 64, 128", type=int)
+    add("--kv-heads", type=int, default=8)
+    add("--v-size", type=int, help="elements of a V head; default: --head-size")
+    repeatable("--v", "V is stored beside K, or is the first elements of K (latent attention); default: stored; peers "
+        "run neither this nor --v-size", choices=("stored", "in-k"))  # fmt: skip
+    add("--index-heads", type=int, metavar="N", help="attend to all tokens and, in turns, to the tokens that an "
+        "indexer of N heads selects (trained sparse attention); means --v in-k and --kv-heads 1")  # fmt: skip
+    add("--index-size", type=int, default=128, help="elements of an index head; default: 128")
+    add("--index-topk", type=int, default=2048, help="tokens that the indexer selects; default: 2048")
+    add("--model", choices=SHAPES,
+        help="the heads of a well-known model, in place of --group, --head-size and --kv-heads")  # fmt: skip
+    add("--kv-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV of each cell and peer; default: 2GiB")
+    add("--scattered", action="store_true",
+        help="no two pages of a sequence are adjacent (of the peers only fastdecode has pages)")  # fmt: skip
+    repeatable("--part", "what to measure; default: all", choices=PARTS)
+    add("--threads", type=int, help="threads of the sweep; default: one for each usable core")
+    add("--isa", help="instruction set, such as avx2; default: the best")
+    add("--rounds", type=int, default=7, help="judging rounds of each cell; default: 7")
+    add("--fills", type=int, default=1, help="how often the caches of a cell with peers are filled, each time for a "
+        "share of the rounds; default: 1 (the physical pages that a process gets change its speed)")  # fmt: skip
+    add("--judge-below", type=float, default=50.0, metavar="GBPS",
+        help="rounds with a lower roofline judge; default: 50")  # fmt: skip
+    repeatable("--peer", "peer to run; default: all installed ones", choices=[*PEERS, "none"])
+    add("--plot", type=Path, metavar="FILE", help="plot the cells and their rooflines")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -46,20 +46,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
-    parser.add_argument(
-        "--permute",
-        type=Path,
-        metavar="PATH",
-        help="write this model, as for fastdecode-node, in another order",
-    )
-    parser.add_argument("--family", choices=FAMILIES, default="llama", help="of random weights (llama)")
-    parser.add_argument("--model", choices=SHAPES, default="llama-125m", help="shape; default: %(default)s")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="directory to write")
+    add("--permute", type=Path, metavar="PATH", help="write this model, as for fastdecode-node, in another order")
+    add("--family", choices=FAMILIES, default="llama", help="of random weights (llama)")
+    add("--model", choices=SHAPES, default="llama-125m", help="shape; default: %(default)s")
     for size in fields(ModelShape):
-        flag = "--" + size.name.replace("_", "-")
-        parser.add_argument(flag, type=int, metavar="N", help="default: the model's")
-    parser.add_argument("--dtype", choices=TORCH_DTYPES, default="bf16")
-    parser.add_argument("--seed", type=int, default=0)
+        add("--" + size.name.replace("_", "-"), type=int, metavar="N", help="default: the model's")
+    add("--dtype", choices=TORCH_DTYPES, default="bf16")
+    add("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -47,29 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--peer-options", default="", metavar="OPTIONS", help="options of the peers' servers")
     add("--options", default="", metavar="OPTIONS", help="further options of every node")
     add("--share", type=float, default=0.8, help="arrivals, as a part of the capacity")
-    add(
-        "--concurrency",
-        type=int,
-        default=32,
-        metavar="N",
-        help="requests in progress in a closed loop, and while capacity is measured",
-    )
+    add("--concurrency", type=int, default=32, metavar="N",
+        help="requests in progress in a closed loop, and while capacity is measured")  # fmt: skip
     add("--runs", type=int, default=5, metavar="N", help="runs of each configuration")
-    add(
-        "--run-seconds",
-        type=float,
-        default=40.0,
-        metavar="S",
-        help="seconds in which a run's requests arrive, or after which a closed loop's run is cut off",
-    )
+    add("--run-seconds", type=float, default=40.0, metavar="S",
+        help="seconds in which a run's requests arrive, or after which a closed loop's run is cut off")  # fmt: skip
     add("--scale-lengths", type=float, default=1.0, metavar="F", help="multiply the trace's lengths by F")
-    add(
-        "--max-tokens", type=int, default=1000, metavar="N", help="cut requests to N tokens, prompt and output together"
-    )
+    add("--max-tokens", type=int, default=1000, metavar="N",
+        help="cut requests to N tokens, prompt and output together")  # fmt: skip
     add("--slo-ttft", type=float, default=5.0, metavar="S", help="objective: first token within S seconds")
-    add(
-        "--slo-tbt", type=float, default=0.25, metavar="S", help="objective: 99 %% of a request's gaps within S seconds"
-    )
+    add("--slo-tbt", type=float, default=0.25, metavar="S",
+        help="objective: 99 %% of a request's gaps within S seconds")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--stop-after", type=float, metavar="S", help="begin no run after S seconds; needs --out")
     add("--out", type=Path, metavar="FILE", help="keep every run in FILE, and measure only what it lacks")

@@ -40,25 +40,16 @@ COMMAND = ("perplexity", "perplexity of a text with each format of KV-cache or w
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text; default: the demo model's held-out text")
-    parser.add_argument("--length", type=int, default=512, help="tokens of each sequence")
-    parser.add_argument("--sequences", type=int, default=64, help="how many, cut from the beginning of the text")
-    parser.add_argument(
-        "--kv-dtype",
-        action="append",
-        choices=KV_DTYPES,
-        help="format to measure (repeatable); default: all, or with --weights fp32",
-    )
-    parser.add_argument(
-        "--weights",
-        action="append",
-        choices=WEIGHTS,
-        help="format of the weights to measure (repeatable), each with each KV-cache format; default: auto",
-    )
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of dense weights and activations"
-    )
+    add = parser.add_argument
+    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    add("--text", type=Path, metavar="FILE", help="text; default: the demo model's held-out text")
+    add("--length", type=int, default=512, help="tokens of each sequence")
+    add("--sequences", type=int, default=64, help="how many, cut from the beginning of the text")
+    add("--kv-dtype", action="append", choices=KV_DTYPES,
+        help="format to measure (repeatable); default: all, or with --weights fp32")  # fmt: skip
+    add("--weights", action="append", choices=WEIGHTS, help="format of the weights to measure (repeatable), each with "
+        "each KV-cache format; default: auto")  # fmt: skip
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of dense weights and activations")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -162,11 +153,7 @@ def cut(tokenizer: Tokenizer, text: str, sequences: int, length: int) -> np.ndar
 
 
 def nats_by_position(
-    model: Model,
-    link: Link,
-    ids: np.ndarray,
-    progress: str | None = None,
-    cut_off: Callable[[], bool] = lambda: False,
+    model: Model, link: Link, ids: np.ndarray, progress: str | None = None, cut_off: Callable[[], bool] = lambda: False
 ) -> np.ndarray:
     """Mean of -ln p(next token) over the rows of ids [sequences, length] at each position, fp64 [length - 1]; fewer
     positions if `cut_off` becomes true. The link's lease must be unused and have room for all tokens."""

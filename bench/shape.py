@@ -57,10 +57,6 @@ class Data:
         q = rng.standard_normal((shape.q_heads, shape.head_size), np.float32).astype(np.float16)
         index = [
             rng.standard_normal(size, np.float32).astype(np.float16)
-            for size in (
-                (shape.index_heads, shape.index_size),
-                (shape.index_heads,),
-                (shape.context, shape.index_size),
-            )
+            for size in ((shape.index_heads, shape.index_size), (shape.index_heads,), (shape.context, shape.index_size))
         ]
         return cls(q, kv[0], kv[0 if shape.v_in_k else 1, :, :, : shape.v_size], *index)

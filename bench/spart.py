@@ -46,49 +46,24 @@ _RANK = 16  # of the adapters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
-    parser.add_argument(
-        "--weights", action="append", choices=WEIGHTS, help="format (repeatable); default: dense, int8 and int4"
-    )
-    parser.add_argument(
-        "--backend",
-        action="append",
-        choices=("native", "transformers"),
-        help="backend (repeatable), each with each format; default: native",
-    )
-    parser.add_argument(
-        "--pages",
-        action="append",
-        choices=("huge", "small"),
-        help="memory of weights on a CPU (repeatable), each with each format; default: huge",
-    )
-    parser.add_argument(
-        "--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="as for fastdecode-node"
-    )
-    parser.add_argument(
-        "--lora",
-        type=int,
-        metavar="N",
-        help="time one random adapter for all sequences, then N adapters and the base model in equal shares, then the "
-        "base model alone",
-    )
-    parser.add_argument(
-        "--products",
-        action="append",
-        type=products.shape,
-        metavar="OUTSxINS",
-        help="in place of a model's steps, time products with a bf16 matrix of this shape (repeatable), beside "
-        "oneDNN's and the speed at which the threads read memory",
-    )
-    parser.add_argument(
-        "--batch",
-        action="append",
-        type=int,
-        help="sequences, or rows of --products (repeatable); default: 1 and 32, or seven from 1 to 2048",
-    )
-    parser.add_argument("--threads", type=int, help="threads of the S-Part; default: all cores")
-    parser.add_argument("--steps", type=int, default=10, help="steps of each cell in a round")
-    parser.add_argument("--rounds", type=int, default=5)
+    add = parser.add_argument
+    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    add("--weights", action="append", choices=WEIGHTS, help="format (repeatable); default: dense, int8 and int4")
+    add("--backend", action="append", choices=("native", "transformers"),
+        help="backend (repeatable), each with each format; default: native")  # fmt: skip
+    add("--pages", action="append", choices=("huge", "small"),
+        help="memory of weights on a CPU (repeatable), each with each format; default: huge")  # fmt: skip
+    add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="as for fastdecode-node")
+    add("--lora", type=int, metavar="N", help="time one random adapter for all sequences, then N adapters and the base "
+        "model in equal shares, then the base model alone")  # fmt: skip
+    add("--products", action="append", type=products.shape, metavar="OUTSxINS", help="in place of a model's steps, "
+        "time products with a bf16 matrix of this shape (repeatable), beside oneDNN's and the speed at which the "
+        "threads read memory")  # fmt: skip
+    add("--batch", action="append", type=int,
+        help="sequences, or rows of --products (repeatable); default: 1 and 32, or seven from 1 to 2048")  # fmt: skip
+    add("--threads", type=int, help="threads of the S-Part; default: all cores")
+    add("--steps", type=int, default=10, help="steps of each cell in a round")
+    add("--rounds", type=int, default=5)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -186,12 +161,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
                     "speedup": None if variant is variants[0] else base / seconds,
                 }
             )
-    return {
-        "model": path.resolve().name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "threads": threads,
-        "rows": rows,
-    }
+    return {"model": path.resolve().name, "dtype": str(dtype).removeprefix("torch."), "threads": threads, "rows": rows}
 
 
 @contextlib.contextmanager

@@ -46,15 +46,14 @@ _KV_BYTES = 1 << 28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
-    parser.add_argument(
-        "--speculate", type=_suffix_guesses, default=8, metavar="suffix:K", help="as for fastdecode-node"
-    )
-    parser.add_argument("--prose", type=Path, metavar="FILE", help="text to quote; default: fastdecode's README")
-    parser.add_argument("--code", type=Path, metavar="FILE", help="code to edit; default: a file of fastdecode")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens to generate")
-    parser.add_argument("--threads", type=int, help="threads of the S-Part; default: all cores")
-    parser.add_argument("--rounds", type=int, default=5)
+    add = parser.add_argument
+    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    add("--speculate", type=_suffix_guesses, default=8, metavar="suffix:K", help="as for fastdecode-node")
+    add("--prose", type=Path, metavar="FILE", help="text to quote; default: fastdecode's README")
+    add("--code", type=Path, metavar="FILE", help="code to edit; default: a file of fastdecode")
+    add("--tokens", type=int, default=200, help="tokens to generate")
+    add("--threads", type=int, help="threads of the S-Part; default: all cores")
+    add("--rounds", type=int, default=5)
 
 
 def _suffix_guesses(text: str) -> int:

@@ -60,54 +60,29 @@ _KV_BYTES = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--url",
-        action="append",
-        metavar="URL",
-        help="start an R-node that listens at this URL (repeatable); default: shm and tcp",
-    )
-    parser.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="R-node that is already running, here or elsewhere (repeatable)",
-    )
-    parser.add_argument("--secret-file", type=Path, metavar="FILE", help="shared secret of the R-nodes at --peer")
-    parser.add_argument(
-        "--beside",
-        action="append",
-        choices=[*PEERS, _PERFTEST, "none"],
-        help=f"peer to run; default: all installed ones; {_PERFTEST} needs an rdma:// link that is started here",
-    )
-    parser.add_argument("--payload", action="append", type=int, metavar="BYTES", help="bytes each way (repeatable)")
-    parser.add_argument(
-        "--out", action="append", default=[], type=int, metavar="BYTES", help="bytes out, none back (repeatable)"
-    )
-    parser.add_argument(
-        "--stream",
-        action="append",
-        default=[],
-        type=int,
-        metavar="BYTES",
-        help="bytes out, several calls in flight (repeatable)",
-    )
-    parser.add_argument("--rows", type=int, default=64, help="rows of the layer call")
-    parser.add_argument("--heads", type=int, default=32, help="its query heads")
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument(
-        "--spin-us", type=int, default=20000, help="microseconds that a waiter spins before it sleeps, on both sides"
-    )
-    parser.add_argument("--seconds", type=float, default=0.2, help="duration of each case, transport and round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--cpus",
-        type=_two_cpus,
-        metavar="A,B",
-        help="pin the waiting thread to CPU A and the answering process to CPU B",
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot latency and throughput over the payload")
+    add = parser.add_argument
+    add("--url", action="append", metavar="URL",
+        help="start an R-node that listens at this URL (repeatable); default: shm and tcp")  # fmt: skip
+    add("--peer", action="append", default=[], metavar="URL",
+        help="R-node that is already running, here or elsewhere (repeatable)")  # fmt: skip
+    add("--secret-file", type=Path, metavar="FILE", help="shared secret of the R-nodes at --peer")
+    add("--beside", action="append", choices=[*PEERS, _PERFTEST, "none"], help="peer to run; default: all installed "
+        f"ones; {_PERFTEST} needs an rdma:// link that is started here")  # fmt: skip
+    bytes_: Any = {"action": "append", "type": int, "metavar": "BYTES"}
+    add("--payload", **bytes_, help="bytes each way (repeatable)")
+    add("--out", **bytes_, default=[], help="bytes out, none back (repeatable)")
+    add("--stream", **bytes_, default=[], help="bytes out, several calls in flight (repeatable)")
+    add("--rows", type=int, default=64, help="rows of the layer call")
+    add("--heads", type=int, default=32, help="its query heads")
+    add("--kv-heads", type=int, default=8)
+    add("--head-size", type=int, default=128)
+    add("--spin-us", type=int, default=20000,
+        help="microseconds that a waiter spins before it sleeps, on both sides")  # fmt: skip
+    add("--seconds", type=float, default=0.2, help="duration of each case, transport and round")
+    add("--rounds", type=int, default=5)
+    add("--cpus", type=_two_cpus, metavar="A,B",
+        help="pin the waiting thread to CPU A and the answering process to CPU B")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE", help="plot latency and throughput over the payload")
 
 
 def _two_cpus(text: str) -> tuple[int, int]:

@@ -21,17 +21,12 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     arrivals = parser.add_mutually_exclusive_group()
     arrivals.add_argument("--rate", type=_rates, metavar="R[,R...]", help="requests a second; several make a sweep")
     arrivals.add_argument("--speed-up", type=float, metavar="F", help="the trace's own arrivals, F times as fast")
-    add(
-        "--burstiness", type=float, default=1.0, help="shape of the gamma-distributed gaps: 1 is Poisson, less burstier"
-    )
+    add("--burstiness", type=float, default=1.0,
+        help="shape of the gamma-distributed gaps: 1 is Poisson, less burstier")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--slo-ttft", type=float, metavar="S", help="objective: first token within S seconds")
-    add(
-        "--slo-tbt",
-        type=float,
-        metavar="S",
-        help="objective: 99 %% of a request's gaps between chunks within S seconds",
-    )
+    add("--slo-tbt", type=float, metavar="S",
+        help="objective: 99 %% of a request's gaps between chunks within S seconds")  # fmt: skip
 
 
 def load_requests(args: argparse.Namespace) -> list[workload.LoadRequest]:

@@ -16,13 +16,9 @@ from fastdecode.region.contract import KV_DTYPES
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option that `find_planned_model` reads."""
-    shapes = ", ".join(SHAPES)
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="PATH",
-        help=f"as for fastdecode-node, or the shape of a well-known model: {shapes}; default: the demo model",
-    )
+    shapes = f"the shape of a well-known model: {', '.join(SHAPES)}"
+    help_text = f"as for fastdecode-node, or {shapes}; default: the demo model"
+    parser.add_argument("--model", type=Path, metavar="PATH", help=help_text)
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,13 +44,8 @@ def add_system_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     add_profile_arguments(parser)
     add("--r-nodes", type=int, default=1, metavar="N", help="number of R-nodes")
-    add(
-        "--tensor-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks of the S-Part on the NUMA nodes of the profile",
-    )
+    add("--tensor-parallel", type=int, default=1, metavar="N",
+        help="ranks of the S-Part on the NUMA nodes of the profile")  # fmt: skip
     add("--kv-memory", type=parse_bytes, metavar="SIZE", help="of each R-node; default: the profile's")
     add("--kv-dtype", choices=KV_DTYPES, default="fp16")
 

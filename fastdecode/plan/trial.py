@@ -75,9 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--r-nodes", type=int, default=1, metavar="N")
     add("--s-threads", type=int, default=1, metavar="N", help="threads of the S-Part")
     add("--r-threads", type=int, default=1, metavar="N", help="threads of each R-node")
-    add(
-        "--passes", type=int, default=3, metavar="N", help="measure the profile and serve N times; with --disturb: once"
-    )
+    add("--passes", type=int, default=3, metavar="N",
+        help="measure the profile and serve N times; with --disturb: once")  # fmt: skip
     add("--seconds", type=float, default=20.0, help="about how long to measure the profile, in all passes")
     add("--out", type=Path, metavar="FILE", help="save the profile")
 
