@@ -88,10 +88,7 @@ def load_model(
         cut = CutCheckpoint(checkpoint, whole, shapes, _wanted(blueprint).shapes, share)
         checkpoint, adapter_set = cut, AdapterSet([CutAdapter.of(adapter, cut) for adapter in adapters])
     units: dict[str, Any] = {"unit": "", "unit_scale": True}
-    with (
-        torch.inference_mode(),
-        tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar,
-    ):
+    with torch.inference_mode(), tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar:
         known = [token for token in calibration or () if token < config.vocab_size]
         tokens = None if weights != "int4" or config.names.sinks or config.delta else known or None
         loading = _Loading(checkpoint, config, device, dtype, weights, adapter_set, bar, tokens)

@@ -84,11 +84,7 @@ class ConfigJson:
         return DTYPES[name]
 
     def rope(
-        self,
-        max_positions: int,
-        theta: float = 10000.0,
-        scaling: dict[str, Any] | None = None,
-        partial: bool = False,
+        self, max_positions: int, theta: float = 10000.0, scaling: dict[str, Any] | None = None, partial: bool = False
     ) -> Rope:
         """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4). `theta` and
         `scaling` are the defaults. `partial`: the family may turn only the first elements of each head."""

@@ -356,8 +356,7 @@ QWEN3_5_NAMES = replace(
     aside=("mtp.",),
 )
 QWEN3_NEXT_NAMES = replace(
-    QWEN3_5_NAMES,
-    delta=replace(_QWEN3_5_DELTA, inputs=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+    QWEN3_5_NAMES, delta=replace(_QWEN3_5_DELTA, inputs=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"))
 )
 
 

@@ -84,12 +84,7 @@ _OTHER_KEYS = {
     "rope.scaling.finetuned",
 }
 #: The same for architectures with the gated delta rule. `rope.dimension_sections`: the three positions of images.
-_DELTA_OTHER_KEYS = {
-    "rope.dimension_sections",
-    "ssm.inner_size",
-    "attention.recurrent_layers",
-    "nextn_predict_layers",
-}
+_DELTA_OTHER_KEYS = {"rope.dimension_sections", "ssm.inner_size", "attention.recurrent_layers", "nextn_predict_layers"}
 #: The keys of RoPE's scaling, and what config.json calls them in `rope_scaling`.
 _SCALING_KEYS = {
     "rope.scaling.factor": "factor",

@@ -45,11 +45,7 @@ class SPart:
     _goes_on = False  # True: a step goes on when all of its links have failed, because other ranks wait for it
 
     def __init__(
-        self,
-        model: Model,
-        links: Sequence[DataPath],
-        exchange: ChosenExchange | None = None,
-        state_slots: int = 0,
+        self, model: Model, links: Sequence[DataPath], exchange: ChosenExchange | None = None, state_slots: int = 0
     ):
         """`links` is used as it is, not copied: the caller may append or replace a link between steps. `exchange` None
         means the exchange that always works on the model's device. `state_slots`: how many sequences can have a state

@@ -34,16 +34,7 @@ from fastdecode.spart.exchange.resident import Resident
 from fastdecode.spart.exchange.staged import Staged
 from fastdecode.spart.exchange.streamed import Appender, Streamed
 
-__all__ = [
-    "Appender",
-    "Exchange",
-    "LinkRows",
-    "RowExchange",
-    "SlotViews",
-    "StepExchange",
-    "link_rows",
-    "make_exchange",
-]
+__all__ = ["Appender", "Exchange", "LinkRows", "RowExchange", "SlotViews", "StepExchange", "link_rows", "make_exchange"]
 
 
 def make_exchange(slot: int, rows: list[LinkRows], device: torch.device, appender: Appender | None) -> StepExchange:

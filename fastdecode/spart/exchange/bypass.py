@@ -40,14 +40,7 @@ from fastdecode.spart.exchange.driver import DriverError
 from fastdecode.spart.exchange.graph import GraphStream
 from fastdecode.spart.exchange.graph_table import GraphTable, size_class
 from fastdecode.spart.exchange.resident import ResidentStream
-from fastdecode.spart.exchange.stream_rows import (
-    Gate,
-    Kernels,
-    MappedMemory,
-    MappedRegion,
-    StreamRows,
-    step_addresses,
-)
+from fastdecode.spart.exchange.stream_rows import Gate, Kernels, MappedMemory, MappedRegion, StreamRows, step_addresses
 from fastdecode.spart.memory import graph_bytes
 from fastdecode.spart.resident.kernels import ResidentKernels, ResidentTables
 from fastdecode.spart.resident.link import ResidentLink

@@ -59,13 +59,7 @@ class ChosenExchange:
 
 
 def choose_exchange(
-    wanted: str,
-    device: torch.device,
-    mini_batches: int,
-    most_rows: int,
-    spin_us: int,
-    *,
-    whole_rows: bool = True,
+    wanted: str, device: torch.device, mini_batches: int, most_rows: int, spin_us: int, *, whole_rows: bool = True
 ) -> ChosenExchange:
     """The exchange for `wanted`: "auto", "staged" or "bypass". `whole_rows`: each row of a step goes to one R-node, not
     in pieces to the members of a team.

@@ -26,10 +26,7 @@ class Resident:
     """A step with rows of a ResidentLink, all of which attend, or none. `q`, `kv` and `o` are on the device."""
 
     def __init__(
-        self,
-        link_rows: list[LinkRows],
-        rows: RowTensors,
-        make: Callable[[list[LinkRows], RowTensors], Exchange],
+        self, link_rows: list[LinkRows], rows: RowTensors, make: Callable[[list[LinkRows], RowTensors], Exchange]
     ):
         """`rows` are the step's rows on the device. `make` makes the exchange of the rows that go to R-nodes, of which
         there may be none."""

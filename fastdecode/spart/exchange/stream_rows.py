@@ -19,14 +19,7 @@ from fastdecode.kernels.gpu.cupy_kernels import Launch, load_kernels
 from fastdecode.region.contract import REPLY_OFFSET, REQUEST_OFFSET
 from fastdecode.spart.exchange.base import LinkRows, held_region
 from fastdecode.spart.exchange.driver import Driver
-from fastdecode.spart.exchange_kernels import (
-    CHUNK_BYTES,
-    ROW_THREADS,
-    SOURCE,
-    RowAddresses,
-    SlotRows,
-    row_addresses,
-)
+from fastdecode.spart.exchange_kernels import CHUNK_BYTES, ROW_THREADS, SOURCE, RowAddresses, SlotRows, row_addresses
 from fastdecode.transports.base import DataPath
 
 

@@ -16,10 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 #: The function in an indexer's own module that applies RoPE to its queries and keys, by the indexer's class.
-_ROPES = {
-    "DeepseekV32Indexer": "apply_rotary_pos_emb",
-    "GlmMoeDsaIndexer": "apply_rotary_pos_emb_interleave",
-}
+_ROPES = {"DeepseekV32Indexer": "apply_rotary_pos_emb", "GlmMoeDsaIndexer": "apply_rotary_pos_emb_interleave"}
 
 
 class Index(NamedTuple):

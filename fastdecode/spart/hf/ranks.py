@@ -31,10 +31,7 @@ _ATTENTION_LEFT_WHOLE = frozenset(["axk1", "deepseek_v3", "hunyuan_v1_moe", "you
 _ATTENTION = {"o_proj": "rowwise"} | dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), "colwise")
 #: Linears of MLPs, by name and style, whose columns some plans gather on every rank and then split again. The values
 #: are the styles with which each rank keeps its own columns.
-_MLP = {
-    ("gate_up_proj", "colwise_gather_output"): "packed_colwise",
-    ("down_proj", "rowwise_split_input"): "rowwise",
-}
+_MLP = {("gate_up_proj", "colwise_gather_output"): "packed_colwise", ("down_proj", "rowwise_split_input"): "rowwise"}
 #: A matrix of one expert, where a checkpoint has the experts one by one, and the axis in which it is cut.
 _EXPERT = re.compile(r"(.+)\.\d+\.(gate_proj|up_proj|down_proj)\.weight")
 _EXPERT_AXES = {"gate_proj": -2, "up_proj": -2, "down_proj": -1}

@@ -67,18 +67,6 @@ def attend_efficient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` by the memory-efficient kernel, for inputs that the flash kernel does not take."""
     found = torch.ops.aten._efficient_attention_forward(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        None,
-        None,
-        0.0,
-        _LOWER_RIGHT,
-        True,
-        scale=scale,
-        window_size=window or None,
+        q, k, v, None, None, None, None, None, 0.0, _LOWER_RIGHT, True, scale=scale, window_size=window or None
     )
     return found[0], found[1][..., : q.shape[1]]  # the kernel pads the rows

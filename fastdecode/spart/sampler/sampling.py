@@ -127,13 +127,7 @@ class _Block:
     """Some neighbouring rows of a step that are sampled at once."""
 
     def __init__(
-        self,
-        start: int,
-        specs: Sequence[SampleSpec],
-        vocab_size: int,
-        table: StepTable,
-        prefix: int,
-        kind: Kind | None,
+        self, start: int, specs: Sequence[SampleSpec], vocab_size: int, table: StepTable, prefix: int, kind: Kind | None
     ):
         self._specs, self._vocab, self._kind = specs, vocab_size, kind
         self._rows = slice(start, start + len(specs))
