@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
 from fastdecode.spart.shape import AttentionShape
 
-#: Activation functions by the name that config.json gives them; layers.py has the functions.
+#: Activation functions by the name that config.json gives them; decoder/block_ops.py has the functions.
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 
 _MOST_EXPERTS = 1 << 14

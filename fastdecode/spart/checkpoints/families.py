@@ -108,28 +108,29 @@ LLAMA_NAMES = TensorNames(
 
 def _llama_like(
     config: ConfigJson,
-    kv_heads: int,
+    kv_heads: int | None,
     head_size: int,
     max_positions: int,
-    theta: float = 10000.0,
-    scaling: dict[str, Any] | None = None,
-    partial: bool = False,
+    window: int = 0,
+    norm_eps: float = 1e-6,
+    **rope: Any,
 ) -> dict[str, Any]:
-    """The fields that Llama and its relatives have in common. The arguments are the defaults of absent keys; `theta`,
-    `scaling` and `partial` are those of ConfigJson.rope."""
+    """The fields that Llama and its relatives have in common. The arguments are the defaults of absent keys, but for
+    `window`, which all layers have, and `rope`, further arguments of ConfigJson.rope. `kv_heads` None: as many as there
+    are query heads."""
     max_positions = config.size("max_position_embeddings", max_positions)
     head_size = config.size("head_dim", head_size)
     return {
         "intermediate_size": config.size("intermediate_size"),
-        "n_kv_heads": config.size("num_key_value_heads", kv_heads),
+        "n_kv_heads": config.size("num_key_value_heads", kv_heads or config.size("num_attention_heads")),
         "head_size": head_size,
         "max_positions": max_positions,
-        "windows": (0,) * config.size("num_hidden_layers"),
+        "windows": (window,) * config.size("num_hidden_layers"),
         "softmax_scale": head_size**-0.5,
-        "rope": config.rope(max_positions, theta, scaling, partial),
+        "rope": config.rope(max_positions, **rope),
         "activation": config.activation("hidden_act", "silu"),
         "norm": "rms",
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "norm_eps": config.number("rms_norm_eps", norm_eps),
         "tied": config.flag("tie_word_embeddings", False),
         "embed_size": config.size("hidden_size"),
         "names": LLAMA_NAMES,
@@ -141,19 +142,18 @@ def _equal_heads(config: ConfigJson) -> int:
     return max(1, config.size("hidden_size") // config.size("num_attention_heads"))
 
 
+def _biases(config: ConfigJson, default: bool = False) -> dict[str, bool]:
+    """Whether attention's projections have biases."""
+    return dict.fromkeys(("qkv_bias", "o_bias"), config.flag("attention_bias", default))
+
+
 def _llama(config: ConfigJson) -> dict[str, Any]:
-    bias = config.flag("attention_bias", False)
-    return {
-        **_llama_like(config, config.size("num_attention_heads"), _equal_heads(config), 2048),
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "mlp_bias": config.flag("mlp_bias", False),
-    }
+    biases = {**_biases(config), "mlp_bias": config.flag("mlp_bias", False)}
+    return biases | _llama_like(config, None, _equal_heads(config), 2048)
 
 
 def _mistral(config: ConfigJson) -> dict[str, Any]:
-    common = _llama_like(config, 8, _equal_heads(config), 131072)
-    return {**common, "windows": (_window(config, 4096),) * len(common["windows"])}
+    return _llama_like(config, 8, _equal_heads(config), 131072, window=_window(config, 4096))
 
 
 def _window(config: ConfigJson, absent: int | None = None) -> int:
@@ -161,8 +161,12 @@ def _window(config: ConfigJson, absent: int | None = None) -> int:
     return 0 if config.raw.get("sliding_window", absent) is None else config.size("sliding_window", absent)
 
 
-def _qwen_windows(config: ConfigJson, n_layers: int) -> tuple[int, ...]:
-    window = _window(config, 4096) if config.flag("use_sliding_window", False) else 0
+def _qwen_window(config: ConfigJson) -> int:
+    return _window(config, 4096) if config.flag("use_sliding_window", False) else 0
+
+
+def _qwen_windows(config: ConfigJson) -> tuple[int, ...]:
+    window, n_layers = _qwen_window(config), config.size("num_hidden_layers")
     if not window:
         return (0,) * n_layers
     types = config.raw.get("layer_types")
@@ -189,15 +193,13 @@ def _checked_types(types: Any, known: Collection[str], n_layers: int) -> list[st
 
 
 def _qwen2(config: ConfigJson) -> dict[str, Any]:
-    common = _llama_like(config, config.size("num_attention_heads"), _equal_heads(config), 32768)
-    return {**common, "windows": _qwen_windows(config, len(common["windows"])), "qkv_bias": True}
+    common = _llama_like(config, None, _equal_heads(config), 32768)
+    return {**common, "windows": _qwen_windows(config), "qkv_bias": True}
 
 
 def _qwen3(config: ConfigJson) -> dict[str, Any]:
-    common = _llama_like(config, config.size("num_attention_heads"), 128, 32768)
-    bias = config.flag("attention_bias", False)
-    windows = _qwen_windows(config, len(common["windows"]))
-    return {**common, "windows": windows, "qkv_bias": bias, "o_bias": bias, "qk_norm": True}
+    common = _llama_like(config, None, 128, 32768)
+    return {**common, **_biases(config), "windows": _qwen_windows(config), "qk_norm": True}
 
 
 PHI3_NAMES = replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
@@ -215,13 +217,8 @@ def _phi3(config: ConfigJson) -> dict[str, Any]:
             raise CheckpointError(f"RoPE scaling {kind!r} is not supported for Phi-3; known are default, longrope")
     trained_on = config.size("original_max_position_embeddings", 4096)
     config = ConfigJson(raw | {"original_max_position_embeddings": trained_on})
-    common = _llama_like(config, config.size("num_attention_heads"), _equal_heads(config), 4096, partial=True)
-    return {
-        **common,
-        "windows": (_window(config),) * len(common["windows"]),
-        "norm_eps": config.number("rms_norm_eps", 1e-5),
-        "names": PHI3_NAMES,
-    }
+    common = _llama_like(config, None, _equal_heads(config), 4096, _window(config), norm_eps=1e-5, partial=True)
+    return {**common, "names": PHI3_NAMES}
 
 
 # -- mixtures of experts ----------------------------------------------------------------------------------------------
@@ -262,59 +259,35 @@ def _experts(config: ConfigJson, n: int, used: int, intermediate_size: int, **op
 
 
 def _mixtral(config: ConfigJson) -> dict[str, Any]:
-    common = _llama_like(config, 8, _equal_heads(config), 131072, theta=1e6)
-    return {
-        **common,
-        "windows": (_window(config),) * len(common["windows"]),
-        "norm_eps": config.number("rms_norm_eps", 1e-5),
-        "experts": _experts(config, 8, 2, common["intermediate_size"], renormalise=True),
-        "names": MIXTRAL_NAMES,
-    }
+    common = _llama_like(config, 8, _equal_heads(config), 131072, _window(config), norm_eps=1e-5, theta=1e6)
+    experts = _experts(config, 8, 2, common["intermediate_size"], renormalise=True)
+    return {**common, "experts": experts, "names": MIXTRAL_NAMES}
 
 
 def _qwen3_moe(config: ConfigJson) -> dict[str, Any]:
-    common = _llama_like(config, 4, _equal_heads(config), 32768)
-    window = _window(config, 4096) if config.flag("use_sliding_window", False) else 0
-    n_layers, bias = len(common["windows"]), config.flag("attention_bias", False)
-    experts = _experts(
-        config,
-        128,
-        8,
-        config.size("moe_intermediate_size", 768),
-        renormalise=config.flag("norm_topk_prob", config.raw.get("model_type") == "qwen3_vl_moe_text"),
-        dense_layers=_dense_layers(config, n_layers),
-    )
-    return {
-        **common,
-        "windows": (window,) * n_layers,
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "qk_norm": True,
-        "experts": experts,
-        "names": QWEN3_MOE_NAMES,
-    }
+    common = _llama_like(config, 4, _equal_heads(config), 32768, window=_qwen_window(config))
+    size = config.size("moe_intermediate_size", 768)
+    renormalise = config.flag("norm_topk_prob", config.raw.get("model_type") == "qwen3_vl_moe_text")
+    experts = _experts(config, 128, 8, size, renormalise=renormalise, dense_layers=_dense_layers(config))
+    return {**common, **_biases(config), "qk_norm": True, "experts": experts, "names": QWEN3_MOE_NAMES}
 
 
-def _dense_layers(config: ConfigJson, n_layers: int) -> frozenset[int]:
+def _dense_layers(config: ConfigJson) -> frozenset[int]:
     every, dense = config.size("decoder_sparse_step", 1), config.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise WrongValue(f"config.json: 'mlp_only_layers' is {dense!r}, not a list of layers")
-    return frozenset(i for i in range(n_layers) if i in dense or (i + 1) % every)
+    return frozenset(i for i in range(config.size("num_hidden_layers")) if i in dense or (i + 1) % every)
 
 
 def _gpt_oss(config: ConfigJson) -> dict[str, Any]:
-    common = _llama_like(config, 8, 64, 131072, theta=150000.0, scaling=_GPT_OSS_ROPE)
-    n_layers, bias = len(common["windows"]), config.flag("attention_bias", True)
-    window = _window(config, 128)
+    common = _llama_like(config, 8, 64, 131072, norm_eps=1e-5, theta=150000.0, scaling=_GPT_OSS_ROPE)
+    n_layers, size = len(common["windows"]), common["intermediate_size"]
     types = config.raw.get("layer_types") or ["sliding_attention", "full_attention"] * n_layers
     swiglu = config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
-    size = common["intermediate_size"]
     return {
         **common,
-        "windows": _typed_windows(types, window, n_layers),
-        "norm_eps": config.number("rms_norm_eps", 1e-5),
-        "qkv_bias": bias,
-        "o_bias": bias,
+        **_biases(config, default=True),
+        "windows": _typed_windows(types, _window(config, 128), n_layers),
         "experts": _experts(config, 128, 4, size, renormalise=True, bias=True, clamped_swiglu=swiglu),
         "names": GPT_OSS_NAMES,
     }
@@ -365,16 +338,14 @@ def _qwen3_5(config: ConfigJson, kv_heads: int = 4, by_head: bool = False) -> di
     fraction = config.number("partial_rotary_factor", 0.25)
     config = ConfigJson(config.raw | {"partial_rotary_factor": fraction})
     delta = _delta_rule(config, by_head)
-    bias = config.flag("attention_bias", False)
     return {
+        **_biases(config),
         **_llama_like(config, kv_heads, 256, 32768, partial=True),
         "windows": (0,) * (config.size("num_hidden_layers") - len(delta.blocks)),
         "delta": delta,
         "norm_offset": 1.0,
         "output_gate": True,
         "qk_norm": True,
-        "qkv_bias": bias,
-        "o_bias": bias,
         "names": QWEN3_NEXT_NAMES if by_head else QWEN3_5_NAMES,
     }
 
@@ -411,15 +382,9 @@ def _qwen3_5_moe(config: ConfigJson) -> dict[str, Any]:
 
 
 def _qwen3_next(config: ConfigJson) -> dict[str, Any]:
-    experts = _experts(
-        config,
-        512,
-        10,
-        config.size("moe_intermediate_size", 512),
-        renormalise=config.flag("norm_topk_prob", True),
-        dense_layers=_dense_layers(config, config.size("num_hidden_layers")),
-        shared_size=config.size("shared_expert_intermediate_size", 512),
-    )
+    size, shared = (config.size(f"{name}_intermediate_size", 512) for name in ("moe", "shared_expert"))
+    renormalise, dense = config.flag("norm_topk_prob", True), _dense_layers(config)
+    experts = _experts(config, 512, 10, size, renormalise=renormalise, dense_layers=dense, shared_size=shared)
     config = ConfigJson({"intermediate_size": 5632} | config.raw)
     return {**_qwen3_5(config, kv_heads=2, by_head=True), "experts": experts}
 
@@ -447,7 +412,6 @@ def _opt(config: ConfigJson) -> dict[str, Any]:
     if hidden % heads:
         raise CheckpointError(f"hidden size {hidden} is not a multiple of {heads} heads")
     norm_first = config.flag("do_layer_norm_before", True)
-    bias = config.flag("enable_bias", True)
     return {
         "intermediate_size": config.size("ffn_dim", 3072),
         "n_kv_heads": heads,
@@ -465,9 +429,7 @@ def _opt(config: ConfigJson) -> dict[str, Any]:
         "norm_affine": config.flag("layer_norm_elementwise_affine", True),
         # Checkpoints fine-tuned before transformers 4.20.1 lack it (facebookresearch/metaseq#164).
         "final_norm": norm_first and not config.flag("_remove_final_layer_norm", False),
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "mlp_bias": bias,
+        **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), config.flag("enable_bias", True)),
         "tied": config.flag("tie_word_embeddings", True),
         "embed_size": config.size("word_embed_proj_dim", hidden),
         "names": OPT_NAMES,

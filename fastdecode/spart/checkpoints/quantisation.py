@@ -28,11 +28,7 @@ def parse_quantisation(raw: dict[str, Any]) -> Quantisation | None:
         )
     match method:
         case "gptq":
-            form = raw.get("checkpoint_format", "gptq")
-            if form not in ("gptq", "gptq_v2"):
-                raise CheckpointError(
-                    f"the checkpoint's GPTQ format {form!r} is not supported; known are gptq, gptq_v2"
-                )
+            form = _known(raw.get("checkpoint_format", "gptq"), ("gptq", "gptq_v2"), "GPTQ format")
             return Quantisation(
                 method,
                 _bits(raw, (4, 8)),
@@ -46,16 +42,19 @@ def parse_quantisation(raw: dict[str, Any]) -> Quantisation | None:
                 raise CheckpointError(f"the checkpoint's AWQ version {version!r} is not supported; known is 'gemm'")
             return Quantisation(method, _bits(raw, (4,)), group=_group(raw))
         case "modelopt":
-            if (algorithm := raw.get("quant_algo")) not in _MODELOPT:
-                listed = ", ".join(_MODELOPT)
-                raise CheckpointError(
-                    f"the checkpoint's ModelOpt algorithm {algorithm!r} is not supported; known are {listed}"
-                )
+            _known(raw.get("quant_algo"), _MODELOPT, "ModelOpt algorithm")
             return Quantisation(method)
         case "compressed-tensors":
             return _compressed_tensors(raw)
         case _:
             return Quantisation(method, block=_block(raw, "weight_block_size"))
+
+
+def _known(value: Any, known: tuple[str, ...], what: str) -> Any:
+    """A value that is `known`. Raises CheckpointError for another one."""
+    if value not in known:
+        raise CheckpointError(f"the checkpoint's {what} {value!r} is not supported; known are {', '.join(known)}")
+    return value
 
 
 def _group(raw: dict[str, Any]) -> int | None:
@@ -81,20 +80,14 @@ def _block(raw: dict[str, Any], name: str) -> tuple[int, int] | None:
 def _bits(raw: dict[str, Any], known: tuple[int, ...]) -> int:
     bits = raw.get("bits", raw.get("w_bit"))
     if bits not in known:
-        listed = ", ".join(map(str, known))
-        raise CheckpointError(
-            f"the checkpoint is quantised to {bits!r} bits by {raw['quant_method']}; known are {listed}"
-        )
+        by, listed = raw["quant_method"], ", ".join(map(str, known))
+        raise CheckpointError(f"the checkpoint is quantised to {bits!r} bits by {by}; known are {listed}")
     return int(bits)
 
 
 def _compressed_tensors(raw: dict[str, Any]) -> Quantisation:
     name = raw["quant_method"]
-    form = raw.get("format")
-    if form not in _FORMATS:
-        raise CheckpointError(
-            f"the checkpoint's {name} format {form!r} is not supported; known are {', '.join(_FORMATS)}"
-        )
+    form = _known(raw.get("format"), _FORMATS, f"{name} format")
     sparsity = raw.get("sparsity_config") or {}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise CheckpointError(f"the checkpoint's weights are sparse ({name}), which is not supported")

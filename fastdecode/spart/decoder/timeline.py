@@ -53,11 +53,11 @@ class StepClock:
         self._number = 0
         self._asked = self._replied = started
 
-    def interval_ended(self) -> None:
-        """Note that the S-Part has no more to do before the reply, or that the step has ended."""
-        now = time.perf_counter()
-        self.s_seconds += now - self._replied
-        self._timeline.add(Interval(self._slot, self._number, self._asked, self._replied, now))
+    def interval_ended(self, at: float | None = None) -> None:
+        """Note that the S-Part has no more to do before the reply, or that the step has ended; `at` None: now."""
+        ended = time.perf_counter() if at is None else at
+        self.s_seconds += ended - self._replied
+        self._timeline.add(Interval(self._slot, self._number, self._asked, self._replied, ended))
         self._number += 1
 
     def waits(self, since: float | None) -> None:
@@ -68,13 +68,11 @@ class StepClock:
         """Note layers that ran one after another: when the wait for each began, and when its reply had come. float64
         [layers, 2]."""
         for asked, replied in times.tolist():
-            self.s_seconds += asked - self._replied
-            self._timeline.add(Interval(self._slot, self._number, self._asked, self._replied, asked))
-            self._number += 1
-            self._asked, self._replied = asked, replied
-            self.r_wait_seconds += replied - asked
+            self.interval_ended(asked)
+            self.waits(asked)
+            self.replied(replied)
 
-    def replied(self) -> None:
-        """Note that the reply has come, so the S-Part computes from now on."""
-        self._replied = time.perf_counter()
+    def replied(self, at: float | None = None) -> None:
+        """Note that the reply has come, so the S-Part computes from this time on; `at` None: from now on."""
+        self._replied = time.perf_counter() if at is None else at
         self.r_wait_seconds += self._replied - self._asked
