@@ -14,7 +14,6 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,40 +24,25 @@ from tqdm import tqdm
 
 from fastdecode.bench import checkpoint
 from fastdecode.bench.options import keep, print_result
-from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape
 from fastdecode.daemon.machine import usable_cpus
-from fastdecode.plan.children import r_node
-from fastdecode.plan.colocation_measure import ColocatedLoad
+from fastdecode.plan.colocation_measure import STEPS, ColocatedLoad
 from fastdecode.plan.equations import System, Work, round_seconds, stage_times
 from fastdecode.plan.measure import ProfileSettings, decode_rounds, load, measure
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import Profile, fastest, profile_from_json
-from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 from fastdecode.spart import Model
 
 COMMAND = ("validate", "predicted tokens/s beside measured ones, on this machine")
 
-_STEPS = 8
 _LOAD_ROWS = 24  # of the measurement of colocation
 _ONE_SIZE = 1.25  # KV-caches whose sizes are within this ratio are measured once
-_HEADROOM = 1.25  # KV-cache of an R-node beside what its sequences need
 
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Sequences that decode in one mini-batch."""
-
-    batch: int
-    context: int
-    kv_dtype: str
-    r_nodes: int = 1
-
-
-#: The points by default: batch, context, KV format and number of R-nodes vary.
+#: The points by default, in one mini-batch each: batch, context, KV format and number of R-nodes vary.
 POINTS = (
-    Point(8, 2048, "fp16"), Point(16, 1024, "fp16"), Point(32, 512, "fp16"), Point(32, 1024, "fp16"),
-    Point(64, 512, "fp16"), Point(16, 4096, "int8"), Point(64, 1024, "int8"), Point(32, 2048, "int4"),
-    Point(32, 1024, "fp16", 2), Point(64, 1024, "int8", 2),
+    ColocatedLoad(8, 2048, "fp16"), ColocatedLoad(16, 1024, "fp16"), ColocatedLoad(32, 512, "fp16"),
+    ColocatedLoad(32, 1024, "fp16"), ColocatedLoad(64, 512, "fp16"), ColocatedLoad(16, 4096, "int8"),
+    ColocatedLoad(64, 1024, "int8"), ColocatedLoad(32, 2048, "int4"), ColocatedLoad(32, 1024, "fp16", 2),
+    ColocatedLoad(64, 1024, "int8", 2),
 )  # fmt: skip
 
 
@@ -75,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop-after", type=float, metavar="S", help="begin nothing after S seconds; needs --state")
 
 
-def _point(text: str) -> Point:
+def _point(text: str) -> ColocatedLoad:
     batch, context, kv_dtype, r_nodes = text.split(",")
-    return Point(int(batch), int(context), kv_dtype, int(r_nodes))
+    return ColocatedLoad(int(batch), int(context), kv_dtype, int(r_nodes))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -102,7 +86,7 @@ class _State:
     """The measurements of all passes so far."""
 
     profiles: list[Profile] = field(default_factory=list)
-    measured: dict[Point, list[float]] = field(default_factory=dict)  # output tokens/s
+    measured: dict[ColocatedLoad, list[float]] = field(default_factory=dict)  # output tokens/s
 
     @classmethod
     def read(cls, path: Path | None) -> _State:
@@ -112,7 +96,7 @@ class _State:
             return cls()
         try:
             value = orjson.loads(path.read_bytes())
-            points = {Point(**point): [float(speed) for speed in speeds] for point, speeds in value["measured"]}
+            points = {ColocatedLoad(**point): [float(speed) for speed in speeds] for point, speeds in value["measured"]}
             return cls([profile_from_json(profile) for profile in value["profiles"]], points)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is not a state of fastdecode-plan validate: {error}") from None
@@ -123,7 +107,7 @@ class _State:
 
 
 async def _run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
-    points: tuple[Point, ...] = tuple(args.point or POINTS)
+    points: tuple[ColocatedLoad, ...] = tuple(args.point or POINTS)
     planned, state = read_model(directory), _State.read(args.state)
     await _measure(directory, planned, points, state, args)
     profile, rows, missing = fastest(state.profiles), [], 0
@@ -139,7 +123,7 @@ async def _run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _measure(
-    directory: Path, planned: PlannedModel, points: tuple[Point, ...], state: _State, args: argparse.Namespace
+    directory: Path, planned: PlannedModel, points: tuple[ColocatedLoad, ...], state: _State, args: argparse.Namespace
 ) -> None:
     """Measure what the state lacks, pass by pass."""
     begun, model = time.monotonic(), None
@@ -160,12 +144,14 @@ async def _measure(
             state.write(args.state)
 
 
-async def _profile(directory: Path, planned: PlannedModel, points: tuple[Point, ...], seconds: float) -> Profile:
+async def _profile(
+    directory: Path, planned: PlannedModel, points: tuple[ColocatedLoad, ...], seconds: float
+) -> Profile:
     settings = ProfileSettings(
         rows=sorted({1, 4, 128, *(point.batch for point in points)}),
         kv_dtypes=list(dict.fromkeys(point.kv_dtype for point in points)),
         # The last-level cache holds some of the KV-cache, so attention is measured over as much as the points have.
-        kv_bytes=int(statistics.median(kv_bytes(planned, point) for point in points)),
+        kv_bytes=int(statistics.median(point.kv_bytes(planned) for point in points)),
         seconds=seconds,
         colocated_loads=_loads(planned, points),
         least=True,
@@ -173,12 +159,12 @@ async def _profile(directory: Path, planned: PlannedModel, points: tuple[Point, 
     return await measure(directory, settings)
 
 
-def _loads(planned: PlannedModel, points: tuple[Point, ...]) -> list[ColocatedLoad]:
+def _loads(planned: PlannedModel, points: tuple[ColocatedLoad, ...]) -> list[ColocatedLoad]:
     """The loads that measure colocation: for each KV format the least and the most bytes of the points, and for each
     other number of R-nodes the most bytes of the first format. No load has the sequences of a point."""
     loads: list[ColocatedLoad] = []
     for kv_dtype in dict.fromkeys(point.kv_dtype for point in points):
-        sizes = sorted(kv_bytes(planned, point) for point in points if point.kv_dtype == kv_dtype)
+        sizes = sorted(point.kv_bytes(planned) for point in points if point.kv_dtype == kv_dtype)
         chosen = sizes[:1] if sizes[-1] < _ONE_SIZE * sizes[0] else [sizes[0], sizes[-1]]
         loads += [ColocatedLoad.from_bytes(planned, kv_dtype, size, _LOAD_ROWS) for size in chosen]
     most = max((load for load in loads if load.kv_dtype == loads[0].kv_dtype), key=lambda load: load.context)
@@ -186,29 +172,19 @@ def _loads(planned: PlannedModel, points: tuple[Point, ...]) -> list[ColocatedLo
     return loads + [dataclasses.replace(most, r_nodes=n) for n in numbers]
 
 
-async def _decode(model: Model, planned: PlannedModel, point: Point, seconds: float) -> float:
+async def _decode(model: Model, planned: PlannedModel, point: ColocatedLoad, seconds: float) -> float:
     """Output tokens/s of a point."""
-    shape = DecodeShape(point.batch, point.context, _STEPS, 1, point.kv_dtype, USUAL_TEMPERATURE)
-    threads = max(1, len(usable_cpus()) // point.r_nodes)
-    memory = int(_HEADROOM * kv_bytes(planned, point) / point.r_nodes) + (256 << 20)
-    with ExitStack() as stack:
-        urls = [stack.enter_context(r_node("shm", threads, memory)) for _ in range(point.r_nodes)]
-        rounds = await decode_rounds(model, urls, shape, seconds)
-    return point.batch * _STEPS / min(r.elapsed for r in rounds)
+    with point.nodes(planned, len(usable_cpus()), mini_batches=1) as urls:
+        rounds = await decode_rounds(model, urls, point.shape(mini_batches=1), seconds)
+    return point.batch * STEPS / min(r.elapsed for r in rounds)
 
 
-def kv_bytes(planned: PlannedModel, point: Point) -> float:
-    """KV-cache of all sequences of a point."""
-    pages = blocks_for(point.context + _STEPS)
-    return point.batch * pages * PAGE_TOKENS * planned.token_bytes(point.kv_dtype)
-
-
-def predict(planned: PlannedModel, profile: Profile, point: Point) -> float:
+def predict(planned: PlannedModel, profile: Profile, point: ColocatedLoad) -> float:
     """Output tokens a second of a point."""
     system = System.from_profile(profile, "shm", planned, point.kv_dtype, point.r_nodes)
     system = dataclasses.replace(system, engine_step=0.0, engine_row=0.0)  # no engine runs
-    read = point.batch * planned.read_tokens(point.context + _STEPS / 2)
-    seconds, _ = round_seconds([stage_times(system, Work(point.batch, read))], profile.in_turns)
+    work = Work(point.batch, point.read_tokens(planned))
+    seconds, _ = round_seconds([stage_times(system, work)], profile.in_turns)
     return point.batch / seconds
 
 
