@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from fastdecode.spart.decoder.decoder import SPart
-    from fastdecode.spart.decoder.rank_steps import Followers, FollowingSPart
+    from fastdecode.spart.decoder.rank_steps import Followers, FollowingSPart, LeadSPart
     from fastdecode.spart.decoder.weights import Model
     from fastdecode.spart.exchange.choice import ChosenExchange
     from fastdecode.spart.hf.config import HFConfig
@@ -105,9 +105,10 @@ class Backend:
         CheckpointError."""
         if isinstance(self.config, ModelConfig):
             return 0  # norms and routers
-        from fastdecode.spart.hf.model import parameters_of_each_rank
+        from fastdecode.spart.hf.model import model_without_weights
+        from fastdecode.spart.hf.ranks import repeated_parameters
 
-        return parameters_of_each_rank(self.source.path)
+        return repeated_parameters(model_without_weights(self.source.path))
 
     def parameters_of_tied_head(self) -> int:
         """How many numbers an LM head has that is the embedding; 0 if it is not. Raises CheckpointError."""
@@ -116,9 +117,10 @@ class Backend:
 
             embedding = tensor_shapes(self.config)[f"{self.config.names.embedding}.weight"]
             return math.prod(embedding) if self.config.tied else 0
-        from fastdecode.spart.hf.model import parameters_of_tied_head
+        from fastdecode.spart.hf.model import model_without_weights
+        from fastdecode.spart.hf.ranks import tied_head
 
-        return parameters_of_tied_head(self.source.path)
+        return tied_head(model_without_weights(self.source.path))
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of each linear that adapters may change, by its name. Raises CheckpointError."""
@@ -140,30 +142,26 @@ class Backend:
     ) -> SPart:
         """The S-Part of a model that `load` returned; see SPart. `followers`: the other ranks of rank 0."""
         loaded: Any = model  # of this backend
-        if self.name == "native":
-            from fastdecode.spart.decoder.decoder import SPart
-            from fastdecode.spart.decoder.rank_steps import LeadSPart
-
-            if followers is not None:
-                return LeadSPart(loaded, links, followers, state_slots)
-            return SPart(loaded, links, exchange, state_slots)
-        from fastdecode.spart.hf.decoder import HFSPart
-        from fastdecode.spart.hf.rank_steps import HFLeadSPart
-
+        alone, lead, _ = self._sparts()
         if followers is not None:
-            return HFLeadSPart(loaded, links, followers, state_slots)
-        return HFSPart(loaded, links, exchange, state_slots)
+            return lead(loaded, links, followers, state_slots)
+        return alone(loaded, links, exchange, state_slots)
 
     def make_follower(self, model: Model | HFModel, rank: int) -> FollowingSPart:
         """The S-Part of another rank than 0, of a model that `load` returned."""
         loaded: Any = model  # of this backend
+        return self._sparts()[2](loaded, rank)
+
+    def _sparts(self) -> tuple[type[SPart], type[LeadSPart], type[FollowingSPart]]:
+        """The S-Part of a model without ranks, that of rank 0, and that of the other ranks."""
         if self.name == "native":
-            from fastdecode.spart.decoder.rank_steps import FollowingSPart
+            from fastdecode.spart.decoder.decoder import SPart
+            from fastdecode.spart.decoder.rank_steps import FollowingSPart, LeadSPart
 
-            return FollowingSPart(loaded, rank)
-        from fastdecode.spart.hf.rank_steps import HFFollowingSPart
+            return SPart, LeadSPart, FollowingSPart
+        from fastdecode.spart.hf.decoder import HFFollowingSPart, HFLeadSPart, HFSPart
 
-        return HFFollowingSPart(loaded, rank)
+        return HFSPart, HFLeadSPart, HFFollowingSPart
 
 
 def choose_backend(name: str, model: str | Path | ModelSource) -> Backend:

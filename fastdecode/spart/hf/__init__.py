@@ -10,7 +10,6 @@
     mixers      modules that keep a state of each sequence
     indexer     the indexers of trained sparse attention (DeepSeek-V3.2, GLM-5)
     ranks       the matrices of each rank of a tensor-parallel S-Part, by transformers' own plan
-    rank_steps  the steps of these ranks
     attention   the function that transformers calls in every layer
     decoder     HFSPart: one step of one mini-batch, whose forward pass is a greenlet that pauses at each layer
 

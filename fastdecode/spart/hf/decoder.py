@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from fastdecode.spart.decoder.decoder import SPart
 from fastdecode.spart.decoder.layer_pass import LayerPass
+from fastdecode.spart.decoder.rank_steps import FollowingSPart, LeadSPart
 from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock
 from fastdecode.spart.exchange import RowExchange, StepExchange
@@ -73,6 +74,14 @@ class HFSPart(SPart):
         out = self.model.module(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options)
         logits: torch.Tensor = out.logits[0]
         return (logits if self._keeps_some_logits else logits[keep]).float()
+
+
+class HFLeadSPart(LeadSPart, HFSPart):
+    """The S-Part of rank 0."""
+
+
+class HFFollowingSPart(FollowingSPart, HFSPart):
+    """The S-Part of another rank than 0."""
 
 
 class _Forward:

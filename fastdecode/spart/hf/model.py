@@ -29,8 +29,6 @@ from fastdecode.spart.hf.ranks import (
     StoredNames,
     cut_head,
     meet,
-    repeated_parameters,
-    tied_head,
     with_cut_matrices,
 )
 from fastdecode.spart.linears.dense import can_pack
@@ -193,16 +191,10 @@ def check_ranks(directory: Path, n: int) -> None:
     StoredNames(_without_weights(_model_class(config, 0), config), _TEXT_PART_NAMES).check(directory)
 
 
-def parameters_of_tied_head(directory: Path) -> int:
-    """How many numbers the LM head of a checkpoint has if it is the embedding, else 0. Raises CheckpointError."""
+def model_without_weights(directory: Path) -> Any:
+    """The model of a checkpoint on the meta device. Raises CheckpointError."""
     config, _ = read_configs(directory)
-    return tied_head(_without_weights(_model_class(config, 0), config))
-
-
-def parameters_of_each_rank(directory: Path) -> int:
-    """How many numbers of a checkpoint every rank has, beside its part of the others. Raises CheckpointError."""
-    config, _ = read_configs(directory)
-    return repeated_parameters(_without_weights(_model_class(config, 0), config))
+    return _without_weights(_model_class(config, 0), config)
 
 
 def _without_weights(model_class: Any, config: Any) -> Any:
