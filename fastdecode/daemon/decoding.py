@@ -22,7 +22,7 @@ from fastdecode.engine.state.request import SamplingParams
 from fastdecode.region.contract import ROW_DTYPE, blocks_for
 from fastdecode.region.geometry import region_layout
 from fastdecode.spart import Model, SPart
-from fastdecode.spart.exchange.choice import ChosenExchange, choose_exchange
+from fastdecode.spart.exchange.chosen import ChosenExchange, choose_exchange
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports.base import DataPath, Hello, Link

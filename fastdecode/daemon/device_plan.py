@@ -23,7 +23,7 @@ from fastdecode.kernels.gpu.cupy_kernels import KernelError
 from fastdecode.kernels.gpu.page_kernels import unsupported
 from fastdecode.region.contract import KV_DTYPES, MAX_SLOTS
 from fastdecode.region.geometry import geometry_tuple
-from fastdecode.spart.exchange.choice import BypassImpossible, ChosenExchange, choose_exchange
+from fastdecode.spart.exchange.chosen import BypassImpossible, ChosenExchange, choose_exchange
 from fastdecode.spart.exchange.graph_table import size_class
 from fastdecode.spart.loader import choose_device
 from fastdecode.spart.memory import graph_bytes, step_bytes

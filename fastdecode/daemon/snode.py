@@ -47,7 +47,7 @@ from fastdecode.region.contract import MAX_ROWS, MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, SPart, choose_dtype
 from fastdecode.spart.backend import Backend
-from fastdecode.spart.exchange.choice import ChosenExchange
+from fastdecode.spart.exchange.chosen import ChosenExchange
 from fastdecode.spart.int4.balance import balance_digest, balance_for
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.own_thread import in_own_thread

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastdecode.spart.decoder.decoder import SPart
     from fastdecode.spart.decoder.rank_steps import Followers, FollowingSPart, LeadSPart
     from fastdecode.spart.decoder.weights import Model
-    from fastdecode.spart.exchange.choice import ChosenExchange
+    from fastdecode.spart.exchange.chosen import ChosenExchange
     from fastdecode.spart.hf.config import HFConfig
     from fastdecode.spart.hf.model import HFModel
     from fastdecode.spart.lora.files import Adapter

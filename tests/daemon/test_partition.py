@@ -17,7 +17,7 @@ from nodes.node_process import NODE, complete, fetch
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.demo import model_dir
-from fastdecode.spart.exchange.choice import BypassImpossible, choose_exchange
+from fastdecode.spart.exchange.chosen import BypassImpossible, choose_exchange
 
 
 def r_nodes(start, tmp_path, n):

@@ -11,8 +11,8 @@ import torch
 from fastdecode.daemon import device_plan
 from fastdecode.daemon.check import report
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.spart.exchange import choice
-from fastdecode.spart.exchange.choice import device_fault, environment_fault, try_words
+from fastdecode.spart.exchange import chosen
+from fastdecode.spart.exchange.chosen import device_fault, environment_fault, try_words
 from fastdecode.spart.exchange.driver import Driver, DriverError
 
 pytestmark = pytest.mark.tools
@@ -52,7 +52,7 @@ def test_the_trial_passes_where_streams_wait_and_write(simulated, queues):
 
 
 def test_the_trial_fails_where_the_stream_is_held_up(simulated, monkeypatch):
-    monkeypatch.setattr("fastdecode.spart.exchange.choice._TRIAL_S", 0.05)
+    monkeypatch.setattr("fastdecode.spart.exchange.chosen._TRIAL_S", 0.05)
     simulated.reset(queues=1)
     other, stream = (int(simulated.call("cuStreamCreate", 1)) for _ in range(2))
     driver, gate = Driver(), simulated.pinned(64).view(np.uint32)
@@ -74,10 +74,10 @@ def test_check_names_the_exchange_that_the_node_takes(simulated, monkeypatch):
     """Where nobody has set CUDA_MODULE_LOADING, the node sets it, and so does --check. torch's device and CuPy are
     replaced; the driver is not."""
     make_stream = lambda device: SimpleNamespace(handle=int(simulated.call("cuStreamCreate", 1)))  # noqa: E731
-    monkeypatch.setattr(choice, "GraphStream", make_stream)
-    monkeypatch.setattr(choice.Kernels, "load", lambda driver, device: simulated.kernels())
+    monkeypatch.setattr(chosen, "GraphStream", make_stream)
+    monkeypatch.setattr(chosen.Kernels, "load", lambda driver, device: simulated.kernels())
     monkeypatch.setattr(device_plan, "choose_device", lambda name: torch.device("cuda"))
-    choice._kernels.cache_clear()
+    chosen._kernels.cache_clear()
     for given, found in ((None, "bypass"), ("LAZY", "staged (CUDA_MODULE_LOADING is LAZY")):
         if given:
             monkeypatch.setenv("CUDA_MODULE_LOADING", given)
@@ -86,7 +86,7 @@ def test_check_names_the_exchange_that_the_node_takes(simulated, monkeypatch):
         before = simulated.counts()["registered"]
         assert f"\nexchange    {found}" in report(NodeConfig(check=True))
         assert simulated.counts()["registered"] == before
-    choice._kernels.cache_clear()
+    chosen._kernels.cache_clear()
 
 
 def test_a_call_that_is_refused_names_itself_and_the_error(cuda):

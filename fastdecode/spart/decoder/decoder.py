@@ -26,7 +26,7 @@ from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock, Timeline
 from fastdecode.spart.decoder.weights import Model
 from fastdecode.spart.exchange import Appender, Exchange, RowExchange, SlotViews, StepExchange, make_exchange
-from fastdecode.spart.exchange.choice import ChosenExchange
+from fastdecode.spart.exchange.chosen import ChosenExchange
 from fastdecode.spart.prefill.prompt import PromptCache
 from fastdecode.spart.ranks.reduction import of_rank_0
 from fastdecode.spart.states.pool import StatePool

@@ -11,7 +11,7 @@ graph        CUDA streams and graphs of torch
 graph_table  GraphTable: the numbers that a captured step reads, in a fixed layout
 driver       the functions of the CUDA driver that torch lacks
 heads        views of the heads in rows of Q and of K and V
-choice       choose_exchange: the exchange of an S-Part, and the check at start
+chosen       ChosenExchange: the exchange of an S-Part; choose_exchange, and the check at start
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step. It reads its lane's table, and writes its lane's logits and results."""
+    """A captured step. It reads its mini-batch's table, and writes its mini-batch's logits and results."""
 
     replay: Callable[[], object]
     regions: tuple[MappedRegion, ...]  # whose addresses are in the graph
@@ -127,7 +127,7 @@ class _Tensors:
         return ResidentTables(rows, counts, pages, self._tokens, True, self._scratch, answers, lse)
 
 
-class _Lane(_Tensors):
+class _MiniBatch(_Tensors):
     """One mini-batch's graphs, the tensors that these share, the stream that runs them, and the one that captures
     them, beside it."""
 
@@ -203,7 +203,7 @@ class Bypass:
         self._make_stream, self._most_rows = make_stream, size_class(most_rows)
         self._proxy = proxy or Proxy()
         self._completions = MappedMemory(self._driver, np.frombuffer(self._proxy, np.uint8))
-        self._lanes: dict[int, _Lane] = {}
+        self._mini_batches: dict[int, _MiniBatch] = {}
         self._regions: dict[DataPath, MappedRegion] = {}
         self._warm_up = make_stream()
         self._thread = ThreadPoolExecutor(1, "fastdecode-capture")
@@ -228,7 +228,7 @@ class Bypass:
         key = _Key(links, size_class(n), self._kind(rows), _merges(rows.link_rows))
         with self._captures():
             self.settle(wait=False)
-            if key in self._lane(spart, slot).graphs:
+            if key in self._mini_batch(spart, slot).graphs:
                 return True
             if self._capturing is None:
                 self._capturing = self._capture(spart, slot, key)
@@ -239,7 +239,7 @@ class Bypass:
         self, spart: Captured, rows: Any, batch: StepBatch, keep_logits: bool
     ) -> Generator[Pending, float | None, StepOutput]:
         """Run a step that `takes` has accepted; see SPart.step."""
-        lane = self._lanes[batch.slot]
+        mini_batch = self._mini_batches[batch.slot]
         size = size_class(len(rows.table["tokens"]))
         crossing = [link_rows for link_rows in rows.link_rows if not link_rows.views.link.resident]
         links = _DrivenLinks(batch.slot, crossing, self._proxy)
@@ -256,15 +256,15 @@ class Bypass:
             kind = self._kind(rows)
             key = _Key(links.begin(batch.layer_timeout), size, kind, _merges(rows.link_rows))
             graph = self._graph(spart, batch.slot, key)
-            with lane.stream.current():
-                sampler, results = self._start(spart, rows, crossing, own, batch.slot, lane, graph, size, kind)
+            with mini_batch.stream.current():
+                sampler, results = self._start(spart, rows, crossing, own, batch.slot, mini_batch, graph, size, kind)
             while not self._proxy.done(batch.slot):
                 yield self._proxy.done_fd(batch.slot)
-                lane.stream.check()
+                mini_batch.stream.check()
             links.end()
         except BaseException:
             with contextlib.suppress(Exception):  # of a device that has failed
-                lane.stream.synchronize()
+                mini_batch.stream.synchronize()
             with contextlib.suppress(Exception):
                 links.end()
             links.settle(batch.layer_timeout)
@@ -272,9 +272,9 @@ class Bypass:
         finally:
             if own is not None:
                 own.end()
-        logits = lane.logits[: rows.n_drawn]
-        with lane.stream.current():
-            drawn = sampler.read(results.numpy(), lane.logits)[: rows.n_drawn] if rows.n_drawn else []
+        logits = mini_batch.logits[: rows.n_drawn]
+        with mini_batch.stream.current():
+            drawn = sampler.read(results.numpy(), mini_batch.logits)[: rows.n_drawn] if rows.n_drawn else []
             sampled = rows.per_chunk(drawn)
             kept = logits.clone() if keep_logits else None
         link_costs = links.disarm()
@@ -308,19 +308,20 @@ class Bypass:
         crossing: list[LinkRows],
         own: ResidentRows | None,
         slot: int,
-        lane: _Lane,
+        mini_batch: _MiniBatch,
         graph: _Graph,
         size: int,
         kind: Kind | None,
     ) -> tuple[Sampler, torch.Tensor]:
-        """Put the whole step into the lane's stream. `crossing` are its rows that go to R-nodes, `own` those of the
-        device's KV pages. Returns the sampler and the tensor that will have its results."""
+        """Put the whole step into its mini-batch's stream. `crossing` are its rows that go to R-nodes, `own` those of
+        the device's KV pages. Returns the sampler and the tensor that will have its results."""
         regions = [self._region(link_rows.views.link) for link_rows in crossing]
         addresses = step_addresses(regions, slot, crossing) if crossing else None
         answers = addresses.answers if addresses is not None and _merges(crossing) else None
-        resident = own.numbers(lane.page_tables[1], answers) if own is not None else None
-        table = GraphTable(size, kind, rows.vocab_size, rows.table, addresses, rows.specs, lane.page_tables, resident)
-        table.upload(lane.inputs)
+        pages = mini_batch.page_tables
+        resident = own.numbers(pages[1], answers) if own is not None else None
+        table = GraphTable(size, kind, rows.vocab_size, rows.table, addresses, rows.specs, pages, resident)
+        table.upload(mini_batch.inputs)
         if own is not None:
             own.copy_shared()
         if table.sampler is None:
@@ -328,12 +329,12 @@ class Bypass:
         self._proxy.expect(slot)
         graph.replay()
         if table.sampler is None:
-            sampler, drawn = rows.sampler, rows.sampler.launch(lane.logits[: rows.n_drawn], rows.uploaded)
+            sampler, drawn = rows.sampler, rows.sampler.launch(mini_batch.logits[: rows.n_drawn], rows.uploaded)
         else:
-            sampler, drawn = table.sampler, lane.results[: 2 * size]
+            sampler, drawn = table.sampler, mini_batch.results[: 2 * size]
         results = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
         results.copy_(drawn, non_blocking=True)
-        self._driver.write_word(lane.stream.handle, self._completions.device + _LINE * slot, 1)
+        self._driver.write_word(mini_batch.stream.handle, self._completions.device + _LINE * slot, 1)
         return sampler, results
 
     def close(self) -> None:
@@ -346,7 +347,7 @@ class Bypass:
         """Take no further step, for the reason `why`. A step that still runs holds what it needs."""
         self.fault = self.fault or why
         self._capturing = None
-        self._lanes.clear()
+        self._mini_batches.clear()
         self._regions.clear()
 
     # -- graphs -------------------------------------------------------------------------------------------------
@@ -366,10 +367,10 @@ class Bypass:
         keys = [_Key((), sizes[0], KINDS[0]), *map(_Key._make, itertools.product(sets, sizes, _KINDS, [False]))]
         bound = mini_batches * graph_bytes(spart.model, sizes[0]) + _NODE_BYTES
         with self._captures():
-            free = self._lane(spart, 0).stream.free_bytes()
+            free = self._mini_batch(spart, 0).stream.free_bytes()
             options: Any = {"desc": "capturing steps", "unit": "step", "leave": False, "delay": 1, "disable": None}
             for key, slot in tqdm([*itertools.product(keys, range(mini_batches))], **options):
-                if (taken := free - self._lane(spart, slot).stream.free_bytes()) > bound:
+                if (taken := free - self._mini_batch(spart, slot).stream.free_bytes()) > bound:
                     log.warning("exchange: captures have taken %d MiB; smaller steps are left out", taken >> 20)
                     break
                 graph = self._graph(spart, slot, key)
@@ -379,15 +380,15 @@ class Bypass:
     @torch.inference_mode()
     def _measure(self, spart: Captured, slot: int, key: _Key, graph: _Graph) -> float:
         """The seconds of a captured step without a row of any sequence: those of its S-Part."""
-        lane, seconds = self._lanes[slot], []
-        table = GraphTable(key.size, key.kind, spart.model.config.vocab_size, page_tables=lane.page_tables)
-        with lane.stream.current():
-            table.upload(lane.inputs)
+        mini_batch, seconds = self._mini_batches[slot], []
+        table = GraphTable(key.size, key.kind, spart.model.config.vocab_size, page_tables=mini_batch.page_tables)
+        with mini_batch.stream.current():
+            table.upload(mini_batch.inputs)
             for _ in range(_MEASUREMENTS):
-                lane.stream.synchronize()
+                mini_batch.stream.synchronize()
                 begun = time.perf_counter()
                 graph.replay()
-                lane.stream.synchronize()
+                mini_batch.stream.synchronize()
                 seconds.append(time.perf_counter() - begun)
         return min(seconds)
 
@@ -406,10 +407,10 @@ class Bypass:
             self._forget_steps(f"a step could not be captured: {error}")
             log.warning("exchange: staged from now on; %s", self.fault)
 
-    def _lane(self, spart: Captured, slot: int) -> _Lane:
-        if slot not in self._lanes:
-            self._lanes[slot] = _Lane(self._make_stream, spart, self._most_rows)
-        return self._lanes[slot]
+    def _mini_batch(self, spart: Captured, slot: int) -> _MiniBatch:
+        if slot not in self._mini_batches:
+            self._mini_batches[slot] = _MiniBatch(self._make_stream, spart, self._most_rows)
+        return self._mini_batches[slot]
 
     def _region(self, link: DataPath) -> MappedRegion:
         if link not in self._regions:
@@ -421,20 +422,20 @@ class Bypass:
         if self._regions.keys() <= set(links):
             return
         self._regions = {link: region for link, region in self._regions.items() if link in links}
-        for lane in self._lanes.values():
-            for key in [key for key in lane.graphs if not set(key.links) <= self._regions.keys()]:
-                del lane.graphs[key]
+        for mini_batch in self._mini_batches.values():
+            for key in [key for key in mini_batch.graphs if not set(key.links) <= self._regions.keys()]:
+                del mini_batch.graphs[key]
 
     def _graph(self, spart: Captured, slot: int, key: _Key) -> _Graph:
         """A graph of a mini-batch. A graph that is missing is captured first, and the caller waits."""
-        graphs = self._lane(spart, slot).graphs
+        graphs = self._mini_batch(spart, slot).graphs
         if key not in graphs:
             self._keep(*self._capture(spart, slot, key).result())
         graphs.move_to_end(key)
         return graphs[key]
 
     def _keep(self, slot: int, key: _Key, graph: _Graph) -> None:
-        graphs = self._lanes[slot].graphs
+        graphs = self._mini_batches[slot].graphs
         if self._regions.keys() >= set(key.links):  # no link was replaced meanwhile
             while len(graphs) >= _MOST_GRAPHS:
                 graphs.popitem(last=False)
@@ -443,8 +444,8 @@ class Bypass:
     def _capture(self, spart: Captured, slot: int, key: _Key) -> Future[tuple[int, _Key, _Graph]]:
         """Let the other thread capture a graph."""
         links, size, kind, merges = key
-        lane, regions = self._lane(spart, slot), tuple(self._region(link) for link in links)
-        table = GraphTable(size, kind, spart.model.config.vocab_size, page_tables=lane.page_tables)
+        mini_batch, regions = self._mini_batch(spart, slot), tuple(self._region(link) for link in links)
+        table = GraphTable(size, kind, spart.model.config.vocab_size, page_tables=mini_batch.page_tables)
 
         def work(stream: GraphStream, tensors: _Tensors, gates: Sequence[Gate]) -> None:
             inputs = table.views(tensors.inputs)
@@ -468,8 +469,8 @@ class Bypass:
                 table.upload(tensors.inputs)
                 work(self._warm_up, tensors, ())
             self._warm_up.synchronize()
-            replay, _ = lane.recorder.capture(
-                lambda: work(lane.recorder, lane, [region.gate(slot) for region in regions])
+            replay, _ = mini_batch.recorder.capture(
+                lambda: work(mini_batch.recorder, mini_batch, [region.gate(slot) for region in regions])
             )
             return slot, key, _Graph(replay, regions)
 

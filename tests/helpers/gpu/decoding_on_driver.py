@@ -22,7 +22,7 @@ from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.runner import Runner
 from fastdecode.spart import load_model
 from fastdecode.spart.exchange.bypass import Bypass
-from fastdecode.spart.exchange.choice import ChosenExchange
+from fastdecode.spart.exchange.chosen import ChosenExchange
 from fastdecode.transports._native import Proxy
 from gpu.bypass_on_driver import DriverDevice
 from gpu.cuda_driver import SimulatedCuda, open_driver

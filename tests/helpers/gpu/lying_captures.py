@@ -20,7 +20,7 @@ from models.spart_steps import linked
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange import bypass as bypass_module
 from fastdecode.spart.exchange.bypass import Bypass
-from fastdecode.spart.exchange.choice import ChosenExchange
+from fastdecode.spart.exchange.chosen import ChosenExchange
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from gpu.lying_device import NAME, LyingDevice, LyingStream, take_torchs_place
 from gpu.lying_driver import LyingDriver
@@ -44,7 +44,7 @@ def on_device(model: Any, device: LyingDevice, links: Any) -> tuple[Any, Any]:
 
 def classes(bypass: Any, links: Any) -> list[list[Any]]:
     """The size classes of each mini-batch's graphs for all links, in the order of their capture."""
-    return [[key[1] for key in lane.graphs if key[0] == tuple(links)] for lane in bypass._lanes.values()]
+    return [[key[1] for key in lane.graphs if key[0] == tuple(links)] for lane in bypass._mini_batches.values()]
 
 
 async def at_start(model: Any, device: LyingDevice, links: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from fastdecode.kernels.gpu.page_kernels import PagedLayer
 from fastdecode.region.contract import PAGE_TOKENS, ROW_DTYPE
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange.bypass import Bypass
-from fastdecode.spart.exchange.choice import ChosenExchange
+from fastdecode.spart.exchange.chosen import ChosenExchange
 from fastdecode.spart.resident.arena import PageArena
 from fastdecode.spart.resident.kernels import ResidentKernels
 from fastdecode.spart.resident.link import ResidentLink

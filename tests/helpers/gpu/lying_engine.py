@@ -36,7 +36,7 @@ from fastdecode.engine.state.request import SamplingParams
 from fastdecode.region.contract import REQUEST_OFFSET
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange.bypass import Bypass
-from fastdecode.spart.exchange.choice import ChosenExchange
+from fastdecode.spart.exchange.chosen import ChosenExchange
 from fastdecode.spart.exchange.streamed import Streamed
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
@@ -202,7 +202,7 @@ async def with_loss(directory: Path, nodes: Sequence[RNodeProcess], how: str) ->
             assert not bypass.fault, bypass.fault
             report["alive"] = [node.alive for node in engine.stats.nodes]
             report["reason"] = str(await links[LOST].closed())
-            graphs = [key for lane in bypass._lanes.values() for key in lane.graphs]
+            graphs = [key for one in bypass._mini_batches.values() for key in one.graphs]
             report["after"] = any(key[0] == (links[0],) for key in graphs) and driver.waited > report.pop("waits")
     for link in links:
         await link.close()

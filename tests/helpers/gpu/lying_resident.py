@@ -34,7 +34,7 @@ from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.state.request import SamplingParams, TokenEvent
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange.bypass import Bypass
-from fastdecode.spart.exchange.choice import ChosenExchange
+from fastdecode.spart.exchange.chosen import ChosenExchange
 from fastdecode.spart.resident.arena import PageArena
 from fastdecode.spart.resident.kernels import ResidentKernels
 from fastdecode.spart.resident.link import ResidentLink

@@ -146,7 +146,7 @@ async def with_links(
     from models.spart_steps import linked
 
     from fastdecode.spart import SPart
-    from fastdecode.spart.exchange.choice import ChosenExchange
+    from fastdecode.spart.exchange.chosen import ChosenExchange
 
     with tempfile.TemporaryDirectory() as folder:
         async with linked(model, Path(folder), n_links, max_rows=256, n_slots=SLOTS) as links:
@@ -237,7 +237,8 @@ def tokens(exchange: str, directory: Path, n_links: int, left_out: str) -> list[
 def was_captured(bypass: Any, device: LyingDevice) -> bool:
     """True if steps of both mini-batches have run in their streams, of which the host has waited for nothing but the
     completion words, and some of them have drawn their tokens behind the graph."""
-    assert len(bypass._lanes) == 2 and bypass._behind == {"biases and penalties", "log-probabilities"}, bypass._behind
+    assert len(bypass._mini_batches) == 2
+    assert bypass._behind == {"biases and penalties", "log-probabilities"}, bypass._behind
     assert not any(stream.waits for stream in device.streams[1:])
     return bypass._driver.waited > 0 and not bypass.fault
 

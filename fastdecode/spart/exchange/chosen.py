@@ -1,4 +1,4 @@
-"""choose_exchange: the exchange that an S-Part takes, and the reason if it is not the bypass."""
+"""ChosenExchange: the exchange that an S-Part takes, and the reason if it is not the bypass."""
 
 from __future__ import annotations
 
