@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,10 +21,7 @@ from fastdecode.spart.loader import open_checkpoint, parameter_count
 from fastdecode.spart.lora.adapters import AdapterSet, check_adapted
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.served import ACT_NAMES, TORCH_DTYPES
-from fastdecode.spart.shape import Heads
-
-if TYPE_CHECKING:
-    from fastdecode.spart.hf.config import HFConfig
+from fastdecode.spart.shape import AttentionShape, Heads
 
 _FILE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 #: Bytes of a quantised weight with its share of scale and minimum, in groups of 32.
@@ -96,13 +92,13 @@ def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype
     backend.check_tensors()
 
 
-def _check_mtp(config: NodeConfig, model: ModelConfig | HFConfig, device: torch.device) -> None:
+def _check_mtp(config: NodeConfig, model: AttentionShape, device: torch.device) -> None:
     """Raise ConfigError for an MTP head on a device that does not run it yet."""
     if model.mtp and device.type != "cpu":
         raise ConfigError(f"--speculate {config.speculate} runs on a CPU only: use suffix:K, or --device cpu")
 
 
-def _layers(model: ModelConfig | HFConfig) -> str:
+def _layers(model: AttentionShape) -> str:
     """The layers of each kind, for people."""
     n, head = model.n_layers - model.mtp, "an MTP head" if model.mtp else ""
     kinds = [f"{n} layers with K and V", "layers with states", head] if model.state_bytes(1) else [f"{n} layers", head]
@@ -110,7 +106,7 @@ def _layers(model: ModelConfig | HFConfig) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _heads(model: ModelConfig | HFConfig) -> str:
+def _heads(model: AttentionShape) -> str:
     """The heads of each kind of layer, for people."""
     kinds = dict.fromkeys(model.heads_of(layer) for layer in range(model.n_layers))
     heads = " or ".join(f"{h.n_q} query and {h.n_kv} KV heads of {_head_sizes(h)}" for h in kinds)

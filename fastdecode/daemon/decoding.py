@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,15 +21,13 @@ from fastdecode.engine.runner import Runner
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.region.contract import ROW_DTYPE, blocks_for
 from fastdecode.region.geometry import region_layout
-from fastdecode.spart import Model, SPart
+from fastdecode.spart import SPart
 from fastdecode.spart.exchange.chosen import ChosenExchange, choose_exchange
 from fastdecode.spart.own_thread import in_own_thread
+from fastdecode.spart.served import ServedModel
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports.base import DataPath, Hello, Link
 from fastdecode.transports.registry import connect
-
-if TYPE_CHECKING:
-    from fastdecode.spart.hf.model import HFModel
 
 _FILL_ROWS = 512  # appended by one call when the cache is filled
 _TIMEOUT = 60.0  # seconds for a call
@@ -54,14 +52,14 @@ class DecodeShape:
     kv_dtype: str
     temperature: float = 0.0
 
-    def hello(self, model: Model | HFModel, n_links: int = 1) -> Hello:
+    def hello(self, model: ServedModel, n_links: int = 1) -> Hello:
         """The lease to ask each of `n_links` R-nodes for."""
         rows = max(-(-self.batch // self.mini_batches), _FILL_ROWS)
         seqs = -(-self.batch // n_links)
         hello = model.hello(self.mini_batches, rows, self.kv_dtype, None, seqs)
         return dataclasses.replace(hello, kv_bytes=seqs * self.blocks * KVPages.from_hello(hello).block_bytes)
 
-    def block_bytes(self, model: Model | HFModel) -> int:
+    def block_bytes(self, model: ServedModel) -> int:
         """Bytes of the KV-cache of PAGE_TOKENS tokens."""
         return KVPages.from_hello(self.hello(model)).block_bytes
 
@@ -70,7 +68,7 @@ class DecodeShape:
         """The blocks of a sequence."""
         return blocks_for(self.context + self.steps + 1)
 
-    def memory(self, model: Model | HFModel) -> int:
+    def memory(self, model: ServedModel) -> int:
         """Bytes of --kv-memory with which one R-node can hold the load."""
         hello = self.hello(model)
         layers = hello.geometry.n_layers
@@ -81,7 +79,7 @@ class DecodeShape:
         )
 
 
-def kv_bytes(model: Model | HFModel, shape: DecodeShape) -> int:
+def kv_bytes(model: ServedModel, shape: DecodeShape) -> int:
     """Bytes of the KV pages that a shape's sequences need."""
     return shape.batch * shape.blocks * shape.block_bytes(model)
 
@@ -97,7 +95,7 @@ class Round(NamedTuple):
 class Decoding:
     """Sequences that decode in mini-batches, spread evenly over links to R-nodes, by the exchange of a node."""
 
-    def __init__(self, model: Model | HFModel, links: list[Link], shape: DecodeShape, make_spart: MakeSPart = SPart):
+    def __init__(self, model: ServedModel, links: list[Link], shape: DecodeShape, make_spart: MakeSPart = SPart):
         self.model, self.links, self.shape = model, links, shape
         self._make_spart = make_spart
         self.spart = self.spart_over(links)
@@ -109,7 +107,7 @@ class Decoding:
     @classmethod
     async def open(
         cls,
-        model: Model | HFModel,
+        model: ServedModel,
         urls: Sequence[str],
         shape: DecodeShape,
         make_spart: MakeSPart = SPart,

@@ -39,8 +39,6 @@ from fastdecode.transports.loopback import Loopback
 
 if TYPE_CHECKING:
     from fastdecode.spart.backend import Backend
-    from fastdecode.spart.decoder.weights import Model
-    from fastdecode.spart.hf.model import HFModel
     from fastdecode.transports.base import Link
 
 log = logging.getLogger(__name__)
@@ -269,7 +267,7 @@ def rows_by_speed(seconds_of: Callable[[int], float], least: int, most: int) -> 
     return rows
 
 
-def prompt_seconds(backend: Backend, model: Model | HFModel, rows: int) -> float:
+def prompt_seconds(backend: Backend, model: ServedModel, rows: int) -> float:
     """Seconds that the S-Part takes for a step of `rows` rows: a prompt, or several if the model's positions end
     before."""
     lengths = [min(model.config.max_positions, rows - i) for i in range(0, rows, model.config.max_positions)]

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.option_values import ConfigError, format_bytes
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import region_layout
-from fastdecode.spart import ModelConfig
 from fastdecode.spart.backend import Backend
+from fastdecode.spart.shape import AttentionShape
 from fastdecode.transports.base import TransportError
 from fastdecode.transports.team import check_parts
 from fastdecode.transports.token_team import check_tokens
-
-if TYPE_CHECKING:
-    from fastdecode.spart.hf.config import HFConfig
 
 
 def check_for_model(config: NodeConfig, backend: Backend) -> None:
@@ -33,7 +28,7 @@ def check_for_model(config: NodeConfig, backend: Backend) -> None:
     _check_kv_memory(config, backend)
 
 
-def _check_kv_dtype(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+def _check_kv_dtype(config: NodeConfig, model: AttentionShape) -> None:
     """Raise ConfigError if the KV-cache of the model cannot have the format of `--kv-dtype`."""
     if config.kv_dtype not in model.kv_dtypes:
         raise ConfigError(
@@ -55,7 +50,7 @@ def _check_ranks(config: NodeConfig, backend: Backend) -> None:
         raise ConfigError(f"--tensor-parallel {config.tensor_parallel}: {reason}")
 
 
-def _check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+def _check_partition(config: NodeConfig, model: AttentionShape) -> None:
     """Raise ConfigError if R-nodes cannot share the model's heads or tokens as `--partition` says."""
     try:
         if config.partition == "tokens":
@@ -65,7 +60,7 @@ def _check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
         raise ConfigError(f"--partition {config.partition}: {error}") from None
 
 
-def _check_states(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+def _check_states(config: NodeConfig, model: AttentionShape) -> None:
     """Raise ConfigError for an option that a model whose layers keep states does not have."""
     given = {
         "--prefill-at": config.prefill_at,

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -39,13 +39,10 @@ from fastdecode.daemon.embedded import SMALL_MODEL, EmbeddedRNode, Split, split_
 from fastdecode.daemon.machine import available_memory, busy_seconds, cpu_model, own_seconds, usable_cpus
 from fastdecode.daemon.split_search import MOST_SPLITS, search
 from fastdecode.region.contract import PAGE_TOKENS
-from fastdecode.spart import Model
 from fastdecode.spart.backend import Backend
+from fastdecode.spart.served import ServedModel
 from fastdecode.spart.threads import set_threads
 from fastdecode.transports.base import TransportError
-
-if TYPE_CHECKING:
-    from fastdecode.spart.hf.model import HFModel
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +91,7 @@ def _remembered(config: NodeConfig, backend: Backend, dtype: torch.dtype) -> Rec
     return record if possible else None
 
 
-async def choose_split(config: NodeConfig, backend: Backend, model: Model | HFModel, rule: Split) -> Split:
+async def choose_split(config: NodeConfig, backend: Backend, model: ServedModel, rule: Split) -> Split:
     """The split for a model on a CPU: `rule`, a remembered one, or the fastest in a measurement. The log says which and
     why. The number of torch's threads may have changed afterwards."""
     if config.tune == "off" or not is_open(config, model.parameters):
@@ -119,7 +116,7 @@ async def choose_split(config: NodeConfig, backend: Backend, model: Model | HFMo
     return record.speeds[0].split
 
 
-async def _measure(config: NodeConfig, backend: Backend, model: Model | HFModel, rule: Split) -> tuple[Record, float]:
+async def _measure(config: NodeConfig, backend: Backend, model: ServedModel, rule: Split) -> tuple[Record, float]:
     """The speeds of the splits that a search proposes, and the part of the cpus' time that other programs took
     meanwhile.
 
@@ -182,7 +179,7 @@ _Load = tuple[Decoding, Decoding]
 
 @asynccontextmanager
 async def _opened(
-    config: NodeConfig, backend: Backend, model: Model | HFModel, split: Split, shape: DecodeShape
+    config: NodeConfig, backend: Backend, model: ServedModel, split: Split, shape: DecodeShape
 ) -> AsyncIterator[_Load]:
     """Both loads over an R-node of their own, filled."""
     one_shape = replace(shape, batch=1, mini_batches=1)
@@ -244,7 +241,7 @@ async def _round(split: Split, decoding: Decoding, steps: int) -> Round:
         decoding.end_runner()
 
 
-def _shape(config: NodeConfig, model: Model | HFModel) -> DecodeShape:
+def _shape(config: NodeConfig, model: ServedModel) -> DecodeShape:
     """The load: as many sequences as a mini-batch may have, but at most 32, of some 1,024 tokens, or less where two
     such loads are more than the memory or the model holds."""
     batch = min(_BATCH, config.max_batch_size)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastdecode.spart.hf.model import HFModel
     from fastdecode.spart.lora.files import Adapter
     from fastdecode.spart.ranks.share import Share
+    from fastdecode.spart.served import ServedModel
     from fastdecode.transports.base import DataPath
 
 
@@ -134,7 +135,7 @@ class Backend:
 
     def make_spart(
         self,
-        model: Model | HFModel,
+        model: ServedModel,
         links: Sequence[DataPath],
         exchange: ChosenExchange | None = None,
         state_slots: int = 0,
@@ -147,7 +148,7 @@ class Backend:
             return lead(loaded, links, followers, state_slots)
         return alone(loaded, links, exchange, state_slots)
 
-    def make_follower(self, model: Model | HFModel, rank: int) -> FollowingSPart:
+    def make_follower(self, model: ServedModel, rank: int) -> FollowingSPart:
         """The S-Part of another rank than 0, of a model that `load` returned."""
         loaded: Any = model  # of this backend
         return self._sparts()[2](loaded, rank)
