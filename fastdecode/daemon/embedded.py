@@ -7,7 +7,6 @@ import contextlib
 import logging
 import shutil
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
 from fastdecode.daemon.machine import numa_nodes, usable_cpus
 from fastdecode.daemon.process import die_with_parent
+from fastdecode.daemon.tasks import wait_until
 
 if TYPE_CHECKING:
     from fastdecode.daemon.rnode import RNode
@@ -191,7 +191,7 @@ class _RNodeProcess:
 
     async def start(self, url: str) -> str:
         """Wait until the child listens at `url`. Returns what the log says of the R-node."""
-        self._process = await asyncio.create_subprocess_exec(
+        process = self._process = await asyncio.create_subprocess_exec(
             *module_command("fastdecode.daemon.node", *self.argv),
             stdin=asyncio.subprocess.DEVNULL,
             env=child_environment(),
@@ -200,14 +200,11 @@ class _RNodeProcess:
             preexec_fn=die_with_parent,
         )
         socket = Path(url.removeprefix("shm://"))
-        deadline = time.monotonic() + _START_SECONDS
-        while not socket.exists():
-            if self._process.returncode is not None:
-                raise RuntimeError(f"the embedded R-node ended at start (exit status {self._process.returncode})")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the embedded R-node is not listening after {_START_SECONDS:.0f} s")
-            await asyncio.sleep(0.02)
-        return f"{self._threads} thread(s), pid {self._process.pid}"
+        if not await wait_until(lambda: socket.exists() or process.returncode is not None, _START_SECONDS):
+            raise RuntimeError(f"the embedded R-node is not listening after {_START_SECONDS:.0f} s")
+        if process.returncode is not None:
+            raise RuntimeError(f"the embedded R-node ended at start (exit status {process.returncode})")
+        return f"{self._threads} thread(s), pid {process.pid}"
 
     async def stop(self) -> None:
         """End the child with SIGTERM, or with SIGKILL if it has not ended after 5 seconds."""

@@ -15,11 +15,11 @@ import time
 from array import array
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import asdict
 
 from fastdecode.daemon.discovery import NodeSet, readings
+from fastdecode.daemon.tasks import cancel, run_until, wait_until
 from fastdecode.engine.migration.prefill_client import PrefillOrder
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.state.request import EngineError, InvalidParameter, InvalidPrompt
@@ -153,17 +153,12 @@ class PrefillServer(ConnectionServer):
 
     async def drain(self, seconds: float) -> None:
         """Wait until the prompts under way are computed, at most `seconds`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._tasks:
-                    await asyncio.sleep(0.05)
+        await wait_until(lambda: not self._tasks, seconds)
 
     async def close(self) -> None:
         """Stop listening, and withdraw the prompts that are not computed yet."""
         await self.stop_accepting()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
 
     def configure(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the peer has already gone
@@ -192,11 +187,9 @@ class PrefillServer(ConnectionServer):
 
     async def _serve(self, conn: FrameSocket, order: PrefillOrder) -> None:
         """Compute a prompt while the other S-node keeps the connection open."""
-        work = asyncio.ensure_future(self._worker.prefill(order))
-        gone: asyncio.Future[Any] = asyncio.ensure_future(conn.readable())
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            work = await run_until(self._worker.prefill(order), conn.readable())
+            if work.cancelled():
                 return  # the other S-node has closed the connection, or sends something unexpected
             work.result()
             await send_last(conn, Ok(id=0, stats=None))
@@ -207,8 +200,3 @@ class PrefillServer(ConnectionServer):
             await send_last(conn, ErrorMessage(id=0, status=status, message=str(error)[:4096]))
         except Exception:
             log.exception("%s: a connection failed", self.url)
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(work, gone, return_exceptions=True)

@@ -22,6 +22,7 @@ from fastdecode.daemon.migrations import Inbox, IncomingSequence, Migrations, Of
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.daemon.orphans import KeyedLease, Orphans, page_format
 from fastdecode.daemon.rnode_gpu import RNodeGpu
+from fastdecode.daemon.tasks import wait_until
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory
 from fastdecode.region.contract import MAX_PAGES, MAX_SEQS, PAGE_TOKENS, Status
 from fastdecode.transports import registry
@@ -33,7 +34,6 @@ _quiet_log.setLevel(logging.WARNING)
 
 _SPIN_US = 100
 _PROGRESS_SECONDS = 2.0
-_DRAIN_POLL_SECONDS = 0.05
 #: Leases in larger hugetlb pages do not grow: a lease that grows takes whole ones in every layer.
 _MAX_GROWING_HUGETLB = 2 << 20
 #: Layers of all leases that may grow. Each layer takes two memory mappings, and a process may have 65,530 of them.
@@ -144,10 +144,7 @@ class RNode:
         their sequences away and closed their links, but at most `seconds`."""
         for server in self._servers:
             server.leave()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._regions:
-                    await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        await wait_until(lambda: not self._regions, seconds)
 
     async def close(self) -> None:
         """Stop listening, end all links and join the R-engine's threads. Idempotent."""

@@ -14,6 +14,7 @@ from fastdecode.daemon.discovery import NodeSet, readings
 from fastdecode.daemon.first_answers import first_answers
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.option_values import format_bytes
+from fastdecode.daemon.tasks import cancel, run_until
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import Hello, Link, TransportError
 from fastdecode.transports.partition import connect_team
@@ -65,17 +66,17 @@ class RNodeLinks:
         secret: bytes | None,
         config: NodeConfig,
         embedded: EmbeddedRNode | None = None,
-        first_position: int = 0,
+        resident: Link | None = None,
         ranks: Ranks | None = None,
     ):
-        """`embedded` is the R-node behind the only URL, which is started again when it is lost. The engine's positions
-        before `first_position` are of other links. Each of the S-node's `ranks` gets links of its own."""
+        """`embedded` is the R-node behind the only URL, which is started again when it is lost. `resident` is the link
+        to KV pages on the S-Part's device. Each of the S-node's `ranks` gets links of its own."""
         self._r_nodes = r_nodes
         self._hello = hello
         self._secret = secret
         self._config = config
         self._embedded = embedded
-        self._first_position = first_position
+        self._first: list[Link] = [] if resident is None else [resident]  # the engine's first links
         self._ranks = ranks
         self._members: list[_Member] = []
         self._leaving: dict[str, _Member] = {}
@@ -85,7 +86,8 @@ class RNodeLinks:
 
     async def open(self) -> list[Link]:
         """Open the links, and wait up to `connect_seconds` in all for R-nodes that cannot be reached yet. Of a set that
-        may change, one R-node is enough; `watch` opens the links to the others.
+        may change, one R-node is enough; `watch` opens the links to the others. Returns the links, the resident one
+        first. The S-Part changes the list; a copy would keep the regions of lost links mapped.
 
         Raises LinkDown after that time; LinkRefused and TransportError at once.
         """
@@ -96,10 +98,12 @@ class RNodeLinks:
             is_up=self._embedded is not None,
         )
         self._members = [_Member(url, link) for url, link in answers.items()]
-        linked = [member for member in self._members if member.link is not None]
-        for position, member in enumerate(linked, self._first_position):
-            member.position = position
-        return [member.link for member in linked if member.link is not None]
+        links = [*self._first]
+        for member in self._members:
+            if member.link is not None:
+                member.position = len(links)
+                links.append(member.link)
+        return links
 
     async def _open(self, url: str) -> Link:
         address, _, peer_url = url.partition("#")
@@ -152,10 +156,11 @@ class RNodeLinks:
         while True:
             opened_at = time.monotonic()
             if member.link is not None:
-                if await _is_leaving(member.link):
+                closing = await run_until(member.link.closed(), member.link.leaving())
+                if closing.cancelled():
                     log.info("R-node %s is about to end; emptying it", member.url)
                     await self._give_up(member, engine)
-                elif await member.link.closed() is None:
+                elif closing.result() is None:
                     return
                 lost = True
             if time.monotonic() - opened_at > _STABLE_SECONDS:
@@ -199,7 +204,7 @@ class RNodeLinks:
     async def _join(self, url: str, engine: Engine) -> None:
         member = self._leaving.pop(url, None) or _Member(url)
         if member.task is not None:  # it is being emptied: it may stay
-            await _cancelled(member.task)
+            await cancel(member.task)
             if member.position is not None:
                 engine.r_nodes.end_drain(member.position)
             elif member.link is not None:
@@ -212,7 +217,7 @@ class RNodeLinks:
     async def _leave(self, member: _Member, engine: Engine) -> None:
         log.info("R-node %s has left the set%s", member.url, "" if member.position is None else "; emptying it")
         if member.task is not None:
-            await _cancelled(member.task)
+            await cancel(member.task)
         self._leaving[member.url] = member
         self._start(member, self._empty(member, engine))
 
@@ -245,23 +250,6 @@ class RNodeLinks:
         """Close all links."""
         members = [*self._members, *self._leaving.values()]
         await asyncio.gather(*(member.link.close() for member in members if member.link is not None))
-
-
-async def _is_leaving(link: Link) -> bool:
-    """Wait until a link has ended or its R-node has said that it is about to end. True: it has said so."""
-    leaving, closed = (asyncio.ensure_future(work) for work in (link.leaving(), link.closed()))
-    try:
-        await asyncio.wait([leaving, closed], return_when=asyncio.FIRST_COMPLETED)
-        return not closed.done()
-    finally:
-        leaving.cancel()
-        closed.cancel()
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait for its end."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -9,10 +9,11 @@ import ipaddress
 import logging
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
+import torch
 import uvloop
 
 from fastdecode.api.server import ApiServer, serve
@@ -39,28 +40,27 @@ from fastdecode.daemon.process import announce, freeze, wait_for_shutdown
 from fastdecode.daemon.ranks import Ranks
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
+from fastdecode.daemon.tasks import run_until
 from fastdecode.daemon.tuning import choose_split
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.stats import EngineStats
 from fastdecode.region.contract import MAX_ROWS, MAX_SEQS
 from fastdecode.service.local import LocalEngine
-from fastdecode.spart import Model, ModelConfig, SPart, choose_dtype
+from fastdecode.spart import SPart, choose_dtype
 from fastdecode.spart.backend import Backend
 from fastdecode.spart.exchange.chosen import ChosenExchange
 from fastdecode.spart.int4.balance import balance_digest, balance_for
-from fastdecode.spart.lora.files import read_adapter
+from fastdecode.spart.lora.files import Adapter, read_adapter
 from fastdecode.spart.own_thread import in_own_thread
+from fastdecode.spart.served import ServedModel
+from fastdecode.spart.shape import AttentionShape
 from fastdecode.spart.threads import set_threads
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.text.turn_end import end_of_turn
 from fastdecode.transports.base import Hello, Link
 from fastdecode.transports.partition import member_of
-
-if TYPE_CHECKING:
-    from fastdecode.spart.hf.config import HFConfig
-    from fastdecode.spart.hf.model import HFModel
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,35 @@ log = logging.getLogger(__name__)
 #: prompt. For a long suffix, a GPU should compute the whole prompt faster. The best limit has not been measured.
 _MAX_UNCACHED_SUFFIX = 256
 _ACTIVITY_SECONDS = 10.0  # between two lines of the log about the work
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedNode:
+    """An S-node whose weights are loaded."""
+
+    config: NodeConfig
+    settings: ApiSettings
+    backend: Backend
+    model: ServedModel
+    exchange: ChosenExchange
+    split: Split
+    ranks: Ranks | None
+    api: ApiProcesses | list[socket.socket]  # the processes that serve the API, or the sockets on which this one does
+    secret: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """How an S-node divides its cores and the memory of its device, and what it asks R-nodes for."""
+
+    config: NodeConfig  # that of the node, with the rows of a step
+    split: Split
+    slots: int  # for states
+    staged: int  # tokens of unfinished prompts whose K and V may be staged
+    kv_bytes: int  # of KV pages on the device
+    length: int  # tokens of the longest sequence that the model allows
+    hello: Hello
+    digest: str  # see model_digest
 
 
 def serve_model(
@@ -85,65 +114,191 @@ def serve_model(
     with contextlib.ExitStack() as stack:
         exchange = stack.enter_context(contextlib.closing(node_exchange(config, device, split.mini_batches)))
         check_fits(config, backend, device, str(dtype).removeprefix("torch."))
-        _check_vocabulary(settings.tokenizer, backend.config)
-        if config.api_key_file is None and not config.router_only and any(map(_is_reachable, sockets)):
-            log.warning(
-                "whoever reaches %s:%d can use the API, because there is no --api-key-file", config.host, config.port
-            )
+        _check_vocabulary(settings.tokenizer, backend.config.vocab_size)
+        _check_access(config, sockets)
         # They start while the weights are loaded, and the API's may run on all cpus, unlike the ranks.
-        api_processes = ApiProcesses(config, sockets) if config.api_processes else None
+        api = ApiProcesses(config, sockets) if config.api_processes else sockets
         ranks: Ranks | None = None
         if config.tensor_parallel > 1:
             ranks = stack.enter_context(contextlib.closing(Ranks(config, backend.config.vocab_size)))
-        share = None if ranks is None else ranks.share
-        calibration = calibration_tokens(settings.tokenizer)
-        fitted_to = None if config.no_calibration else calibration
-        # The S-Part's thread is to be the only one with OpenMP threads.
-        progress = sys.stderr.isatty()
-        log.info("loading the weights of %s", config.model)
-        model = in_own_thread(backend.load, device, dtype, progress, config.weights, adapters, fitted_to, share)
-        if ranks is not None:
-            ranks.wait_until_loaded()
-        log.info(
-            "%s by the %s backend, %s in %s, activations in %s",
-            backend.config.architecture,
-            backend.name,
-            format_bytes(model.weight_bytes),
-            "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
-            str(dtype).removeprefix("torch."),
-        )
-        if note := precision_note(config, backend, device, dtype):
-            log.info("%s", note)
+        model = _load(config, backend, device, dtype, adapters, calibration_tokens(settings.tokenizer), ranks)
         if device.type == "cpu" and (for_model := split.for_model(config, model.parameters)) is not split:
             split = for_model
             log.info("the S-Part of only %d parameters computes in one thread", model.parameters)
-        if ranks is None:
-            in_own_thread(balance_for, model, config.kv_dtype, calibration)
-        else:
-            in_own_thread(ranks.balance, model, config.kv_dtype, calibration)
         set_threads(split.s_threads, model)
         log.info("exchange: %s", exchange)
-        uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret, ranks))
+        node = _LoadedNode(config, settings, backend, model, exchange, split, ranks, api, secret)
+        uvloop.run(_serve(node))
 
 
-def _is_reachable(sock: socket.socket) -> bool:
-    """Whether other machines reach what listens at a socket."""
-    return not ipaddress.ip_address(sock.getsockname()[0].split("%")[0]).is_loopback
+async def _serve(node: _LoadedNode) -> None:
+    """Open the links, and run the engine and the API over them until SIGTERM."""
+    shutdown = asyncio.create_task(wait_for_shutdown())
+    async with contextlib.AsyncExitStack() as stack:
+        if isinstance(node.api, ApiProcesses):
+            stack.push_async_callback(node.api.close)
+        choosing = await run_until(_choose_split(node), shutdown)
+        if choosing.cancelled():
+            return
+        plan = await _plan_memory(node, choosing.result())
+        r_nodes = await _start_r_nodes(node, plan, stack)
+        opening = await run_until(r_nodes.open(), shutdown)
+        if opening.cancelled():
+            return
+        engine = await _start_engine(node, plan, opening.result(), stack)
+        prefill = await _listen_for_prompts(node, plan, engine, stack)
+        r_nodes.watch(engine)
+        stack.callback(r_nodes.unwatch)
+        stack.callback(asyncio.create_task(log_activity(lambda: engine.stats)).cancel)
+        server = await _serve_api(node, engine, stack)
+        freeze()
+        _greet(node.config, server.port, node.settings)
+        await shutdown
+        seconds = node.config.drain_seconds
+        log.info("draining: running requests may go on for %.0f s", seconds)
+        await server.drain(seconds)
+        if prefill is not None:
+            await prefill.drain(seconds)
+    log.info("S-node ended")
 
 
-def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Warn of tokens that are beyond the model's vocabulary. The engine will refuse a prompt with such a token."""
-    if extra := tokenizer.tokens_from(model.vocab_size):
+    if extra := tokenizer.tokens_from(vocab_size):
         examples = ", ".join(map(repr, extra[:3])) + (", ..." if len(extra) > 3 else "")
         log.warning(
             "the tokenizer has %d token(s) more than the model's %d; a prompt with one of them will be refused: %s",
             len(extra),
-            model.vocab_size,
+            vocab_size,
             examples,
         )
 
 
-def _end_tokens(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> frozenset[int]:
+def _check_access(config: NodeConfig, sockets: Sequence[socket.socket]) -> None:
+    """Warn of an API without keys that other machines reach."""
+    addresses = [ipaddress.ip_address(sock.getsockname()[0].split("%")[0]) for sock in sockets]
+    if config.api_key_file is None and not config.router_only and not all(a.is_loopback for a in addresses):
+        log.warning(
+            "whoever reaches %s:%d can use the API, because there is no --api-key-file", config.host, config.port
+        )
+
+
+def _load(
+    config: NodeConfig,
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    adapters: Sequence[Adapter],
+    calibration: Sequence[int],
+    ranks: Ranks | None,
+) -> ServedModel:
+    """Load and balance the weights, those of rank 0 if there are `ranks`. `calibration`: the tokens of a text."""
+    fitted_to = None if config.no_calibration else calibration
+    share = None if ranks is None else ranks.share
+    progress = sys.stderr.isatty()
+    log.info("loading the weights of %s", config.model)
+    # The S-Part's thread is to be the only one with OpenMP threads.
+    model = in_own_thread(backend.load, device, dtype, progress, config.weights, adapters, fitted_to, share)
+    if ranks is not None:
+        ranks.wait_until_loaded()
+    log.info(
+        "%s by the %s backend, %s in %s, activations in %s",
+        backend.config.architecture,
+        backend.name,
+        format_bytes(model.weight_bytes),
+        "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
+        str(dtype).removeprefix("torch."),
+    )
+    if note := precision_note(config, backend, device, dtype):
+        log.info("%s", note)
+    in_own_thread(balance_for if ranks is None else ranks.balance, model, config.kv_dtype, calibration)
+    return model
+
+
+async def _choose_split(node: _LoadedNode) -> Split:
+    """The split that a measurement chooses, where options leave it open. An S-Part on a GPU has the node's."""
+    if node.model.device.type != "cpu":
+        return node.split
+    split = await choose_split(node.config, node.backend, node.model, node.split)
+    set_threads(split.s_threads, node.model)
+    return split
+
+
+async def _plan_memory(node: _LoadedNode, split: Split) -> _Plan:
+    """Divide the device's memory. Raises ConfigError."""
+    model, shape, itemsize = node.model, node.backend.config, node.model.dtype.itemsize
+    # The slots hold states of the whole model, of which each rank keeps its heads' part.
+    slots = state_slots(node.config, shape, itemsize, free_memory(model.device), split.mini_batches)
+    state_bytes = slots * shape.state_bytes(itemsize)
+    if slots:
+        log.info("the model's layers keep states: %s hold %d of them", format_bytes(state_bytes), slots)
+    captures, seconds_of = node.exchange.bypass is not None, partial(prompt_seconds, node.backend, model)
+    config, staged, kv_bytes = await asyncio.to_thread(
+        plan_steps, with_gpu_kv(node.config, model), model, split.mini_batches, captures, seconds_of, state_bytes
+    )
+    length = config.max_model_len or shape.max_positions
+    hello = _make_hello(config, model, split, length)
+    return _Plan(
+        config=config,
+        split=split,
+        slots=slots,
+        staged=staged,
+        kv_bytes=kv_bytes,
+        length=length,
+        hello=hello,
+        digest=model_digest(node.backend.source.path, hello, balance_digest(model)),
+    )
+
+
+async def _start_r_nodes(node: _LoadedNode, plan: _Plan, stack: contextlib.AsyncExitStack) -> RNodeLinks:
+    """Take the device's memory for KV pages, and start the embedded R-node if the node uses no others. The links to
+    R-nodes are yet to be opened."""
+    config = plan.config
+    resident = await asyncio.to_thread(open_gpu_kv, config, node.model, plan.hello, plan.kv_bytes)
+    if resident is not None:
+        resident.secret = node.secret
+    embedded: EmbeddedRNode | None = None
+    r_nodes: NodeSet
+    if config.uses_r_nodes:
+        r_nodes = r_node_set(config)
+    else:
+        embedded = EmbeddedRNode(config, plan.split)
+        stack.push_async_callback(embedded.stop)
+        await embedded.start()
+        r_nodes = FixedSet((embedded.url,))
+    links = RNodeLinks(r_nodes, plan.hello, node.secret, config, embedded, resident, node.ranks)
+    stack.push_async_callback(links.close)
+    return links
+
+
+async def _start_engine(node: _LoadedNode, plan: _Plan, links: list[Link], stack: contextlib.AsyncExitStack) -> Engine:
+    """Start the engine over open links. `links` is the list that changes as R-nodes come and go."""
+    config, model, exchange, ranks = plan.config, node.model, node.exchange, node.ranks
+    log.info("%s", capacity(model.weight_bytes, model.device, links, plan.length, config.tensor_parallel))
+    prefill_nodes: RemotePrefillNodes | None = None
+    if config.prefill_at or config.prefill_file:
+        prefill_nodes = RemotePrefillNodes(config.prefill_at, plan.digest, node.secret)
+    if prefill_nodes is not None and config.prefill_file is not None:
+        followed = FileSet(config.prefill_file, ("tcp",), may_be_empty=True)
+        stack.callback(asyncio.create_task(prefill_nodes.follow(followed)).cancel)
+    spart = node.backend.make_spart(model, links, exchange, plan.slots, None if ranks is None else ranks.followers)
+    if exchange.bypass is not None:
+        await asyncio.to_thread(exchange.bypass.prepare, spart, plan.split.mini_batches)
+    ends = _end_tokens(node.settings.tokenizer, node.backend.config)
+    seconds = {} if exchange.bypass is None else exchange.bypass.seconds
+    engine = _make_engine(config, spart, plan.split, plan.staged, prefill_nodes, plan.digest, ends, seconds)
+    if engine.longest_sequence < engine.max_model_len:
+        log.warning(
+            "the KV-cache holds at most %d tokens of one sequence, fewer than the context of %d",
+            engine.longest_sequence - 1,
+            engine.max_model_len,
+        )
+    await engine.start()
+    stack.push_async_callback(engine.stop)
+    return engine
+
+
+def _end_tokens(tokenizer: Tokenizer, model: AttentionShape) -> frozenset[int]:
     """The tokens that end a turn; says in the log which these are."""
     ends = end_of_turn(tokenizer, model.eos_token_ids, model.vocab_size)
     if ends:
@@ -153,118 +308,31 @@ def _end_tokens(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> frozense
     return ends
 
 
-async def _serve(
-    config: NodeConfig,
-    settings: ApiSettings,
-    backend: Backend,
-    model: Model | HFModel,
-    exchange: ChosenExchange,
-    api: ApiProcesses | list[socket.socket],
-    split: Split,
-    secret: bytes | None,
-    ranks: Ranks | None,
-) -> None:
-    """Run the engine, and the API in its processes, or in this one on bound sockets."""
-    shutdown = asyncio.create_task(wait_for_shutdown())
-    async with contextlib.AsyncExitStack() as stack:
-        if isinstance(api, ApiProcesses):
-            stack.push_async_callback(api.close)
-        if model.device.type == "cpu":
-            choosing = asyncio.create_task(choose_split(config, backend, model, split))
-            await asyncio.wait([choosing, shutdown], return_when=asyncio.FIRST_COMPLETED)
-            if not choosing.done():
-                choosing.cancel()
-                await asyncio.wait([choosing])  # its R-nodes end
-                return
-            split = choosing.result()
-            set_threads(split.s_threads, model)
-        itemsize = model.dtype.itemsize
-        # The slots hold states of the whole model, of which each rank keeps its heads' part.
-        slots = state_slots(config, backend.config, itemsize, free_memory(model.device), split.mini_batches)
-        state_bytes = slots * backend.config.state_bytes(itemsize)
-        if slots:
-            log.info(
-                "the model's layers keep states: %s hold %d of them",
-                format_bytes(state_bytes),
-                slots,
-            )
-        captures, seconds_of = exchange.bypass is not None, partial(prompt_seconds, backend, model)
-        config, staged, kv_bytes = await asyncio.to_thread(
-            plan_steps, with_gpu_kv(config, model), model, split.mini_batches, captures, seconds_of, state_bytes
-        )
-        length = config.max_model_len or backend.config.max_positions
-        hello = _make_hello(config, model, split, length)
-        resident = await asyncio.to_thread(open_gpu_kv, config, model, hello, kv_bytes)
-        if resident is not None:
-            resident.secret = secret
-        embedded: EmbeddedRNode | None = None
-        r_nodes: NodeSet
-        if config.uses_r_nodes:
-            r_nodes = r_node_set(config)
-        else:
-            embedded = EmbeddedRNode(config, split)
-            stack.push_async_callback(embedded.stop)
-            await embedded.start()
-            r_nodes = FixedSet((embedded.url,))
-        first: list[Link] = [] if resident is None else [resident]
-        r_node_links = RNodeLinks(r_nodes, hello, secret, config, embedded, first_position=len(first), ranks=ranks)
-        stack.push_async_callback(r_node_links.close)
-        opening = asyncio.create_task(r_node_links.open())
-        stack.callback(opening.cancel)
-        await asyncio.wait([opening, shutdown], return_when=asyncio.FIRST_COMPLETED)
-        if not opening.done():
-            return
-        links = opening.result()  # which the S-Part changes; a copy would keep the regions of lost links mapped
-        links[:0] = first
-        digest = model_digest(backend.source.path, hello, balance_digest(model))
-        log.info("%s", capacity(model.weight_bytes, model.device, links, length, config.tensor_parallel))
-        prefill_nodes: RemotePrefillNodes | None = None
-        if config.prefill_at or config.prefill_file:
-            prefill_nodes = RemotePrefillNodes(config.prefill_at, digest, secret)
-        if prefill_nodes is not None and config.prefill_file is not None:
-            followed = FileSet(config.prefill_file, ("tcp",), may_be_empty=True)
-            stack.callback(asyncio.create_task(prefill_nodes.follow(followed)).cancel)
-        spart = backend.make_spart(model, links, exchange, slots, None if ranks is None else ranks.followers)
-        if exchange.bypass is not None:
-            await asyncio.to_thread(exchange.bypass.prepare, spart, split.mini_batches)
-        ends = _end_tokens(settings.tokenizer, backend.config)
-        seconds = {} if exchange.bypass is None else exchange.bypass.seconds
-        engine = _make_engine(config, spart, split, staged, prefill_nodes, digest, ends, seconds)
-        if engine.longest_sequence < engine.max_model_len:
-            log.warning(
-                "the KV-cache holds at most %d tokens of one sequence, fewer than the context of %d",
-                engine.longest_sequence - 1,
-                engine.max_model_len,
-            )
-        await engine.start()
-        stack.push_async_callback(engine.stop)
-        prefill: PrefillServer | None = None
-        if config.prefill_listen is not None:
-            prefill = await PrefillServer.listen(config.prefill_listen, PrefillWorker(engine), digest, secret)
-            stack.push_async_callback(prefill.close)
-            log.info("prompts of other S-nodes are taken at %s", prefill.url)
-        r_node_links.watch(engine)
-        stack.callback(r_node_links.unwatch)
-        stack.callback(asyncio.create_task(log_activity(lambda: engine.stats)).cancel)
-        client = LocalEngine(engine, settings.tokenizer, settings.names[0])
-        server: ApiProcesses | ApiServer
-        if isinstance(api, ApiProcesses):
-            server = api
-            await server.serve(client)
-        else:
-            server = await serve(settings.app(client), api, tls=settings.tls)
-        stack.push_async_callback(server.close)
-        freeze()
-        _greet(config, server.port, settings)
-        await shutdown
-        log.info("draining: running requests may go on for %.0f s", config.drain_seconds)
-        await server.drain(config.drain_seconds)
-        if prefill is not None:
-            await prefill.drain(config.drain_seconds)
-    log.info("S-node ended")
+async def _listen_for_prompts(
+    node: _LoadedNode, plan: _Plan, engine: Engine, stack: contextlib.AsyncExitStack
+) -> PrefillServer | None:
+    """Take the prompts of other S-nodes, if --prefill-listen says where."""
+    if plan.config.prefill_listen is None:
+        return None
+    server = await PrefillServer.listen(plan.config.prefill_listen, PrefillWorker(engine), plan.digest, node.secret)
+    stack.push_async_callback(server.close)
+    log.info("prompts of other S-nodes are taken at %s", server.url)
+    return server
 
 
-def _make_hello(config: NodeConfig, model: Model | HFModel, split: Split, length: int) -> Hello:
+async def _serve_api(node: _LoadedNode, engine: Engine, stack: contextlib.AsyncExitStack) -> ApiProcesses | ApiServer:
+    """Serve the API in its processes, or in this one."""
+    settings = node.settings
+    client = LocalEngine(engine, settings.tokenizer, settings.names[0])
+    if isinstance(node.api, ApiProcesses):
+        await node.api.serve(client)
+        return node.api
+    server = await serve(settings.app(client), node.api, tls=settings.tls)
+    stack.push_async_callback(server.close)
+    return server
+
+
+def _make_hello(config: NodeConfig, model: ServedModel, split: Split, length: int) -> Hello:
     """The lease to ask R-nodes for. One that grows begins with room for a sequence of `length` tokens."""
     # A row of a sequence on the GPU whose first tokens lie on an R-node has two rows there.
     second_rows = config.max_batch_size if config.gpu_kv != 0 else 0

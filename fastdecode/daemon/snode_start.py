@@ -16,6 +16,7 @@ from fastdecode.daemon.model_checks import check_for_model
 from fastdecode.daemon.option_values import ConfigError, mtp_drafts
 from fastdecode.daemon.process import wait_for_shutdown
 from fastdecode.daemon.serving import ApiSettings
+from fastdecode.daemon.tasks import run_until
 from fastdecode.demo import model_dir
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config_file import open_source
@@ -46,14 +47,11 @@ def run_s_node(config: NodeConfig) -> None:
 
 async def _check_until_shutdown(config: NodeConfig, secret: bytes | None) -> bool:
     """True: the addresses are good; False: a signal has asked for the end. Raises what `_check_addresses` raises."""
-    shutdown = asyncio.create_task(wait_for_shutdown())
-    checking = asyncio.create_task(_check_addresses(config, secret))
-    await asyncio.wait([checking, shutdown], return_when=asyncio.FIRST_COMPLETED)
-    for task in (shutdown, checking):
-        task.cancel()
-    if checked := checking.done():
-        checking.result()
-    return checked
+    checking = await run_until(_check_addresses(config, secret), wait_for_shutdown())
+    if checking.cancelled():
+        return False
+    checking.result()
+    return True
 
 
 async def _check_addresses(config: NodeConfig, secret: bytes | None) -> None:

@@ -32,6 +32,7 @@ from fastdecode.daemon.config_sources import Parser
 from fastdecode.daemon.discovery import DnsSet, FileSet, FixedSet, NodeSet, bracketed
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.process import announce, set_up_logging, wait_for_shutdown
+from fastdecode.daemon.tasks import wait_until
 from fastdecode.daemon.tls import client_tls, server_tls
 from fastdecode.router.forwarder import Forwarder, RouterMetrics, has_dot_segments
 from fastdecode.router.pool import Pool
@@ -39,7 +40,6 @@ from fastdecode.router.pool import Pool
 log = logging.getLogger(__name__)
 
 _SCHEMES = ("http", "https")
-_POLL_SECONDS = 0.05
 _SILENCE_MS = 2000  # an S-node's host that has acknowledged nothing for so long is lost
 
 
@@ -208,11 +208,7 @@ def make_app(pool: Pool, forwarder: Forwarder, metrics: RouterMetrics, *, access
 
     async def close(grace: float) -> None:
         closing.set()
-        try:
-            async with asyncio.timeout(grace):
-                while forwarder.requests:
-                    await asyncio.sleep(_POLL_SECONDS)
-        except TimeoutError:
+        if not await wait_until(lambda: not forwarder.requests, grace):
             log.warning("%d request(s) end with the router", forwarder.requests)
 
     app = web.Application(

@@ -18,6 +18,7 @@ import orjson
 
 from fastdecode.api.continuation import HEADER, router_proof
 from fastdecode.daemon.discovery import NodeSet, readings
+from fastdecode.daemon.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +105,8 @@ class Pool:
         self._following = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
-        tasks = [task for task in (self._following, *(s_node.task for s_node in self.s_nodes)) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = (self._following, *(s_node.task for s_node in self.s_nodes))
+        await cancel(*(task for task in tasks if task is not None))
 
     def choose(self, keys: Sequence[bytes], tried: Collection[SNode] = ()) -> SNode | None:
         """The S-node for a prompt with these blocks; None if no S-node can take it except those in `tried`."""
