@@ -14,7 +14,6 @@ from fastdecode.bench.serving import client
 from fastdecode.bench.soaking.processes import LoggedProcess, Node
 from fastdecode.bench.vllm_environment import needed_vllm_python, vllm_env
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.demo import model_dir
 
 DEMO = "demo"
 #: Other systems, by the name of the configuration.
@@ -52,7 +51,7 @@ async def servers(model: str, options: str, configurations: dict[str, str]) -> A
 def _vllm(log: Path, model: str, options: str, port: int) -> LoggedProcess:
     """`vllm serve` of the environment that FASTDECODE_VLLM_PYTHON names, with all cores."""
     python = needed_vllm_python()
-    path = NodeConfig(model=None if model == DEMO else Path(model)).model_path() or model_dir()
+    path = NodeConfig(model=None if model == DEMO else Path(model)).model_path()
     if not path.is_dir():
         raise ValueError(f"the vllm peer needs a model directory, not {path}")
     space = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", _VLLM_GIB))

@@ -33,7 +33,6 @@ from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.daemon.machine import total_memory, usable_cpus
 from fastdecode.daemon.options import WEIGHTS
 from fastdecode.daemon.roofline import Roofline
-from fastdecode.demo import model_dir
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, choose_dtype, load_model, read_config
 from fastdecode.spart.own_thread import in_own_thread
@@ -105,7 +104,7 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """The rows of all cells, and the signal that has ended the run or 0."""
     config = NodeConfig.from_args(_node_options(args))
     device = node_device(config)
-    path = NodeConfig(model=args.model).model_path() or model_dir()
+    path = NodeConfig(model=args.model).model_path()
     dtype = choose_dtype(args.dtype, read_config(path).dtype, device)
     settings = {name: getattr(args, name) for name in _SETTINGS} | {"model": path.resolve().name}
     kept = read_kept(args.out, settings) or {"settings": settings, "rows": []}

@@ -26,7 +26,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.daemon.options import WEIGHTS
-from fastdecode.demo import heldout_text, model_dir
+from fastdecode.demo import heldout_text
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.int4.balance import balance_for
@@ -85,7 +85,7 @@ def _print_table(result: dict[str, Any]) -> None:
 
 async def _run(args: argparse.Namespace, cut_off_by: list[int]) -> dict[str, Any]:
     """The rows of all formats, or of the formats measured until `cut_off_by` has a signal's number."""
-    device, path = choose_device("auto"), NodeConfig(model=args.model).model_path() or model_dir()
+    device, path = choose_device("auto"), NodeConfig(model=args.model).model_path()
     dtype = choose_dtype(args.dtype, read_config(path).dtype, device)
     text = args.text.read_text() if args.text else heldout_text()
     tokenizer = Tokenizer.from_dir(path)

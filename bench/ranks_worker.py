@@ -9,7 +9,6 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.decoding import DecodeShape, Decoding
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.daemon.ranks import Ranks
-from fastdecode.demo import model_dir
 from fastdecode.spart import Model, choose_dtype
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.decoder.rank_steps import Followers, LeadSPart
@@ -28,7 +27,7 @@ class Worker:
         """`options` are those of a node."""
         self._loop, self._steps, self._mini_batches = asyncio.new_event_loop(), steps, mini_batches
         config = NodeConfig.from_args(options)
-        backend = choose_backend("native", config.model_path() or model_dir())
+        backend = choose_backend("native", config.model_path())
         self._ranks = Ranks(config, backend.config.vocab_size)
         split = split_machine(config, s_on_gpu=False)
         set_threads(split.s_threads)

@@ -30,7 +30,6 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.daemon.options import WEIGHTS
-from fastdecode.demo import model_dir
 from fastdecode.spart import SPart, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.linears.memory import small_pages
@@ -112,7 +111,7 @@ class _Variant:
 
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
-    path = NodeConfig(model=args.model).model_path() or model_dir()
+    path = NodeConfig(model=args.model).model_path()
     device = choose_device("auto")
     threads = args.threads or torch.get_num_threads()
     set_threads(threads)

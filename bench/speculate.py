@@ -27,7 +27,6 @@ from fastdecode.bench.options import print_result
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
 from fastdecode.daemon.option_values import guesses, mtp_drafts
-from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.state import sequence
 from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEvent
@@ -79,7 +78,7 @@ def _print_table(result: dict[str, Any]) -> None:
 
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
-    path = NodeConfig(model=args.model).model_path() or model_dir()
+    path = NodeConfig(model=args.model).model_path()
     set_threads(args.threads or torch.get_num_threads())
     backend, device = choose_backend("auto", path), choose_device("auto")
     dtype = choose_dtype("auto", backend.config.dtype, device)

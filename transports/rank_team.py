@@ -42,6 +42,15 @@ class Opened(NamedTuple):
     region_bytes: int
 
 
+def _remote(method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """A method of RemoteLink that calls this one of the link in the rank's process."""
+
+    async def call(link: RemoteLink, *arguments: object) -> Any:
+        return await link._call(link.number, method, *arguments)
+
+    return call
+
+
 class RemoteLink(Link):
     """A link of another rank, without a data path here."""
 
@@ -63,33 +72,15 @@ class RemoteLink(Link):
     def region_bytes(self) -> int:
         return self._region_bytes
 
-    def _ask(self, method: str, *arguments: object) -> Coroutine[Any, Any, Any]:
-        return self._call(self.number, method, *arguments)
-
-    async def free(self, handles: Sequence[tuple[int, int]]) -> None:
-        await self._ask("free", handles)
-
-    async def trim(self, seq_index: int, tag: int, length: int) -> None:
-        await self._ask("trim", seq_index, tag, length)
-
-    async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
-        await self._ask("fork", src, dst, length)
-
-    async def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
-        await self._ask("keep", sequences)
-
-    async def find(self, key: str, length: int) -> bool:
-        found: bool = await self._ask("find", key, length)
-        return found
-
-    async def adopt(self, seq: tuple[int, int], length: int, key: str) -> None:
-        await self._ask("adopt", seq, length, key)
+    free, trim, fork = _remote("free"), _remote("trim"), _remote("fork")
+    keep, find, adopt = _remote("keep"), _remote("find"), _remote("adopt")
+    close = _remote("close")
 
     async def resize(self, n_pages: int) -> dict[str, int]:
-        return self._of_one(await self._ask("resize", n_pages))
+        return self._of_one(await self._call(self.number, "resize", n_pages))
 
     async def stats(self) -> dict[str, int]:
-        return self._of_one(await self._ask("stats"))
+        return self._of_one(await self._call(self.number, "stats"))
 
     def _of_one(self, stats: dict[str, int]) -> dict[str, int]:
         """The R-node tells each rank how many pages its lease could have if the others stayed as they are."""
@@ -103,9 +94,6 @@ class RemoteLink(Link):
 
     async def closed(self) -> LinkDown | None:
         return await asyncio.shield(self._ended)
-
-    async def close(self) -> None:
-        await self._ask("close")
 
 
 class RankTeam(Team):

@@ -140,6 +140,17 @@ def read_objects(value: Any, param: str, what: str) -> list[Fields]:
     return [Fields(entry, f"{param}[{i}]") for i, entry in enumerate(value)]
 
 
+def read_texts(value: Any, param: str, *kinds: str, neutral: Mapping[str, Test] | None = None) -> list[str]:
+    """The texts of a list of text parts, whose `type` is one of `kinds`; `neutral`: see Fields.refuse_others. Raises
+    ApiError (400)."""
+    texts = []
+    for part in read_objects(value, param, "text parts"):
+        part.require_type(*kinds, kind="text parts")
+        texts.append(part.required_string("text"))
+        part.refuse_others(neutral)
+    return texts
+
+
 def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdecode.api.fields import Fields, decode_json, invalid, is_one_of, read_objects
+from fastdecode.api.fields import Fields, decode_json, invalid, is_one_of, read_objects, read_texts
 from fastdecode.text.chat_template import REASONING_FIELDS
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -84,9 +84,4 @@ def _content(content: Any, param: str) -> str:
         return content
     if not isinstance(content, list) or not content:
         raise invalid(param, "must be a string or a list of text parts")
-    texts = []
-    for part in read_objects(content, param, "text parts"):
-        part.require_type("text", kind="text parts")
-        texts.append(part.required_string("text"))
-        part.refuse_others()
-    return "\n".join(texts)
+    return "\n".join(read_texts(content, param, "text"))

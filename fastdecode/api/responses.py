@@ -15,7 +15,7 @@ from fastdecode.api.answers import Event, ItemAnswer
 from fastdecode.api.choices import Piece
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError
-from fastdecode.api.fields import Fields, invalid, is_integer, is_one_of, is_string, read_objects
+from fastdecode.api.fields import Fields, invalid, is_integer, is_one_of, is_string, read_objects, read_texts
 from fastdecode.api.origins import Origins
 from fastdecode.api.protocol import HINTS, LEFT_OUT, LEFT_OUT_OF_STREAMS, ChatRequest, parse_translated, read_hint
 from fastdecode.api.response_tools import ResponseTools, flat_name
@@ -165,8 +165,10 @@ def _add_item(messages: list[dict[str, Any]], fields: Fields, thought: str, orig
             messages.append({"role": "tool", "tool_call_id": fields.string("call_id"), "content": output})
         case "reasoning":
             fields.take("encrypted_content")
-            content, summary = fields.take("content"), fields.take("summary")
-            thought = _thought(content, fields.param("content")) or _thought(summary, fields.param("summary"))
+            kinds = ("reasoning_text", "summary_text", "text")
+            for name in ("content", "summary"):
+                parts = fields.take(name) or []
+                thought = thought or "\n".join(read_texts(parts, fields.param(name), *kinds))
         case _:
             message = f"must be message, function_call, function_call_output or reasoning, not {kind!r}"
             raise invalid(fields.param("type"), message, code="unsupported_value")
@@ -174,26 +176,13 @@ def _add_item(messages: list[dict[str, Any]], fields: Fields, thought: str, orig
     return thought
 
 
-def _thought(parts: Any, param: str) -> str:
-    """The text of a reasoning item's content or summary."""
-    texts = []
-    for part in read_objects(parts or [], param, "text parts"):
-        part.require_type("reasoning_text", "summary_text", "text", kind="text parts")
-        texts.append(part.required_string("text"))
-        part.refuse_others()
-    return "\n".join(texts)
-
-
 def _text(content: Any, param: str) -> Any:
     """A text, or a list of text parts as a chat has it."""
     if not isinstance(content, list):
         return content
-    parts = []
-    for part in read_objects(content, param, "text parts"):
-        part.require_type("input_text", "output_text", "text", kind="text parts")
-        parts.append({"type": "text", "text": part.required("text")})
-        part.refuse_others({"annotations": is_one_of([]), "logprobs": is_one_of([])})
-    return parts
+    neutral = {"annotations": is_one_of([]), "logprobs": is_one_of([])}
+    texts = read_texts(content, param, "input_text", "output_text", "text", neutral=neutral)
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _format(fields: Fields) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from fastdecode.api.server import serve
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.process import freeze, set_up_logging
 from fastdecode.daemon.serving import ApiSettings
-from fastdecode.demo import model_dir
 from fastdecode.engine.state.request import NotReady
 from fastdecode.gguf.file import ModelSource
 from fastdecode.service.remote import RemoteEngine
@@ -35,7 +34,7 @@ def main() -> None:
     engine, *listening = (socket.socket(fileno=int(fd)) for fd in sys.argv[1].split(","))
     config = NodeConfig.from_args(sys.argv[2:])
     set_up_logging(config.log_level, config.log_format)
-    settings = ApiSettings.make(config, ModelSource.open(config.model_path() or model_dir()))
+    settings = ApiSettings.make(config, ModelSource.open(config.model_path()))
     sys.exit(uvloop.run(_serve(settings, engine, listening)))
 
 

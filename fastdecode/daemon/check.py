@@ -18,7 +18,7 @@ from fastdecode.daemon.machine import (
     usable_cpus,
     usable_nodes,
 )
-from fastdecode.daemon.option_values import format_bytes, mtp_drafts
+from fastdecode.daemon.option_values import format_bytes
 from fastdecode.kernels import _native
 from fastdecode.transports import rdma_endpoint
 
@@ -49,15 +49,15 @@ def report(config: NodeConfig) -> str:
         *([("ranks", ranks)] if config.role == "s" and device.type == "cpu" and (ranks := _ranks(config)) else []),
         ("RDMA", rdma_endpoint.report()),
     ]
-    if path := config.model_path():
+    if config.model is not None:
         from fastdecode.daemon import check_model
+        from fastdecode.daemon.model_checks import node_backend
         from fastdecode.daemon.serving import ApiSettings
-        from fastdecode.spart.backend import choose_backend
         from fastdecode.spart.checkpoints.config_file import open_source
 
-        source = open_source(path)
+        source = open_source(config.model_path())
         ApiSettings.make(config, source)  # raises what a node would raise
-        backend = choose_backend(config.backend, source).with_mtp(mtp_drafts(config.speculate))
+        backend = node_backend(config, source)
         rows += check_model.rows(config, backend)
         if config.role == "s" and not config.uses_r_nodes and (split := _split(config, backend, device)):
             rows.append(("split", split))

@@ -17,6 +17,7 @@ from fastdecode.daemon.config_sources import Parser, add_argument, flag, merged,
 from fastdecode.daemon.option_help import add_help
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.options import NodeOptions
+from fastdecode.demo import model_dir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +27,12 @@ class NodeConfig(NodeOptions):
     def __post_init__(self) -> None:
         check_options(self)
 
-    def model_path(self) -> Path | None:
-        """The model directory or GGUF file that --model names; None without --model.
+    def model_path(self) -> Path:
+        """The model directory or GGUF file that --model names; without --model, the directory of the demo model.
 
         Raises ConfigError if there is no such model.
         """
-        return None if self.model is None else find_model(self.model)
+        return model_dir() if self.model is None else find_model(self.model)
 
     def read_secret(self) -> bytes | None:
         """The shared secret, without surrounding white space; None without --secret-file. Raises ConfigError."""

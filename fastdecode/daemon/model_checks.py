@@ -1,17 +1,23 @@
-"""check_for_model: whether a model can be served with the options given. It needs neither weights nor torch."""
+"""Whether a model can be served with the options given, and by which backend. It needs neither weights nor torch."""
 
 from __future__ import annotations
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.kv_pages import KVPages
-from fastdecode.daemon.option_values import ConfigError, format_bytes
+from fastdecode.daemon.option_values import ConfigError, format_bytes, mtp_drafts
+from fastdecode.gguf.file import ModelSource
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import region_layout
-from fastdecode.spart.backend import Backend
+from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.shape import AttentionShape
 from fastdecode.transports.base import TransportError
 from fastdecode.transports.team import check_parts
 from fastdecode.transports.token_team import check_tokens
+
+
+def node_backend(config: NodeConfig, source: ModelSource) -> Backend:
+    """The backend that the options ask for, with the MTP head if they ask for it. Raises CheckpointError."""
+    return choose_backend(config.backend, source).with_mtp(mtp_drafts(config.speculate))
 
 
 def check_for_model(config: NodeConfig, backend: Backend) -> None:

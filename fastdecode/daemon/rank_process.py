@@ -25,7 +25,7 @@ from msgspec.msgpack import encode
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import stay_on_node
-from fastdecode.daemon.option_values import mtp_drafts
+from fastdecode.daemon.model_checks import node_backend
 from fastdecode.daemon.process import freeze, set_up_logging
 from fastdecode.daemon.rank_messages import (
     TO_RANK,
@@ -39,9 +39,8 @@ from fastdecode.daemon.rank_messages import (
     ToRank,
 )
 from fastdecode.daemon.ranks import HEARTBEAT_SECONDS, SILENT_BEATS
-from fastdecode.demo import model_dir
 from fastdecode.spart import Model, choose_dtype
-from fastdecode.spart.backend import Backend, choose_backend
+from fastdecode.spart.backend import Backend
 from fastdecode.spart.checkpoints.config_file import open_source
 from fastdecode.spart.int4.balance import balance_for
 from fastdecode.spart.lora.files import read_adapter
@@ -73,8 +72,7 @@ def main() -> None:
     stay_on_node(rank, config.tensor_parallel)
     set_threads(split.s_threads)
     try:
-        backend = choose_backend(config.backend, open_source(config.model_path() or model_dir()))
-        backend = backend.with_mtp(mtp_drafts(config.speculate))
+        backend = node_backend(config, open_source(config.model_path()))
         model = _load(config, backend, Share.join(rank, config.tensor_parallel, *memory))
     except Exception as error:
         log.debug("rank %d has not loaded its weights", rank, exc_info=True)

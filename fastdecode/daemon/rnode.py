@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fastdecode.daemon.kv_pages import KVPages
@@ -295,6 +295,19 @@ async def _log_prefault(link: REngineLink) -> None:
             await asyncio.sleep(0.1)
 
 
+def _for_each(call: Callable[..., object], arguments: Iterable[Sequence[Any]]) -> None:
+    """Make a call with each of the arguments. Raises CallRefused for the first call that failed, at the end."""
+    first: CallRefused | None = None
+    for each in arguments:
+        try:
+            with refusals():
+                call(*each)
+        except CallRefused as error:
+            first = first or error
+    if first:
+        raise first
+
+
 class REngineGrant:
     """A granted link over the R-engine (a transports.base.LinkGrant)."""
 
@@ -321,15 +334,7 @@ class REngineGrant:
         self._migrations.freed(handles)
         for seq_index, _ in handles:
             self._node.orphans.forget(self._keyed, seq_index)
-        first: CallRefused | None = None
-        for seq_index, tag in handles:
-            try:
-                with refusals():
-                    self._link.free(seq_index, tag)
-            except CallRefused as error:
-                first = first or error
-        if first:
-            raise first
+        _for_each(self._link.free, handles)
 
     def trim(self, seq_index: int, tag: int, length: int) -> None:
         with refusals():
@@ -350,16 +355,13 @@ class REngineGrant:
 
     def keep(self, sequences: Sequence[tuple[int, int, str | None]]) -> None:
         """Give sequences keys. Raises CallRefused for the first that could not get one, at the end."""
-        first: CallRefused | None = None
-        for seq_index, tag, key in sequences:
-            try:
-                if seq_index >= self.lease.max_seqs:
-                    raise CallRefused(Status.BAD_SEQUENCE, f"sequence {seq_index} is outside the lease")
-                self._node.orphans.keep(self._keyed, seq_index, tag, key)
-            except CallRefused as error:
-                first = first or error
-        if first:
-            raise first
+
+        def keep(seq_index: int, tag: int, key: str | None) -> None:
+            if seq_index >= self.lease.max_seqs:
+                raise CallRefused(Status.BAD_SEQUENCE, f"sequence {seq_index} is outside the lease")
+            self._node.orphans.keep(self._keyed, seq_index, tag, key)
+
+        _for_each(keep, sequences)
 
     def find(self, key: str, length: int) -> None:
         self._node.orphans.find(key, length, self._keyed.format)

@@ -12,13 +12,11 @@ from fastdecode.api.server import bind
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.discovery import DiscoveryError, FileSet, r_node_set
 from fastdecode.daemon.first_answers import first_answers
-from fastdecode.daemon.model_checks import check_for_model
-from fastdecode.daemon.option_values import ConfigError, mtp_drafts
+from fastdecode.daemon.model_checks import check_for_model, node_backend
+from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.process import wait_for_shutdown
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.tasks import run_until
-from fastdecode.demo import model_dir
-from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config_file import open_source
 from fastdecode.transports import tcp
 from fastdecode.transports.registry import probe
@@ -29,14 +27,14 @@ def run_s_node(config: NodeConfig) -> None:
 
     Raises ConfigError, TransportError, OSError, RuntimeError, ValueError; the message is a sentence for the user.
     """
-    source = open_source(config.model_path() or model_dir())
+    source = open_source(config.model_path())
     secret = config.read_secret()
     settings = ApiSettings.make(config, source)
     with contextlib.ExitStack() as stack:
         sockets = bind(config.host, config.port)
         for sock in sockets:
             stack.callback(sock.close)
-        backend = choose_backend(config.backend, source).with_mtp(mtp_drafts(config.speculate))
+        backend = node_backend(config, source)
         check_for_model(config, backend)
         if not asyncio.run(_check_until_shutdown(config, secret)):
             return

@@ -35,7 +35,6 @@ from fastdecode.daemon.device_plan import node_device
 from fastdecode.daemon.embedded import split_machine
 from fastdecode.daemon.machine import available_memory, cpu_model, usable_cpus
 from fastdecode.daemon.option_values import parse_bytes
-from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.plan.children import r_node
@@ -82,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print and save a profile. Raises ValueError, OSError, RuntimeError, TransportError."""
-    directory = NodeConfig(model=args.model).model_path() or model_dir()
+    directory = NodeConfig(model=args.model).model_path()
     settings = ProfileSettings(
         rows=sorted(set(args.rows)),
         kv_dtypes=args.kv_dtype or ["fp16", "int8", "int4"],

@@ -10,7 +10,6 @@ from fastdecode.bench.shapes import SHAPES
 from fastdecode.daemon.check_model import parameters
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.kv_pages import KVPages
-from fastdecode.demo import model_dir
 from fastdecode.engine.scheduling.rtime import layer_groups
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import Geometry
@@ -126,7 +125,7 @@ def find_planned_model(model: Path | None) -> PlannedModel:
     """
     if is_shape(model):
         return PlannedModel.of_shape(str(model))
-    return read_model(NodeConfig(model=model).model_path() or model_dir())
+    return read_model(NodeConfig(model=model).model_path())
 
 
 def read_model(path: Path) -> PlannedModel:

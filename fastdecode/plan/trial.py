@@ -32,7 +32,6 @@ from fastdecode.bench.serving.client import LoadRun
 from fastdecode.bench.serving.workload import LoadRequest, Prompts
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import usable_cpus
-from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
@@ -83,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, serve, simulate and print. Raises ProfileError, ValueError, OSError, RuntimeError, TransportError."""
-    directory = NodeConfig(model=args.model).model_path() or model_dir()
+    directory = NodeConfig(model=args.model).model_path()
     planned = read_model(directory)
     disturbed = args.disturb
     if disturbed:

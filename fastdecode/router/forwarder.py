@@ -345,20 +345,17 @@ def _none_left(pool: Pool) -> str:
 class RouterMetrics(Collector):
     """Counters of one router."""
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, pool: Pool) -> None:
+        """`pool` has the S-nodes that are shown."""
+        self._pool, self._registry = pool, CollectorRegistry()
         self.requests = self._counter("requests", "Requests sent to an S-node.", "s_node")
         self.retries = self._counter("retries", "Requests sent to a further S-node.")
         self.continued = self._counter("continued_streams", "Streams continued at another S-node.")
         self.broken = self._counter("broken_streams", "Streams whose S-node was lost.")
+        self._registry.register(self)
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(f"fastdecode:router_{name}", documentation, labels, registry=self._registry)
-
-    def watch(self, pool: Pool) -> None:
-        """Show the S-nodes of a pool, too."""
-        self._pool = pool
-        self._registry.register(self)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -166,10 +166,9 @@ async def _run(
     shutdown = asyncio.create_task(wait_for_shutdown())
     connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket, ssl=s_node_tls)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-        metrics = RouterMetrics()
         # The certificate of S-nodes that are found by a name is that of the name, because addresses change.
         pool = Pool(_node_set(args), session, secret, urlsplit(args.s_nodes_dns or "").hostname)
-        metrics.watch(pool)
+        metrics = RouterMetrics(pool)
         await pool.start()
         forwarder = Forwarder(pool, session, metrics, secret, args.continue_seconds)
         app = make_app(pool, forwarder, metrics, access_log=not args.no_access_log)

@@ -170,7 +170,7 @@ def test_the_cache_is_that_of_huggingface_hub(given, monkeypatch):
 
 
 def test_a_model_is_a_directory_or_a_file(tmp_path):
-    assert NodeConfig().model_path() is None
+    assert NodeConfig().model_path() == model_dir()
     (tmp_path / "a.gguf").touch()
     assert NodeConfig(model=tmp_path).model_path() == tmp_path
     assert NodeConfig(model=tmp_path / "a.gguf").model_path() == tmp_path / "a.gguf"

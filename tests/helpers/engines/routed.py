@@ -25,9 +25,8 @@ served = functools.partial(api_client.served, router_secret=SECRET)
 async def routed(*urls, nodes=None, secret=SECRET, continue_seconds=30.0):
     """A router over S-nodes that it has found healthy; yields OpenAI's client, an HTTP client and the pool."""
     async with aiohttp.ClientSession(auto_decompress=False) as session:
-        metrics = RouterMetrics()
         pool = Pool(nodes or FixedSet(urls), session, secret)
-        metrics.watch(pool)
+        metrics = RouterMetrics(pool)
         await pool.start()
         server = await serve(
             make_app(pool, Forwarder(pool, session, metrics, secret, continue_seconds), metrics), bind("127.0.0.1", 0)
