@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from aiohttp import web
@@ -59,61 +60,49 @@ API_PATHS = (
 CLOSE: web.AppKey[Callable[[float], Awaitable[None]]] = web.AppKey("close")
 
 
-def make_app(
-    engine: EngineClient,
-    tokenizer: Tokenizer,
-    *names: str,
-    adapters: Sequence[str] = (),
-    api_keys: Sequence[str] = (),
-    cors_origins: Sequence[str] = (),
-    access_log: bool = True,
-    tracing: Tracing | None = None,
-    tool_parser: str = "auto",
-    reasoning_parser: str = "auto",
-    defaults: SamplingDefaults = NO_DEFAULTS,
-    max_body_bytes: int = MAX_BODY_BYTES,
-    keep_alive_seconds: float = 15.0,
-    stalled_after_seconds: float = 60.0,
-    router_secret: bytes | None = None,
-    router_only: bool = False,
-    drop_hosted_tools: bool = False,
-    one_of: int = 1,
-    resume_seconds: float = 30.0,
-    stored_bytes: int = STORED_BYTES,
-) -> web.Application:
-    """Make the application.
+@dataclass(frozen=True, slots=True)
+class ApiOptions:
+    """The options of an application."""
 
-    Args:
-        names: the model's names; the first one is its own.
-        adapters: the names of the model's LoRA adapters.
-        api_keys: every path but /health requires one of these keys; (): no path requires a key.
-        cors_origins: pages of these origins may use the API; "*": all pages.
-        access_log: log a line for every request.
-        tracing: makes spans of the requests, and is closed with the application.
-        tool_parser: how the model writes tool calls: a key of TOOL_FORMS, or "auto": as its chat template says.
-        reasoning_parser: how it writes its reasoning: one of REASONING_FORMS, "none", or "auto".
-        defaults: of sampling, for requests that give no values.
-        max_body_bytes: longer bodies get status 413.
-        keep_alive_seconds: a stream without text for this long sends a comment.
-        stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
-        router_secret: a router that knows it can continue streams of other S-nodes here; None: no router can.
-        router_only: without api_keys, every path but /health requires a router's proof of router_secret.
-        drop_hosted_tools: drop tools that only their vendor runs from requests, which are refused otherwise.
-        one_of: how many processes serve this API. Several cannot know each other's stored streams.
-        resume_seconds: how long a stream with ids waits for its client (stored.py); 0: events get no ids.
-        stored_bytes: the most bytes of events that are stored.
-    """
+    names: tuple[str, ...]  # of the model; the first one is its own
+    _: KW_ONLY
+    adapters: tuple[str, ...] = ()  # the names of the model's LoRA adapters
+    api_keys: Sequence[str] = ()  # every path but /health requires one of these keys; (): no path requires a key
+    cors_origins: Sequence[str] = ()  # pages of these origins may use the API; "*": all pages
+    access_log: bool = True  # log a line for every request
+    tracing: Tracing | None = None  # makes spans of the requests, and is closed with the application
+    tool_parser: str = "auto"  # how the model writes tool calls: a key of TOOL_FORMS; "auto": as its chat template says
+    reasoning_parser: str = "auto"  # how it writes its reasoning: one of REASONING_FORMS, "none", or "auto"
+    defaults: SamplingDefaults = NO_DEFAULTS  # of sampling, for requests that give no values
+    max_body_bytes: int = MAX_BODY_BYTES  # longer bodies get status 413
+    keep_alive_seconds: float = 15.0  # a stream without text for this long sends a comment
+    stalled_after_seconds: float = 60.0  # /health has status 503 if work has completed no step for this long
+    router_secret: bytes | None = None  # a router that knows it can continue streams of other S-nodes here
+    router_only: bool = False  # without api_keys, every path but /health requires a router's proof of router_secret
+    drop_hosted_tools: bool = False  # drop tools that only their vendor runs from requests, which are refused otherwise
+    one_of: int = 1  # processes that serve this API; several cannot know each other's stored streams
+    resume_seconds: float = 30.0  # how long a stream with ids waits for its client (stored.py); 0: events get no ids
+    stored_bytes: int = STORED_BYTES  # the most bytes of events that are stored
+
+
+def make_app(engine: EngineClient, tokenizer: Tokenizer, options: ApiOptions) -> web.Application:
+    """Make the application."""
     plain, with_tools = tokenizer.template_source(), tokenizer.template_source(tools=True)
-    forms = tool_form(tool_parser, with_tools), reasoning_form(reasoning_parser, plain + with_tools)
-    served = ApiModel(names, *forms, defaults, tuple(adapters))
+    forms = (
+        tool_form(options.tool_parser, with_tools),
+        reasoning_form(options.reasoning_parser, plain + with_tools),
+    )
+    names, adapters, secret = options.names, options.adapters, options.router_secret
+    served = ApiModel(names, *forms, options.defaults, adapters)
     preparation = Preparation(engine, tokenizer, served.tool_form)
-    runs = Runs(engine, keep_alive_seconds, StoredStreams(stored_bytes, resume_seconds))
+    stored = StoredStreams(options.stored_bytes, options.resume_seconds)
+    runs = Runs(engine, options.keep_alive_seconds, stored)
     endpoints = Endpoints(
-        tokenizer, served, preparation, runs, router_secret, drop_hosted_tools, one_process=one_of <= 1
+        tokenizer, served, preparation, runs, secret, options.drop_hosted_tools, one_process=options.one_of <= 1
     )
     tokenization = Tokenization(tokenizer, served, preparation, engine.max_model_len)
     created = int(time.time())
-    closed = router_only and not api_keys
+    closed = options.router_only and not options.api_keys
 
     async def cards(*shown: str) -> list[dict[str, object]]:
         facts = {"object": "model", "created": created, "owned_by": "fastdecode", "root": names[0]}
@@ -141,11 +130,11 @@ def make_app(
         )
 
     def state(status: EngineStatus) -> tuple[int, dict[str, Any]]:
-        return health(status, closing=runs.closing, stalled_after=stalled_after_seconds)
+        return health(status, closing=runs.closing, stalled_after=options.stalled_after_seconds)
 
     async def report_health(request: web.Request) -> web.Response:
         status, body = state(await engine.status())
-        trusted = is_from_router(router_secret, request.headers, b"")
+        trusted = is_from_router(secret, request.headers, b"")
         body["router"] = "trusted" if trusted else "refused" if closed else "unknown"
         return json_response(body, status=status)
 
@@ -158,19 +147,19 @@ def make_app(
         preparation.closing = True
         await runs.close(grace)
         preparation.close()
-        if tracing:
-            await asyncio.to_thread(tracing.close)
+        if options.tracing:
+            await asyncio.to_thread(options.tracing.close)
 
-    middlewares: list[Middleware] = [log_requests] if access_log else []
-    middlewares += [allow_origins(cors_origins)] if cors_origins else []
-    middlewares += [tracing.middleware] if tracing else []
+    middlewares: list[Middleware] = [log_requests] if options.access_log else []
+    middlewares += [allow_origins(options.cors_origins)] if options.cors_origins else []
+    middlewares += [options.tracing.middleware] if options.tracing else []
     middlewares += [errors_as_json]
-    if api_keys:
-        middlewares += [require_key(api_keys)]
+    if options.api_keys:
+        middlewares += [require_key(options.api_keys)]
     elif closed:
-        assert router_secret is not None, "a router proves a secret"
-        middlewares += [require_router(router_secret)]
-    app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
+        assert secret is not None, "a router proves a secret"
+        middlewares += [require_router(secret)]
+    app = web.Application(middlewares=middlewares, client_max_size=options.max_body_bytes)
     app[CLOSE] = close
     app.add_routes(
         with_expectations(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from fastdecode.api.app import make_app
+from fastdecode.api.app import ApiOptions, make_app
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.stored import STORED_BYTES
 from fastdecode.api.tracing import Tracing, check_available
@@ -59,31 +59,27 @@ class ApiSettings:
             _sampling_defaults(config, source.path),
         )
 
-    def _tracing(self) -> Tracing | None:
-        endpoint = self.config.otlp_traces_endpoint
-        return Tracing(endpoint, self.names[0]) if endpoint else None
-
     def app(self, engine: EngineClient) -> web.Application:
         """The application over `engine`."""
-        return make_app(
-            engine,
-            self.tokenizer,
-            *self.names,
-            adapters=[name for name, _ in self.config.lora],
+        config, endpoint = self.config, self.config.otlp_traces_endpoint
+        options = ApiOptions(
+            self.names,
+            adapters=tuple(name for name, _ in config.lora),
             api_keys=self.keys,
-            cors_origins=self.config.cors_origin,
-            access_log=not self.config.no_access_log,
-            tracing=self._tracing(),
-            tool_parser=self.config.tool_parser,
-            reasoning_parser=self.config.reasoning_parser,
+            cors_origins=config.cors_origin,
+            access_log=not config.no_access_log,
+            tracing=Tracing(endpoint, self.names[0]) if endpoint else None,
+            tool_parser=config.tool_parser,
+            reasoning_parser=config.reasoning_parser,
             defaults=self.defaults,
-            router_secret=self.config.read_secret(),
-            router_only=self.config.router_only,
-            drop_hosted_tools=self.config.drop_hosted_tools,
-            one_of=self.config.api_processes,
-            resume_seconds=self.config.resume_seconds,
-            stored_bytes=self.config.stored_memory or STORED_BYTES,
+            router_secret=config.read_secret(),
+            router_only=config.router_only,
+            drop_hosted_tools=config.drop_hosted_tools,
+            one_of=config.api_processes,
+            resume_seconds=config.resume_seconds,
+            stored_bytes=config.stored_memory or STORED_BYTES,
         )
+        return make_app(engine, self.tokenizer, options)
 
 
 def _sampling_defaults(config: NodeConfig, path: Path) -> SamplingDefaults:

@@ -18,7 +18,7 @@ from engines.api_client import MODEL
 from engines.scripted_engine import ScriptedEngine
 
 from fastdecode.api import body, server
-from fastdecode.api.app import MAX_BODY_BYTES, make_app
+from fastdecode.api.app import MAX_BODY_BYTES, ApiOptions, make_app
 from fastdecode.api.server import bind, serve
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -28,7 +28,9 @@ GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 @contextlib.asynccontextmanager
 async def served(tokenizer, *scripts, **options):
     """The port of a server with `options` of its connections."""
-    made = await serve(make_app(ScriptedEngine(*scripts), tokenizer, MODEL), bind("127.0.0.1", 0), **options)
+    made = await serve(
+        make_app(ScriptedEngine(*scripts), tokenizer, ApiOptions((MODEL,))), bind("127.0.0.1", 0), **options
+    )
     try:
         yield made.port
     finally:

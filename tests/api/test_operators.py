@@ -13,7 +13,7 @@ from engines.scripted_engine import ScriptedEngine
 from models.checkpoints import make_checkpoint
 from wire.certificates import Authority
 
-from fastdecode.api.app import make_app
+from fastdecode.api.app import ApiOptions, make_app
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
@@ -131,7 +131,7 @@ async def test_the_address_for_all_of_ipv6_is_one_for_all_of_ipv4_too(tokenizer)
         sockets = bind("::", 0)
     except OSError:
         pytest.skip("this machine has no IPv6")
-    server = await serve(make_app(ScriptedEngine(), tokenizer, MODEL), sockets)
+    server = await serve(make_app(ScriptedEngine(), tokenizer, ApiOptions((MODEL,))), sockets)
     try:
         async with aiohttp.ClientSession() as http:
             for host in ("127.0.0.1", "[::1]"):
@@ -145,10 +145,10 @@ async def test_of_two_servers_that_have_bound_one_port_the_second_fails(tokenize
     first = bind("127.0.0.1", 0)
     port = first[0].getsockname()[1]
     second = bind("127.0.0.1", port)  # the first may read weights for minutes before it listens
-    server = await serve(make_app(ScriptedEngine(), tokenizer, MODEL), first)
+    server = await serve(make_app(ScriptedEngine(), tokenizer, ApiOptions((MODEL,))), first)
     try:
         with pytest.raises(OSError, match=f"cannot serve the API on port {port}: Address already in use"):
-            await serve(make_app(ScriptedEngine(), tokenizer, MODEL), second)
+            await serve(make_app(ScriptedEngine(), tokenizer, ApiOptions((MODEL,))), second)
     finally:
         await server.close(grace=0)
 
@@ -159,7 +159,9 @@ async def test_tls(tokenizer, tmp_path):
     settings = ApiSettings.make(
         NodeConfig(ssl_certfile=cert, ssl_keyfile=key), ModelSource.open(make_checkpoint("llama-gqa"))
     )
-    server = await serve(make_app(ScriptedEngine([5]), tokenizer, MODEL), bind("127.0.0.1", 0), tls=settings.tls)
+    server = await serve(
+        make_app(ScriptedEngine([5]), tokenizer, ApiOptions((MODEL,))), bind("127.0.0.1", 0), tls=settings.tls
+    )
     try:
         trusting = ssl.create_default_context(cafile=authority.file)
         async with aiohttp.ClientSession() as http:

@@ -14,7 +14,7 @@ from engines.api_client import MODEL
 from engines.routed import dying, routed, scripted, served, url_of
 from engines.scripted_engine import ScriptedEngine
 
-from fastdecode.api.app import API_PATHS
+from fastdecode.api.app import API_PATHS, ApiOptions
 from fastdecode.api.app import make_app as s_node_app
 from fastdecode.api.page import is_page
 from fastdecode.daemon.discovery import FileSet, FixedSet
@@ -127,7 +127,7 @@ async def test_a_model_s_name_passes_as_it_was_written(tokenizer):
 
 def test_the_router_forwards_every_path_of_the_api(tokenizer):
     others = {"/health", "/cluster", "/metrics", "/{path}"}  # reports, and the route of paths that there are not
-    app = s_node_app(ScriptedEngine(), tokenizer, MODEL)
+    app = s_node_app(ScriptedEngine(), tokenizer, ApiOptions((MODEL,)))
     paths = {route.resource.canonical for route in app.router.routes()}
     forwarded = {path.replace("{name:.+}", "{name}") for path in API_PATHS}
     assert forwarded == {path for path in paths - others if not is_page(path)}

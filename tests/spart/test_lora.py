@@ -277,7 +277,7 @@ async def test_clients_choose_an_adapter_as_their_model(directories, tmp_path):
     adapters = [read_adapter("a", directories[1])]
     async with (
         real_engine(base, tmp_path, adapters=adapters) as engine,
-        served(engine, tokenizer, names=["tiny"], adapters=["a"]) as client,
+        served(engine, tokenizer, names=["tiny"], adapters=("a",)) as client,
     ):
         listed = {model.id: model for model in (await client.openai.models.list()).data}
         assert list(listed) == ["tiny", "a"] and listed["a"].parent == "tiny"

@@ -229,7 +229,7 @@ async def test_the_options_reach_the_request_and_are_kept(page, chat_tokenizer, 
 
 async def test_an_adapter_can_be_chosen(page, chat_tokenizer, script):
     engine = ScriptedEngine(script("one"), script("two"))
-    async with served(engine, chat_tokenizer, adapters=["terse"]) as client:
+    async with served(engine, chat_tokenizer, adapters=("terse",)) as client:
         await page.goto(url(client))
         await say(page, "Hi")
         await expect(page.locator(f"{ANSWER} .text")).to_have_text("one")

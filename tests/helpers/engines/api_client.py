@@ -13,7 +13,7 @@ import aiohttp
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastdecode.api.app import make_app
+from fastdecode.api.app import ApiOptions, make_app
 from fastdecode.api.server import ApiServer, bind, serve
 from fastdecode.engine.engine import Engine
 from fastdecode.service.client import EngineClient
@@ -58,7 +58,7 @@ async def served(
     remote: bool = True,
     **options: Any,
 ) -> AsyncIterator[Client]:
-    """Serve an engine, or an EngineClient, on a free port. `options` go to make_app; the clients send `key`.
+    """Serve an engine, or an EngineClient, on a free port. `options` are those of ApiOptions; the clients send `key`.
 
     `remote`: the API reaches the engine over a pair of sockets, as an API process does.
     """
@@ -89,7 +89,7 @@ async def remote_engine(engine: EngineClient) -> AsyncIterator[RemoteEngine]:
 async def _served(
     engine: EngineClient, tokenizer: Tokenizer, key: str, names: Sequence[str], options: dict[str, Any]
 ) -> AsyncIterator[Client]:
-    server = await serve(make_app(engine, tokenizer, *names, **options), bind("127.0.0.1", 0))
+    server = await serve(make_app(engine, tokenizer, ApiOptions(tuple(names), **options)), bind("127.0.0.1", 0))
     # There is no TLS, and reading the system's certificates is slow.
     http_client = DefaultAsyncHttpxClient(verify=False)
     url = f"http://127.0.0.1:{server.port}"

@@ -16,7 +16,7 @@ from engines.scripted_engine import ScriptedEngine
 from models.tokenizers_made import byte_level
 from wire.name_server import NameServer, enter
 
-from fastdecode.api.app import make_app
+from fastdecode.api.app import ApiOptions, make_app
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon.discovery import DiscoveryError, DnsSet
 from fastdecode.text.tokenizer import Tokenizer
@@ -43,10 +43,10 @@ async def a_client_finds_the_router_that_is_left(names: NameServer, folder: Path
     """And its stream goes on there, at the S-node that has it."""
     tokenizer, go_on = Tokenizer.from_dir(byte_level(folder)), asyncio.Event()
     (folder / "secret").write_bytes(SECRET)
-    servers = []
+    servers, options = [], ApiOptions(("tiny",), router_secret=SECRET)
     for address in S_NODES:
         engine = ScriptedEngine([*range(20, 24), go_on, *range(24, 30)])
-        servers.append(await serve(make_app(engine, tokenizer, "tiny", router_secret=SECRET), bind(address, 8001)))
+        servers.append(await serve(make_app(engine, tokenizer, options), bind(address, 8001)))
     names.addresses |= {"s-nodes": S_NODES, "routers": ROUTERS[:1]}
     words = ("--port", "8000", "--s-nodes-dns", "http://s-nodes:8001", "--secret-file", str(folder / "secret"))
     routers = [Node(folder, "--host", address, *words, program="router") for address in ROUTERS]
