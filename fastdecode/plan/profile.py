@@ -11,10 +11,10 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -22,6 +22,8 @@ import orjson
 from fastdecode.plan import colocation
 from fastdecode.plan.colocation import Colocation
 from fastdecode.region.contract import KV_DTYPES
+
+_T = TypeVar("_T")
 
 VERSION = 1
 SOURCES = ("measured", "data sheet")
@@ -293,22 +295,40 @@ def _median(values: Sequence[Any]) -> Any:
 
 
 def profile_from_json(value: dict[str, Any]) -> Profile:
-    """Build a profile from JSON. Raises TypeError, which names it, for a field that is missing or unknown, and
-    ProfileError."""
+    """Build a profile from JSON. Raises ProfileError, also for a field that is missing or unknown."""
     fields = dict(value)
     if s_node := fields.get("s_node"):
         times = [
-            SPartTimes(**t | {"rows": tuple((float(n), float(s)) for n, s in t["rows"])}) for t in s_node["s_part"]
+            _section(SPartTimes, t | {"rows": tuple((float(n), float(s)) for n, s in t["rows"])}, "s_node.s_part: ")
+            for t in s_node["s_part"]
         ]
         gpu, sockets = s_node.get("gpu"), s_node.get("sockets")
-        parts = {"gpu": gpu and GpuProfile(**gpu), "sockets": sockets and SocketsProfile(**sockets)}
-        fields["s_node"] = SNodeProfile(**s_node | {"s_part": tuple(times)} | parts)
+        parts = {
+            "s_part": tuple(times),
+            "gpu": gpu and _section(GpuProfile, gpu, "s_node.gpu: "),
+            "sockets": sockets and _section(SocketsProfile, sockets, "s_node.sockets: "),
+        }
+        fields["s_node"] = _section(SNodeProfile, s_node | parts, "s_node: ")
     if r_node := fields.get("r_node"):
-        fields["r_node"] = RNodeProfile(**r_node)
-    fields["links"] = {name: LinkTimes(**link) for name, link in fields.get("links", {}).items()}
+        fields["r_node"] = _section(RNodeProfile, r_node, "r_node: ")
+    fields["links"] = {
+        name: _section(LinkTimes, link, f"links.{name}: ") for name, link in fields.get("links", {}).items()
+    }
     cells = fields.pop("together", ()) or fields.get("colocations", ())  # profiles of November 2026 say "together"
-    fields["colocations"] = tuple(Colocation(**cell) for cell in cells)
-    return Profile(**fields)
+    fields["colocations"] = tuple(_section(Colocation, cell, "colocations: ") for cell in cells)
+    return _section(Profile, fields, "")
+
+
+def _section(kind: type[_T], values: dict[str, Any], where: str) -> _T:
+    """A section of a profile from its fields. Raises ProfileError, whose message begins with `where`, for a field that
+    is missing or unknown."""
+    known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for name in values.keys() - known:
+        raise ProfileError(f"{where}there is no field {name!r}; there are {', '.join(known)}")
+    for name, f in known.items():
+        if name not in values and f.default is MISSING and f.default_factory is MISSING:
+            raise ProfileError(f"{where}the field {name!r} is missing")
+    return kind(**values)
 
 
 def _positive(section: Any, *names: str) -> None:

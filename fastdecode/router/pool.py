@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,9 @@ def why_lost(error: Exception) -> str:
         return f"its certificate is refused ({reason.rstrip('.')}); --s-node-ca names the certificates that may sign it"
     if isinstance(error, aiohttp.ClientConnectorSSLError):
         return "it does not speak TLS as its https URL says"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number, cause = error.os_error.errno or 0, error.os_error
+        return f"cannot connect: {os.strerror(number) if number > 0 else cause.strerror or cause}"
     return str(error) or type(error).__name__
 
 

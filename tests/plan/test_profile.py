@@ -47,7 +47,7 @@ def test_profiles_that_ship_can_be_merged_and_say_what_they_come_from(name):
     [
         ({"version": 2}, "version 2"),
         ({"source": "guess"}, "source is 'guess'"),
-        ({"price": 1}, "price"),
+        ({"price": 1}, "there is no field 'price'; there are version, name"),
         ({"s_node": {"device": "s", "s_part": []}}, "no times"),
         ({"s_node": {"device": "s", "s_part": [{"model": "m", "parameters": 1, "rows": [[4, 1], [2, 1]]}]}}, "rise"),
         ({"s_node": {"device": "s", "s_part": [{"model": "m", "parameters": -1, "rows": [[1, 1]]}]}}, "parameters"),
@@ -55,7 +55,7 @@ def test_profiles_that_ship_can_be_merged_and_say_what_they_come_from(name):
         ({"r_node": {"device": "r", "memory": 1, "kv_gbps": {"fp12": {"1": 1}}}}, "fp12"),
         ({"r_node": {"device": "r", "memory": 1, "kv_gbps": {"fp16": {"1": 0}}}}, "positive GB/s"),
         ({"r_node": {"device": "r", "memory": "1", "kv_gbps": {}}}, "memory"),
-        ({"links": {"tcp": {"gbps": 1}}}, "layer_seconds"),
+        ({"links": {"tcp": {"gbps": 1}}}, "links.tcp: the field 'layer_seconds' is missing"),
     ],
 )
 def test_a_profile_that_is_wrong_is_refused_with_the_field(change, message, tmp_path):
