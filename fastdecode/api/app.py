@@ -88,10 +88,7 @@ class ApiOptions:
 def make_app(engine: EngineClient, tokenizer: Tokenizer, options: ApiOptions) -> web.Application:
     """Make the application."""
     plain, with_tools = tokenizer.template_source(), tokenizer.template_source(tools=True)
-    forms = (
-        tool_form(options.tool_parser, with_tools),
-        reasoning_form(options.reasoning_parser, plain + with_tools),
-    )
+    forms = (tool_form(options.tool_parser, with_tools), reasoning_form(options.reasoning_parser, plain + with_tools))
     names, adapters, secret = options.names, options.adapters, options.router_secret
     served = ApiModel(names, *forms, options.defaults, adapters)
     preparation = Preparation(engine, tokenizer, served.tool_form)

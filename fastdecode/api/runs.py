@@ -141,12 +141,7 @@ class Runs:
         return self.stored.new(prepared.answer, notes().client, background=prepared.background, digest=digest)
 
     async def _generate(
-        self,
-        running: AsyncExitStack,
-        stored: StoredStream,
-        prepared: PreparedRequest,
-        run: Run,
-        resume: Resume | None,
+        self, running: AsyncExitStack, stored: StoredStream, prepared: PreparedRequest, run: Run, resume: Resume | None
     ) -> None:
         """Write the events of a stored stream to its log. `running` is what ends with the run."""
         async with running:

@@ -400,12 +400,7 @@ class RayCluster:
     def _start(role: str, name: str, config: ClusterConfig, **resources: Any) -> Any:
         """Start a host's actor. Returns the call that ends once the actor is there."""
         actor = ray.remote(HostActor).options(
-            name=name,
-            lifetime="detached",
-            max_restarts=-1,
-            max_task_retries=0,
-            max_concurrency=4,
-            **resources,
+            name=name, lifetime="detached", max_restarts=-1, max_task_retries=0, max_concurrency=4, **resources
         )
         return actor.remote(role, name.partition("@")[0], config).entry.remote()
 

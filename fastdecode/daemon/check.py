@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode import __version__
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.machine import (
-    available_memory,
-    huge_pages,
-    node_of_rank,
-    numa_nodes,
-    usable_cpus,
-    usable_nodes,
-)
+from fastdecode.daemon.machine import available_memory, huge_pages, node_of_rank, numa_nodes, usable_cpus, usable_nodes
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.kernels import _native
 from fastdecode.transports import rdma_endpoint

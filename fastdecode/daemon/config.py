@@ -69,11 +69,7 @@ class NodeConfig(NodeOptions):
     def from_args(cls, argv: Sequence[str] | None = None) -> NodeConfig:
         """Parse a command line (default: sys.argv), with the environment and --config behind it. Prints an error and
         exits with status 2 for a bad one."""
-        parser = Parser(
-            prog="fastdecode-node",
-            allow_abbrev=False,
-            add_help=False,
-        )
+        parser = Parser(prog="fastdecode-node", allow_abbrev=False, add_help=False)
         parser.help_option = "--help-all"
         parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
         add_help(parser, dataclasses.fields(cls))

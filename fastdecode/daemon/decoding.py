@@ -106,11 +106,7 @@ class Decoding:
 
     @classmethod
     async def open(
-        cls,
-        model: ServedModel,
-        urls: Sequence[str],
-        shape: DecodeShape,
-        make_spart: MakeSPart = SPart,
+        cls, model: ServedModel, urls: Sequence[str], shape: DecodeShape, make_spart: MakeSPart = SPart
     ) -> Self:
         """Connect to the R-nodes at `urls` and lease as much as the shape needs. Raises TransportError, and ValueError
         if one has too few KV pages."""

@@ -80,12 +80,7 @@ def node_exchange(config: NodeConfig, device: torch.device, mini_batches: int) -
     spin_us = PROXY_SPIN_US if config.spin_us is None else config.spin_us
     try:
         return choose_exchange(
-            config.exchange,
-            device,
-            mini_batches,
-            config.max_batch_size,
-            spin_us,
-            whole_rows=config.parts == 1,
+            config.exchange, device, mini_batches, config.max_batch_size, spin_us, whole_rows=config.parts == 1
         )
     except BypassImpossible as error:
         raise ConfigError(f"--exchange {config.exchange}: {error}") from None

@@ -86,10 +86,7 @@ class NodeOptions:
         choices=WEIGHTS,
     )
     kv_dtype: str = _s_option(
-        "format of the KV-cache; int8-int4: K in int8, V in int4",
-        "fp16",
-        parse=option_values.dtype,
-        choices=KV_DTYPES,
+        "format of the KV-cache; int8-int4: K in int8, V in int4", "fp16", parse=option_values.dtype, choices=KV_DTYPES
     )
     max_model_len: int | None = _s_option(
         "longest sequence (prompt and output); default: the model's limit",
@@ -116,9 +113,7 @@ class NodeOptions:
         choices=("auto", "none"),
     )
     tool_parser: str = _s_option(
-        "how the model writes tool calls; auto: as its chat template says",
-        "auto",
-        choices=("auto", *TOOL_FORMS),
+        "how the model writes tool calls; auto: as its chat template says", "auto", choices=("auto", *TOOL_FORMS)
     )
     drop_hosted_tools: bool = _s_option(
         "drop tools that only their vendor runs, such as web_search, from requests; default: such a request is refused",
@@ -141,8 +136,7 @@ class NodeOptions:
         choices=("auto", "fp32", "bf16", "fp16"),
     )
     no_calibration: bool = _s_option(
-        "int4: round each weight to the nearest number, not by the inputs of a text: loads sooner, answers worse",
-        False,
+        "int4: round each weight to the nearest number, not by the inputs of a text: loads sooner, answers worse", False
     )
 
     host: str = _s_option("address that the API listens on", "127.0.0.1")
@@ -201,7 +195,7 @@ class NodeOptions:
     secret_file: Path | None = _file("file with the secret that S-nodes and R-nodes share, 16 bytes or more")
     r_nodes_file: Path | None = _s_file(
         "file with the R-nodes to use, one URL a line; R-nodes that join or leave it are taken up or emptied while the "
-        "node runs",
+        "node runs"
     )
     r_nodes_dns: str | None = _s_option(
         "use an R-node at each address of a host name, tcp://host:port, as the name resolves from time to time",
@@ -245,7 +239,7 @@ class NodeOptions:
     )
     kv_lease: int | None = _s_size(
         "KV-cache memory to lease from each R-node at once and for good; default: a lease that grows on demand, or all "
-        "of an embedded R-node",
+        "of an embedded R-node"
     )
     max_lease: int | None = _r_size(
         "the most KV-cache memory that one link may lease, so the most of one S-node; default: all of it"
@@ -279,7 +273,7 @@ class NodeOptions:
     )
     staging_memory: int | None = _s_size(
         "memory of the S-Part for the K and V of prompts that take several steps. Default: what is left of a GPU's; "
-        "R-nodes attend for longer prompts. Or an eighth of a CPU's available one; a longer prompt is taken alone",
+        "R-nodes attend for longer prompts. Or an eighth of a CPU's available one; a longer prompt is taken alone"
     )
     state_memory: int | None = _s_size(
         "memory of the S-Part for the states of sequences, in a model whose layers keep states (Qwen3.5). Default: as "
@@ -287,8 +281,7 @@ class NodeOptions:
         "sequences without a state wait"
     )
     no_prefix_cache: bool = _s_option(
-        "compute every prompt as a whole: share no KV-cache between sequences, and keep none of ended sequences",
-        False,
+        "compute every prompt as a whole: share no KV-cache between sequences, and keep none of ended sequences", False
     )
     huge_pages: str = _option(
         "huge pages for the KV-cache. madvise: transparent ones; hugetlb: from the pool that vm.nr_hugepages reserves",

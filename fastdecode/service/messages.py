@@ -127,10 +127,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @classmethod
     def from_calls(
-        cls,
-        numbers: Sequence[int],
-        tokens: Sequence[int],
-        events: list[tuple[int, TokenEvent | EngineError]],
+        cls, numbers: Sequence[int], tokens: Sequence[int], events: list[tuple[int, TokenEvent | EngineError]]
     ) -> Step:
         """The message of an Outlet's calls: `tokens(numbers, tokens)`, then `event(*event)` for each of `events`."""
         return cls(
@@ -184,12 +181,7 @@ FROM_ENGINE: Decoder[FromEngine] = Decoder(FromEngine)
 class Connection(Generic[_Message]):
     """One end of a connection, at which messages of the type `_Message` arrive."""
 
-    def __init__(
-        self,
-        decoder: Decoder[_Message],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ):
+    def __init__(self, decoder: Decoder[_Message], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._decoder, self._reader, self._writer = decoder, reader, writer
         self._encoder = Encoder()
 
