@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
@@ -27,7 +27,7 @@ from fastdecode.api.responses import ResponseAnswer, parse_response
 from fastdecode.api.runs import PreparedRequest, Runs
 from fastdecode.api.stored import Retrieval, StoredStream
 from fastdecode.text.detokenizer import Detokenizer
-from fastdecode.text.output.deltas import ToolForm
+from fastdecode.text.output.deltas import OutputParser, ToolForm
 from fastdecode.text.output.dialogue import Dialogue
 from fastdecode.text.tokenizer import Tokenizer
 
@@ -60,6 +60,19 @@ class ApiModel:
         if name not in self.adapters:
             return generation
         return replace(generation, sampling=replace(generation.sampling, adapter=name))
+
+
+class _PreparedChat(NamedTuple):
+    """A chat that is ready to be encoded."""
+
+    dialogue: Dialogue  # the forms of the answer
+    text: str  # of the prompt
+    generation: Generation  # with the answer's grammar
+    model: str  # the name in the answer
+
+    def parser(self) -> OutputParser:
+        """A parser for one choice of the answer."""
+        return self.dialogue.parser(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +135,9 @@ class Endpoints:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        body = await self._parse(request, parse_chat)
-        dialogue, text, generation = await self.prepare_chat(body)
-        answer = ChatAnswer(
-            self.model.name(generation.model),
-            self.tokenizer,
-            logprobs=generation.logprobs,
-            parser=lambda: dialogue.parser(text),
-        )
-        return await self._answer_chat(request, generation, dialogue, text, answer)
+        chat = await self._prepare(await self._parse(request, parse_chat))
+        answer = ChatAnswer(chat.model, self.tokenizer, logprobs=chat.generation.logprobs, parser=chat.parser)
+        return await self._answer(request, chat, answer)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
@@ -138,15 +145,11 @@ class Endpoints:
         if body.background and not self.one_process:
             raise invalid("background", "this server would need --api-processes 1", code="unsupported_value")
         with body.chat.origins.named():
-            dialogue, text, generation = await self.prepare_chat(body.chat)
+            chat, tokenizer, namespaces = await self._prepare(body.chat), self.tokenizer, body.tools.namespaces
             answer = ResponseAnswer(
-                self.model.name(generation.model),
-                self.tokenizer,
-                parser=dialogue.parser(text),
-                shown=body.shown,
-                namespaces=body.tools.namespaces,
+                chat.model, tokenizer, parser=chat.parser(), shown=body.shown, namespaces=namespaces
             )
-            return await self._answer_chat(request, generation, dialogue, text, answer, background=body.background)
+            return await self._answer(request, chat, answer, background=body.background)
 
     async def one_response(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{id}: a response in the background, or a stream of its events."""
@@ -173,22 +176,18 @@ class Endpoints:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
-        parse = partial(parse_message, drop_hosted_tools=self.drop_hosted_tools)
-        chat = await self._parse(request, parse)
-        with chat.origins.named():
-            dialogue, text, generation = await self.prepare_chat(chat)
-            name, parser = self.model.name(generation.model), dialogue.parser(text)
-            answer = AnthropicAnswer(name, self.tokenizer, parser=parser)
-            return await self._answer_chat(request, generation, dialogue, text, answer)
+        body = await self._parse(request, partial(parse_message, drop_hosted_tools=self.drop_hosted_tools))
+        with body.origins.named():
+            chat = await self._prepare(body)
+            return await self._answer(request, chat, AnthropicAnswer(chat.model, self.tokenizer, parser=chat.parser()))
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens."""
         parse = partial(parse_message, drop_hosted_tools=self.drop_hosted_tools, counts=True)
-        chat = await self._parse(request, parse)
-        with chat.origins.named():
-            _, text, generation = await self.prepare_chat(chat)
-        special = generation.add_special_tokens
-        [prompt] = await self.preparation.encode([text], AnthropicAnswer.prompt_param, add_special_tokens=special)
+        body = await self._parse(request, parse)
+        with body.origins.named():
+            chat = await self._prepare(body)
+        prompt = await self._encode(chat, AnthropicAnswer.prompt_param)
         return json_response({"input_tokens": len(prompt)})
 
     async def _parse(self, request: web.Request, parse: Callable[[Any, SamplingDefaults], _T]) -> _T:
@@ -202,8 +201,8 @@ class Endpoints:
         notes().resume, parsed = await self.preparation.parse(raw, check)
         return parsed
 
-    async def prepare_chat(self, body: ChatRequest) -> tuple[Dialogue, str, Generation]:
-        """The forms of the answer, the prompt's text, and the parameters with the answer's grammar."""
+    async def _prepare(self, body: ChatRequest) -> _PreparedChat:
+        """Render a chat, and make the grammar of its answer."""
         generation = self.model.adapted(body.generation)
         use = body.tool_use
         if use.tools and self.model.tool_form is None:
@@ -223,31 +222,23 @@ class Endpoints:
             body.continue_final_message,
         )
         text = await self.preparation.render(body)
-        return dialogue, text, await self.preparation.with_grammar(generation, dialogue, text)
+        generation = await self.preparation.with_grammar(generation, dialogue, text)
+        return _PreparedChat(dialogue, text, generation, self.model.name(generation.model))
 
-    async def _answer_chat(
-        self,
-        request: web.Request,
-        generation: Generation,
-        dialogue: Dialogue,
-        text: str,
-        answer: Answer,
-        *,
-        background: bool = False,
+    async def _encode(self, chat: _PreparedChat, param: str) -> list[int]:
+        """The tokens of a chat's prompt, which the field `param` holds."""
+        special = chat.generation.add_special_tokens
+        return (await self.preparation.encode([chat.text], param, add_special_tokens=special))[0]
+
+    async def _answer(
+        self, request: web.Request, chat: _PreparedChat, answer: Answer, *, background: bool = False
     ) -> web.StreamResponse:
-        [prompt] = await self.preparation.encode(
-            [text], answer.prompt_param, add_special_tokens=generation.add_special_tokens
-        )
-        prompt = self.preparation.truncate(prompt, generation)
-        shown, skip = dialogue.shown, generation.skip_special_tokens
-
-        def detokenizer() -> Detokenizer:
-            return Detokenizer.make(self.tokenizer, shown=shown, skip_special_tokens=skip)
-
-        generation = await self.preparation.finish(generation)
-        return await self.runs.answer(
-            request, PreparedRequest(generation, [prompt], [detokenizer], answer, background=background)
-        )
+        prompt = self.preparation.truncate(await self._encode(chat, answer.prompt_param), chat.generation)
+        shown, skip = chat.dialogue.shown, chat.generation.skip_special_tokens
+        detokenizer = partial(Detokenizer.make, self.tokenizer, shown=shown, skip_special_tokens=skip)
+        generation = await self.preparation.finish(chat.generation)
+        prepared = PreparedRequest(generation, [prompt], [detokenizer], answer, background=background)
+        return await self.runs.answer(request, prepared)
 
 
 async def read_body(request: web.Request) -> bytes:

@@ -43,6 +43,7 @@ class PreparedRequest:
     answer: Answer
     echoes: Sequence[Echo | None] = ()  # one for each prompt, or none at all
     background: bool = False  # the answer is generated whether or not a client reads it
+    resume: Resume | None = None  # where the stream is to be continued
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class Runs:
         n_prompts = len(prepared.prompts)
         marked = notes().by_router and is_resumable(prepared.generation, n_prompts) and not any(prepared.echoes)
         if marked:
-            prepared = replace(prepared, generation=resumable(prepared.generation, answer, resume))
+            prepared = replace(prepared, generation=resumable(prepared.generation, answer, resume), resume=resume)
         elif resume is not None:
             raise not_resumable()
         run = self._run(prepared)
@@ -90,31 +91,29 @@ class Runs:
         stored = self._new_stored(prepared)
         run.joins = stored is None  # else the numbers of events would depend on how fast they are read
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._running(prepared, run, resume, stored))
+            await stack.enter_async_context(self._running(prepared, run, stored))
             if stored is not None:
                 shown = stored.log.last_event, len(stored.log)  # the client has had them from another S-node
-                stored.start(asyncio.create_task(self._generate(stack.pop_all(), stored, prepared, run, resume)))
+                stored.start(asyncio.create_task(self._generate(stack.pop_all(), stored, prepared, run)))
                 self.stored.add(stored)
                 return await self._show(request, stored, *shown, stream=prepared.generation.stream, marks=marked)
             if not prepared.generation.stream:
                 return await self._whole(request, prepared, run)
             events = await self._open_stream(request, answer)
-            await self._write(events, prepared, run, resume)
+            await self._write(events, prepared, run)
             return events.response
 
     @asynccontextmanager
-    async def _running(
-        self, prepared: PreparedRequest, run: Run, resume: Resume | None, stored: StoredStream | None
-    ) -> AsyncIterator[None]:
+    async def _running(self, prepared: PreparedRequest, run: Run, stored: StoredStream | None) -> AsyncIterator[None]:
         """A run whose choices are submitted, if they have not ended elsewhere. Raises ApiError."""
         answer = prepared.answer
         self._runs.add(run)
         self._idle.clear()
         try:
-            if resume is not None:
-                await self._replay(prepared, run, resume, stored.log if stored is not None else None)
+            if prepared.resume is not None:
+                await self._replay(prepared, run, prepared.resume, stored.log if stored is not None else None)
             if run.running:
-                await self._submit(prepared, run, resume)
+                await self._submit(prepared, run)
             # Leaving this block cancels all choices that still run. aiohttp cancels the request's task if the client
             # goes away.
             with run:
@@ -141,11 +140,11 @@ class Runs:
         return self.stored.new(prepared.answer, notes().client, background=prepared.background, digest=digest)
 
     async def _generate(
-        self, running: AsyncExitStack, stored: StoredStream, prepared: PreparedRequest, run: Run, resume: Resume | None
+        self, running: AsyncExitStack, stored: StoredStream, prepared: PreparedRequest, run: Run
     ) -> None:
         """Write the events of a stored stream to its log. `running` is what ends with the run."""
         async with running:
-            await self._write(stored.log, prepared, run, resume)
+            await self._write(stored.log, prepared, run)
 
     async def _show(
         self, request: web.Request, stored: StoredStream, event: int, entry: int, *, stream: bool, marks: bool
@@ -234,7 +233,7 @@ class Runs:
         except (ValueError, LookupError, OverflowError):  # of a token that the tokenizer does not know
             raise not_resumable() from None
 
-    async def _submit(self, prepared: PreparedRequest, run: Run, resume: Resume | None) -> None:
+    async def _submit(self, prepared: PreparedRequest, run: Run) -> None:
         """Queue a run's choices. Raises ApiError."""
         generation = prepared.generation
         params = replace(generation.sampling, client=notes().client)
@@ -242,7 +241,7 @@ class Runs:
         spec = None if grammar is None else grammar.spec
         prompts, n = list(prepared.prompts), generation.candidates
         request = Request(prepared.answer.id, prompts, params, n, spec, stream_key=run.stream_key)
-        if resume is not None:
+        if (resume := prepared.resume) is not None:
             past = [list(choice.tokens) for choice in resume.choices]
             past += [[] for _ in run.choices[len(past) :]]
             generated = [tokens if run.runs(index) else None for index, tokens in enumerate(past)]
@@ -273,7 +272,7 @@ class Runs:
                 within["prompt_logprobs"] = answer.prompt_logprobs(choice.prompt_scores, prompt, top)
         return json_response(body, headers={"X-Request-Id": request_id(request) or answer.id})
 
-    async def _write(self, events: Events, prepared: PreparedRequest, run: Run, resume: Resume | None) -> None:
+    async def _write(self, events: Events, prepared: PreparedRequest, run: Run) -> None:
         """Write a stream to its end."""
         generation, answer = prepared.generation, prepared.answer
         stream = ChoiceStream(events, answer, generation, run, self._texts)
@@ -284,7 +283,7 @@ class Runs:
             if self.closing:
                 run.leave()
         try:
-            if not (resume is not None and resume.begun):
+            if not (prepared.resume is not None and prepared.resume.begun):
                 events.send(answer.begin(usage(run.choices, generation.n)))
             if run.stream_key is not None:
                 events.write(mark([]))

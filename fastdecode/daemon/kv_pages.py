@@ -20,9 +20,8 @@ class KVPages:
         self.options: dict[str, Any] = layers.stored(windows)
         self.n_layers = len(set(layers.kv_layers)) or geometry.n_layers  # with K and V of their own
         self.page_bytes = page_bytes(self.geometry, self.kv_dtype, **self.options)
-        sections = page_sections(self.geometry, self.kv_dtype, **self.options)
-        self.full_sections, self.limited_sections, self.reach = sections  # see Lease
-        self.block = self.full_sections + self.limited_sections  # pages that PAGE_TOKENS tokens take
+        self.sections = page_sections(self.geometry, self.kv_dtype, **self.options)  # the last three fields of a Lease
+        self.block = sum(self.sections[:2])  # pages that PAGE_TOKENS tokens take
         self.block_bytes = self.block * self.page_bytes
 
     @classmethod
@@ -31,4 +30,4 @@ class KVPages:
 
     def groups(self, step_rows: int) -> PageGroups:
         """The pages as an S-node counts them, whose steps have at most `step_rows` rows."""
-        return PageGroups(self.full_sections, self.limited_sections, self.reach, step_rows)
+        return PageGroups(*self.sections, step_rows)

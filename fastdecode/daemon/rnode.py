@@ -185,18 +185,8 @@ class RNode:
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
-        lease = Lease(
-            n_pages,
-            max_pages,
-            hello.max_seqs,
-            pages.page_bytes,
-            self.isa,
-            self._engine.threads,
-            self.name,
-            pages.full_sections,
-            pages.limited_sections,
-            pages.reach,
-        )
+        threads, size = self._engine.threads, pages.page_bytes
+        lease = Lease(n_pages, max_pages, hello.max_seqs, size, self.isa, threads, self.name, *pages.sections)
         grant = REngineGrant(self, link, lease, pages, region.nbytes, KeyedLease(link, page_format(hello)))
         self._regions[grant] = region.nbytes
         self.log_prefault(link)
