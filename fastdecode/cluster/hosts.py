@@ -409,17 +409,13 @@ def listening_ports(pid: int) -> set[int]:
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 sockets.add(os.readlink(file))
-    lines = [line.split() for name in ("tcp", "tcp6") for line in _lines(Path("/proc/net", name))]
+    tables = [path for path in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")) if path.exists()]
+    lines = [line.split() for path in tables for line in path.read_text().splitlines()[1:]]
     return {
         int(local.rpartition(":")[2], 16)
         for _, local, _, state, *rest in lines
         if state == _LISTEN and f"socket:[{rest[5]}]" in sockets
     }
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a table of the kernel, without its head."""
-    return path.read_text().splitlines()[1:] if path.exists() else []
 
 
 def _family(address: str) -> socket.AddressFamily:

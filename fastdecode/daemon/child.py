@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.config_sources import without_options
+from fastdecode.daemon.config_sources import variable
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -17,5 +17,6 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a child that gets its options by command line."""
-    return without_options(fields(NodeConfig), os.environ)
+    """The environment of a child that gets its options by command line: this process's without those options."""
+    options = {variable(f.name) for f in fields(NodeConfig)}
+    return {name: value for name, value in os.environ.items() if name not in options}

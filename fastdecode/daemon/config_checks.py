@@ -57,13 +57,13 @@ _CHECKS = (
         lambda c: "--router-only needs --secret-file, the secret that routers prove",
     ),
     _Check(
-        lambda c: len(_given(c, *_R_NODE_OPTIONS)) > 1,
-        lambda c: f"{' and '.join(_given(c, *_R_NODE_OPTIONS)[:2])} each say which R-nodes to use: give one of them",
+        lambda c: len(given(c, *_R_NODE_OPTIONS)) > 1,
+        lambda c: f"{' and '.join(given(c, *_R_NODE_OPTIONS)[:2])} each say which R-nodes to use: give one of them",
     ),
     _Check(
-        lambda c: c.uses_r_nodes and _given(c, *EMBEDDED_OPTIONS),
+        lambda c: c.uses_r_nodes and given(c, *EMBEDDED_OPTIONS),
         lambda c: (
-            f"{_given(c, *EMBEDDED_OPTIONS)[0]} is for the embedded R-node; with {_given(c, *_R_NODE_OPTIONS)[0]}, "
+            f"{given(c, *EMBEDDED_OPTIONS)[0]} is for the embedded R-node; with {given(c, *_R_NODE_OPTIONS)[0]}, "
             "give it to the R-node itself"
         ),
     ),
@@ -76,22 +76,22 @@ _CHECKS = (
         lambda c: "--prefill-at and --prefill-file each say which S-nodes prefill: give one of them",
     ),
     _Check(
-        lambda c: _given(c, *_PREFILL_OPTIONS) and (not c.uses_r_nodes or c.partition != "sequences"),
+        lambda c: given(c, *_PREFILL_OPTIONS) and (not c.uses_r_nodes or c.partition != "sequences"),
         lambda c: (
-            f"{_given(c, *_PREFILL_OPTIONS)[0]} needs --r-node, and --partition sequences: whole sequences move "
+            f"{given(c, *_PREFILL_OPTIONS)[0]} needs --r-node, and --partition sequences: whole sequences move "
             "between R-nodes of two S-nodes"
         ),
     ),
     _Check(
-        lambda c: c.role == "r" and c.device == "cuda" and _given(c, *_HOST_OPTIONS),
+        lambda c: c.role == "r" and c.device == "cuda" and given(c, *_HOST_OPTIONS),
         lambda c: (
-            f"{_given(c, *_HOST_OPTIONS)[0]} is for an R-node on CPUs: with --device cuda a GPU holds the pages and "
+            f"{given(c, *_HOST_OPTIONS)[0]} is for an R-node on CPUs: with --device cuda a GPU holds the pages and "
             "attends"
         ),
     ),
     _Check(
-        lambda c: c.tensor_parallel > 1 and _given(c, *_NOT_OF_RANKS),
-        lambda c: f"--tensor-parallel and {_given(c, *_NOT_OF_RANKS)[0]} are not supported together",
+        lambda c: c.tensor_parallel > 1 and given(c, *_NOT_OF_RANKS),
+        lambda c: f"--tensor-parallel and {given(c, *_NOT_OF_RANKS)[0]} are not supported together",
     ),
     _Check(
         lambda c: c.tensor_parallel > 1 and c.device == "cuda",
@@ -148,7 +148,7 @@ def check_machine(config: NodeOptions) -> None:
         raise ConfigError(f"--numa-node: there is no NUMA node {config.numa_node}, there are: {there}")
 
 
-def _given(config: NodeOptions, *names: str) -> list[str]:
+def given(config: NodeOptions, *names: str) -> list[str]:
     """The flags of these options that differ from their defaults."""
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     return [flag(name) for name in names if getattr(config, name) != defaults[name]]

@@ -79,12 +79,6 @@ def from_environment(fields: Sequence[Field[Any]], role: str, environment: Mappi
     return args
 
 
-def without_options(fields: Sequence[Field[Any]], environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without variables that are options, for a child that gets its options by command line."""
-    names = {variable(f.name) for f in fields}
-    return {name: value for name, value in environment.items() if name not in names}
-
-
 def from_file(fields: Sequence[Field[Any]], path: Path) -> list[str]:
     """The options that a YAML file sets, as a command line. Raises ValueError."""
     import yaml

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.config_checks import given
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.option_values import ConfigError, format_bytes, mtp_drafts
 from fastdecode.gguf.file import ModelSource
@@ -68,16 +69,11 @@ def _check_partition(config: NodeConfig, model: AttentionShape) -> None:
 
 def _check_states(config: NodeConfig, model: AttentionShape) -> None:
     """Raise ConfigError for an option that a model whose layers keep states does not have."""
-    given = {
-        "--prefill-at": config.prefill_at,
-        "--prefill-file": config.prefill_file,
-        "--prefill-listen": config.prefill_listen,
-    }
-    for option in (name for name, value in given.items() if value):
-        if model.state_bytes(1):
-            raise ConfigError(
-                f"{option} is not supported for {model.architecture}: its layers keep states, which are not on R-nodes"
-            )
+    options = given(config, "prefill_at", "prefill_file", "prefill_listen")
+    if options and model.state_bytes(1):
+        raise ConfigError(
+            f"{options[0]} is not supported for {model.architecture}: its layers keep states, which are not on R-nodes"
+        )
 
 
 def _check_kv_memory(config: NodeConfig, backend: Backend) -> None:

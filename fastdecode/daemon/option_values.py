@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -28,16 +31,24 @@ def number(text: str, kind: type[_N]) -> _N:
         raise ValueError(f"{text!r} is not a {'whole ' if kind is int else ''}number") from None
 
 
-def positive(text: str) -> int:
-    if (value := number(text, int)) < 1:
-        raise ValueError(f"{text} is not a positive number")
-    return value
+def _in_range(low: _N, high: float, fault: str) -> Callable[[str], _N]:
+    """A function that parses a number from `low` to `high`; `fault` says what another number is or is not."""
+
+    def parse(text: str) -> _N:
+        if not low <= (value := number(text, type(low))) <= high:
+            raise ValueError(f"{text} {fault}")
+        return value
+
+    return parse
 
 
-def non_negative(text: str) -> int:
-    if (value := number(text, int)) < 0:
-        raise ValueError(f"{text} is negative")
-    return value
+_ENDLESS = sys.float_info.max
+positive = _in_range(1, _ENDLESS, "is not a positive number")
+non_negative = _in_range(0, _ENDLESS, "is negative")
+port = _in_range(0, 65535, "is not a TCP port (0 to 65535; 0: any free one)")
+seconds = _in_range(0.0, _ENDLESS, "is not a time in seconds")
+milliseconds = _in_range(0.0, _ENDLESS, "is not a time in milliseconds")
+part = _in_range(sys.float_info.min, 1, "is not a part between 0 and 1, such as 0.9")
 
 
 def speculation(text: str) -> str:
@@ -62,32 +73,6 @@ def mtp_drafts(text: str) -> int:
     return guesses(text) if text.startswith("mtp:") else 0
 
 
-def port(text: str) -> int:
-    if not 0 <= (value := number(text, int)) <= 65535:
-        raise ValueError(f"{text} is not a TCP port (0 to 65535; 0: any free one)")
-    return value
-
-
-def seconds(text: str) -> float:
-    return _time(text, "seconds")
-
-
-def milliseconds(text: str) -> float:
-    return _time(text, "milliseconds")
-
-
-def _time(text: str, unit: str) -> float:
-    if not 0 <= (value := number(text, float)) < float("inf"):
-        raise ValueError(f"{text} is not a time in {unit}")
-    return value
-
-
-def part(text: str) -> float:
-    if not 0 < (value := number(text, float)) <= 1:
-        raise ValueError(f"{text} is not a part between 0 and 1, such as 0.9")
-    return value
-
-
 def cpu_list(text: str) -> tuple[int, ...]:
     cpus = parse_cpu_list(text, _MAX_CPUS)
     if not cpus or len(set(cpus)) != len(cpus):
@@ -110,22 +95,8 @@ def named_directory(text: str) -> tuple[str, Path]:
     return name, Path(directory)
 
 
-def named_host(text: str) -> str:
-    """A URL of a host and a port."""
-    return _host_and_port(text, "tcp", "rdma")
-
-
-def named_http_host(text: str) -> str:
-    """A URL of a host and a port that speaks HTTP."""
-    return _host_and_port(text, "http", "https")
-
-
-def tcp_url(text: str) -> str:
-    """A URL tcp://host:port. Port 0 takes any free one."""
-    return _host_and_port(text, "tcp", any_port=True)
-
-
-def _host_and_port(text: str, *schemes: str, any_port: bool = False) -> str:
+def _host_and_port(text: str, schemes: Sequence[str], any_port: bool = False) -> str:
+    """A URL of a host and a port; `any_port`: port 0 takes any free one."""
     try:
         parts = urlsplit(text)
         has_port = parts.port is not None if any_port else parts.port
@@ -135,6 +106,11 @@ def _host_and_port(text: str, *schemes: str, any_port: bool = False) -> str:
     if not good:
         raise ValueError(f"{text!r} is not of the form {' or '.join(f'{scheme}://host:port' for scheme in schemes)}")
     return text
+
+
+named_host = partial(_host_and_port, schemes=("tcp", "rdma"))
+named_http_host = partial(_host_and_port, schemes=("http", "https"))
+tcp_url = partial(_host_and_port, schemes=("tcp",), any_port=True)
 
 
 def url(text: str) -> str:
