@@ -45,63 +45,28 @@ _SILENCE_MS = 2000  # an S-node's host that has acknowledged nothing for so long
 
 def _parser() -> Parser:
     parser = Parser(prog="fastdecode-router", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
-    parser.add_argument("--s-node", action="append", metavar="URL", help="an S-node, http://host:port (repeatable)")
-    parser.add_argument(
-        "--s-nodes-file",
-        type=Path,
-        metavar="FILE",
-        help="file with the S-nodes, one URL a line; the router follows its changes",
-    )
-    parser.add_argument(
-        "--s-nodes-dns",
-        metavar="URL",
-        help="an S-node at each address of a host name, http://host:port, as the name resolves from time to time",
-    )
-    parser.add_argument(
-        "--s-node-ca",
-        type=Path,
-        metavar="FILE",
-        help="certificates (PEM) that may have signed the certificates of S-nodes at https URLs; default: the "
-        "certificates that this machine trusts",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=option_values.port, default=8000, help="port to listen on; 0: any free one (default: 8000)"
-    )
-    parser.add_argument(
-        "--drain-seconds",
-        type=option_values.seconds,
-        default=30.0,
-        help="on SIGTERM, how long running requests may continue (default: 30)",
-    )
-    parser.add_argument(
-        "--continue-seconds",
-        type=option_values.seconds,
-        default=30.0,
-        help="how long a stream whose S-node is lost waits for one that continues it (default: 30)",
-    )
-    parser.add_argument(
-        "--secret-file",
-        type=Path,
-        metavar="FILE",
-        help="file with the secret of the S-nodes, which streams need to go on at another S-node",
-    )
-    parser.add_argument(
-        "--ssl-certfile",
-        type=Path,
-        metavar="FILE",
-        help="certificate chain (PEM) with which clients are served over TLS",
-    )
-    parser.add_argument(
-        "--ssl-keyfile",
-        type=Path,
-        metavar="FILE",
-        help="private key (PEM) of --ssl-certfile; default: it is in that file",
-    )
-    parser.add_argument("--no-access-log", action="store_true", help="do not log a line for every request")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    add, file = parser.add_argument, dict[str, Any](type=Path, metavar="FILE")
+    add("--version", action="version", version=f"fastdecode {__version__}")
+    add("--s-node", action="append", metavar="URL", help="an S-node, http://host:port (repeatable)")
+    add("--s-nodes-file", help="file with the S-nodes, one URL a line; the router follows its changes", **file)
+    dns = "an S-node at each address of a host name, http://host:port, as the name resolves from time to time"
+    add("--s-nodes-dns", metavar="URL", help=dns)
+    ca = "certificates (PEM) that may have signed the certificates of S-nodes at https URLs; default: the certificates"
+    add("--s-node-ca", help=f"{ca} that this machine trusts", **file)
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    port = "port to listen on; 0: any free one (default: 8000)"
+    add("--port", type=option_values.port, default=8000, help=port)
+    drain = "on SIGTERM, how long running requests may continue (default: 30)"
+    add("--drain-seconds", type=option_values.seconds, default=30.0, help=drain)
+    waits = "how long a stream whose S-node is lost waits for one that continues it (default: 30)"
+    add("--continue-seconds", type=option_values.seconds, default=30.0, help=waits)
+    secret = "file with the secret of the S-nodes, which streams need to go on at another S-node"
+    add("--secret-file", help=secret, **file)
+    add("--ssl-certfile", help="certificate chain (PEM) with which clients are served over TLS", **file)
+    add("--ssl-keyfile", help="private key (PEM) of --ssl-certfile; default: it is in that file", **file)
+    add("--no-access-log", action="store_true", help="do not log a line for every request")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    add("--log-format", choices=("text", "json"), default="text")
     return parser
 
 
