@@ -37,21 +37,20 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     backend.check_tensors()
     device = choose_device(config.device)
     _check_mtp(config, model, device)
-    torch_dtype = choose_dtype(config.dtype, model.dtype, device)
-    dtype = str(torch_dtype).removeprefix("torch.")
+    dtype = choose_dtype(config.dtype, model.dtype, device)
     weights, stored = weights_of(config, backend, device, dtype)
     memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
     copies = backend.kv_copies(config.tensor_parallel)
-    free, state, slots = free_memory(device), model.state_bytes(torch_dtype.itemsize), 0
+    free, state, slots = free_memory(device), model.state_bytes(dtype.itemsize), 0
     if free > weights:
-        slots = state_slots(config, model, torch_dtype.itemsize, free - weights, config.mini_batches or 2)
+        slots = state_slots(config, model, dtype.itemsize, free - weights, config.mini_batches or 2)
     shape = f"{_layers(model)}, {_heads(model)}"
     lines = [
         ("model", f"{model.architecture} ({shape}), by the {backend.name} backend"),
-        ("weights", f"{format_bytes(weights)} on {device.type}, {stored}; activations in {dtype}"),
+        ("weights", f"{format_bytes(weights)} on {device.type}, {stored}; activations in {torch_name(dtype)}"),
     ]
     length = min(config.max_model_len or model.max_positions, model.max_positions)
-    if note := precision_note(config, backend, device, torch_dtype):
+    if note := precision_note(config, backend, device, dtype):
         lines.append(("precision", note))
     for kv_dtype in model.kv_dtypes:
         pages = KVPages(model.hello_geometry(1, 1, "fp32"), kv_dtype, model.windows, model.options)
@@ -74,9 +73,14 @@ def rows(config: NodeConfig, backend: Backend) -> list[tuple[str, str]]:
     return lines
 
 
-def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype: str) -> None:
+def torch_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, such as float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ConfigError if the weights, or the states that layers may keep, do not fit into the device's free
-    memory, CheckpointError if the files lack a tensor. `dtype` is torch's name of the activation dtype."""
+    memory, CheckpointError if the files lack a tensor. `dtype` is that of the activations."""
     _check_mtp(config, backend.config, device)
     weights, _ = weights_of(config, backend, device, dtype)
     free = free_memory(device)
@@ -84,11 +88,10 @@ def check_fits(config: NodeConfig, backend: Backend, device: torch.device, dtype
         smaller = {"int4": "", "int8": "; --weights int4 takes less"}
         raise ConfigError(
             f"--model {backend.source.path}: its weights take about {format_bytes(weights)} ({config.weights} weights, "
-            f"{dtype}), and {format_bytes(free)} of memory are available on {device.type}"
+            f"{torch_name(dtype)}), and {format_bytes(free)} of memory are available on {device.type}"
             + smaller.get(config.weights, "; --weights int8 and int4 take less")
         )
-    itemsize = getattr(torch, dtype).itemsize
-    state_slots(config, backend.config, itemsize, free - weights, config.mini_batches or 1)
+    state_slots(config, backend.config, dtype.itemsize, free - weights, config.mini_batches or 1)
     backend.check_tensors()
 
 
@@ -121,21 +124,21 @@ def _head_sizes(heads: Heads) -> str:
     return f"{heads.k_size}" if heads.k_size == heads.v_size else f"{heads.k_size} (V: {heads.v_size})"
 
 
-def weights_of(config: NodeConfig, backend: Backend, device: torch.device, dtype: str) -> tuple[int, str]:
+def weights_of(config: NodeConfig, backend: Backend, device: torch.device, dtype: torch.dtype) -> tuple[int, str]:
     """About how many bytes the weights take in memory, and how they are stored, for people. `dtype`: see check_fits."""
     model, how = backend.config, _quantisation(backend)
-    if dtype == "float32" and model.dtype != "fp32" and not how and keeps16(device):
-        dtype = str(TORCH_DTYPES[model.dtype]).removeprefix("torch.")
-    dense = 4.0 if dtype == "float32" else 2.0
+    if dtype is torch.float32 and model.dtype != "fp32" and not how and keeps16(device):
+        dtype = TORCH_DTYPES[model.dtype]
     if how and config.weights == "auto":
         return backend.source.weight_bytes, f"stored and kept as {how}"
-    kept = config.weights if config.weights in QUANTISED_BYTES else dtype
+    kept = config.weights if config.weights in QUANTISED_BYTES else torch_name(dtype)
     n = parameters(backend)
     if device.type == "cpu" and config.weights not in QUANTISED_BYTES:  # a dense product keeps a copy
         n += backend.parameters_of_tied_head()
     if config.tensor_parallel > 1:
         n += (config.tensor_parallel - 1) * backend.parameters_of_each_rank()
-    return int(n * QUANTISED_BYTES.get(config.weights, dense)), f"stored as {how or model.dtype}, kept as {kept}"
+    size = QUANTISED_BYTES.get(config.weights, dtype.itemsize)
+    return int(n * size), f"stored as {how or model.dtype}, kept as {kept}"
 
 
 def precision_note(config: NodeConfig, backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -190,14 +190,9 @@ class RNode:
         grant = REngineGrant(self, link, lease, pages, region.nbytes, KeyedLease(link, page_format(hello)))
         self._regions[grant] = region.nbytes
         self.log_prefault(link)
-        self.log.info(
-            "lease of %s granted, %s at most, and an activation region of %s; %s of %s are free",
-            format_bytes(n_pages * pages.page_bytes),
-            format_bytes(max_pages * pages.page_bytes),
-            format_bytes(region.nbytes),
-            format_bytes(self.kv_free),
-            format_bytes(self.kv_bytes),
-        )
+        sizes = (n_pages * size, max_pages * size, region.nbytes, self.kv_free, self.kv_bytes)
+        text = "lease of %s granted, %s at most, and an activation region of %s; %s of %s are free"
+        self.log.info(text, *map(format_bytes, sizes))
         return grant
 
     def _make_room(self, pages: KVPages, wanted: int | None, region_bytes: int) -> None:

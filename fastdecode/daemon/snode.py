@@ -18,7 +18,7 @@ import uvloop
 
 from fastdecode.api.server import ApiServer, serve
 from fastdecode.daemon.api_processes import ApiProcesses
-from fastdecode.daemon.check_model import check_fits, precision_note
+from fastdecode.daemon.check_model import check_fits, precision_note, torch_name
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.device_plan import (
     capacity,
@@ -113,7 +113,7 @@ def serve_model(
         raise ConfigError("--tensor-parallel is for S-Parts on CPUs: give --device cpu")
     with contextlib.ExitStack() as stack:
         exchange = stack.enter_context(contextlib.closing(node_exchange(config, device, split.mini_batches)))
-        check_fits(config, backend, device, str(dtype).removeprefix("torch."))
+        check_fits(config, backend, device, dtype)
         _check_vocabulary(settings.tokenizer, backend.config.vocab_size)
         _check_access(config, sockets)
         # They start while the weights are loaded, and the API's may run on all cpus, unlike the ranks.
@@ -207,7 +207,7 @@ def _load(
         backend.name,
         format_bytes(model.weight_bytes),
         "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
-        str(dtype).removeprefix("torch."),
+        torch_name(dtype),
     )
     if note := precision_note(config, backend, device, dtype):
         log.info("%s", note)

@@ -31,7 +31,7 @@ import torch
 from tqdm import tqdm
 
 from fastdecode import __version__
-from fastdecode.daemon.check_model import chosen_isa, parameters, weights_of
+from fastdecode.daemon.check_model import chosen_isa, parameters, torch_name, weights_of
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_files import cache_file
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
@@ -290,7 +290,7 @@ class Record(msgspec.Struct, frozen=True):
 def record_key(config: NodeConfig, backend: Backend, dtype: torch.dtype) -> Key:
     """The key of a model on this machine's CPU, which is known before the weights are loaded. `dtype` is that of the
     activations."""
-    model, name = backend.config, str(dtype).removeprefix("torch.")
+    model = backend.config
     return {
         "fastdecode": __version__,
         "torch": str(torch.__version__),
@@ -300,8 +300,8 @@ def record_key(config: NodeConfig, backend: Backend, dtype: torch.dtype) -> Key:
         "model": f"{model.architecture} by the {backend.name} backend",
         "parameters": parameters(backend),
         "attention": repr(model.hello_geometry(1, 1, "fp32")),
-        "weights": weights_of(config, backend, torch.device("cpu"), name)[1],
-        "dtype": name,
+        "weights": weights_of(config, backend, torch.device("cpu"), dtype)[1],
+        "dtype": torch_name(dtype),
         "kv_dtype": config.kv_dtype,
         "max_batch_size": config.max_batch_size,
         "huge_pages": config.huge_pages,

@@ -58,7 +58,7 @@ def test_the_size_in_memory_is_about_right(kind, weights, gguf_file):
 def test_a_dense_embedding_that_is_also_the_head_counts_twice(backend, checkpoint):
     chosen = choose_backend(backend, make_checkpoint(checkpoint))
     model = chosen.load("cpu", "fp32")
-    said, _ = weights_of(NodeConfig(), chosen, torch.device("cpu"), "float32")
+    said, _ = weights_of(NodeConfig(), chosen, torch.device("cpu"), torch.float32)
     assert said == pytest.approx(model.weight_bytes, rel=0.01)
 
 
@@ -134,7 +134,7 @@ def test_what_each_rank_has_whole_counts_for_each(tmp_path):
     path = save_hf_model("gemma4_text", tmp_path)
     backend = choose_backend("auto", path)
     one, two = (
-        weights_of(NodeConfig(model=path, tensor_parallel=n), backend, torch.device("cpu"), "float32")[0]
+        weights_of(NodeConfig(model=path, tensor_parallel=n), backend, torch.device("cpu"), torch.float32)[0]
         for n in (1, 2)
     )
     ranks = HFRanks(path, 2, dtype="fp32").models
