@@ -1,8 +1,8 @@
 """A cluster's hosts as Ray actors, one in each bundle of its placement groups.
 
 A cluster has a Ray namespace of its own. Each node is a detached actor with a name, such as `r3@1.2`: R-node 3, in
-bundle 2 of placement group 1. Ray starts an actor again when its process or its machine is lost. So Ray's own tables
-say which nodes there are, and this module keeps no state.
+bundle 2 of placement group 1. Routers, such as `router0`, are in no group. Ray starts an actor again when its process
+or its machine is lost. So Ray's own tables say which nodes there are, and this module keeps no state.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from fastdecode.cluster.hosts import listens
 log = logging.getLogger(__name__)
 
 _ROUTER = "router"  # the role, with which the names begin
+_NAME = re.compile(rf"([rsp]|{_ROUTER})(\d+)(?:@(\d+)\.(\d+))?")
 _CALL_SECONDS = 5.0
 _RESERVE_SECONDS = 30.0
 _POLL_SECONDS = 0.25
@@ -46,12 +48,11 @@ _ROUTER_SHARE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class NodeActor:
-    """The actor of a node: one that Ray lists, or one to be started in its bundle."""
+    """The actor of a node or a router: one that Ray lists, or one to be started."""
 
     role: str
     number: int  # of the node
-    group: int
-    bundle: int
+    bundle: tuple[int, int] | None = None  # of a node: the number of its placement group, and its own number there
 
     @property
     def node(self) -> str:
@@ -59,13 +60,14 @@ class NodeActor:
 
     @property
     def name(self) -> str:
-        return f"{self.node}@{self.group}.{self.bundle}"
+        return self.node if self.bundle is None else "{}@{}.{}".format(self.node, *self.bundle)
 
     @classmethod
-    def from_name(cls, name: str) -> NodeActor:
-        node, _, position = name.partition("@")
-        group, _, bundle = position.partition(".")
-        return cls(node[0], int(node[1:]), int(group), int(bundle))
+    def from_name(cls, name: str) -> NodeActor | None:
+        """None: it is the name of another actor."""
+        if (match := _NAME.fullmatch(name)) is None:
+            return None
+        return cls(match[1], int(match[2]), (int(match[3]), int(match[4])) if match[3] else None)
 
 
 class RayCluster:
@@ -113,16 +115,13 @@ class RayCluster:
         except ValueError:
             raise ClusterError(f"no cluster {self._name!r} is up") from None
 
-    def actors(self, role: str = "rsp") -> list[NodeActor]:
-        """The nodes that Ray lists, whether or not they report."""
-        names = [name for name in ray.util.list_named_actors() if "@" in name]
-        return sorted((p for p in map(NodeActor.from_name, names) if p.role in role), key=lambda p: (p.role, p.number))
-
     @staticmethod
-    def routers() -> list[str]:
-        """The names of the routers that Ray lists, by their numbers."""
-        names = [name for name in ray.util.list_named_actors() if name.startswith(_ROUTER)]
-        return sorted(names, key=lambda name: int(name.removeprefix(_ROUTER)))
+    def actors(*roles: str) -> list[NodeActor]:
+        """The nodes and routers of these roles, or of all, that Ray lists, whether or not they report. Routers come
+        first."""
+        found = filter(None, map(NodeActor.from_name, ray.util.list_named_actors()))
+        wanted = [actor for actor in found if not roles or actor.role in roles]
+        return sorted(wanted, key=lambda actor: (actor.role != _ROUTER, actor.role, actor.number))
 
     def view(self) -> View:
         """What the nodes report. Raises ClusterError."""
@@ -144,28 +143,21 @@ class RayCluster:
 
     def _ask_hosts(self) -> tuple[Entry, ...]:
         """An entry of each node that Ray lists, by its host. That of a host without an answer has the state silent."""
-        names = [*self.routers(), *(actor.name for actor in self.actors())]
-        nodes = {ray.get_actor(name).entry.remote(): name.partition("@")[0] for name in names}
-        answered, _ = ray.wait([*nodes], num_returns=len(nodes), timeout=_CALL_SECONDS)
-        found = {}
+        calls: dict[Any, NodeActor] = {ray.get_actor(actor.name).entry.remote(): actor for actor in self.actors()}
+        answered, _ = ray.wait([*calls], num_returns=len(calls), timeout=_CALL_SECONDS)
+        found = {actor.node: Entry(actor.node, actor.role, "silent", "", "") for actor in calls.values()}
         for call in answered:
             with contextlib.suppress(ray.exceptions.RayError):
-                found[nodes[call]] = ray.get(call)
-        for node in nodes.values():
-            found.setdefault(node, Entry(node, node.rstrip("0123456789"), "silent", "", ""))
+                found[calls[call].node] = ray.get(call)
         return in_order(found.values())
 
     def log_end(self, node: str) -> str:
         """The last lines that a node and its host have written. Raises ClusterError."""
-        lines: str = answer(ray.get_actor(self._actor_name(node)).log_end.remote())
-        return lines
-
-    def _actor_name(self, node: str) -> str:
-        """The name of a node's or a router's actor. Raises ClusterError."""
-        names = {name: name for name in self.routers()} | {actor.node: actor.name for actor in self.actors()}
+        names = {actor.node: actor.name for actor in self.actors()}
         if node not in names:
             raise ClusterError(f"there is no node {node}; status shows them all")
-        return names[node]
+        lines: str = answer(ray.get_actor(names[node]).log_end.remote())
+        return lines
 
     # -- up and down ----------------------------------------------------------------------------------------------
 
@@ -190,10 +182,8 @@ class RayCluster:
     def down(self, *, drain: bool = True) -> None:
         """End the routers, then the S-nodes, and last the R-nodes. `drain`: let requests end first."""
         if drain:
-            self._drain_actors(self.routers())
-            self._drain_actors([actor.name for actor in self.actors("s")])
-            self._drain_actors([actor.name for actor in self.actors("p")], 0.0)
-            self._drain_actors([actor.name for actor in self.actors("r")], 0.0)
+            for role, seconds in ((_ROUTER, None), ("s", None), ("p", 0.0), ("r", 0.0)):
+                self._drain_actors(self.actors(role), seconds)
         for name in ray.util.list_named_actors():
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(name), no_restart=True)
@@ -212,8 +202,7 @@ class RayCluster:
                     raise
                 continue
             running = {entry.name for entry in view.entries if entry.state == "running"}
-            missing = {actor.node for actor in self.actors()} | {*self.routers()}
-            missing -= running
+            missing = {actor.node for actor in self.actors()} - running
             n_s_nodes = sum(entry.role in "sp" for entry in view.entries)
             r_nodes = [entry for entry in view.entries if entry.role == "r"]
             unlinked = [entry.name for entry in r_nodes if len(links_to(entry, view)) < n_s_nodes]
@@ -247,13 +236,12 @@ class RayCluster:
         config: ClusterConfig = answer(self._directory().config.remote())
         if count < 1 and role != "p":
             raise ClusterError("a cluster needs at least one S-node, one R-node and one router")
+        actors = self.actors(role)
         if role == _ROUTER:
-            self._end([], self.routers()[count:])
+            self._end(actors[count:])
             self._add_routers(config, count)
             self.wait(config)
-            return
-        actors = self.actors(role)
-        if count > len(actors):
+        elif count > len(actors):
             self._add(config, [role] * (count - len(actors)))
             self.wait(config)
         else:
@@ -262,44 +250,40 @@ class RayCluster:
     def drain(self, target: str) -> list[str]:
         """Drain and end a node or a router, or all of the machine with this address or Ray id. Returns the names.
         Raises ClusterError."""
-        actors, routers = self.actors(), self.routers()
-        names = {target}
-        if target not in {*routers, *(actor.node for actor in actors)}:
+        actors, names = self.actors(), {target}
+        if target not in {actor.node for actor in actors}:
             names = {e.name for e in self.view().entries if target in (e.machine, e.ray_node)}
-        leaving, closing = [actor for actor in actors if actor.node in names], [r for r in routers if r in names]
-        if not leaving and not closing:
+        leaving = [actor for actor in actors if actor.node in names]
+        if not leaving:
             raise ClusterError(f"there is no node or machine {target}; status shows them all")
-        of_role = {role: [actor.node for actor in actors if actor.role == role] for role in "rs"}
-        for what, all_of_them in (("R-node", of_role["r"]), ("S-node", of_role["s"]), ("router", routers)):
-            if names.issuperset(all_of_them):
+        for what, role in (("R-node", "r"), ("S-node", "s"), ("router", _ROUTER)):
+            if names.issuperset(actor.node for actor in actors if actor.role == role):
                 raise ClusterError(f"{target}: the cluster would have no {what} left; scale it up first")
-        self._end(leaving, closing)
-        return [*closing, *(actor.node for actor in leaving)]
+        self._end(leaving)
+        return [actor.node for actor in leaving]
 
-    def _end(self, actors: Sequence[NodeActor], routers: Sequence[str] = ()) -> None:
+    def _end(self, actors: Sequence[NodeActor]) -> None:
         """Drain nodes and routers, and end them. S-nodes end before R-nodes: their sequences would only be moved
         about."""
         directory = self._directory()
-        for role in "spr":
-            ending = {actor.name: actor.node for actor in actors if actor.role == role}
-            if role == "s":
-                ending |= {name: name for name in routers}
-            self._drain_actors([*ending])
-            for name, node in ending.items():
-                ray.kill(ray.get_actor(name), no_restart=True)
-                answer(directory.forget.remote(node))
-        used = {actor.group for actor in self.actors()}
+        for roles in (("s", _ROUTER), ("p",), ("r",)):
+            ending = [actor for actor in actors if actor.role in roles]
+            self._drain_actors(ending)
+            for actor in ending:
+                ray.kill(ray.get_actor(actor.name), no_restart=True)
+                answer(directory.forget.remote(actor.node))
+        used = {actor.bundle[0] for actor in self.actors() if actor.bundle is not None}
         for number in self._groups():
             if number not in used:
                 remove_placement_group(get_placement_group(self._group_name(number)))
 
     @staticmethod
-    def _drain_actors(names: Sequence[str], seconds: float | None = None) -> None:
+    def _drain_actors(actors: Sequence[NodeActor], seconds: float | None = None) -> None:
         """Drain actors at the same time. A lost or unreachable actor has nothing to drain."""
-        calls = []
-        for name in names:
+        calls: list[Any] = []
+        for actor in actors:
             with contextlib.suppress(ValueError):
-                calls.append(ray.get_actor(name).drain.remote(seconds))
+                calls.append(ray.get_actor(actor.name).drain.remote(seconds))
         for call in calls:
             try:
                 ray.get(call)
@@ -317,22 +301,22 @@ class RayCluster:
         offering = [node for node in alive if _ROUTER in node["Resources"]]
         machines = [node["NodeID"] for node in offering or alive]
         share = {_ROUTER: _ROUTER_SHARE} if offering else {}
-        taken = {int(name.removeprefix(_ROUTER)) for name in self.routers()}
+        taken = {router.number for router in self.actors(_ROUTER)}
         started = []
         while len(taken) < count:
             machine = min(machines, key=lambda machine: (on[machine], machine != here))
             on[machine] += 1
-            name = f"{_ROUTER}{_next_number(taken)}"
+            router = NodeActor(_ROUTER, _next_number(taken))
             strategy = NodeAffinitySchedulingStrategy(machine, soft=True)
             wanted = {"num_cpus": 0, "memory": _ROUTER_BYTES, "resources": share}
-            started.append(self._start(_ROUTER, name, config, scheduling_strategy=strategy, **wanted))
+            started.append(self._start(router, config, scheduling_strategy=strategy, **wanted))
         for call in started:
             answer(call, config.start_seconds)
 
     def _add(self, config: ClusterConfig, roles: Sequence[str]) -> None:
         """Start nodes of these roles: in bundles that ended nodes have left, then in a new placement group."""
         taken = {role: {actor.number for actor in self.actors(role)} for role in "rsp"}
-        taken_bundles = {(actor.group, actor.bundle) for actor in self.actors()}
+        taken_bundles = {actor.bundle for actor in self.actors()}
         missing: list[str] = []
         actors: list[NodeActor] = []
         free = {
@@ -350,23 +334,23 @@ class RayCluster:
                 for others in free.values():  # nodes of two roles may want the same of a machine
                     if bundle in others:
                         others.remove(bundle)
-                actors.append(NodeActor(role, _next_number(taken[role]), *bundle))
+                actors.append(NodeActor(role, _next_number(taken[role]), bundle))
             else:
                 missing.append(role)
         if missing:
             group = max(self._groups(), default=-1) + 1
             self._reserve(group, config, missing)
-            actors += [NodeActor(role, _next_number(taken[role]), group, i) for i, role in enumerate(missing)]
+            actors += [NodeActor(role, _next_number(taken[role]), (group, i)) for i, role in enumerate(missing)]
         started = []
         for actor in actors:
-            resources = _bundle(config, actor.role)
+            assert actor.bundle is not None, "nodes are in bundles"
+            resources, (number, index) = _bundle(config, actor.role), actor.bundle
             strategy = PlacementGroupSchedulingStrategy(
-                get_placement_group(self._group_name(actor.group)), placement_group_bundle_index=actor.bundle
+                get_placement_group(self._group_name(number)), placement_group_bundle_index=index
             )
             started.append(
                 self._start(
-                    actor.role,
-                    actor.name,
+                    actor,
                     config,
                     num_cpus=resources["CPU"],
                     num_gpus=resources.get("GPU", 0),
@@ -397,12 +381,12 @@ class RayCluster:
         return group
 
     @staticmethod
-    def _start(role: str, name: str, config: ClusterConfig, **resources: Any) -> Any:
+    def _start(actor: NodeActor, config: ClusterConfig, **resources: Any) -> Any:
         """Start a host's actor. Returns the call that ends once the actor is there."""
-        actor = ray.remote(HostActor).options(
-            name=name, lifetime="detached", max_restarts=-1, max_task_retries=0, max_concurrency=4, **resources
+        host = ray.remote(HostActor).options(
+            name=actor.name, lifetime="detached", max_restarts=-1, max_task_retries=0, max_concurrency=4, **resources
         )
-        return actor.remote(role, name.partition("@")[0], config).entry.remote()
+        return host.remote(actor.role, actor.node, config).entry.remote()
 
     def _groups(self) -> list[int]:
         """The numbers of the cluster's placement groups."""

@@ -327,7 +327,11 @@ def _happen(event: str, cluster: Any, raylets: Any, nodes: list[Any]) -> list[st
             raylets.remove_node(victim, allow_graceful=False)
             return [entry.name for entry in on[victim]]
         case _:
-            names = {"kill-s": last_s, "kill-p": last_p[0] if last_p else "", "kill-router": cluster.routers()[0]}
+            names = {
+                "kill-s": last_s,
+                "kill-p": last_p[0] if last_p else "",
+                "kill-router": cluster.actors("router")[0].node,
+            }
             name = names.get(event, last_r)
             if event == "kill-r-actor":
                 os.kill(_process_of(next(p.name for p in cluster.actors() if p.node == name)), signal.SIGKILL)
@@ -358,7 +362,7 @@ async def _recovered(cluster: Any, killed: dict[str, int | None]) -> float:
 
 def _all_well(cluster: Any, killed: dict[str, int | None]) -> bool:
     view = cluster.view()
-    names = {place.node for place in cluster.actors()} | {*cluster.routers()}
+    names = {place.node for place in cluster.actors()}
     running = {entry.name: entry for entry in view.entries if entry.state == "running"}
     if running.keys() != names or any(running[name].pid == pid for name, pid in killed.items()):
         return False
