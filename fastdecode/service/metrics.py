@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import accumulate
+from operator import attrgetter
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -16,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats
+from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats, Totals
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -60,52 +61,39 @@ class Histogram:
         return family
 
 
+#: The histograms, by the event at which they are filled: their name, documentation and bounds.
+_HISTOGRAMS = {
+    "first_token": ("time_to_first_token_seconds", "From submit to the first token.", _FIRST_BUCKETS),
+    "inter_token": ("inter_token_latency_seconds", "Time between two tokens of a request.", _TOKEN_BUCKETS),
+    "end": ("e2e_request_latency_seconds", "From submit to the end of the request.", _REQUEST_BUCKETS),
+    "start": ("request_queue_time_seconds", "From submit to the first step.", _REQUEST_BUCKETS),
+    "prompt": ("request_prompt_tokens", "Prompt tokens of a request.", _POWERS_OF_TWO),
+    "output": ("request_generation_tokens", "Tokens a request generated.", _POWERS_OF_TWO),
+    "rows": ("iteration_tokens_total", "Rows of a step.", _POWERS_OF_TWO),
+    "step": ("step_seconds", "From the hand-over of a step to the S-Part to its end.", _TOKEN_BUCKETS),
+}
+
+
 class Metrics(Collector, EngineObserver):
     """All metrics, in their own registry."""
 
     def __init__(self, model: str, stats: Callable[[], EngineStats]):
         """`model` is the label `model_name` of every sample; `stats()` takes a snapshot of the engine's counters."""
         self._model, self._stats = model, stats
-        self._histograms: list[Histogram] = []
-        self._time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From submit to the first token.", _FIRST_BUCKETS
-        )
-        self._inter_token = self._histogram(
-            "inter_token_latency_seconds", "Time between two tokens of a request.", _TOKEN_BUCKETS
-        )
-        self._end_to_end = self._histogram(
-            "e2e_request_latency_seconds", "From submit to the end of the request.", _REQUEST_BUCKETS
-        )
-        self._queue_time = self._histogram(
-            "request_queue_time_seconds", "From submit to the first step.", _REQUEST_BUCKETS
-        )
-        self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _POWERS_OF_TWO)
-        self._output_length = self._histogram(
-            "request_generation_tokens", "Tokens a request generated.", _POWERS_OF_TWO
-        )
-        self._iteration = self._histogram("iteration_tokens_total", "Rows of a step.", _POWERS_OF_TWO)
-        self._step = self._histogram(
-            "step_seconds", "From the hand-over of a step to the S-Part to its end.", _TOKEN_BUCKETS
-        )
+        self._histograms = {event: Histogram(*definition) for event, definition in _HISTOGRAMS.items()}
         self._registry = CollectorRegistry()
+        labels = ("model_name", "finished_reason")
         self._success = Counter(
-            _PREFIX + "request_success",
-            "Requests ended, by reason.",
-            ("model_name", "finished_reason"),
-            registry=self._registry,
+            f"{_PREFIX}request_success", "Requests ended, by reason.", labels, registry=self._registry
         )
         for reason in _REASONS:
             self._success.labels(model, reason)
         self._registry.register(self)
 
-    def _histogram(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:
-        self._histograms.append(Histogram(name, documentation, bounds))
-        return self._histograms[-1]
-
     def latencies(self) -> dict[str, dict[str, list[float]]]:
         """The histograms of the times to the first and between two tokens: `bounds`, the upper ones of all buckets but
         the last, in seconds, and `counts`, one for each bucket."""
-        return {"first_token": self._time_to_first_token.buckets(), "inter_token": self._inter_token.buckets()}
+        return {event: self._histograms[event].buckets() for event in ("first_token", "inter_token")}
 
     def render(self) -> bytes:
         """The text exposition format (Prometheus 0.0.4)."""
@@ -117,26 +105,26 @@ class Metrics(Collector, EngineObserver):
         The reason is the client's view: "stop" also for a stop string, which the engine sees as a cancelled request.
         """
         self._success.labels(self._model, reason).inc()
-        self._end_to_end.observe(seconds)
+        self._histograms["end"].observe(seconds)
 
     # ---- EngineObserver ----
 
     def started(self, queue_seconds: float) -> None:
-        self._queue_time.observe(queue_seconds)
+        self._histograms["start"].observe(queue_seconds)
 
     def first_token(self, seconds: float) -> None:
-        self._time_to_first_token.observe(seconds)
+        self._histograms["first_token"].observe(seconds)
 
     def inter_token(self, seconds: float, n: int) -> None:
-        self._inter_token.observe(seconds, n)
+        self._histograms["inter_token"].observe(seconds, n)
 
     def finished(self, prompt_tokens: int, generated_tokens: int) -> None:
-        self._prompt_length.observe(prompt_tokens)
-        self._output_length.observe(generated_tokens)
+        self._histograms["prompt"].observe(prompt_tokens)
+        self._histograms["output"].observe(generated_tokens)
 
     def step(self, tokens: int, seconds: float) -> None:
-        self._iteration.observe(tokens)
-        self._step.observe(seconds)
+        self._histograms["rows"].observe(tokens)
+        self._histograms["step"].observe(seconds)
 
     # ---- Collector ----
 
@@ -144,14 +132,11 @@ class Metrics(Collector, EngineObserver):
         return []  # without this, registering would call `collect` before the engine has started
 
     def collect(self) -> Iterator[Metric]:
-        for histogram in self._histograms:
+        for histogram in self._histograms.values():
             yield histogram.family(self._model)
         stats = self._stats()
         yield from self._read(_ENGINE_METRICS, [([], stats)])
-        for name, documentation, field in _TOTALS:
-            family = CounterMetricFamily(_PREFIX + name, documentation, labels=["model_name"])
-            family.add_metric([self._model], getattr(stats.totals, field))
-            yield family
+        yield from self._read(_TOTALS, [([], stats.totals)])
         nodes = [([node.url, node.isa], node) for node in stats.nodes]
         yield from self._read(_NODE_METRICS, nodes, "r_node_", "r_node", "isa")
         layers = [([str(layer)], rows) for layer, rows in stats.expert_load.items()]
@@ -184,36 +169,38 @@ _ENGINE_METRICS: _Table[EngineStats] = (
         lambda stats: stats.cut_sequences,
     ),
 )
-#: Counters of the engine: their name, documentation and field of Totals.
-_TOTALS = (
-    ("num_preemptions", "Preemptions: running requests put back to be recomputed.", "preemptions"),
-    ("recomputed", "Running requests queued again without their cache, to be recomputed.", "recomputed"),
-    ("moved", "Running requests moved from one R-node to another.", "migrated"),
-    ("adopted", "Requests of another S-node that went on with their KV-cache.", "adopted"),
-    (
-        "adoptions_failed",
-        "Requests of another S-node that were recomputed: their KV-cache was not found.",
-        "not_adopted",
-    ),
-    ("prompts_taken", "Prompts computed by a prefill S-node.", "remote_prefills"),
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
-    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
-    ("guessed_tokens", "Tokens guessed by speculation.", "guessed"),
-    ("guessed_right_tokens", "Guessed tokens that were right.", "guessed_right"),
-    ("prompt_tokens", "Prompt tokens of requests that were started.", "prompt_tokens"),
-    ("generation_tokens", "Tokens generated.", "generated_tokens"),
-    ("admission_rejections", "Requests refused because the queue was full.", "rejected"),
-    ("steps", "Steps completed.", "steps"),
-    ("steps_gpu_alone", "Steps of sequences on the S-Part's GPU without any others (A).", "steps_near"),
-    ("steps_gpu_together", "Steps of all sequences, on the S-Part's GPU and on R-nodes (B).", "steps_together"),
-    ("steps_gpu_apart", "Steps of sequences on the S-Part's GPU beside steps of the others (C).", "steps_apart"),
-    ("steps_predicted_seconds", "Predicted time of steps with sequences on the S-Part's GPU.", "predicted_seconds"),
-    ("steps_measured_seconds", "Measured time of the steps whose time was predicted.", "measured_seconds"),
-    ("s_seconds", "Time the S-Part computed.", "s_seconds"),
-    ("s_wait_for_r_seconds", "Time the S-Part waited for R-nodes.", "r_wait_seconds"),
-    ("kv_bytes_read", "KV-cache bytes the R-nodes read.", "kv_bytes"),
-    ("kv_bytes_spilled", "Bytes of cache pages that went from the S-node's GPU to R-nodes.", "spilled_bytes"),
-    ("kv_bytes_refilled", "Bytes of cache pages that came back to the S-node's GPU.", "refilled_bytes"),
+_TOTALS: _Table[Totals] = tuple(
+    (_COUNTER, name, documentation, attrgetter(field))
+    for name, documentation, field in (
+        ("num_preemptions", "Preemptions: running requests put back to be recomputed.", "preemptions"),
+        ("recomputed", "Running requests queued again without their cache, to be recomputed.", "recomputed"),
+        ("moved", "Running requests moved from one R-node to another.", "migrated"),
+        ("adopted", "Requests of another S-node that went on with their KV-cache.", "adopted"),
+        (
+            "adoptions_failed",
+            "Requests of another S-node that were recomputed: their KV-cache was not found.",
+            "not_adopted",
+        ),
+        ("prompts_taken", "Prompts computed by a prefill S-node.", "remote_prefills"),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
+        ("guessed_tokens", "Tokens guessed by speculation.", "guessed"),
+        ("guessed_right_tokens", "Guessed tokens that were right.", "guessed_right"),
+        ("prompt_tokens", "Prompt tokens of requests that were started.", "prompt_tokens"),
+        ("generation_tokens", "Tokens generated.", "generated_tokens"),
+        ("admission_rejections", "Requests refused because the queue was full.", "rejected"),
+        ("steps", "Steps completed.", "steps"),
+        ("steps_gpu_alone", "Steps of sequences on the S-Part's GPU without any others (A).", "steps_near"),
+        ("steps_gpu_together", "Steps of all sequences, on the S-Part's GPU and on R-nodes (B).", "steps_together"),
+        ("steps_gpu_apart", "Steps of sequences on the S-Part's GPU beside steps of the others (C).", "steps_apart"),
+        ("steps_predicted_seconds", "Predicted time of steps with sequences on the S-Part's GPU.", "predicted_seconds"),
+        ("steps_measured_seconds", "Measured time of the steps whose time was predicted.", "measured_seconds"),
+        ("s_seconds", "Time the S-Part computed.", "s_seconds"),
+        ("s_wait_for_r_seconds", "Time the S-Part waited for R-nodes.", "r_wait_seconds"),
+        ("kv_bytes_read", "KV-cache bytes the R-nodes read.", "kv_bytes"),
+        ("kv_bytes_spilled", "Bytes of cache pages that went from the S-node's GPU to R-nodes.", "spilled_bytes"),
+        ("kv_bytes_refilled", "Bytes of cache pages that came back to the S-node's GPU.", "refilled_bytes"),
+    )
 )
 _NODE_METRICS: _Table[NodeStats] = (
     (_GAUGE, "alive", "1 while the R-node is connected.", lambda n: float(n.alive)),
