@@ -111,7 +111,7 @@ class Decoding:
         """Connect to the R-nodes at `urls` and lease as much as the shape needs. Raises TransportError, and ValueError
         if one has too few KV pages."""
         hello = shape.hello(model, len(urls))
-        links = [await connect(url, dataclasses.replace(hello), None) for url in urls]
+        links = [await connect(url, hello, None) for url in urls]
         for link in links:
             lease = link.lease
             needed = hello.max_seqs * shape.blocks * (lease.full_sections + lease.limited_sections)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import ipaddress
 import logging
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -111,8 +111,8 @@ def serve_model(
     set_threads(split.s_threads)
     if config.tensor_parallel > 1 and device.type != "cpu":
         raise ConfigError("--tensor-parallel is for S-Parts on CPUs: give --device cpu")
-    with contextlib.ExitStack() as stack:
-        exchange = stack.enter_context(contextlib.closing(node_exchange(config, device, split.mini_batches)))
+    with ExitStack() as stack:
+        exchange = stack.enter_context(closing(node_exchange(config, device, split.mini_batches)))
         check_fits(config, backend, device, dtype)
         _check_vocabulary(settings.tokenizer, backend.config.vocab_size)
         _check_access(config, sockets)
@@ -120,7 +120,7 @@ def serve_model(
         api = ApiProcesses(config, sockets) if config.api_processes else sockets
         ranks: Ranks | None = None
         if config.tensor_parallel > 1:
-            ranks = stack.enter_context(contextlib.closing(Ranks(config, backend.config.vocab_size)))
+            ranks = stack.enter_context(closing(Ranks(config, backend.config.vocab_size)))
         model = _load(config, backend, device, dtype, adapters, calibration_tokens(settings.tokenizer), ranks)
         if device.type == "cpu" and (for_model := split.for_model(config, model.parameters)) is not split:
             split = for_model
@@ -134,7 +134,7 @@ def serve_model(
 async def _serve(node: _LoadedNode) -> None:
     """Open the links, and run the engine and the API over them until SIGTERM."""
     shutdown = asyncio.create_task(wait_for_shutdown())
-    async with contextlib.AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         if isinstance(node.api, ApiProcesses):
             stack.push_async_callback(node.api.close)
         choosing = await run_until(_choose_split(node), shutdown)
@@ -146,7 +146,7 @@ async def _serve(node: _LoadedNode) -> None:
         if opening.cancelled():
             return
         engine = await _start_engine(node, plan, opening.result(), stack)
-        prefill = await _listen_for_prompts(node, plan, engine, stack)
+        prefill = await _take_prompts(node, plan, engine, stack)
         r_nodes.watch(engine)
         stack.callback(r_nodes.unwatch)
         stack.callback(asyncio.create_task(log_activity(lambda: engine.stats)).cancel)
@@ -250,7 +250,7 @@ async def _plan_memory(node: _LoadedNode, split: Split) -> _Plan:
     )
 
 
-async def _start_r_nodes(node: _LoadedNode, plan: _Plan, stack: contextlib.AsyncExitStack) -> RNodeLinks:
+async def _start_r_nodes(node: _LoadedNode, plan: _Plan, stack: AsyncExitStack) -> RNodeLinks:
     """Take the device's memory for KV pages, and start the embedded R-node if the node uses no others. The links to
     R-nodes are yet to be opened."""
     config = plan.config
@@ -271,7 +271,7 @@ async def _start_r_nodes(node: _LoadedNode, plan: _Plan, stack: contextlib.Async
     return links
 
 
-async def _start_engine(node: _LoadedNode, plan: _Plan, links: list[Link], stack: contextlib.AsyncExitStack) -> Engine:
+async def _start_engine(node: _LoadedNode, plan: _Plan, links: list[Link], stack: AsyncExitStack) -> Engine:
     """Start the engine over open links. `links` is the list that changes as R-nodes come and go."""
     config, model, exchange, ranks = plan.config, node.model, node.exchange, node.ranks
     log.info("%s", capacity(model.weight_bytes, model.device, links, plan.length, config.tensor_parallel))
@@ -308,9 +308,7 @@ def _end_tokens(tokenizer: Tokenizer, model: AttentionShape) -> frozenset[int]:
     return ends
 
 
-async def _listen_for_prompts(
-    node: _LoadedNode, plan: _Plan, engine: Engine, stack: contextlib.AsyncExitStack
-) -> PrefillServer | None:
+async def _take_prompts(node: _LoadedNode, plan: _Plan, engine: Engine, stack: AsyncExitStack) -> PrefillServer | None:
     """Take the prompts of other S-nodes, if --prefill-listen says where."""
     if plan.config.prefill_listen is None:
         return None
@@ -320,7 +318,7 @@ async def _listen_for_prompts(
     return server
 
 
-async def _serve_api(node: _LoadedNode, engine: Engine, stack: contextlib.AsyncExitStack) -> ApiProcesses | ApiServer:
+async def _serve_api(node: _LoadedNode, engine: Engine, stack: AsyncExitStack) -> ApiProcesses | ApiServer:
     """Serve the API in its processes, or in this one."""
     settings = node.settings
     client = LocalEngine(engine, settings.tokenizer, settings.names[0])
