@@ -28,6 +28,8 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
 from fastdecode.daemon.option_values import guesses, mtp_drafts
 from fastdecode.engine.engine import Engine
+from fastdecode.engine.scheduling.options import EngineOptions
+from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.state import sequence
 from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.spart import choose_device, choose_dtype
@@ -110,10 +112,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             engine = Engine(
                 backend.make_spart(model, [link]),
                 [link],
-                mini_batches=1,
-                max_batch_size=1,
-                max_batch_tokens=_ROWS,
-                guesses=most,
+                EngineOptions(SchedulerLimits(mini_batches=1, max_batch_tokens=_ROWS, max_batch_size=1), guesses=most),
             )
             await engine.start()
             stack.push_async_callback(engine.stop)

@@ -44,10 +44,12 @@ from fastdecode.daemon.tasks import run_until
 from fastdecode.daemon.tuning import choose_split
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
+from fastdecode.engine.scheduling.options import EngineOptions
+from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.stats import EngineStats
 from fastdecode.region.contract import MAX_ROWS, MAX_SEQS
 from fastdecode.service.local import LocalEngine
-from fastdecode.spart import SPart, choose_dtype
+from fastdecode.spart import choose_dtype
 from fastdecode.spart.backend import Backend
 from fastdecode.spart.exchange.chosen import ChosenExchange
 from fastdecode.spart.int4.balance import balance_digest, balance_for
@@ -286,7 +288,8 @@ async def _start_engine(node: _LoadedNode, plan: _Plan, links: list[Link], stack
         await asyncio.to_thread(exchange.bypass.prepare, spart, plan.split.mini_batches)
     ends = _end_tokens(node.settings.tokenizer, node.backend.config)
     seconds = {} if exchange.bypass is None else exchange.bypass.seconds
-    engine = _make_engine(config, spart, plan.split, plan.staged, prefill_nodes, plan.digest, ends, seconds)
+    options = _engine_options(config, plan.split, spart.model.device, plan.staged, plan.digest, ends, seconds)
+    engine = Engine(spart, links, options, prefill_nodes=prefill_nodes)
     if engine.longest_sequence < engine.max_model_len:
         log.warning(
             "the KV-cache holds at most %d tokens of one sequence, fewer than the context of %d",
@@ -353,42 +356,41 @@ def _leases_grow(config: NodeConfig) -> bool:
     return config.uses_r_nodes and config.kv_lease is None
 
 
-def _make_engine(
+def _engine_options(
     config: NodeConfig,
-    spart: SPart,
     split: Split,
+    device: torch.device,
     staged: int,
-    prefill_nodes: RemotePrefillNodes | None,
     digest: str,
     end_token_ids: frozenset[int],
     s_part_seconds: Mapping[int, float],
-) -> Engine:
-    """The engine over an S-Part and its links, in which `staged` tokens of unfinished prompts may be staged. `digest`:
-    see model_digest. `s_part_seconds`: see SPartForecast."""
-    on_cpu = spart.model.device.type == "cpu"
-    return Engine(
-        spart,
-        spart.links,
-        max_model_len=config.max_model_len,
+) -> EngineOptions:
+    """The options of an engine whose S-Part computes on `device`, where `staged` tokens of unfinished prompts may be
+    staged. `digest`: see model_digest."""
+    on_cpu = device.type == "cpu"
+    limits = SchedulerLimits(
         mini_batches=split.mini_batches,
-        max_batch_size=config.max_batch_size,
         max_batch_tokens=config.step_rows,
-        max_queued=config.max_queued,
+        max_batch_size=config.max_batch_size,
         max_staged_tokens=staged,
         strict_staging=not on_cpu,
-        prompts_apart=prompts_apart(spart.model.device),
-        target_tbt=config.target_tbt_ms / 1000 or None,
-        schedule=config.schedule,
-        guesses=guesses(config.speculate),
-        gpu_slowdown=config.gpu_slowdown,
-        s_part_seconds=s_part_seconds,
+        prompts_apart=prompts_apart(device),
+    )
+    return EngineOptions(
+        limits,
+        max_model_len=config.max_model_len,
+        max_queued=config.max_queued,
+        end_token_ids=end_token_ids,
         prefix_cache=not config.no_prefix_cache,
         max_uncached_suffix=None if on_cpu else _MAX_UNCACHED_SUFFIX,
         grow_leases=_leases_grow(config),
+        schedule=config.schedule,
+        target_tbt=config.target_tbt_ms / 1000 or None,
+        guesses=guesses(config.speculate),
+        gpu_slowdown=config.gpu_slowdown,
+        s_part_seconds=s_part_seconds,
         patience=config.reconnect_seconds,
-        prefill_nodes=prefill_nodes,
         kv_digest=digest if config.uses_r_nodes else None,  # an embedded R-node has no other S-node
-        end_token_ids=end_token_ids,
     )
 
 

@@ -23,13 +23,12 @@ from fastdecode.engine.delivery import deliver
 from fastdecode.engine.migration.prefill_client import PrefillNodes
 from fastdecode.engine.rnode_control import RNodeControl
 from fastdecode.engine.runner import Runner, StepRunner
-from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.cluster import Cluster
-from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits
+from fastdecode.engine.scheduling.options import EngineOptions
+from fastdecode.engine.scheduling.plan import Outcome, Plan
 from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.engine.scheduling.scheduler import Scheduler
-from fastdecode.engine.scheduling.speculation import Speculation
-from fastdecode.engine.scheduling.ways import SLOWDOWN, Way
+from fastdecode.engine.scheduling.ways import Way
 from fastdecode.engine.state.constraints import constraints
 from fastdecode.engine.state.prefixes import page_hashes
 from fastdecode.engine.state.request import (
@@ -61,88 +60,38 @@ class Engine:
         self,
         spart: SPart,
         links: list[Link],
+        options: EngineOptions,
         *,
-        max_model_len: int | None = None,
-        mini_batches: int = 2,
-        max_batch_size: int = 256,
-        max_batch_tokens: int = 512,
-        max_queued: int = 1024,
-        watermark: float = 0.01,
-        prefix_cache: bool = False,
-        max_uncached_suffix: int | None = None,
-        max_staged_tokens: int | None = None,
-        strict_staging: bool = False,
-        prompts_apart: bool = False,
-        target_tbt: float | None = None,
-        grow_leases: bool = False,
-        patience: float = 0.0,
         prefill_nodes: PrefillNodes | None = None,
-        kv_digest: str | None = None,
-        schedule: str = "greedy",
-        guesses: int = 0,
-        gpu_slowdown: float = SLOWDOWN,
-        s_part_seconds: Mapping[int, float] | None = None,
-        end_token_ids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         start_runner: Callable[[], StepRunner] = Runner,
-        rebalance: bool = True,
     ):
-        """`max_batch_size` bounds the sequences of a mini-batch, `max_batch_tokens` the rows of a step, `max_queued`
-        the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
-        of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
-        `max_uncached_suffix`: see Cluster; `max_staged_tokens`, `strict_staging`: see StagingBudget; `prompts_apart`:
-        see SchedulerLimits; `target_tbt` (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`,
-        `prefill_nodes`, `kv_digest`: see RNodeControl. `schedule`: one of SCHEDULES, see scheduling/admission.py.
-        `guesses`: most tokens of a sequence that a step guesses, see scheduling/speculation.py. `end_token_ids` None:
-        the model's own. `gpu_slowdown`, `s_part_seconds`: see WayChoice, SPartForecast.
-        `clock` gives seconds, and `start_runner` starts the runner of the steps; plan/simulation.py replaces both.
-        `rebalance`: running sequences migrate between R-nodes, see migration/rebalance.py.
+        """`prefill_nodes`: the S-nodes that compute long prompts; None: this one does. `clock` gives seconds, and
+        `start_runner` starts the runner of the steps; plan/simulation.py replaces both.
 
-        Raises ValueError if a value does not fit the model or a link."""
+        Raises ValueError if an option does not fit the model or a link."""
         if not links:
             raise ValueError("the engine needs at least one R-node")
-        limits = SchedulerLimits(
-            mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens, strict_staging, prompts_apart
-        )
+        limits = options.limits
         for link in links:
             check_link(link, limits)
         if spart.state_slots is not None and prefill_nodes is not None:
             raise ValueError("a model whose layers keep states has no prefill S-nodes: R-nodes do not have its states")
         positions = spart.config.max_positions
-        if max_model_len is not None and max_model_len > positions:
-            raise ValueError(f"max_model_len {max_model_len} is more than the model's {positions} positions")
-        self.max_model_len = max_model_len or positions
-        self.max_queued = max(max_queued, 1)  # every request passes through the queue
+        if options.max_model_len is not None and options.max_model_len > positions:
+            raise ValueError(f"max_model_len {options.max_model_len} is more than the model's {positions} positions")
+        self.max_model_len = options.max_model_len or positions
+        self.max_queued = max(options.max_queued, 1)  # every request passes through the queue
         self.spart = spart
-        self.cluster = Cluster(
-            links,
-            watermark=watermark,
-            prefix_cache=prefix_cache,
-            max_uncached_suffix=max_uncached_suffix,
-            reads=spart.config.reads,
-            grow_leases=grow_leases,
-            step_rows=max_batch_tokens,
-            state_slots=spart.state_slots,
-        )
-        self.scheduler = Scheduler(
-            self.cluster,
-            limits,
-            target_tbt=target_tbt,
-            admission=SCHEDULES[schedule](),
-            speculation=Speculation(guesses, by_head=spart.config.mtp > 0) if guesses else None,
-            gpu_slowdown=gpu_slowdown,
-            s_part_seconds=s_part_seconds,
-        )
+        self.cluster = Cluster(links, options, spart.config.reads, spart.state_slots)
+        self.scheduler = Scheduler(self.cluster, options, mtp=spart.config.mtp > 0)
         self.observer = EngineObserver()
         self.totals = Totals()
-        self._clock, self._start_runner, self._rebalance = clock, start_runner, rebalance
+        self._clock, self._start_runner = clock, start_runner
         self.last_progress = clock()  # when a step last completed, or work came after idleness
-        self.end_tokens = frozenset(spart.config.eos_token_ids if end_token_ids is None else end_token_ids)
-        if spart.state_slots is not None:
-            kv_digest = None  # R-nodes do not have the states
-        self.r_nodes = RNodeControl(
-            self.scheduler, spart, self._spawn, self._on_change, patience, prefill_nodes, kv_digest
-        )
+        own = spart.config.eos_token_ids
+        self.end_tokens = frozenset(own if options.end_token_ids is None else options.end_token_ids)
+        self.r_nodes = RNodeControl(self.scheduler, spart, options, self._spawn, self._on_change, prefill_nodes)
         self._start_rate = StartRate()
         self._live: set[Sequence] = set()  # requests whose stream has not ended
         self._arrivals = 0
@@ -158,7 +107,7 @@ class Engine:
     async def start(self) -> None:
         """Start the runner's thread and the drivers."""
         self._runner = self._start_runner()
-        self.r_nodes.start(self._rebalance)
+        self.r_nodes.start()
         for slot in range(len(self._wake)):
             self._spawn(self._drive(slot))
 

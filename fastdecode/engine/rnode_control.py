@@ -19,6 +19,7 @@ from fastdecode.engine.stats import NodeStats
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
+    from fastdecode.engine.scheduling.options import EngineOptions
     from fastdecode.engine.scheduling.scheduler import Scheduler
     from fastdecode.engine.state.prefixes import CachedSequence
     from fastdecode.engine.state.sequence import KVSource, Sequence
@@ -43,22 +44,18 @@ class RNodeControl:
         self,
         scheduler: Scheduler,
         spart: SPart,
+        options: EngineOptions,
         spawn: Callable[[Coroutine[None, None, None]], None],
         on_change: Callable[[], None],
-        patience: float = 0.0,
-        prefill_nodes: PrefillNodes | None = None,
-        kv_digest: str | None = None,
+        prefill_nodes: PrefillNodes | None,
     ):
-        """`patience`: seconds for which sequences wait for an R-node when none is connected. `prefill_nodes`: the
-        S-nodes that compute long prompts; None: this one does. `kv_digest`: see Adopter; None: no S-node adopts K and V
-        of another."""
+        """`prefill_nodes`: the S-nodes that compute long prompts; None: this one does."""
         #: Each R-node's answer to its last STATS, by the link to this one R-node.
         self.counters: WeakKeyDictionary[Link, dict[str, int]] = WeakKeyDictionary()
         self._scheduler, self._cluster, self._spart = scheduler, scheduler.cluster, spart
         self._spawn, self._on_change = spawn, on_change
-        self._patience = patience
-        if patience > 0:
-            scheduler.running.patient = True
+        self._rebalance, self._patience = options.rebalance, options.patience
+        scheduler.running.patient = options.patience > 0
         self._losses = 0  # how often the last R-node was lost
         self._replacements: dict[int, Link] = {}
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
@@ -71,13 +68,12 @@ class RNodeControl:
             self.prefill_client = PrefillClient(prefill_nodes, scheduler, on_change, self.mark_lost)
             scheduler.wants_remote_prefill = self.prefill_client.wants
         self.adopter: Adopter | None = None
-        if kv_digest is not None:
-            self.adopter = Adopter(scheduler, kv_digest, on_change, self.mark_lost)
+        if options.kv_digest is not None and spart.state_slots is None:  # R-nodes do not have states
+            self.adopter = Adopter(scheduler, options.kv_digest, on_change, self.mark_lost)
 
-    def start(self, rebalance: bool) -> None:
-        """Watch all R-nodes for the end of their links, and with `rebalance` migrate sequences where loads are
-        uneven."""
-        if rebalance:
+    def start(self) -> None:
+        """Watch all R-nodes for the end of their links, and begin to rebalance them."""
+        if self._rebalance:
             self._spawn(self.migrator.rebalance())
         for node in self._cluster.nodes:
             self._spawn(self._watch(node))

@@ -36,6 +36,8 @@ from fastdecode.daemon.embedded import split_machine
 from fastdecode.daemon.machine import available_memory, cpu_model, usable_cpus
 from fastdecode.daemon.option_values import parse_bytes
 from fastdecode.engine.engine import Engine
+from fastdecode.engine.scheduling.options import EngineOptions
+from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.plan.children import r_node
 from fastdecode.plan.colocation import Colocation
@@ -403,13 +405,10 @@ async def _step_seconds(model: PlannedModel, rows: int) -> float:
     """Seconds of the engine for a step of `rows` decoding rows."""
     memory = rows * _PAGES_OF_A_SEQUENCE * model.token_bytes("fp16") * PAGE_TOKENS
     link = VirtualLink("0", model, "fp16", memory, 2 * rows, rows + 1, 1)
-    parts: Any = (_InstantSPart(), [link])
+    parts: tuple[Any, Any] = _InstantSPart(), [link]
     engine = Engine(
         *parts,
-        mini_batches=1,
-        max_batch_size=rows,
-        max_batch_tokens=rows + 1,
-        max_queued=rows,
+        EngineOptions(SchedulerLimits(mini_batches=1, max_batch_tokens=rows + 1, max_batch_size=rows), max_queued=rows),
         start_runner=lambda: cast(Any, _InstantSPart()),
     )
     await engine.start()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 from fastdecode.bench.serving.client import LoadRun, TimedAnswer
 from fastdecode.bench.serving.workload import LoadRequest, Prompts
 from fastdecode.engine.engine import Engine
+from fastdecode.engine.scheduling.options import EngineOptions
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.state.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.plan.equations import System
@@ -63,7 +64,7 @@ def simulate(
     """Serve `requests` over R-nodes with `memory` bytes each and `gpu_kv` bytes for resident KV. A system without
     R-nodes has resident KV alone. `users`: a request is sent when it arrives and fewer requests are unanswered; None:
     whenever it arrives. `bounds`: each request's max_tokens; default: none. `history`: lengths of outputs
-    that the scheduler has seen before. `options` go to the Engine.
+    that the scheduler has seen before. `options`: of EngineOptions.
 
     Raises RuntimeError if there is work and nothing moves, ValueError for what the engine refuses.
     """
@@ -83,8 +84,8 @@ async def _simulate(
 ) -> Simulated:
     loop = asyncio.get_running_loop()
     n, rows = limits.mini_batches, limits.max_batch_tokens
-    max_seqs = 2 * n * limits.max_seqs
-    sizes, more = (system.model, system.kv_dtype), (max_seqs, rows + limits.max_seqs, limits.slots)
+    n_sequences = 2 * n * limits.max_batch_size
+    sizes, more = (system.model, system.kv_dtype), (n_sequences, rows + limits.max_batch_size, limits.slots)
     links = [VirtualLink(f"{i}", *sizes, memory, *more) for i in range(system.r_nodes)]
     for link in links:
         link.bytes_per_second = system.kv_bytes_per_second
@@ -92,15 +93,14 @@ async def _simulate(
         links.insert(0, VirtualLink("gpu", *sizes, gpu_kv, *more, resident=True, gbps=system.link.gbps))
         links[0].bytes_per_second = system.gpu_bytes_per_second
         # As Bypass.prepare measures them.
-        sizes_of_steps = {size_class(n) for n in range(1, limits.max_seqs + 1)}
+        sizes_of_steps = {size_class(n) for n in range(1, limits.max_batch_size + 1)}
         options = {"s_part_seconds": {n: system.s_part.seconds(n) for n in sizes_of_steps}} | options
     spart = VirtualSPart(system, links, [r.output_tokens for r in requests for _ in range(r.choices)])
     runner = VirtualRunner(system.in_turns)
-    options |= {"mini_batches": n, "max_batch_size": limits.max_seqs, "max_batch_tokens": rows}
-    options |= {"prompts_apart": limits.prompts_apart}
     options = {"max_queued": len(spart.outputs), "prefix_cache": any(request.blocks for request in requests)} | options
-    parts: Any = (spart, links)
-    engine = Engine(*parts, clock=loop.time, start_runner=lambda: cast(Any, runner), rebalance=False, **options)
+    parts: tuple[Any, Any] = spart, links
+    chosen = EngineOptions(limits, rebalance=False, **options)
+    engine = Engine(*parts, chosen, clock=loop.time, start_runner=lambda: cast(Any, runner))
     for length in history:
         engine.scheduler.admission.lengths.observe("", length, ended=True)
     await engine.start()

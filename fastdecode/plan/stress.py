@@ -92,7 +92,7 @@ class Stress:
 
     def overload(self, times: float, seconds: float, max_queued: int) -> list[dict[str, Any]]:
         """Requests of 128 prompt tokens and 128 outputs at the system's capacity, and at `times` as many."""
-        burst = self._serve(fixed(4 * self.limits.mini_batches * self.limits.max_seqs, 128, 128), 128)
+        burst = self._serve(fixed(4 * self.limits.mini_batches * self.limits.max_batch_size, 128, 128), 128)
         capacity = len(burst.run.answers) / burst.run.seconds
         rows = []
         for name, rate in (("at capacity", capacity), (f"{times:g} times the capacity", times * capacity)):

@@ -34,6 +34,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.admission import SCHEDULES
+from fastdecode.engine.scheduling.options import EngineOptions
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.children import r_node
 from fastdecode.plan.colocation_measure import ColocatedLoad
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
     # Every slot has pages for a whole sequence and half a page to spare, and each R-node for its share and one sequence
     # more; four long prompts have room besides.
     blocks = blocks_for(length)
-    slots = -(-limits.mini_batches * limits.max_seqs // args.r_nodes) + 1
+    slots = -(-limits.mini_batches * limits.max_batch_size // args.r_nodes) + 1
     pages = blocks * slots + slots // 2 + 1
     if disturbed:
         pages += 4 * blocks_for(longest) + 2 * args.choices
@@ -266,16 +267,12 @@ class RealSystem:
             memory = int(self.memory)
             children = [r_node("shm", self.r_threads, memory + _SPARE_MEMORY) for _ in range(self.r_nodes)]
             urls = [stack.enter_context(child) for child in children]
-            hello = self.model.hello(n, limits.max_batch_tokens, self.kv_dtype, memory, 2 * n * limits.max_seqs)
+            hello = self.model.hello(n, limits.max_batch_tokens, self.kv_dtype, memory, 2 * n * limits.max_batch_size)
             links = [await connect(url, dataclasses.replace(hello), None) for url in urls]
             engine = Engine(
-                SPart(self.model, links, state_slots=n * limits.max_seqs),
+                SPart(self.model, links, state_slots=n * limits.max_batch_size),
                 links,
-                mini_batches=n,
-                max_batch_size=limits.max_seqs,
-                max_batch_tokens=limits.max_batch_tokens,
-                end_token_ids=(),
-                **options,
+                EngineOptions(limits, end_token_ids=(), **options),
             )
             await engine.start()
             try:

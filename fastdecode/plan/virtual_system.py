@@ -121,7 +121,7 @@ class UncomputedSPart:
         """`ends`: the tokens that end a sequence. `reads`: what a row reads in each layer; empty: all tokens."""
         self.expert_load: dict[int, list[int]] = {}
         self.config = SimpleNamespace(
-            vocab_size=2, eos_token_ids=ends, max_positions=max_positions, reads=reads or (LayerReads(),)
+            vocab_size=2, eos_token_ids=ends, max_positions=max_positions, reads=reads or (LayerReads(),), mtp=0
         )
 
     def is_long(self, final_length: int) -> bool:

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from engines.make_engine import make_engine
 from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from nodes.node_process import fetch
@@ -15,7 +16,6 @@ from nodes.rnode_process import RNodeProcess
 
 from fastdecode.daemon.discovery import FileSet
 from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes, model_digest
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.migration.prefill_client import PrefillOrder
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.state.request import Overloaded, PromptTooLong, SamplingParams
@@ -201,7 +201,7 @@ async def engine_on(r_node, checkpoint, **options):
     torch.set_num_threads(1)
     model = load_model(checkpoint, device="cpu", dtype=torch.float32)
     link = await connect(r_node.url, model.hello(2, 128, "fp32", 16 << 20, 32), None)
-    engine = Engine(SPart(model, [link]), [link], max_batch_tokens=128, max_batch_size=16, **options)
+    engine = make_engine(SPart(model, [link]), [link], max_batch_tokens=128, max_batch_size=16, **options)
     await engine.start()
     try:
         yield engine

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 from engines.continued_stream import ContinuedStream, adopted
+from engines.make_engine import make_engine
 from engines.toy import KEYS, ToyLink, ToySPart, continuation, until
 from engines.toy_engine import started
 
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import SamplingParams
 
 pytestmark = pytest.mark.quick
@@ -38,7 +38,7 @@ def prompt(n, seed=0):
 async def mortal(*links, state_slots=None):
     """An engine that may be stopped at any time, whatever it leaves behind, and its S-Part."""
     spart = ToySPart(links, state_slots=state_slots)
-    engine = Engine(spart, list(links), **OPTIONS)
+    engine = make_engine(spart, links, **OPTIONS)
     await engine.start()
     try:
         yield engine, spart

@@ -9,12 +9,12 @@ import signal
 
 import pytest
 import torch
+from engines.make_engine import make_engine
 from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from models.greedy import is_greedy
 from nodes.rnode_process import RNodeProcess
 
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import SPart, load_model
 from fastdecode.transports.registry import connect
@@ -35,7 +35,7 @@ async def serving(checkpoint, *urls, **options):
         hello = model.hello(2, ROWS, "fp32", 100 << 20, 2 * STREAMS)
         links = [await connect(node.url, hello, None) for node in nodes]
         spart = SPart(model, links, state_slots=STREAMS)
-        engine = Engine(spart, links, max_batch_tokens=ROWS, max_batch_size=STREAMS, **options)
+        engine = make_engine(spart, links, max_batch_tokens=ROWS, max_batch_size=STREAMS, **options)
         await engine.start()
         try:
             yield engine, nodes

@@ -6,11 +6,11 @@ import asyncio
 import random
 
 import pytest
+from engines.make_engine import make_engine
 from engines.token_stream import submit
 from engines.toy import POISON, VOCAB, ToyLink, ToySPart, continuation, tokens_of, until
 from engines.toy_engine import running
 
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.engine.state.request import (
     GenerationFailed,
@@ -112,7 +112,7 @@ async def test_end_tokens():
 
 async def test_a_request_that_cannot_run_is_refused_at_submit():
     link = ToyLink()
-    engine = Engine(ToySPart([link], max_positions=50), [link], max_queued=2)
+    engine = make_engine(ToySPart([link], max_positions=50), [link], max_queued=2)
     with pytest.raises(NotReady, match="not started"):
         submit(engine, [1], GREEDY)
     options = {"max_queued": 2, "mini_batches": 1, "max_batch_size": 1}
@@ -180,13 +180,13 @@ async def test_links_and_limits_that_do_not_fit_are_refused():
     for options, message in [
         ({"mini_batches": 3, "max_batch_tokens": 100, "max_batch_size": 9}, "2 slots for 3"),
         ({"max_batch_tokens": 101, "max_batch_size": 9}, "100 rows"),
-        ({"max_batch_tokens": 100, "max_batch_size": 101}, "max_seqs"),
+        ({"max_batch_tokens": 100, "max_batch_size": 101}, "max_batch_size"),
         ({"max_batch_tokens": 100, "max_batch_size": 9, "max_model_len": 51}, "50 positions"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Engine(spart, [link], **options)
+            make_engine(spart, [link], **options)
     with pytest.raises(ValueError, match="at least one R-node"):
-        Engine(spart, [])
+        make_engine(spart, [])
 
 
 async def test_cancel_in_the_queue_in_prefill_and_in_decode():
@@ -334,7 +334,7 @@ async def test_replacing_link_must_fit():
 async def test_stop_fails_unfinished_requests():
     link = ToyLink()
     spart = ToySPart([link])
-    engine = Engine(spart, [link])
+    engine = make_engine(spart, [link])
     await engine.start()
     streams = [submit(engine, [i], SamplingParams(temperature=0.0, max_tokens=4000)) for i in range(5)]
     await anext(streams[0])
@@ -349,7 +349,7 @@ async def test_defect_in_the_engine_is_said_to_every_client(caplog):
     """When the engine's task dies, clients must not wait forever and the node must not look healthy."""
     link = ToyLink()
     spart = ToySPart([link])
-    engine = Engine(spart, [link])
+    engine = make_engine(spart, [link])
     await engine.start()
     spart.gate.clear()
     stream = submit(engine, [1], GREEDY)

@@ -8,11 +8,11 @@ import random
 import time
 
 import pytest
+from engines.make_engine import make_engine
 from engines.token_stream import submit
 from engines.toy import ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine import rnode_control
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import PromptTooLong, SamplingParams
 
 pytestmark = pytest.mark.quick
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.quick
 async def growing(*links, **options):
     """A started engine whose leases grow; at its end its account must agree with every R-node's."""
     spart = ToySPart(links)
-    engine = Engine(spart, list(links), grow_leases=True, **({"max_batch_tokens": 64, "max_batch_size": 16} | options))
+    engine = make_engine(spart, links, grow_leases=True, **({"max_batch_tokens": 64, "max_batch_size": 16} | options))
     await engine.start()
     try:
         yield engine
@@ -56,7 +56,7 @@ async def test_a_lease_grows_ahead_of_need_so_nothing_is_preempted():
 async def test_a_lease_of_a_given_size_is_never_changed():
     link = ToyLink(n_pages=8, max_pages=400)
     spart = ToySPart([link])
-    engine = Engine(spart, [link], max_batch_tokens=64, max_batch_size=16)
+    engine = make_engine(spart, [link], max_batch_tokens=64, max_batch_size=16)
     await engine.start()
     try:
         await generate(engine, 12, 150)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines.make_engine import make_engine
 from engines.real_engine import real_engine
 from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -20,7 +21,6 @@ from models.hf_models import save_model
 from models.mtp_made import make_head
 from nodes.rnode_process import RNodeProcess
 
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import SPart, load_model
 from fastdecode.transports.registry import connect
@@ -125,7 +125,7 @@ async def test_a_killed_r_node_costs_no_token():
         hello = model.hello(2, 64, "fp32", 32 << 20, 32)
         links = [await connect(node.url, hello, None) for node in nodes]
         spart = SPart(model, links, state_slots=40)
-        engine = Engine(spart, links, max_batch_tokens=64, max_batch_size=16, guesses=2)
+        engine = make_engine(spart, links, max_batch_tokens=64, max_batch_size=16, guesses=2)
         await engine.start()
         try:
             streams = [submit(engine, prompt, GREEDY) for prompt in prompts * 2]

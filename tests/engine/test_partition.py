@@ -15,13 +15,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from engines.make_engine import make_engine
 from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from models.greedy import is_greedy
 from models.hf_models import save_model
 from nodes.rnode_process import RNodeProcess
 
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import GenerationFailed, NotReady, SamplingParams
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.backend import choose_backend
@@ -84,7 +84,7 @@ async def serving(path, nodes, *, partition="heads", backend="native", kv_dtype=
         return link
 
     links = [await open_link()]
-    engine = Engine(
+    engine = make_engine(
         chosen.make_spart(model, links, None),
         links,
         mini_batches=2,

@@ -7,11 +7,11 @@ import contextlib
 import random
 
 import pytest
+from engines.make_engine import make_engine
 from engines.token_stream import submit
 from engines.toy import ToyLink, ToySPart, continuation, tokens_of, until
 from engines.toy_engine import started
 
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.state.request import EngineError, InvalidPrompt, SamplingParams
 from fastdecode.transports.base import LinkDown
@@ -184,7 +184,7 @@ async def test_a_sequence_goes_on_from_the_tokens_that_another_s_node_has_genera
 
 def test_an_engine_without_prefill_nodes_hands_nothing_over():
     async def run():
-        engine = Engine(ToySPart([ToyLink()]), [ToyLink()])
+        engine = make_engine(ToySPart([ToyLink()]), [ToyLink()])
         assert engine.scheduler.wants_remote_prefill is None
 
     asyncio.run(run())

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastdecode.engine.scheduling.cluster import Cluster
+from fastdecode.engine.scheduling.options import EngineOptions
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.scheduling.rtime import Loads, assign, layer_groups
 from fastdecode.engine.scheduling.scheduler import Scheduler
@@ -60,7 +61,7 @@ def cluster_of(speeds, windows=(0, 0), n_pages=100_000, page_bytes=PAGE_TOKENS *
     """A cluster whose R-nodes have shown these bandwidths, in bytes a second."""
     lease = Lease(n_pages, n_pages, 1000, page_bytes, "", 1, "sim")
     links = [CountedLink(f"tcp://r{i}", lease) for i in range(len(speeds))]
-    cluster = Cluster(links, reads=map(LayerReads, windows))
+    cluster = Cluster(links, EngineOptions(), map(LayerReads, windows))
     for link, speed in zip(links, speeds, strict=True):
         for kv_bytes in 5 * (5 * [10**6] + 5 * [10**7] + 5 * [10**8]):
             cluster.observe({link: StepCost(round((1e-4 + kv_bytes / speed) * 1e9), kv_bytes)})
@@ -73,7 +74,7 @@ def test_twelve_sequences_on_a_fast_and_a_slow_r_node_are_within_a_tenth_of_the_
     rng = random.Random(seed)
     windows = rng.choice([(0,), (0, 512), (4096, 0, 1024)])
     cluster = cluster_of([1e9, 4e9], windows)
-    scheduler = Scheduler(cluster, SchedulerLimits(1, 4096, 64))
+    scheduler = Scheduler(cluster, EngineOptions(SchedulerLimits(1, 4096, 64)))
     draw = rng.choice([lambda: rng.randint(1, 4000), lambda: round(rng.lognormvariate(5, 1.2)) + 1, lambda: 300])
     seqs = [sequence(i, draw(), rng.choice([50, 1000])) for i in range(12)]
     for seq in seqs:
@@ -163,7 +164,7 @@ def test_an_r_node_of_half_the_bandwidth_is_told_from_equal_ones(slow):
 
 def test_the_account_of_loads_is_empty_when_everything_has_ended():
     cluster = cluster_of([1e9, 4e9], windows=(0, 256))
-    scheduler = Scheduler(cluster, SchedulerLimits(2, 512, 16))
+    scheduler = Scheduler(cluster, EngineOptions(SchedulerLimits(2, 512, 16)))
     for i in range(10):
         scheduler.add(sequence(i, 100 * (i + 1), 30))
     while scheduler.waiting or scheduler.running:
@@ -177,7 +178,7 @@ def test_the_account_of_loads_is_empty_when_everything_has_ended():
 def test_mini_batches_are_evened_out_by_their_r_part_not_by_count():
     """One long sequence and many short ones: the long one's mini-batch gets fewer."""
     cluster = cluster_of([1e9])
-    scheduler = Scheduler(cluster, SchedulerLimits(2, 9000, 64))
+    scheduler = Scheduler(cluster, EngineOptions(SchedulerLimits(2, 9000, 64)))
     for i, n in enumerate([8000] + [200] * 30):
         scheduler.add(sequence(i, n, 100))
     for _ in range(40):

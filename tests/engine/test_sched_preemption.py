@@ -62,7 +62,7 @@ def test_victim_in_flight_is_preempted_when_its_step_ends():
 
 
 def test_a_request_of_higher_priority_pauses_another_and_nothing_is_recomputed():
-    world = World([(400, 64)], mini_batches=1, max_seqs=2)
+    world = World([(400, 64)], mini_batches=1, max_batch_size=2)
     low = [world.add(100, 60, priority=5) for _ in range(2)]
     for _ in range(10):
         world.begin(0), world.end(0)
@@ -87,7 +87,7 @@ def test_a_request_of_higher_priority_gets_the_pages_of_a_paused_one():
 
 
 def test_the_sequence_that_was_paused_longest_ago_is_dropped_first_and_as_a_whole():
-    world = World([(20, 64)], mini_batches=1, max_seqs=2, watermark=0, max_batch_tokens=2000)
+    world = World([(20, 64)], mini_batches=1, max_batch_size=2, watermark=0, max_batch_tokens=2000)
     low = [world.add(3 * PAGE_TOKENS, 400, priority=9) for _ in range(2)]
     world.begin(0), world.end(0), world.begin(0), world.end(0)
     middle = [world.add(3 * PAGE_TOKENS, 400, priority=5) for _ in range(2)]
@@ -116,7 +116,7 @@ def test_a_sequence_that_is_paused_for_an_older_sequence_of_the_step_has_no_row_
 
 
 def test_a_paused_sequence_can_be_cancelled_and_its_r_node_lost():
-    world = World([(40, 64), (40, 64)], mini_batches=1, max_seqs=2)
+    world = World([(40, 64), (40, 64)], mini_batches=1, max_batch_size=2)
     low = [world.add(100, 60, priority=5) for _ in range(2)]
     for _ in range(3):
         world.begin(0), world.end(0)
@@ -186,7 +186,7 @@ def test_step_that_ends_well_on_a_lost_node_keeps_its_token():
 
 
 def test_last_node_lost_fails_everything_by_name():
-    world = World([(20, 8)], mini_batches=1, max_seqs=1)
+    world = World([(20, 8)], mini_batches=1, max_batch_size=1)
     running, waiting = world.add(30, 10), world.add(30, 10)
     world.begin(0), world.end(0)
     world.scheduler.running.node_lost(running.node)

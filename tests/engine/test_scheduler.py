@@ -275,7 +275,7 @@ def test_lopsided_mini_batches_are_evened_out():
 
 
 def test_full_queue_keeps_every_mini_batch_at_its_bound():
-    world = World([(400, 64)], mini_batches=3, max_seqs=4, max_batch_tokens=64)
+    world = World([(400, 64)], mini_batches=3, max_batch_size=4, max_batch_tokens=64)
     for _ in range(20):
         world.add(5, 30)
     for mini_batch in range(3):
@@ -285,7 +285,7 @@ def test_full_queue_keeps_every_mini_batch_at_its_bound():
 
 
 def test_a_client_with_many_requests_does_not_hold_up_another():
-    world = World([(400, 64)], mini_batches=1, max_seqs=4)
+    world = World([(400, 64)], mini_batches=1, max_batch_size=4)
     for _ in range(40):
         world.add(50, 20, client="many")
     world.begin(0), world.end(0)
@@ -296,7 +296,7 @@ def test_a_client_with_many_requests_does_not_hold_up_another():
 
 def test_clients_that_wait_get_equal_shares_of_tokens():
     """One client has long prompts, the other short ones and twice as many; both always have requests waiting."""
-    world = World([(4000, 64)], mini_batches=2, max_seqs=4, max_batch_tokens=2000)
+    world = World([(4000, 64)], mini_batches=2, max_batch_size=4, max_batch_tokens=2000)
     seqs = [world.add(400, 40, client="long") for _ in range(60)]
     seqs += [world.add(40, 40, client="short") for _ in range(600)]
     for _ in range(400):
@@ -375,7 +375,7 @@ def test_index_and_tag_come_back_with_a_new_generation():
 
 
 def test_limits_that_cannot_work_are_refused():
-    with pytest.raises(ValueError, match="max_seqs"):
+    with pytest.raises(ValueError, match="max_batch_size"):
         SchedulerLimits(2, 64, 65)
     with pytest.raises(ValueError, match="mini_batches"):
         SchedulerLimits(0, 64, 8)

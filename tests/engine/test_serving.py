@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engines.make_engine import make_engine
 from engines.token_stream import submit
 from models.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
 from models.greedy import is_greedy
@@ -23,7 +24,6 @@ from nodes.rnode_process import RNodeProcess
 from quick import quick
 from wire.cut_proxy import CutProxy
 
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling import deadline
 from fastdecode.engine.state.request import GenerationFailed, NotReady, SamplingParams
 from fastdecode.region.contract import PAGE_TOKENS
@@ -102,7 +102,7 @@ async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **
         return await connect(url, model.hello(mini_batches, ROWS, "fp32", kv_bytes, max_seqs), None)
 
     links = [await link_to(node.url) for node in nodes]
-    engine = Engine(
+    engine = make_engine(
         SPart(model, links, state_slots=16),
         links,
         mini_batches=mini_batches,

@@ -13,7 +13,6 @@ from engines.token_stream import submit
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from models.hf_models import save_model
 
-from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.state.guesser import Guesser
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart.step.batch import Sampled
@@ -98,9 +97,8 @@ async def test_a_guess_beyond_the_end_is_not_delivered(tmp_path):
 
 
 def test_guesses_that_are_all_right_leave_rows_for_a_new_prompt():
-    world = World([(400, 64)], mini_batches=1, max_batch_tokens=32)
+    world = World([(400, 64)], mini_batches=1, max_batch_tokens=32, guesses=8)
     scheduler = world.scheduler
-    scheduler.speculation = Speculation(8)
     for _ in range(12):
         world.add(5, 1000)
     for _ in range(12):

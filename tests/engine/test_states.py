@@ -7,12 +7,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from engines.make_engine import make_engine
 from engines.scheduler_world import World
 from engines.token_stream import submit
 from engines.toy import POISON, ToyLink, ToySPart, continuation, tokens_of
 from engines.toy_engine import ASK, ask, generate, keeping, running, started
 
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.region.contract import PAGE_TOKENS
 
@@ -38,7 +38,7 @@ def test_no_more_sequences_start_than_have_a_state():
 
 
 def test_a_paused_sequence_keeps_its_state():
-    world = World([(400, 64)], mini_batches=1, max_seqs=2, state_slots=3)
+    world = World([(400, 64)], mini_batches=1, max_batch_size=2, state_slots=3)
     low = [world.add(100, 60, priority=5) for _ in range(2)]
     for _ in range(10):
         world.begin(0), world.end(0)
@@ -64,7 +64,7 @@ def test_a_request_of_higher_priority_takes_the_state_of_another():
 
 
 def test_a_cancelled_sequence_and_a_lost_r_node_give_their_slots_back():
-    world = World([(40, 64), (40, 64)], mini_batches=1, max_seqs=2, state_slots=4)
+    world = World([(40, 64), (40, 64)], mini_batches=1, max_batch_size=2, state_slots=4)
     low = [world.add(100, 60, priority=5) for _ in range(2)]
     for _ in range(3):
         world.begin(0), world.end(0)
@@ -199,4 +199,4 @@ async def test_a_refused_fork_computes_the_state_anew():
 async def test_what_a_state_cannot_do_is_refused():
     link = ToyLink()
     with pytest.raises(ValueError, match="layers keep states has no prefill S-nodes"):
-        Engine(ToySPart([link], state_slots=4), [link], prefill_nodes=SimpleNamespace())
+        make_engine(ToySPart([link], state_slots=4), [link], prefill_nodes=SimpleNamespace())

@@ -150,7 +150,7 @@ class Spiller:
         nodes = [seq.prefix.node] if seq.prefix is not None else self._cluster.nodes
         limits = self._scheduler.limits
         # A query with a prefix has two rows in a slot.
-        rows = limits.max_batch_tokens + min(len(self.cut) + 1, limits.max_seqs)
+        rows = limits.max_batch_tokens + min(len(self.cut) + 1, limits.max_batch_size)
         fit = [
             node
             for node in nodes
@@ -195,7 +195,7 @@ class Spiller:
             await self._migrator.hold(seq, move.check)
             done = True
             move.switch()
-            self._scheduler.running.go_home(seq, self._scheduler.limits.max_seqs)
+            self._scheduler.running.go_home(seq, self._scheduler.limits.max_batch_size)
             self._count(move)
         except MoveCancelled:
             pass

@@ -1,5 +1,6 @@
 """What goes into the next step, and on which R-node a sequence is cached. Bookkeeping and arithmetic: no IO, no clocks.
 
+options          EngineOptions: what the owner of an engine chooses
 scheduler        Scheduler: puts the other modules together
 cluster          Cluster: all R-nodes, the sequences on them, their pages, the prefix cache
 plan             Plan: a step as the scheduler plans it; and the bounds on it

@@ -20,6 +20,7 @@ from fastdecode.spart.shape import LayerReads
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from fastdecode.engine.scheduling.options import EngineOptions
     from fastdecode.engine.state.pages import Page, PageGroup, PageTable
     from fastdecode.engine.state.prefixes import Handle
     from fastdecode.engine.state.sequence import Sequence, SpilledPrefix
@@ -35,30 +36,22 @@ class Cluster:
     def __init__(
         self,
         links: Iterable[Link],
-        *,
-        watermark: float = 0.01,
-        prefix_cache: bool = False,
-        max_uncached_suffix: int | None = None,
+        options: EngineOptions,
         reads: Iterable[LayerReads] = (LayerReads(),),
-        grow_leases: bool = False,
-        step_rows: int = PAGE_TOKENS,
         state_slots: int | None = None,
     ):
-        """`watermark` is the share of a lease's pages that new sequences leave to running ones. `max_uncached_suffix`
-        is how many tokens behind a shared prefix may be left to an R-node's attention; a prompt with a longer suffix is
-        prefilled on the S-node as a whole. None: any number. `reads`: what a row reads in each layer.
-        `grow_leases`: leases grow on demand. `step_rows`: most rows of a step. `state_slots`: sequences that
-        can have a state at once; None: the model's layers keep none."""
-        self.prefix_cache = prefix_cache
-        self._grow_leases, self._step_rows = grow_leases, step_rows
+        """`reads`: what a row reads in each layer. `state_slots`: sequences that can have a state at once; None: the
+        model's layers keep none."""
+        self.prefix_cache = options.prefix_cache
+        self._options = options
         self.nodes = [self._ledger(position, link) for position, link in enumerate(links)]
         groups = layer_groups(reads)
         self.loads = Loads(groups, [[0.0] * len(groups) for _ in self.nodes])
         self.states = StateSlots(state_slots)
-        self.placer = Placer(self.nodes, self.loads, watermark, max_uncached_suffix, self.states)
+        self.placer = Placer(self.nodes, self.loads, options.watermark, options.max_uncached_suffix, self.states)
 
     def _ledger(self, position: int, link: Link) -> RNodeLedger:
-        return RNodeLedger(position, link, self._grow_leases, self._step_rows)
+        return RNodeLedger(position, link, self._options.grow_leases, self._options.limits.max_batch_tokens)
 
     @property
     def alive(self) -> list[RNodeLedger]:

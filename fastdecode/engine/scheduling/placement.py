@@ -87,7 +87,7 @@ class Placer:
         max_uncached_suffix: int | None,
         states: StateSlots,
     ):
-        """`loads`: the loads by the running sequences. `watermark` and `max_uncached_suffix`: see Cluster."""
+        """`loads`: the loads by the running sequences. `watermark`, `max_uncached_suffix`: see EngineOptions."""
         self._nodes, self._loads, self._states = nodes, loads, states
         self._watermark, self._max_uncached_suffix = watermark, max_uncached_suffix
         self.adoptions_given_up = 0  # for want of room

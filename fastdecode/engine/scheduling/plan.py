@@ -21,9 +21,9 @@ class SchedulerLimits:
     Raises ValueError for bounds that no step can keep.
     """
 
-    mini_batches: int
-    max_batch_tokens: int  # rows of a step; at most `max_rows` of every link's slots
-    max_seqs: int  # sequences; at most max_batch_tokens, so that all of them can decode in every step
+    mini_batches: int = 2
+    max_batch_tokens: int = 512  # rows of a step; at most `max_rows` of every link's slots
+    max_batch_size: int = 256  # sequences; at most max_batch_tokens, so that all of them can decode in every step
     max_staged_tokens: int | None = None  # None: no bound
     strict_staging: bool = False  # no prompt may exceed max_staged_tokens
     prompts_apart: bool = False
@@ -31,8 +31,8 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         if self.mini_batches < 1:
             raise ValueError(f"mini_batches must be at least 1, not {self.mini_batches}")
-        if not 1 <= self.max_seqs <= self.max_batch_tokens:
-            raise ValueError(f"max_seqs must be within 1..max_batch_tokens, not {self.max_seqs}")
+        if not 1 <= self.max_batch_size <= self.max_batch_tokens:
+            raise ValueError(f"max_batch_size must be within 1..max_batch_tokens, not {self.max_batch_size}")
         if self.max_staged_tokens is not None and self.max_staged_tokens < 0:
             raise ValueError(f"max_staged_tokens must not be negative, as {self.max_staged_tokens} is")
 

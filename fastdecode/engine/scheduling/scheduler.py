@@ -27,26 +27,26 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.scheduling.admission import Greedy, Room
+from fastdecode.engine.scheduling.admission import SCHEDULES, Room
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget, pairs
 from fastdecode.engine.scheduling.cluster import Cluster
 from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
 from fastdecode.engine.scheduling.pace import Pace
 from fastdecode.engine.scheduling.pauses import Pauses
 from fastdecode.engine.scheduling.placement import Wait
-from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits, step_order
+from fastdecode.engine.scheduling.plan import Outcome, Plan, step_order
 from fastdecode.engine.scheduling.queue import BY_RANK, WaitingQueue
 from fastdecode.engine.scheduling.running import Running
 from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes
 from fastdecode.engine.scheduling.way_choice import FAR, NEAR, WayChoice
-from fastdecode.engine.scheduling.ways import SLOWDOWN
 from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.state.sequence import PlannedChunk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
+    from fastdecode.engine.scheduling.options import EngineOptions
     from fastdecode.engine.scheduling.placement import Placement
     from fastdecode.engine.state.pages import PageTable
     from fastdecode.engine.state.prefixes import Handle
@@ -66,35 +66,24 @@ _R_BOUND = 0.95
 class Scheduler:
     """Queue, mini-batches and preemption. Not thread-safe: only the event loop's thread calls it."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        limits: SchedulerLimits,
-        *,
-        target_tbt: float | None = None,
-        admission: Greedy | None = None,
-        speculation: Speculation | None = None,
-        gpu_slowdown: float = SLOWDOWN,
-        s_part_seconds: Mapping[int, float] | None = None,
-    ):
-        """`target_tbt`: seconds between two tokens of a stream that should not be exceeded; see StepTimes and Pace.
-        `admission` None: every sequence that has room starts. `speculation` None: no tokens are guessed.
-        `gpu_slowdown`, `s_part_seconds`: see WayChoice, SPartForecast."""
+    def __init__(self, cluster: Cluster, options: EngineOptions, mtp: bool = False):
+        """`mtp`: the model has an MTP head, which makes the guesses."""
         self.cluster = cluster
-        self.admission = admission or Greedy()
-        self.limits = limits
-        self.speculation = speculation
-        self.step_times = StepTimes(target_tbt, limits.prompts_apart)
-        self.pace = Pace(cluster, target_tbt, limits.mini_batches)
+        self.limits = limits = options.limits
+        self.admission = SCHEDULES[options.schedule]()
+        #: None: no tokens are guessed.
+        self.speculation = Speculation(options.guesses, by_head=mtp) if options.guesses else None
+        self.step_times = StepTimes(options.target_tbt, limits.prompts_apart)
+        self.pace = Pace(cluster, options.target_tbt, limits.mini_batches)
         #: None: the mini-batches are not the near and the far batch, and are evened out.
         self.way_choice: WayChoice | None = None
         self.waiting = WaitingQueue()
         self._staging = StagingBudget(limits.max_staged_tokens, limits.strict_staging)
         self.running = Running(cluster, self.waiting, self._staging, limits.mini_batches)
         self.mini_batches = self.running.batches
-        self.pauses = Pauses(cluster, self.running, self.waiting, self.pace, limits.max_seqs)
+        self.pauses = Pauses(cluster, self.running, self.waiting, self.pace, limits.max_batch_size)
         if cluster.nodes[0].resident and limits.prompts_apart and limits.mini_batches == 2:
-            self.way_choice = WayChoice(cluster, gpu_slowdown, s_part_seconds)
+            self.way_choice = WayChoice(cluster, options.gpu_slowdown, options.s_part_seconds)
             self.running.near_and_far = self.pace.apart = True
             self.pauses.far_pays = self.far_pays
         self.recomputed_tokens = 0  # placed a second time, prompts included
@@ -109,7 +98,7 @@ class Scheduler:
     @property
     def _most_sequences(self) -> int:
         """Sequences that may run at once."""
-        return min(self.limits.mini_batches * self.limits.max_seqs, self.cluster.states.total)
+        return min(self.limits.mini_batches * self.limits.max_batch_size, self.cluster.states.total)
 
     def backlog(self, n_tokens: int) -> int:
         """How many sequences would wait for others to end if a sequence of `n_tokens` tokens joined the queue.
@@ -196,7 +185,7 @@ class Scheduler:
             self.running.starved.remove(seq)
         seq.cached, seq.held = cached, False
         self.cluster.migrate(seq, target, handle, pages)
-        self.running.join_next(seq, self.limits.max_seqs)
+        self.running.join_next(seq, self.limits.max_batch_size)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -207,12 +196,12 @@ class Scheduler:
         chunks: list[PlannedChunk] = []
         n_decoding, together = 0, False
         if slot < len(self.mini_batches):
-            self.running.even_out(slot, self.limits.max_seqs)
+            self.running.even_out(slot, self.limits.max_batch_size)
             self.pauses.give_way(slot)
             self.pauses.keep_pace(slot)
             batch = list(self.mini_batches[slot])
             if self.way_choice is not None and slot == NEAR:
-                together = self.way_choice.plan(batch, self.mini_batches[FAR], self.limits.max_seqs)
+                together = self.way_choice.plan(batch, self.mini_batches[FAR], self.limits.max_batch_size)
                 batch = sorted(self.running, key=BY_RANK) if together else batch
             if self.way_choice is None or slot == NEAR or self.way_choice.far_step:
                 chunks, n_decoding = self._decode_chunks(batch)
@@ -473,8 +462,8 @@ class Scheduler:
         running = self.mini_batches[mini_batch]
         share = -(-(len(self.running) + len(self.waiting)) // len(self.mini_batches))
         if self.way_choice is not None:
-            share = self.limits.max_seqs
-        if not self.waiting or not self.cluster.alive or len(running) >= min(share, self.limits.max_seqs):
+            share = self.limits.max_batch_size
+        if not self.waiting or not self.cluster.alive or len(running) >= min(share, self.limits.max_batch_size):
             return None
         everywhere = list(self.running)
         room = self._room(everywhere)
@@ -514,7 +503,7 @@ class Scheduler:
         their rows would not pay. A sequence that the GPU could not hold may go to R-nodes nevertheless."""
         if self.way_choice is None:
             return
-        near, far = (len(batch) >= self.limits.max_seqs for batch in self.mini_batches)
+        near, far = (len(batch) >= self.limits.max_batch_size for batch in self.mini_batches)
         gpu, *r_nodes = self.cluster.nodes
         gpu.barred = near
         fits = len(seq.tokens) < gpu.groups.capacity(gpu.max_pages)
@@ -529,7 +518,7 @@ class Scheduler:
             return True
         near, far = self.mini_batches
         # Half of them: for the others there may be room on the GPU before they are placed.
-        most = min(max(joining, len(self.waiting) // 2), self.limits.max_seqs - len(far))
+        most = min(max(joining, len(self.waiting) // 2), self.limits.max_batch_size - len(far))
         numbers = {joining, most, *(1 << i for i in range(most.bit_length()))}
         return self.way_choice.pays(near, far, sorted(n for n in numbers if joining <= n <= most))
 

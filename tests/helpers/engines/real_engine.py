@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from engines.make_engine import make_engine
 from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.engine import Engine
 from fastdecode.spart.backend import choose_backend
@@ -35,7 +36,7 @@ async def real_engine(
     **options: Any,
 ) -> AsyncIterator[Engine]:
     """A started engine. Its R-node listens at `url`, or it uses the one at `r_nodes`, or the team of these. `mtp`:
-    guesses of the model's MTP head. `options` go to Engine."""
+    guesses of the model's MTP head. `options`: see make_engine."""
     torch.set_num_threads(1)
     chosen = choose_backend(backend, checkpoint).with_mtp(mtp)
     model = chosen.load(torch.device("cpu"), torch.float32, adapters=adapters)
@@ -53,7 +54,7 @@ async def real_engine(
             r_nodes = await node.serve([url or f"shm://{tmp_path}/r.sock"], None)
         link = await connect_team(r_nodes, hello, None, partition=partition)
         stack.push_async_callback(link.close)
-        engine = Engine(
+        engine = make_engine(
             chosen.make_spart(model, [link], state_slots=state_slots),
             [link],
             mini_batches=mini_batches,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from fastdecode.engine.scheduling.cluster import Cluster
+from fastdecode.engine.scheduling.options import EngineOptions
 from fastdecode.engine.scheduling.plan import Plan, SchedulerLimits
 from fastdecode.engine.scheduling.scheduler import Scheduler
 from fastdecode.engine.state.request import SamplingParams
@@ -24,7 +25,7 @@ class World:
         leases=((40, 64),),
         mini_batches=2,
         max_batch_tokens=128,
-        max_seqs=16,
+        max_batch_size=16,
         watermark=0.01,
         max_staged=None,
         strict=False,
@@ -33,6 +34,7 @@ class World:
         prompts_apart=False,
         resident=0,
         prefix_cache=False,
+        guesses=0,
     ):
         """`block`: pages of a block. `resident`: the number of first leases that are of the S-Part's own device."""
         links = [
@@ -44,9 +46,10 @@ class World:
             )
             for i, (pages, seqs) in enumerate(leases)
         ]
-        self.cluster = Cluster(links, watermark=watermark, state_slots=state_slots, prefix_cache=prefix_cache)
-        self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_seqs, max_staged, strict, prompts_apart)
-        self.scheduler = Scheduler(self.cluster, self.limits)
+        self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged, strict, prompts_apart)
+        options = EngineOptions(self.limits, watermark=watermark, prefix_cache=prefix_cache, guesses=guesses)
+        self.cluster = Cluster(links, options, state_slots=state_slots)
+        self.scheduler = Scheduler(self.cluster, options)
         self.flights: dict[int, Plan] = {}
         self.cached: list[dict[tuple[int, int], int]] = [{} for _ in links]  # per R-node: handle -> tokens appended
         self.appended = 0  # tokens, recomputed ones counted again
@@ -129,7 +132,7 @@ class World:
 
     def check_plan(self, plan: Plan) -> None:
         assert plan.n_tokens <= self.limits.max_batch_tokens
-        assert len({chunk.seq for chunk in plan.chunks}) == len(plan.chunks) <= self.limits.max_seqs
+        assert len({chunk.seq for chunk in plan.chunks}) == len(plan.chunks) <= self.limits.max_batch_size
         kinds = [(chunk.prefill, chunk.seq.node.position) for chunk in plan.chunks]
         assert kinds == sorted(kinds), "decoding rows first, each kind in order of link"
         for chunk in plan.chunks:
@@ -155,7 +158,7 @@ class World:
         assert not set(members) & set(self.scheduler.waiting)
         for i, batch in enumerate(self.scheduler.mini_batches):
             assert all(seq.mini_batch == i for seq in batch)
-            assert len(batch) <= self.limits.max_seqs
+            assert len(batch) <= self.limits.max_batch_size
             in_flight = i in self.flights or self.limits.prompts_apart
             assert sum(seq.prefilling for seq in batch) <= 1 or in_flight, "two unfinished prompts"
         for node in self.cluster.nodes:

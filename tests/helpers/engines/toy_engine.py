@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import random
 
+from engines.make_engine import make_engine
 from engines.token_stream import submit
 from engines.toy import ToySPart, continuation, tokens_of, until
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.state.request import SamplingParams
 
 ASK = SamplingParams(temperature=0.0, max_tokens=10)
@@ -18,7 +18,7 @@ ASK = SamplingParams(temperature=0.0, max_tokens=10)
 async def running(*links, max_positions=4096, eos=frozenset(), state_slots=None, **options):
     """A started engine over `links`; at its end every page must have come back."""
     spart = ToySPart(links, max_positions=max_positions, eos=eos, state_slots=state_slots)
-    engine = Engine(spart, list(links), **options)
+    engine = make_engine(spart, links, **options)
     await engine.start()
     try:
         yield engine, spart
@@ -38,7 +38,7 @@ async def running(*links, max_positions=4096, eos=frozenset(), state_slots=None,
 async def started(*links, state_slots=None, **options):
     """A started engine, whose R-nodes may change; at its end the live ones must be empty."""
     spart = ToySPart(links, state_slots=state_slots)
-    engine = Engine(spart, list(links), **({"max_batch_tokens": 64, "max_batch_size": 16} | options))
+    engine = make_engine(spart, links, **({"max_batch_tokens": 64, "max_batch_size": 16} | options))
     await engine.start()
     try:
         yield engine
@@ -54,7 +54,7 @@ async def started(*links, state_slots=None, **options):
 async def keeping(*links, state_slots=None, **options):
     """A started engine that keeps prefixes; at its end all pages are free or kept, and R-nodes have nothing else."""
     spart = ToySPart(links, max_positions=16384, state_slots=state_slots)
-    engine = Engine(spart, list(links), prefix_cache=True, **{"max_batch_tokens": 512, "max_batch_size": 64} | options)
+    engine = make_engine(spart, links, prefix_cache=True, **{"max_batch_tokens": 512, "max_batch_size": 64} | options)
     await engine.start()
     try:
         yield engine, spart

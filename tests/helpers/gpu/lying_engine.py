@@ -26,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from engines.make_engine import make_engine
 from engines.token_stream import submit
 from nodes.rnode_process import RNodeProcess
 
@@ -107,8 +108,8 @@ class OnDevice(Runner):
 
 @contextlib.asynccontextmanager
 async def started(spart: SPart, start_runner: Callable[[], Runner], **options: Any) -> AsyncIterator[Engine]:
-    """A started engine; `options` go to Engine."""
-    engine = Engine(
+    """A started engine; `options`: see make_engine."""
+    engine = make_engine(
         spart,
         spart.links,
         mini_batches=2,
