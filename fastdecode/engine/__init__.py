@@ -1,6 +1,7 @@
 """The engine: the S-node's asyncio part between the API and the S-Part.
 
 engine         Engine: takes requests, drives the steps, hands out their tokens
+intake         Intake: makes the sequences of requests
 delivery       the tokens of a step on their way to the API
 checks         checks of requests and of links
 step_batch     step_batch: a plan in the S-Part's terms

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.checks import adapter_index, check_generated, check_link, check_prompt, check_tokens
+from fastdecode.engine.checks import check_link
 from fastdecode.engine.delivery import deliver
+from fastdecode.engine.intake import Intake
 from fastdecode.engine.migration.prefill_client import PrefillNodes
 from fastdecode.engine.rnode_control import RNodeControl
 from fastdecode.engine.runner import Runner, StepRunner
@@ -29,20 +29,17 @@ from fastdecode.engine.scheduling.plan import Outcome, Plan
 from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.engine.scheduling.scheduler import Scheduler
 from fastdecode.engine.scheduling.ways import Way
-from fastdecode.engine.state.constraints import constraints
-from fastdecode.engine.state.prefixes import page_hashes
 from fastdecode.engine.state.request import (
     GenerationFailed,
     NothingAllowed,
     NotReady,
-    OutletChoice,
     Output,
     Overloaded,
     SamplingParams,
 )
 from fastdecode.engine.state.sequence import KVSource, Sequence
 from fastdecode.engine.stats import EngineObserver, EngineStats, Totals
-from fastdecode.engine.step_batch import logit_rules, step_batch
+from fastdecode.engine.step_batch import step_batch
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
@@ -92,9 +89,9 @@ class Engine:
         own = spart.config.eos_token_ids
         self.end_tokens = frozenset(own if options.end_token_ids is None else options.end_token_ids)
         self.r_nodes = RNodeControl(self.scheduler, spart, options, self._spawn, self._on_change, prefill_nodes)
+        self._intake = Intake(spart, self.cluster, self.r_nodes, self.max_model_len, self.end_tokens, clock)
         self._start_rate = StartRate()
         self._live: set[Sequence] = set()  # requests whose stream has not ended
-        self._arrivals = 0
         self._runner: StepRunner | None = None
         self._stopping = False
         self._broken = False
@@ -132,7 +129,7 @@ class Engine:
     @property
     def longest_sequence(self) -> int:
         """Tokens, prompt and output together, of the longest sequence that the context and the R-nodes' pages hold."""
-        return min(self.max_model_len, self.cluster.capacity + 1)
+        return self._intake.longest_sequence
 
     @property
     def stalled_seconds(self) -> float:
@@ -163,72 +160,17 @@ class Engine:
         reason = self._why_not_ready()
         if reason is not None:
             raise NotReady(reason)
-        vocabulary = self.spart.config.vocab_size
-        check_prompt(prompt_ids, vocabulary, self.max_model_len, self.cluster.capacity)
-        check_tokens(params, vocabulary)
-        max_new = self._max_new(prompt_ids, params)
-        past = [None if tokens is None else list(tokens) for tokens in generated] or [[] for _ in outputs]
-        check_generated(past, vocabulary, max_new)
-        end_tokens = params.stop_token_ids
-        if params.grammar is not None or not params.ignore_eos:
-            end_tokens |= self.end_tokens
-        # A token whose row is not computed has no log-probability, so a scored prompt shares no prefix.
-        shares = self.cluster.prefix_cache and params.prompt_logprobs is None
-        long, salt = self._salt(prompt_ids, params)
-        hashes = page_hashes(prompt_ids, salt) if shares else []
-        rules = logit_rules(params, prompt_ids)
-        adapter = adapter_index(params.adapter, self.spart.adapters)
-        choices: list[Sequence] = []
-        request = self._arrivals if len(outputs) > 1 else None
-        keys = self.r_nodes.keys(stream_key, salt, len(past))
-        adopted = list(sources) or [None] * len(past)
-        for k, ((request_id, output), before) in enumerate(zip(outputs.items(), past, strict=True)):
-            if before is None:
-                continue
+        queued: list[Sequence] = []
+        for seq in self._intake.sequences(prompt_ids, params, outputs, generated, stream_key, sources):
             try:
                 self._check_backlog(len(prompt_ids))
             except Overloaded:
-                for seq in choices:
-                    self.cancel(seq)
+                for other in queued:
+                    self.cancel(other)
                 raise
-            seed = params.for_choice(k).seed
-            seq = Sequence(
-                request_id=request_id,
-                order=self._arrivals,
-                tokens=list(prompt_ids),
-                n_prompt=len(prompt_ids),
-                max_new=max_new,
-                params=params,
-                seed=secrets.randbits(64) if seed is None else seed,
-                end_tokens=end_tokens,
-                request=request,
-                hashes=hashes,
-                rules=rules and rules.copy(),
-                constraints=constraints(params, end_tokens, vocabulary),
-                adapter=adapter,
-                long=long,
-                salt=salt,
-                key=keys[k],
-                adopts=adopted[k],
-                output=output,
-                choice=output if isinstance(output, OutletChoice) else None,
-                arrived=self._clock(),
-            )
-            for token in before:
-                seq.append(token)
             self._queue(seq)
-            choices.append(seq)
-        return choices
-
-    def _max_new(self, prompt_ids: list[int], params: SamplingParams) -> int:
-        """The most tokens that a choice of a prompt may generate."""
-        room = self.longest_sequence - len(prompt_ids)
-        return room if params.max_tokens is None else min(room, params.max_tokens)
-
-    def _salt(self, prompt_ids: list[int], params: SamplingParams) -> tuple[bool, str]:
-        """Whether a choice of a prompt is long (SPart.is_long), and its salt (Sequence.salt)."""
-        long = self.spart.is_long(len(prompt_ids) + self._max_new(prompt_ids, params))
-        return long, f"{long} {params.prefix_salt}"
+            queued.append(seq)
+        return queued
 
     async def find_kv(
         self, prompt_ids: list[int], params: SamplingParams, generated: Iterable[list[int] | None], stream_key: str
@@ -236,11 +178,10 @@ class Engine:
         """Where R-nodes have the K and V of a stream's choices, which have generated these tokens at another S-node,
         for `submit_choices`; None: nowhere, or the choice has ended or has no token."""
         lengths = [len(prompt_ids) + len(tokens) - 1 if tokens else None for tokens in generated]
-        keys = self.r_nodes.keys(stream_key, self._salt(prompt_ids, params)[1], len(lengths))
+        keys = self._intake.keys(prompt_ids, params, stream_key, len(lengths))
         return await self.r_nodes.find_kv(zip(keys, lengths, strict=True))
 
     def _queue(self, seq: Sequence) -> None:
-        self._arrivals += 1
         self.totals.requests += 1
         if not self._live:
             self.last_progress = self._clock()
