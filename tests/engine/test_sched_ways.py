@@ -74,7 +74,7 @@ def cut_after_a_page(made: World, seq: Sequence) -> None:
     """Let the R-node have the first page of a sequence on the GPU, as the spiller does."""
     made.cluster.nodes[0].link.drop_blocks = lambda *_: None
     Spill(made.cluster, seq, made.cluster.nodes[1], PAGE_TOKENS).switch()
-    made.scheduler.running.go_home(seq, made.limits.max_seqs)
+    made.scheduler.running.go_home(seq)
     assert seq in made.scheduler.mini_batches[FAR]
 
 

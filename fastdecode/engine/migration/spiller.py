@@ -195,7 +195,7 @@ class Spiller:
             await self._migrator.hold(seq, move.check)
             done = True
             move.switch()
-            self._scheduler.running.go_home(seq, self._scheduler.limits.max_batch_size)
+            self._scheduler.running.go_home(seq)
             self._count(move)
         except MoveCancelled:
             pass

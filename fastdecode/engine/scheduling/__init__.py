@@ -4,6 +4,7 @@ options          EngineOptions: what the owner of an engine chooses
 scheduler        Scheduler: puts the other modules together
 cluster          Cluster: all R-nodes, the sequences on them, their pages, the prefix cache
 plan             Plan: a step as the scheduler plans it; and the bounds on it
+chunks           ChunkPlanner: the tokens of each sequence in a step
 queue            WaitingQueue: sequences that may start next, and how often one may be passed over
 admission        greedy, and the load-stabilising schedule
 lengths          estimates of the lengths of outputs

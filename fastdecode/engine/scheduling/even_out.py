@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 _LEAST_GAIN = 0.02
 
 
-def even_out(batches: Seq[list[Sequence]], source: int, groups: Groups, costs: Seq[float], max_seqs: int) -> bool:
+def even_out(batches: Seq[list[Sequence]], source: int, groups: Groups, costs: Seq[float], max_batch_size: int) -> bool:
     """Put sequences of the mini-batch `source`, which has no step in flight, into mini-batches of shorter steps; True
     if any sequence has changed its mini-batch.
 
     The length of a step is its predicted R-Part. In it, every sequence counts one page more than it has, for the work
     of its row. Each change takes the sequence of the slowest R-node that evens out two mini-batches best. An unfinished
-    prompt stays, so that no mini-batch gets a second one. `groups` and `costs`: see rtime.Loads; `max_seqs` bounds a
-    mini-batch.
+    prompt stays, so that no mini-batch gets a second one. `groups` and `costs`: see rtime.Loads; `max_batch_size`
+    bounds a mini-batch.
     """
     loads = [_loads(batch, groups, len(costs)) for batch in batches]
     seconds = [load.seconds(costs) for load in loads]
     changed = False
     while True:
-        open_ones = [i for i, batch in enumerate(batches) if i != source and len(batch) < max_seqs]
+        open_ones = [i for i, batch in enumerate(batches) if i != source and len(batch) < max_batch_size]
         target = min(open_ones, key=seconds.__getitem__, default=source)
         surplus = (seconds[source] - seconds[target]) / 2
         if surplus <= 0:

@@ -23,11 +23,9 @@ if TYPE_CHECKING:
 class Pauses:
     """Pauses and preempts running sequences."""
 
-    def __init__(self, cluster: Cluster, running: Running, waiting: WaitingQueue, pace: Pace, max_seqs: int):
-        """`max_seqs` bounds the sequences of a mini-batch."""
+    def __init__(self, cluster: Cluster, running: Running, waiting: WaitingQueue, pace: Pace):
         self.preemptions = 0  # sequences that were paused, or taken off their R-nodes for want of pages
         self._cluster, self._running, self._waiting, self._pace = cluster, running, waiting, pace
-        self._max_seqs = max_seqs
         #: True if sequences that lie on R-nodes, in whole or in part, bring more than they cost. None: always.
         self.far_pays: Callable[[], bool] | None = None
         #: Begins to spill pages of the S-Part's device; see Spiller.spill. None: nothing can be spilled.
@@ -47,7 +45,7 @@ class Pauses:
         if not batch or first is None:
             return
         last = batch[-1]
-        full = len(batch) >= self._max_seqs and first.priority < last.priority
+        full = self._running.full(mini_batch) and first.priority < last.priority
         lacking = wants_room is not None and wants_room in self._waiting and wants_room.priority < last.priority
         if (full or lacking) and self._running.can_pause(last):
             self._pause(last)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from fastdecode.engine.scheduling.budgets import StagingBudget
     from fastdecode.engine.scheduling.cluster import Cluster
+    from fastdecode.engine.scheduling.plan import SchedulerLimits
     from fastdecode.engine.scheduling.queue import WaitingQueue
     from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.sequence import Sequence
@@ -27,8 +28,9 @@ _EVEN_OUT_EVERY = 17  # a prime above the number of mini-batches, so that each h
 class Running:
     """An iterable of the running sequences. A sequence that leaves has ended, pauses, or is queued to be recomputed."""
 
-    def __init__(self, cluster: Cluster, waiting: WaitingQueue, staging: StagingBudget, mini_batches: int):
-        self.batches: list[list[Sequence]] = [[] for _ in range(mini_batches)]  # each in order of arrival
+    def __init__(self, cluster: Cluster, waiting: WaitingQueue, staging: StagingBudget, limits: SchedulerLimits):
+        self.limits = limits
+        self.batches: list[list[Sequence]] = [[] for _ in range(limits.mini_batches)]  # each in order of arrival
         self.starved: list[Sequence] = []  # sequences that lack a page, in order of arrival
         #: True if the mini-batches are the near and the far batch (way_choice.py), which are not evened out.
         self.near_and_far = False
@@ -38,7 +40,7 @@ class Running:
         self._cluster, self._waiting, self._staging = cluster, waiting, staging
         self._failed: list[tuple[Sequence, str]] = []
         self._calls = count(1)  # of `even_out`
-        self._begun = [0] * mini_batches  # the number of steps that were planned before each one's last step
+        self._begun = [0] * limits.mini_batches  # the number of steps that were planned before each one's last step
         self._steps = count(1)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -46,6 +48,10 @@ class Running:
 
     def __len__(self) -> int:
         return sum(map(len, self.batches))
+
+    def full(self, mini_batch: int) -> bool:
+        """True if a mini-batch has as many sequences as it may."""
+        return len(self.batches[mini_batch]) >= self.limits.max_batch_size
 
     def on_node(self, node: RNodeLedger) -> list[Sequence]:
         """The running sequences that `node` caches, in order of arrival."""
@@ -64,13 +70,13 @@ class Running:
         """The mini-batch of a sequence, if the mini-batches are the near and the far one."""
         return NEAR if seq.placed_on.resident and seq.prefix is None else FAR
 
-    def go_home(self, seq: Sequence, max_seqs: int) -> None:
+    def go_home(self, seq: Sequence) -> None:
         """Put a running sequence that is not in flight, and that has come to lie elsewhere, into the near or the far
-        batch, if these are the mini-batches. `max_seqs` bounds the sequences of a mini-batch."""
+        batch, if these are the mini-batches."""
         if not self.near_and_far or seq.mini_batch is None:
             return
         home = self.home(seq)
-        if seq.mini_batch != home and len(self.batches[home]) < max_seqs:
+        if seq.mini_batch != home and not self.full(home):
             self.batches[seq.mini_batch].remove(seq)
             self.join(seq, home)
             self.changed = True
@@ -79,27 +85,27 @@ class Running:
         """Record that a step of a mini-batch begins."""
         self._begun[mini_batch] = next(self._steps)
 
-    def join_next(self, seq: Sequence, max_seqs: int) -> None:
+    def join_next(self, seq: Sequence) -> None:
         """Put a running sequence that is not in flight into the mini-batch whose next step comes first: the one whose
-        last step began first. `max_seqs` bounds the sequences of a mini-batch."""
+        last step began first."""
         assert seq.mini_batch is not None, "the sequence does not run"
         if self.near_and_far:
-            self.go_home(seq, max_seqs)
+            self.go_home(seq)
             return
-        with_room = [i for i, batch in enumerate(self.batches) if i == seq.mini_batch or len(batch) < max_seqs]
+        with_room = [i for i in range(len(self.batches)) if i == seq.mini_batch or not self.full(i)]
         self.batches[seq.mini_batch].remove(seq)
         self.join(seq, min(with_room, key=self._begun.__getitem__))
         self.changed = True
 
-    def even_out(self, mini_batch: int, max_seqs: int) -> None:
+    def even_out(self, mini_batch: int) -> None:
         """Now and then, put sequences of this mini-batch, which has no step in flight, into mini-batches of shorter
-        steps. `max_seqs` bounds the sequences of a mini-batch."""
+        steps."""
         if self.near_and_far:
             return
         lopsided = len(self.batches[mini_batch]) > 1 + 2 * min(map(len, self.batches))
         if len(self.batches) > 1 and (lopsided or next(self._calls) % _EVEN_OUT_EVERY == 0):
             groups, costs = self._cluster.loads.groups, self._cluster.costs
-            self.changed |= even_out(self.batches, mini_batch, groups, costs, max_seqs)
+            self.changed |= even_out(self.batches, mini_batch, groups, costs, self.limits.max_batch_size)
 
     def remove(self, seq: Sequence, sound: bool = False) -> None:
         """Take a running sequence off its R-node and out of its mini-batch.

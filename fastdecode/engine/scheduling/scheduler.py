@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.scheduling.admission import SCHEDULES, Room
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget, pairs
+from fastdecode.engine.scheduling.chunks import ChunkPlanner
 from fastdecode.engine.scheduling.cluster import Cluster
 from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
 from fastdecode.engine.scheduling.pace import Pace
@@ -41,7 +42,6 @@ from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes
 from fastdecode.engine.scheduling.way_choice import FAR, NEAR, WayChoice
 from fastdecode.engine.state.ledger import RNodeLedger
-from fastdecode.engine.state.sequence import PlannedChunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.scheduling.placement import Placement
     from fastdecode.engine.state.pages import PageTable
     from fastdecode.engine.state.prefixes import Handle
-    from fastdecode.engine.state.sequence import Sequence
+    from fastdecode.engine.state.sequence import PlannedChunk, Sequence
     from fastdecode.spart.step.batch import Sampled
     from fastdecode.transports.base import DataPath
 
@@ -79,13 +79,14 @@ class Scheduler:
         self.way_choice: WayChoice | None = None
         self.waiting = WaitingQueue()
         self._staging = StagingBudget(limits.max_staged_tokens, limits.strict_staging)
-        self.running = Running(cluster, self.waiting, self._staging, limits.mini_batches)
+        self.running = Running(cluster, self.waiting, self._staging, limits)
         self.mini_batches = self.running.batches
-        self.pauses = Pauses(cluster, self.running, self.waiting, self.pace, limits.max_batch_size)
+        self.pauses = Pauses(cluster, self.running, self.waiting, self.pace)
         if cluster.nodes[0].resident and limits.prompts_apart and limits.mini_batches == 2:
             self.way_choice = WayChoice(cluster, options.gpu_slowdown, options.s_part_seconds)
             self.running.near_and_far = self.pace.apart = True
             self.pauses.far_pays = self.far_pays
+        self._chunks = ChunkPlanner(limits, self.pauses, self._staging, cluster.states, self.speculation)
         self.recomputed_tokens = 0  # placed a second time, prompts included
         self.prompt_tokens = 0  # prompt tokens of all placed sequences, recomputed ones included
         self.reused_tokens = 0  # prompt tokens that a FORK has shared
@@ -185,7 +186,7 @@ class Scheduler:
             self.running.starved.remove(seq)
         seq.cached, seq.held = cached, False
         self.cluster.migrate(seq, target, handle, pages)
-        self.running.join_next(seq, self.limits.max_batch_size)
+        self.running.join_next(seq)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +197,7 @@ class Scheduler:
         chunks: list[PlannedChunk] = []
         n_decoding, together = 0, False
         if slot < len(self.mini_batches):
-            self.running.even_out(slot, self.limits.max_batch_size)
+            self.running.even_out(slot)
             self.pauses.give_way(slot)
             self.pauses.keep_pace(slot)
             batch = list(self.mini_batches[slot])
@@ -204,7 +205,7 @@ class Scheduler:
                 together = self.way_choice.plan(batch, self.mini_batches[FAR], self.limits.max_batch_size)
                 batch = sorted(self.running, key=BY_RANK) if together else batch
             if self.way_choice is None or slot == NEAR or self.way_choice.far_step:
-                chunks, n_decoding = self._decode_chunks(batch)
+                chunks, n_decoding = self._chunks.decode(batch)
             if self.way_choice is not None and slot == NEAR and not n_decoding:
                 self.running.changed |= self.way_choice.near_idles()
         n_streams = len(chunks)
@@ -353,54 +354,15 @@ class Scheduler:
         elif not sound:
             self.running.requeue(seq)
 
-    # -- chunks ---------------------------------------------------------------------------------------------------
-
-    def _decode_chunks(self, batch: list[Sequence]) -> tuple[list[PlannedChunk], int]:
-        """The chunks of the sequences that decode, and the number of their rows."""
-        # Every token passes here, so pages are counted only where they may be lacking, and one chunk serves all steps.
-        chunks = []
-        n, pauses = len(batch), self.pauses
-        spare = all_spare = self.limits.max_batch_tokens - n  # rows besides one row for each sequence
-        guessing = spare // 2  # rows for guesses; the others are left for prompts
-        scarce = pauses.scarce
-        for seq in batch:  # oldest first, so a victim of preemption has no chunk yet
-            cached = seq.cached
-            if seq.mini_batch is None or cached < seq.prefill_end or seq.held:
-                continue
-            chunk, n_tokens = seq.decoding, 1
-            if chunk is None and len(seq.tokens) - cached > 1:  # it has migrated
-                n_tokens = min(len(seq.tokens) - cached, 1 + spare)
-            if scarce or cached + n_tokens > seq.pages.covered:
-                covered = pauses.cover(seq, cached + n_tokens)
-                scarce = pauses.scarce
-                if not covered:
-                    continue
-            seq.in_flight = True
-            if chunk is None:
-                chunk = PlannedChunk(seq, n_tokens, False, cached + n_tokens == len(seq.tokens))
-                if chunk.sample and n_tokens == 1 and not seq.key_due:
-                    seq.decoding = chunk
-                spare -= n_tokens - 1
-            if self.speculation is not None and chunk is seq.decoding and seq.prefix is None:
-                on_page = seq.pages.covered - cached - 1  # a guess is not worth a page
-                most = min(spare, guessing, on_page, self.cluster.states.unused)
-                guesses = self.speculation.guesses(seq, most, n)
-                if guesses:
-                    if seq.state is not None:
-                        seq.state.begin_guesses(len(guesses))
-                    spare -= len(guesses)
-                    guessing -= len(guesses)
-                    chunk = PlannedChunk(seq, 1 + len(guesses), False, True, tuple(guesses))
-            chunks.append(chunk)
-        return chunks, len(chunks) + all_spare - spare
+    # -- prompts and newcomers ------------------------------------------------------------------------------------
 
     def _prompt_chunks(self, slot: int, budget: StepBudget) -> list[PlannedChunk]:
         """Chunks of prompts within the budget: the slot's unfinished prompts first, then newly admitted ones."""
         chunks: list[PlannedChunk] = []
         unfinished = self.mini_batches[slot] if slot < len(self.mini_batches) else self.running
         for seq in [seq for seq in unfinished if seq.cached < seq.prefill_end]:
-            if self._belongs(seq, slot):
-                self._append_prompt_chunk(chunks, seq, budget)  # at most one of them is prefilled on the S-node
+            if self._chunks.belongs(seq, slot):
+                self._chunks.append_prompt(chunks, seq, budget)  # at most one of them is prefilled on the S-node
         if self.limits.prompts_apart and slot < len(self.mini_batches):
             return chunks
         n_forks = len(self._forks)
@@ -408,48 +370,11 @@ class Scheduler:
             admitted = self._admit(slot, budget)
             if admitted is None:
                 break
-            if self._belongs(admitted, slot):
-                self._append_prompt_chunk(chunks, admitted, budget)
+            if self._chunks.belongs(admitted, slot):
+                self._chunks.append_prompt(chunks, admitted, budget)
             else:
                 self.running.changed = True
         return chunks
-
-    def _belongs(self, seq: Sequence, slot: int) -> bool:
-        """True if the steps of `slot` compute a prompt: the S-node attends to prompts of the last slot, if prompts are
-        apart, and R-nodes attend to those of mini-batches."""
-        if not self.limits.prompts_apart:
-            return True
-        return (slot == len(self.mini_batches)) == (seq.prefilling and self._attends_here(seq))
-
-    def _attends_here(self, seq: Sequence) -> bool:
-        """True if the S-node attends to a prompt even if that takes several steps."""
-        return not seq.shared_tokens and self._staging.holds(seq.prefill_end)
-
-    def _append_prompt_chunk(self, chunks: list[PlannedChunk], seq: Sequence, budget: StepBudget) -> None:
-        """Append the next chunk of a prompt, as long as the budget allows. A sequence that waits for a FORK, or that
-        was preempted for an older sequence of this step, gets none."""
-        if seq.in_flight or seq.mini_batch is None:
-            return
-        if not seq.prefilling:  # it was paused
-            n_tokens = min(len(seq.tokens) - seq.cached, budget.rows)  # more than one after a migration
-            if not self.pauses.cover(seq, seq.cached + n_tokens):
-                return
-            seq.in_flight = True
-            budget.rows -= n_tokens
-            sample = seq.cached + n_tokens == len(seq.tokens)
-            chunks.append(PlannedChunk(seq, n_tokens, prefill=False, sample=sample))
-            return
-        n_tokens = budget.take(seq.cached, seq.prefill_end - seq.cached)
-        if n_tokens > 0 and self.pauses.cover(seq, seq.cached + n_tokens):
-            seq.in_flight = True
-            last = seq.cached + n_tokens == seq.prefill_end
-            in_one = last and not seq.cached and not self.limits.prompts_apart
-            prefill = (in_one and not seq.shared_tokens) or self._attends_here(seq)
-            if prefill and not last:
-                self._staging.stage(seq, seq.prefill_end)
-            if seq.state is not None:
-                seq.state.begin_prompt(seq.cached, n_tokens)
-            chunks.append(PlannedChunk(seq, n_tokens, prefill=prefill, sample=last))
 
     def _admit(self, slot: int, budget: StepBudget) -> Sequence | None:
         """Move the first waiting sequence that can start into the slot's mini-batch, if that has less than its share.
@@ -503,7 +428,7 @@ class Scheduler:
         their rows would not pay. A sequence that the GPU could not hold may go to R-nodes nevertheless."""
         if self.way_choice is None:
             return
-        near, far = (len(batch) >= self.limits.max_batch_size for batch in self.mini_batches)
+        near, far = map(self.running.full, (NEAR, FAR))
         gpu, *r_nodes = self.cluster.nodes
         gpu.barred = near
         fits = len(seq.tokens) < gpu.groups.capacity(gpu.max_pages)
