@@ -212,7 +212,7 @@ class Engine:
         if seq not in self._live:
             return
         if keep_seconds:
-            seq.held = True
+            seq.frozen = True
             asyncio.get_running_loop().call_later(keep_seconds, self.cancel, seq)
             return
         self.scheduler.cancel(seq)
@@ -397,7 +397,7 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             kv_usage=sum(n.pages_used for n in nodes) / max(1, sum(n.obtainable for n in nodes)),
             nodes=[stats for node in self.cluster.nodes if not node.retired for stats in self.r_nodes.stats(node)],
-            cut_sequences=len(spiller.cut),
+            cut_sequences=len(spiller.cut_sequences),
             exchange=str(self.spart.exchange),
             totals=self.totals,
             expert_load=self.spart.expert_load,

@@ -22,7 +22,8 @@ def step_batch(plan: Plan, n_layers: int, drafts: int = 0) -> StepBatch:
 
 def _chunk(planned: PlannedChunk) -> Chunk:
     seq, n_tokens, prefill, sample, guesses = planned
-    decodes = n_tokens == 1 and sample and not (prefill or seq.overrun or seq.slides)
+    slides = seq.given_back is not None
+    decodes = n_tokens == 1 and sample and not (prefill or seq.overrun or slides)
     if decodes and seq.reusable is not None:
         # One chunk serves all steps in which a sequence decodes, because it has at most one step in flight.
         chunk, spec = seq.reusable
@@ -46,7 +47,7 @@ def _chunk(planned: PlannedChunk) -> Chunk:
         drafts=len(guesses),
         trim=seq.overrun,
         long=seq.long,
-        slide=seq.slides,
+        slide=slides,
         following=None if sample else seq.tokens[seq.cached + n_tokens],
         state=_state(seq),
         states_after=() if seq.state is None else seq.state.after(seq.cached, n_tokens),

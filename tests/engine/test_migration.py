@@ -55,7 +55,7 @@ async def test_pages_are_copied_while_the_sequence_goes_on():
         second.pushing.clear()
         draining = asyncio.create_task(engine.r_nodes.drain(1))
         await second.pushed.wait()
-        seq = next(s for s in engine.r_nodes.migrator._migrating if not s.held and s.cached > 128)
+        seq = next(s for s in engine.r_nodes.migrator._migrating if not s.frozen and s.cached > 128)
         before = len(seq.tokens)
         await until(lambda: len(seq.tokens) > before + 3)
         second.pushing.set()
@@ -74,10 +74,10 @@ async def copying(engine, second):
     return draining, seq
 
 
-class Held:
+class Frozen:
     """Stands for a sequence that has been copied."""
 
-    held, mini_batch = True, 1
+    frozen, mini_batch = True, 1
 
 
 async def test_a_step_waits_for_a_sequence_that_is_about_to_change_its_place():
@@ -86,7 +86,7 @@ async def test_a_step_waits_for_a_sequence_that_is_about_to_change_its_place():
         work = await loaded(engine, second)
         mover = engine.r_nodes.migrator
         await work
-        seq = Held()
+        seq = Frozen()
         mover._migrating.add(seq)
         engine.scheduler.step_times.base = 1000.0  # seconds, of which a step waits a quarter
         waits = asyncio.create_task(mover.settle(1))
@@ -95,7 +95,7 @@ async def test_a_step_waits_for_a_sequence_that_is_about_to_change_its_place():
             engine.scheduler.step_times.base = 0.01
             await mover.settle(1)  # it has not changed its place in a quarter of a step
             assert not waits.done()
-            seq.held = False
+            seq.frozen = False
             mover.notice()
             await waits
         mover._migrating.clear()

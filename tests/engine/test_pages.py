@@ -13,13 +13,13 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.parametrize("seed", range(10))
 def test_every_page_counts_once_in_the_state_of_its_firmest_holder(seed):
-    """Random sequences that share, end, are kept, evicted and freed, against sets of pages."""
+    """Random sequences that share, end, are idle, evicted and freed, against sets of pages."""
     rng, book, total = random.Random(seed), PageBook(200), 200
-    running, kept, freeing = [], [], []
+    running, idle, freeing = [], [], []
     for _ in range(2000):
         action = rng.random()
         if action < 0.35:
-            source = rng.choice(running + kept) if running + kept and rng.random() < 0.7 else []
+            source = rng.choice(running + idle) if running + idle and rng.random() < 0.7 else []
             shared = source[: rng.randint(0, len(source))]
             n = rng.randint(0, 8)
             if n > book.free:
@@ -33,17 +33,17 @@ def test_every_page_counts_once_in_the_state_of_its_firmest_holder(seed):
                 pages = pages[len(shared) :]
             running.append(pages)
         elif action < 0.5 and running:
-            book.keep(pages := running.pop(rng.randrange(len(running))))
-            kept.append(pages)
+            book.make_idle(pages := running.pop(rng.randrange(len(running))))
+            idle.append(pages)
         elif action < 0.6 and running:
             book.release(pages := running.pop(rng.randrange(len(running))))
             freeing.append(pages)
-        elif action < 0.7 and kept:
-            book.evict(pages := kept.pop(rng.randrange(len(kept))))
+        elif action < 0.7 and idle:
+            book.evict(pages := idle.pop(rng.randrange(len(idle))))
             freeing.append(pages)
         elif action < 0.9 and freeing:
             book.freed(freeing.pop(rng.randrange(len(freeing))))
-        used, in_cache, going = ({page for pages in group for page in pages} for group in (running, kept, freeing))
+        used, in_cache, going = ({page for pages in group for page in pages} for group in (running, idle, freeing))
         assert book.evictable == len(in_cache - used)
         assert book.freeing == len(going - used - in_cache)
         assert book.free == total - len(used | in_cache | going)

@@ -243,7 +243,7 @@ def test_a_sequence_that_was_held_goes_on_in_the_mini_batch_whose_step_comes_nex
     world.begin(0), world.begin(1)
     world.end(0)
     seq = next(seq for seq in seqs if seq.mini_batch == 0)
-    seq.held = True
+    seq.frozen = True
     world.begin(0)
     target = next(node for node in world.cluster.nodes if node is not seq.node)
     handle, pages = target.admit(PAGE_TOKENS, None, seq.final_length, whole=True)

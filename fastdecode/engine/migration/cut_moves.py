@@ -82,7 +82,7 @@ class Spill(CutMove):
 
     def switch(self) -> None:
         assert self.new is not None, "a spill ends with tokens on the R-node"
-        given_back = self._cluster.cut(self.seq, self.new)
+        given_back = self._cluster.spill(self.seq, self.new)
         self._link.drop_blocks(self._handle, self.new.length // PAGE_TOKENS)
         self._device.pages.freed(given_back)
 

@@ -107,15 +107,15 @@ class Migrator:
 
     async def settle(self, mini_batch: int) -> None:
         """Before a step of a mini-batch, let its copied sequences change their R-node."""
-        if self._holds(mini_batch):
+        if self._awaits_frozen(mini_batch):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_WAIT * (self._scheduler.step_times.base or 0.0)):
-                    while self._holds(mini_batch):
+                    while self._awaits_frozen(mini_batch):
                         await self.change()
 
-    def _holds(self, mini_batch: int) -> bool:
-        """True if a sequence of a mini-batch is held."""
-        return any(seq.held and seq.mini_batch == mini_batch for seq in self._migrating)
+    def _awaits_frozen(self, mini_batch: int) -> bool:
+        """True if a sequence of a mini-batch is frozen for its migration."""
+        return any(seq.frozen and seq.mini_batch == mini_batch for seq in self._migrating)
 
     async def empty(self, source: RNodeLedger) -> None:
         """Migrate all sequences off an R-node that takes no new ones, and wait until it has none or is lost.
@@ -151,8 +151,8 @@ class Migrator:
                     await self.change(_FAILED_SECONDS)
 
     def _can_migrate(self, seq: Sequence) -> bool:
-        held_up = seq in self._migrating or seq.prefilling or seq.cancelled or seq.held
-        return not (held_up or seq.pages.floor or seq.placed_on.resident)
+        busy = seq in self._migrating or seq.prefilling or seq.cancelled or seq.frozen
+        return not (busy or seq.pages.floor or seq.placed_on.resident)
 
     def _target(self, seq: Sequence, among: Iterable[RNodeLedger] | None = None) -> RNodeLedger | None:
         """The R-node with room for a sequence that keeps the R-Part shortest, `among` all or some R-nodes; None: none
@@ -188,7 +188,7 @@ class Migrator:
             log.warning("a sequence could not be migrated from R-node %s to %s: %s", source.url, target.url, error)
             self._failed[source, target] = time.monotonic()
         finally:
-            seq.held = seq.migrating = False
+            seq.frozen = seq.migrating = False
             self._migrating.discard(seq)
             if not done:
                 self._cluster.cancel_migration(seq, target, migration.handle, migration.pages)
@@ -209,24 +209,24 @@ class Migrator:
             sent = whole
         migration.check()
         if seq.state is not None:  # no token may be computed again, because the state has seen it
-            await self.hold(seq, migration.check)
+            await self.freeze(seq, migration.check)
         cached = seq.cached
         if cached > pages.covered:
             return False  # it has grown more than was foreseen; it is tried again
         rest = range(sent, blocks_for(cached))
         await self._ask(source, source.link.migrate(migration.old_handle, rest, cached, url, token))
-        await self.hold(seq, migration.check)
+        await self.freeze(seq, migration.check)
         if not target.alive:
             return False
         self._scheduler.migrate(seq, target, migration.handle, pages, cached)
         self._on_change()  # its mini-batch waits for it
         return True
 
-    async def hold(self, seq: Sequence, check: Callable[[], None]) -> None:
+    async def freeze(self, seq: Sequence, check: Callable[[], None]) -> None:
         """Leave a sequence out of further steps, and wait until it is in none and no FORK reads its pages. `check`
         raises MoveCancelled when the wait has no more use."""
         check()
-        seq.held = True
+        seq.frozen = True
         while seq.in_flight or (seq.entry is not None and seq.entry.pins):
             await self.change()
             check()

@@ -72,7 +72,7 @@ class PrefillWorker:
             priority=order.priority,
         )
         [seq] = engine.submit_choices(order.tokens, params, {f"prefill-{secrets.token_hex(8)}": output})
-        seq.held = seq.prefill_locally = True
+        seq.frozen = seq.prefill_locally = True
         first: tuple[RNodeLedger, Handle] | None = None  # where the sequence was when its first page was pushed
         sent = 0
         try:

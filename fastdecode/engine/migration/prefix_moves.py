@@ -219,7 +219,7 @@ class PrefixMoves:
                 target.prefixes.remove(new)
             target.release(new.cached)
             return
-        target.pages.keep(new.cached.pages)
+        target.pages.make_idle(new.cached.pages)
         target.prefixes.mark_ended(new, new.cached, move.entry.tokens[:length])
         if length == len(move.entry.tokens):
             self._cluster.states.rename(move.entry, new)

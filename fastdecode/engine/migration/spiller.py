@@ -112,7 +112,7 @@ class Spiller:
         return choice is not None and choice.way is Way.APART
 
     @property
-    def cut(self) -> list[Sequence]:
+    def cut_sequences(self) -> list[Sequence]:
         """The sequences that are cut."""
         self._cut = {seq: None for seq in self._cut if seq.prefix is not None}
         return list(self._cut)
@@ -132,7 +132,7 @@ class Spiller:
 
     @staticmethod
     def _may_move(seq: Sequence) -> bool:
-        busy = seq.mini_batch is None or seq.prefilling or seq.cancelled or seq.held or seq.migrating
+        busy = seq.mini_batch is None or seq.prefilling or seq.cancelled or seq.frozen or seq.migrating
         return not busy and seq.placed_on.resident and cast("ResidentLink", seq.placed_on.link).may_cut
 
     def _blocks(self, seq: Sequence, wanted: int) -> tuple[int, int]:
@@ -141,7 +141,7 @@ class Spiller:
         if not self._may_move(seq):
             return 0, 0
         whole = seq.cached // PAGE_TOKENS - seq.cut // PAGE_TOKENS
-        own = [i for i, page in enumerate(islice(seq.pages.held[0], whole), 1) if page.users == 1]
+        own = [i for i, page in enumerate(islice(seq.pages.by_group[0], whole), 1) if page.users == 1]
         gain = len(own) if self._apart else min((len(own) + 1) // 2, wanted)
         return (own[gain - 1], gain) if gain else (0, 0)
 
@@ -150,7 +150,7 @@ class Spiller:
         nodes = [seq.prefix.node] if seq.prefix is not None else self._cluster.nodes
         limits = self._scheduler.limits
         # A query with a prefix has two rows in a slot.
-        rows = limits.max_batch_tokens + min(len(self.cut) + 1, limits.max_batch_size)
+        rows = limits.max_batch_tokens + min(len(self.cut_sequences) + 1, limits.max_batch_size)
         fit = [
             node
             for node in nodes
@@ -166,7 +166,7 @@ class Spiller:
         """Begin to bring back pages of the shortest cut, if there is room."""
         if self._has_failed() or device.paused or self._scheduler.running.starved or not device.has_free_index:
             return
-        candidates = [seq for seq in self.cut if self._may_move(seq) and not seq.lost]
+        candidates = [seq for seq in self.cut_sequences if self._may_move(seq) and not seq.lost]
         seq = min(candidates, key=lambda seq: seq.cut, default=None)
         if seq is None or seq.prefix is None or not seq.prefix.node.has_free_index:
             return
@@ -192,7 +192,7 @@ class Spiller:
             async with self._copying:
                 move.check()
                 await move.copy(lambda: self._pause(move))
-            await self._migrator.hold(seq, move.check)
+            await self._migrator.freeze(seq, move.check)
             done = True
             move.switch()
             self._scheduler.running.go_home(seq)
@@ -205,7 +205,7 @@ class Spiller:
         except LinkDown as error:
             self._lost(move.r_node, error)
         finally:
-            seq.held = seq.migrating = False
+            seq.frozen = seq.migrating = False
             self.move = None
             move.end(done)
             self._on_change()

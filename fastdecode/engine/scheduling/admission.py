@@ -61,14 +61,14 @@ class Room:
     recompute_seconds: Callable[[float], float] = float  # seconds to recompute a number of tokens
     covered_tokens: float = 0.0  # tokens whose R-Part takes no longer than the S-Part; 0: not known
 
-    def held(self, tokens: Floats) -> Floats:
+    def footprint(self, tokens: Floats) -> Floats:
         """The room that sequences of `tokens` tokens (any shape) hold at least: a page beyond all windows of its layers
         is given back when pages are short. The half page that windows begin within on average counts, the half page
         that the last token is in does not."""
-        held = np.zeros_like(tokens)
+        pages = np.zeros_like(tokens)
         for group in self.groups:
-            held += group.size * (np.minimum(tokens, group.reach + PAGE_TOKENS / 2) if group.reach else tokens)
-        return held / sum(group.size for group in self.groups)
+            pages += group.size * (np.minimum(tokens, group.reach + PAGE_TOKENS / 2) if group.reach else tokens)
+        return pages / sum(group.size for group in self.groups)
 
 
 class Greedy:
@@ -172,7 +172,7 @@ class Stable(Greedy):
             generated, n_steps = self.lengths.spread(client, bound, bounded=bounded)
             prompts = _column(seq.n_prompt for seq in seqs)
             steps += len(seqs) * float(n_steps.sum())
-            tokens += float((room.held(prompts + generated) * n_steps).sum())
+            tokens += float((room.footprint(prompts + generated) * n_steps).sum())
         self._mean_output, self._slots = steps / len(known), room.slots
         self._target = room.slots * tokens / steps
 
@@ -188,7 +188,7 @@ class Stable(Greedy):
             reached = self.lengths.survival(client, generated, bounded=bounded)
             alive = self.lengths.survival(client, forecast, bounded=bounded) / np.maximum(reached, 1e-9)
             alive = np.where(forecast < bound, np.minimum(alive, 1.0), 0.0)
-            tokens = room.held(length + ahead)
+            tokens = room.footprint(length + ahead)
             mean += (tokens * alive).sum(0)
             variance += (tokens * tokens * alive * (1 - alive)).sum(0)
         return mean, variance

@@ -46,7 +46,8 @@ class StepBudget:
         return n
 
     def take(self, start: int, n_tokens: int) -> int:
-        """Spend the rows that `chunk` grants, and return them. After a chunk that is cut, no budget is left."""
+        """Spend the rows that `chunk` grants, and return them. No budget is left after a chunk of fewer rows than
+        `n_tokens`."""
         n = self.chunk(start, n_tokens)
         self.work -= self.row_cost * n + self.pair_cost * pairs(start, n)
         self.rows = self.rows - n if n == n_tokens and self.work > 0 else 0
@@ -80,13 +81,13 @@ class StagingBudget:
         """Tokens of all prompts that are staged, counted in full from their first chunk on."""
         return sum(self._staged.values())
 
-    def holds(self, n_tokens: int) -> bool:
+    def may_stage(self, n_tokens: int) -> bool:
         """False if a prompt of `n_tokens` tokens that takes several steps must be attended on its R-node."""
         return self.max_tokens is None or not self.strict or n_tokens <= self.max_tokens
 
     def has_room(self, n_tokens: int) -> bool:
         """True if a prompt of `n_tokens` tokens may start beside the staged prompts."""
-        if self.max_tokens is None or not self._staged or not self.holds(n_tokens):
+        if self.max_tokens is None or not self._staged or not self.may_stage(n_tokens):
             return True
         return self.tokens + n_tokens <= self.max_tokens
 

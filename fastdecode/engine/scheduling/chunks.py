@@ -39,7 +39,7 @@ class ChunkPlanner:
         scarce = pauses.scarce
         for seq in batch:  # oldest first, so a victim of preemption has no chunk yet
             cached = seq.cached
-            if seq.mini_batch is None or cached < seq.prefill_end or seq.held:
+            if seq.mini_batch is None or cached < seq.prefill_end or seq.frozen:
                 continue
             chunk, n_tokens = seq.decoding, 1
             if chunk is None and len(seq.tokens) - cached > 1:  # it has migrated
@@ -77,7 +77,7 @@ class ChunkPlanner:
 
     def _attends_here(self, seq: Sequence) -> bool:
         """True if the S-node attends to a prompt even if that takes several steps."""
-        return not seq.shared_tokens and self._staging.holds(seq.prefill_end)
+        return not seq.shared_tokens and self._staging.may_stage(seq.prefill_end)
 
     def append_prompt(self, chunks: list[PlannedChunk], seq: Sequence, budget: StepBudget) -> None:
         """Append the next chunk of a prompt, as long as the budget allows. A sequence that waits for a FORK, or that

@@ -84,7 +84,7 @@ class Cluster:
         """The groups of the pages of a block; all R-nodes divide the layers alike."""
         return self.nodes[0].groups.groups
 
-    def can_hold(self, tokens: int) -> bool:
+    def can_cache(self, tokens: int) -> bool:
         """True if a live R-node could cache `tokens` tokens if it were empty."""
         return bool(self.alive) and tokens <= self.capacity
 
@@ -200,7 +200,6 @@ class Cluster:
             if lacking > node.free_pages:
                 return False
             seq.given_back = node.pages.slide(table, seq.cached, tokens)
-            seq.slides = True
             self._raise_floor(seq)
         return self.take_free(seq, tokens)
 
@@ -229,9 +228,9 @@ class Cluster:
 
     def end_slide(self, seq: Sequence) -> None:
         """Record that the R-node has completed the step of `seq` in flight."""
-        if seq.slides:
+        if seq.given_back is not None:
             seq.placed_on.pages.freed(seq.given_back)
-            seq.slides, seq.given_back = False, []
+            seq.given_back = None
 
     def reclaim(self, node: RNodeLedger, pages: int) -> bool:
         """True if `node` will soon have a page: one is being freed, or the lease may grow. Evicts prefix entries if no
@@ -253,7 +252,7 @@ class Cluster:
         entry = seq.entry if seq.entry in node.prefixes else None
         if sound and self.prefix_cache and node.open and seq.cached >= PAGE_TOKENS and seq.prefix is None:
             tokens = seq.tokens[: seq.cached]
-            node.pages.keep(cached.pages)
+            node.pages.make_idle(cached.pages)
             salt, floor = seq.salt, seq.pages.floor
             if entry is not None:
                 node.prefixes.mark_ended(entry, cached, tokens, floor)
@@ -262,7 +261,7 @@ class Cluster:
                 entry = PrefixEntry(cached, tokens, hashes, salt, floor=floor)
                 node.prefixes.insert(entry)
             if seq.state is not None and len(tokens) == seq.cached:
-                seq.state.keep(entry)
+                seq.state.become_snapshot(entry)
                 seq.state = None
             if source is not None and source in node.prefixes and not (source.pins or source.running):
                 start, end = seq.shared_tokens, len(source.tokens)
@@ -273,7 +272,7 @@ class Cluster:
         else:
             if entry is not None:
                 node.prefixes.remove(entry)
-            node.release(cached, seq.given_back)
+            node.release(cached, seq.given_back or ())
         seq.forget_cache()
 
     def _end_running(self, seq: Sequence, node: RNodeLedger) -> None:
@@ -284,7 +283,7 @@ class Cluster:
         """Take `seq` out of the running ones; its R-node keeps its cache until the pages are needed."""
         node = seq.placed_on
         self._end_running(seq, node)
-        node.pages.keep(seq.pages)
+        node.pages.make_idle(seq.pages)
         node.paused[seq] = None
         seq.source = None
 
@@ -304,7 +303,7 @@ class Cluster:
                 return Wait.ROOM
             return Wait.FREE if node.evict_for(needed, index=False, spare=seq) else Wait.ROOM
         del node.paused[seq]
-        node.pages.use(seq.pages)
+        node.pages.resume(seq.pages)
         node.pages.extend(seq.pages, seq.pages.missing(seq.cached + 1))
         node.resume(seq.final_length)
         self.loads.add(node.position, seq.mean_length)
@@ -320,7 +319,7 @@ class Cluster:
         if seq.entry is not None and seq.entry in source.prefixes:
             source.prefixes.remove(seq.entry)
         source.release(CachedSequence(seq.handle, seq.pages))
-        target.pages.unshare(pages.cut(seq.cached))  # the R-node keeps only the pages that it needs
+        target.pages.unshare(pages.trim(seq.cached))  # the R-node keeps only the pages that it needs
         seq.leave_node()
         seq.node, seq.handle, seq.pages, seq.key_due = target, handle, pages, seq.key is not None
         if seq.hashes:
@@ -328,7 +327,7 @@ class Cluster:
             seq.entry = PrefixEntry(cached, [], seq.hashes, seq.salt, running=True)
             target.prefixes.insert(seq.entry)
 
-    def cut(self, seq: Sequence, prefix: SpilledPrefix) -> list[Page]:
+    def spill(self, seq: Sequence, prefix: SpilledPrefix) -> list[Page]:
         """Let `seq`, which runs on the S-Part's device and is in no step, have the tokens of `prefix` on the prefix's
         R-node alone. No prompt shares its tokens any more. Returns the pages that the device is to give back; the
         caller passes them to PageBook.freed then."""

@@ -120,7 +120,7 @@ class Pauses:
         newest = on_node[-1]
         if len(on_node) == 1 and node.n_pages < node.max_pages:
             return  # recomputing it would need the same pages: it waits until the lease can grow
-        if newest.in_flight or newest.held:
+        if newest.in_flight or newest.frozen:
             return  # `serve_starved` comes back here once its step has completed
         if self._running.can_pause(newest):
             self._pause(newest)

@@ -3,7 +3,7 @@
 A prompt that starts with the tokens of another sequence is placed on that sequence's R-node and shares its cached
 pages by a FORK. Any other prompt goes where the slowest R-node stays fastest. The sequences that wait together are
 distributed together, longest first: if they were placed one by one, a long last one would fit nowhere well. As long as
-pages of the S-Part's own device are free, or held by prefix entries alone, sequences are placed there.
+pages of the S-Part's own device are free, or only prefix entries have them, sequences are placed there.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Placer:
         return best if len(seq.tokens) - best.shared_tokens <= self._max_uncached_suffix else None
 
     def _with_state(self, seq: Sequence, found: Placement, computed: bool) -> Placement | None:
-        """`found`, cut to the last shared token after which the state is known or, with `computed` False, will be;
+        """`found`, up to the last shared token after which the state is known or, with `computed` False, will be;
         None: no state is."""
         states, entry, shared = self._states, found.source, found.shared_tokens
         if not states.needed:

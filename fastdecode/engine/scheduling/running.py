@@ -118,7 +118,7 @@ class Running:
 
     def can_pause(self, seq: Sequence) -> bool:
         """True if a running sequence may be paused now."""
-        return not (seq.in_flight or seq.held or seq.prefilling or seq.cancelled) and seq.placed_on.alive
+        return not (seq.in_flight or seq.frozen or seq.prefilling or seq.cancelled) and seq.placed_on.alive
 
     def pause(self, seq: Sequence) -> None:
         """Let a running sequence wait; its R-node keeps its cache until the pages are needed."""
@@ -131,14 +131,14 @@ class Running:
         node = seq.placed_on
         self.recomputed += 1
         self.remove(seq)
-        if self._cluster.can_hold(len(seq.tokens)) or self._waits_for_r_nodes:
+        if self._cluster.can_cache(len(seq.tokens)) or self._waits_for_r_nodes:
             self._waiting.add(seq)
         else:
             self._failed.append((seq, self._loss_message(node.url)))
 
     def node_lost(self, node: RNodeLedger) -> None:
         """Requeue the sequences of a lost R-node; a sequence in flight follows when its step ends. Sequences that no
-        other R-node can hold fail: now, or on `fail_unplaced` if no R-node is left and sequences may wait for one."""
+        other R-node can cache fail: now, or on `fail_unplaced` if no R-node is left and sequences may wait for one."""
         node.mark_lost()
         for other in self._cluster.nodes:
             for paused in [seq for seq in other.paused if seq.has_prefix_on(node)]:
@@ -150,8 +150,8 @@ class Running:
             self.fail_unplaced(node.url)
 
     def fail_unplaced(self, url: str) -> None:
-        """Fail the waiting sequences that no R-node can hold, now that the R-node at `url` is lost."""
-        for seq in [s for s in self._waiting if not self._cluster.can_hold(len(s.tokens))]:
+        """Fail the waiting sequences that no R-node can cache, now that the R-node at `url` is lost."""
+        for seq in [s for s in self._waiting if not self._cluster.can_cache(len(s.tokens))]:
             self._waiting.remove(seq)
             self.fail(seq, self._loss_message(url))
 

@@ -184,7 +184,7 @@ class Scheduler:
         may have cached more tokens on the old R-node meanwhile; the sequence's next step computes them again."""
         if seq in self.running.starved:
             self.running.starved.remove(seq)
-        seq.cached, seq.held = cached, False
+        seq.cached, seq.frozen = cached, False
         self.cluster.migrate(seq, target, handle, pages)
         self.running.join_next(seq)
 
@@ -234,7 +234,7 @@ class Scheduler:
             slot,
             self.limits.max_batch_tokens - n_decoding,
             sharers=1 if apart else 1 + sum(any(seq.prefilling for seq in batch) for batch in others),
-            streams=n_decoding > 0 or any(not (seq.prefilling or seq.held) for batch in others for seq in batch),
+            streams=n_decoding > 0 or any(not (seq.prefilling or seq.frozen) for batch in others for seq in batch),
         )
 
     def complete(

@@ -75,7 +75,7 @@ class WayChoice:
         self._near, self._far = _Load(0), _Load(0)
         self._wait = 0  # near steps between two steps with far rows
         self._joint = False  # steps with far rows have the near rows, too
-        self._near_idle = True  # no near step could be planned last: its rows lack pages, are held, or have ended
+        self._near_idle = True  # no near step could be planned last: near sequences lack pages, are frozen, or ended
         self._waited = 0  # near steps since the last step with far rows
         self._flights: dict[int, _Flight] = {}  # by mini-batch
         self._off = 0  # steps in a row whose times differ from the predicted ones
@@ -176,7 +176,7 @@ class WayChoice:
         load = _Load(0)
         nodes = self._cluster.nodes
         for seq in batch:
-            if not prompts and (seq.cached < seq.prefill_end or seq.held):
+            if not prompts and (seq.cached < seq.prefill_end or seq.frozen):
                 continue
             load.rows += 1
             node, length = seq.placed_on, float(max(seq.cached, seq.prefill_end))

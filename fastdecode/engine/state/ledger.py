@@ -106,7 +106,7 @@ class RNodeLedger:
 
     @property
     def pages_evictable(self) -> int:
-        """Pages that only prefix entries of ended sequences, and paused sequences, hold."""
+        """Pages that only idle sequences have (pages.py)."""
         return self.pages.evictable
 
     @property
@@ -130,7 +130,7 @@ class RNodeLedger:
 
     @property
     def room(self) -> tuple[int, int]:
-        """Pages and sequence indexes that are free, being freed, held by evictable entries, or to be leased."""
+        """Pages and sequence indexes that are free, being freed, evictable, or to be leased."""
         return self.unused_pages + self.obtainable - self.n_pages, len(self._tags) - self.n_sequences
 
     def table(self, tokens: int, shared: PageTable | None = None, whole: bool = False) -> PageTable:
@@ -208,7 +208,7 @@ class RNodeLedger:
 
     @property
     def unused_pages(self) -> int:
-        """Pages that no sequence uses: free, being freed, or held only by prefix entries and paused sequences."""
+        """Pages that no running sequence uses: free, being freed, or evictable."""
         return self.free_pages + self.pages_freeing + self.pages_evictable
 
     def need(self, pages: int) -> None:

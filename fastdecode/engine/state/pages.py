@@ -1,8 +1,8 @@
 """The pages of one lease, each counted once however many sequences share it.
 
-A page is held by running sequences that use it, by kept sequences (ended ones in the prefix cache, and paused ones),
-and by sequences whose FREE is not acknowledged yet. It counts as used if a running sequence holds it, else as evictable
-if a kept sequence does, else as being freed; it is free when no sequence holds it. The R-node counts references in the
+A page may have users: running sequences. It may have idle sequences: ended ones in the prefix cache, and paused ones.
+And it may have sequences whose FREE is not acknowledged yet. It counts as used if it has a user, else as evictable if
+it has an idle sequence, else as being freed, and as free if it has no sequence. The R-node counts references in the
 same way, but frees a page no later than this account does, so the account never shows more free pages than there are.
 
 PAGE_TOKENS tokens of a sequence are a block. An R-node keeps the layers that see all tokens apart from the layers
@@ -63,28 +63,28 @@ class PageGroups:
 
 
 class Page:
-    """The `size` pages of a block and group, and the number of their holders of each kind."""
+    """The `size` pages of a block and group, and the number of their sequences of each kind."""
 
-    __slots__ = ("freeing", "kept", "size", "users")
+    __slots__ = ("freeing", "idle", "size", "users")
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
-        self.users, self.kept, self.freeing = 1, 0, 0
+        self.users, self.idle, self.freeing = 1, 0, 0
 
     @property
     def exclusive(self) -> bool:
-        """True if one running sequence is the only holder."""
-        return self.users == 1 and not self.kept and not self.freeing
+        """True if one running sequence has it alone."""
+        return self.users == 1 and not self.idle and not self.freeing
 
 
 class PageTable:
-    """The pages that a sequence holds: in each group, the pages of the blocks from `first` on."""
+    """The pages of a sequence: in each group, the pages of the blocks from `first` on."""
 
-    __slots__ = ("covered", "first", "floor", "groups", "held")
+    __slots__ = ("by_group", "covered", "first", "floor", "groups")
 
     def __init__(self, groups: PageGroups | None = None) -> None:
         self.groups = (groups or PageGroups()).groups
-        self.held: list[deque[Page]] = [deque() for _ in self.groups]
+        self.by_group: list[deque[Page]] = [deque() for _ in self.groups]
         self.first = [0] * len(self.groups)
         self.floor = 0  # no row will come at a position below it
         #: Tokens for which there are pages in all groups. A field, because every token of every sequence is compared
@@ -92,7 +92,7 @@ class PageTable:
         self.covered = 0
 
     def __iter__(self) -> Iterator[Page]:
-        return chain.from_iterable(self.held)
+        return chain.from_iterable(self.by_group)
 
     @property
     def evictable(self) -> int:
@@ -101,16 +101,18 @@ class PageTable:
 
     def __len__(self) -> int:
         """The number of pages."""
-        return sum(group.size * len(held) for group, held in zip(self.groups, self.held, strict=True))
+        return sum(group.size * len(pages) for group, pages in zip(self.groups, self.by_group, strict=True))
 
     def count(self) -> None:
         """Update `covered` after pages were put into the table or taken out of it."""
-        self.covered = PAGE_TOKENS * min(first + len(held) for first, held in zip(self.first, self.held, strict=True))
+        self.covered = PAGE_TOKENS * min(
+            first + len(pages) for first, pages in zip(self.first, self.by_group, strict=True)
+        )
 
     def missing(self, tokens: int) -> list[int]:
         """The blocks of each group that are missing for `tokens` tokens."""
         blocks = blocks_for(tokens)
-        counts = [blocks - first - len(held) for first, held in zip(self.first, self.held, strict=True)]
+        counts = [blocks - first - len(pages) for first, pages in zip(self.first, self.by_group, strict=True)]
         return [n if n > 0 else 0 for n in counts]
 
     def lacking(self, tokens: int) -> int:
@@ -123,44 +125,44 @@ class PageTable:
         table = PageTable()
         table.groups, table.first, table.floor = self.groups, self.first[:], self.floor
         blocks = tokens // PAGE_TOKENS
-        table.held = [
-            deque(islice(held, max(0, blocks - first))) for first, held in zip(self.first, self.held, strict=True)
+        table.by_group = [
+            deque(islice(pages, max(0, blocks - first))) for first, pages in zip(self.first, self.by_group, strict=True)
         ]
         table.count()
         return table
 
-    def cut(self, tokens: int) -> list[Page]:
+    def trim(self, tokens: int) -> list[Page]:
         """Take the pages that `tokens` tokens do not need out of the table, and return them."""
-        pages = [
-            held.pop()
-            for first, held in zip(self.first, self.held, strict=True)
-            for _ in range(max(0, first + len(held) - blocks_for(tokens)))
+        trimmed = [
+            pages.pop()
+            for first, pages in zip(self.first, self.by_group, strict=True)
+            for _ in range(max(0, first + len(pages) - blocks_for(tokens)))
         ]
         self.count()
-        return pages
+        return trimmed
 
-    def put_first(self, pages: PageTable) -> None:
-        """Take the pages of the table `pages`, in the place of the blocks before the first one."""
-        for i, held in enumerate(pages.held):
-            self.first[i] -= len(held)
-            self.held[i].extendleft(reversed(held))
-            held.clear()
+    def put_first(self, table: PageTable) -> None:
+        """Take the pages of `table`, in the place of the blocks before the first one."""
+        for i, pages in enumerate(table.by_group):
+            self.first[i] -= len(pages)
+            self.by_group[i].extendleft(reversed(pages))
+            pages.clear()
         self.count()
-        pages.count()
+        table.count()
 
     def unseen(self, pos: int) -> list[int]:
         """The number of pages of each group that no row from `pos` on sees."""
         return [
-            max(0, min(len(held), group.first_block(pos) - first))
-            for group, first, held in zip(self.groups, self.first, self.held, strict=True)
+            max(0, min(len(pages), group.first_block(pos) - first))
+            for group, first, pages in zip(self.groups, self.first, self.by_group, strict=True)
         ]
 
     def reusable(self, pos: int, tokens: int) -> int:
         """The number of pages missing for `tokens` tokens that PageBook.slide to `pos` would bring."""
         unseen = self.unseen(pos)
         n = 0
-        for group, held, gone, missing in zip(self.groups, self.held, unseen, self.missing(tokens), strict=True):
-            n += group.size * min(missing, sum(page.exclusive for page in islice(held, gone)))
+        for group, pages, gone, missing in zip(self.groups, self.by_group, unseen, self.missing(tokens), strict=True):
+            n += group.size * min(missing, sum(page.exclusive for page in islice(pages, gone)))
         return n
 
 
@@ -171,8 +173,8 @@ class PageBook:
 
     def __init__(self, n_pages: int):
         self.free = n_pages
-        self.evictable = 0  # held by kept sequences alone
-        self.freeing = 0  # held only by sequences whose FREE is not acknowledged
+        self.evictable = 0  # those of idle sequences alone
+        self.freeing = 0  # those that a FREE has released, but is not acknowledged
 
     def take(self, n: int, size: int = 1) -> list[Page]:
         """Free pages of `n` blocks for a running sequence, `size` for each. Raises ValueError if fewer are free."""
@@ -183,8 +185,8 @@ class PageBook:
 
     def extend(self, table: PageTable, blocks: Iterable[int]) -> None:
         """Take free pages for `blocks` more blocks of each group. Raises ValueError if fewer are free."""
-        for group, held, n in zip(table.groups, table.held, blocks, strict=True):
-            held.extend(self.take(n, group.size))
+        for group, pages, n in zip(table.groups, table.by_group, blocks, strict=True):
+            pages.extend(self.take(n, group.size))
         table.count()
 
     def slide(self, table: PageTable, pos: int, tokens: int) -> list[Page]:
@@ -195,12 +197,12 @@ class PageBook:
         """
         given_back: list[Page] = []
         for i, (n, wanted) in enumerate(zip(table.unseen(pos), table.missing(tokens), strict=True)):
-            gone = [table.held[i].popleft() for _ in range(n)]
+            gone = [table.by_group[i].popleft() for _ in range(n)]
             table.first[i] += n
             reused = [page for page in gone if page.exclusive][:wanted]
-            table.held[i].extend(reused)
-            kept = set(reused)
-            given_back += [page for page in gone if page not in kept]
+            table.by_group[i].extend(reused)
+            staying = set(reused)
+            given_back += [page for page in gone if page not in staying]
         table.floor = pos
         table.count()
         self.release(given_back)
@@ -209,7 +211,7 @@ class PageBook:
     def drop(self, table: PageTable, blocks: int) -> list[Page]:
         """Take the pages of the first `blocks` blocks out of the table of a running sequence whose layers see all
         tokens. Returns the pages; the caller passes them to `freed` once they are given back."""
-        gone = [table.held[0].popleft() for _ in range(blocks - table.first[0])]
+        gone = [table.by_group[0].popleft() for _ in range(blocks - table.first[0])]
         table.first[0] = blocks
         table.count()
         self.release(gone)
@@ -219,7 +221,7 @@ class PageBook:
         """One more running sequence uses `pages`."""
         for page in pages:
             if not page.users:
-                if page.kept:
+                if page.idle:
                     self.evictable -= page.size
                 else:
                     self.freeing -= page.size
@@ -232,20 +234,20 @@ class PageBook:
             if not page.users:
                 self._settle(page)
 
-    def keep(self, pages: Iterable[Page]) -> None:
-        """A running sequence that uses `pages` has ended or is paused, and is kept until pages are needed."""
+    def make_idle(self, pages: Iterable[Page]) -> None:
+        """A running sequence that uses `pages` has ended or is paused."""
         for page in pages:
             page.users -= 1
-            page.kept += 1
+            page.idle += 1
             if not page.users:
                 self.evictable += page.size
 
-    def use(self, pages: Iterable[Page]) -> None:
-        """A sequence that was kept with `pages` runs again."""
+    def resume(self, pages: Iterable[Page]) -> None:
+        """An idle sequence with `pages` runs again."""
         for page in pages:
             if not page.users:
                 self.evictable -= page.size
-            page.kept -= 1
+            page.idle -= 1
             page.users += 1
 
     def release(self, pages: Iterable[Page]) -> None:
@@ -257,11 +259,11 @@ class PageBook:
                 self._settle(page)
 
     def evict(self, pages: Iterable[Page]) -> None:
-        """A kept sequence with `pages` is dropped, and a FREE will name it."""
+        """An idle sequence with `pages` is dropped, and a FREE will name it."""
         for page in pages:
-            page.kept -= 1
+            page.idle -= 1
             page.freeing += 1
-            if not page.users and not page.kept:
+            if not page.users and not page.idle:
                 self.evictable -= page.size
                 self.freeing += page.size
 
@@ -269,14 +271,14 @@ class PageBook:
         """The R-node has freed a sequence with `pages`."""
         for page in pages:
             page.freeing -= 1
-            if not (page.freeing or page.users or page.kept):
+            if not (page.freeing or page.users or page.idle):
                 self.freeing -= page.size
                 self.free += page.size
 
     def _settle(self, page: Page) -> None:
         """Count a page that no running sequence uses any more."""
-        if page.kept:
-            # Each kept page without users counts once; `keep` has not counted it while it was used.
+        if page.idle:
+            # A page of idle sequences counts once; `make_idle` has not counted it while it had users.
             self.evictable += page.size
         elif page.freeing:
             self.freeing += page.size

@@ -65,7 +65,7 @@ class Sequence:
     order: int  # arrival number
     tokens: list[int]  # the prompt, then the generated tokens
     n_prompt: int
-    max_new: int  # tokens it may generate: its max_tokens, cut to what the context and the KV-cache hold
+    max_new: int  # tokens it may generate: at most its max_tokens, and what the context and the KV-cache have room for
     params: SamplingParams
     seed: int
     end_tokens: frozenset[int]
@@ -95,17 +95,17 @@ class Sequence:
     passed_over: int = 0  # sequences behind it that started before it
     awaited: tuple[RNodeLedger, PrefixEntry] | None = None  # the entry in prefill whose prefix it waits for
 
-    # Progress, kept by the scheduler.
+    # Progress, written by the scheduler.
     mini_batch: int | None = None  # None: it waits or has ended
     #: Its tokens are in a step that has not completed, or its FORK, adoption or remote prefill is under way.
     in_flight: bool = False
     key_due: bool = False  # its R-node gets its key once a step has cached all of its tokens but the last one drawn
     migrating: bool = False  # a migration is under way: it gives back no pages
-    held: bool = False  # it is left out of steps, because it is about to change its R-node or its S-node
+    frozen: bool = False  # it is left out of steps, because it is about to change its R-node or its S-node
     cancelled: bool = False  # to be released as soon as it is not in flight
     cached: int = 0  # tokens cached on the R-node
-    slides: bool = False  # its step in flight gives back the pages that no later row sees
-    given_back: list[Page] = field(default_factory=list)  # the pages that this step gives back
+    #: Pages that no later row sees and that its step in flight gives back; None: the step looks for none.
+    given_back: list[Page] | None = None
     overrun: bool = False  # the R-node has tokens beyond the `cached` ones: guesses that were wrong
     guesser: Guesser = field(default_factory=Guesser)
     prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed
@@ -115,7 +115,7 @@ class Sequence:
     #: The S-Part's form of that chunk, and the SampleSpec within it (engine/step_batch.py).
     reusable: tuple[Chunk, SampleSpec] | None = None
 
-    # Output and times, kept by the engine. Times are of the engine's clock, in seconds.
+    # Output and times, written by the engine. Times are of the engine's clock, in seconds.
     output: Output = lambda event: None
     choice: OutletChoice | None = None  # `output`, if it is an OutletChoice
     arrived: float = 0.0
@@ -183,7 +183,7 @@ class Sequence:
             self.state.give_back()
             self.state = None
         self.cached = self.prefill_end = 0
-        self.slides, self.given_back = False, []
+        self.given_back = None
 
     @property
     def prefilling(self) -> bool:
@@ -210,7 +210,7 @@ class Sequence:
         """Record a step that has decoded one token and drawn the next, if the sequence simply continues: on the same
         R-node, with the same pages. False: nothing is recorded."""
         tokens, node, token = self.tokens, self.node, drawn.token
-        if self.cancelled or self.slides or node is None or not node.alive or drawn.error is not None:
+        if self.cancelled or self.given_back is not None or node is None or not node.alive or drawn.error is not None:
             return False
         if self.prefix is not None and not self.prefix.node.alive:
             return False

@@ -76,7 +76,7 @@ class StateSlots:
         """True if there is a snapshot with this key."""
         return key in self._snapshots
 
-    def keep(self, key: Hashable, slot: StateSlot) -> None:
+    def add_snapshot(self, key: Hashable, slot: StateSlot) -> None:
         """Make a slot a snapshot, the one used last. Older ones go until the headroom is free."""
         self.drop(key)
         self.expected.discard(key)
@@ -152,7 +152,7 @@ class SequenceState:
     def end_step(self) -> None:
         """Record that the step in flight has left its states."""
         for _, key, slot in self._snapshots:
-            self._slots.keep(key, slot)
+            self._slots.add_snapshot(key, slot)
         self._snapshots = []
         self.forget_source()
 
@@ -169,9 +169,9 @@ class SequenceState:
             self._source.give_back()
             self._source = None
 
-    def keep(self, key: Hashable) -> None:
+    def become_snapshot(self, key: Hashable) -> None:
         """Make the last state of a sequence that has ended a snapshot, and give the other slots back."""
-        self._slots.keep(key, self._own)
+        self._slots.add_snapshot(key, self._own)
         self._give_back_others()
 
     def give_back(self) -> None:

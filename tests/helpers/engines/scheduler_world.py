@@ -170,7 +170,7 @@ class World:
             assert node.n_sequences - len(cut) == len(running) == sum(seq.node is node for seq in members)
             assert node.load == sum(seq.final_length for seq in running) + sum(prefix.length for prefix in cut)
             for seq in running:
-                blocks = [first + len(held) for first, held in zip(seq.pages.first, seq.pages.held, strict=True)]
+                blocks = [first + len(held) for first, held in zip(seq.pages.first, seq.pages.by_group, strict=True)]
                 assert seq.pages.covered == PAGE_TOKENS * min(blocks)
         if (states := self.cluster.states).total < 1000:
             slots = [seq.state.index for seq in (*members, *self.scheduler.waiting) if seq.node is not None]
