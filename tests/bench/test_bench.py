@@ -14,6 +14,7 @@ from nodes.rnode_process import RNodeProcess
 from transformers import AutoModelForCausalLM
 
 from fastdecode.bench import attention, products, transport_peers
+from fastdecode.bench.cli import main
 from fastdecode.demo import model_dir
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES
@@ -160,9 +161,21 @@ def test_attention_prints_a_row_a_cell_and_peer_with_the_roofline_of_the_same_ro
     assert fp32["gbps"] * 1e9 == pytest.approx(fp32["seq_layers_per_s"] * 2 * 128 * 2 * 2 * 16 * 4)
 
 
-def test_attention_reads_no_v_where_v_is_a_part_of_k():
+@pytest.fixture
+def attend_briefly(monkeypatch, capsys):
+    """Runs `fastdecode-bench attention` here, with rounds of a hundredth of the time in the cache."""
+    monkeypatch.setattr(attention, "_IN_CACHE_SECONDS", 0.001)
+
+    def run(*argv: str) -> str:
+        main(["attention", *argv])
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_attention_reads_no_v_where_v_is_a_part_of_k(attend_briefly):
     argv = ["--kv-dtype", "fp16", "--group", "3", "--v-size", "8", "--v", "stored", "--v", "in-k", *CELL]
-    rows = json.loads(bench("attention", *SWEEP, "--part", "in-cache", *argv, "--threads", "1", "--json"))["rows"]
+    rows = json.loads(attend_briefly(*SWEEP, "--part", "in-cache", *argv, "--threads", "1", "--json"))["rows"]
     stored, in_k, *in_cache = rows
     assert [row["v_in_k"] for row in rows] == [False, True] * 2 and {row["v_size"] for row in rows} == {8}
     for row, elements in ((stored, 16 + 8), (in_k, 16)):  # 2 pages of 2 heads are read for 130 tokens
@@ -201,9 +214,9 @@ def test_no_roofline_of_attention_is_below_what_another_cell_has_read():
     assert all(r["spread"]["roofline_pct"] == [r["roofline_pct"]] * 2 for r in rows)
 
 
-def test_attention_in_cache_is_one_thread_on_half_of_its_l2():
+def test_attention_in_cache_is_one_thread_on_half_of_its_l2(attend_briefly):
     argv = ["--part", "in-cache", "--kv-dtype", "fp16", "--head-size", "64", "--rounds", "2", "--json"]
-    result = json.loads(bench("attention", *argv))
+    result = json.loads(attend_briefly(*argv))
     assert [row["group"] for row in result["rows"]] == [1, 4, 8]
     l2 = int(subprocess.check_output(["getconf", "LEVEL2_CACHE_SIZE"])) or 1 << 20
     for row in result["rows"]:
@@ -221,10 +234,10 @@ def test_attention_judges_by_the_rounds_under_the_limit_and_by_all_where_there_a
         assert row["all_rounds"]["gbps"] == row["gbps"]
 
 
-def test_attention_sums_up_what_all_its_parts_found(tmp_path):
+def test_attention_sums_up_what_all_its_parts_found(attend_briefly):
     formats = ["--kv-dtype", "fp16", "--kv-dtype", "int4", "--group", "1", "--context", "4096", "--context", "130"]
     shape = ["--head-size", "16", "--kv-heads", "2", "--kv-bytes", "256KiB", "--rounds", "2"]
-    result = json.loads(bench("attention", *formats, *shape, "--peer", "torch", "--json"))
+    result = json.loads(attend_briefly(*formats, *shape, "--peer", "torch", "--json"))
     fields = "kv_dtype group context head_size threads gbps roofline_gbps roofline_pct seq_layers_per_s isa peer"
     assert all(set(fields.split()) <= set(row) for row in result["rows"])
     rows = {(r["part"], r["kv_dtype"], r["context"], r["peer"]): r for r in result["rows"]}
@@ -244,10 +257,10 @@ def test_attention_sums_up_what_all_its_parts_found(tmp_path):
     assert sums["fp16", 130]["fp16_ratio"] == 1 and sums["int4", 130]["fp16_ratio"] == pytest.approx(rate)
 
 
-def test_attention_draws_a_plot(tmp_path):
+def test_attention_draws_a_plot(attend_briefly, tmp_path):
     pytest.importorskip("matplotlib")
     argv = ["--kv-dtype", "fp16", "--group", "1", *CELL, "--peer", "torch"]
-    table = bench("attention", *argv, "--plot", str(tmp_path / "plot.png"))
+    table = attend_briefly(*argv, "--plot", str(tmp_path / "plot.png"))
     assert "torch fp16" in table and "KV in L2" in table
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from sources.doc_tables import check_table
 
@@ -18,10 +20,10 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def needs() -> dict[str, Need]:
+@cache
+def need_of(name: str) -> Need:
     """What one sequence of a page takes, with K and V in fp16."""
-    return {family.name: need(family, "fp16", 1, 128, []) for family in FAMILIES}
+    return need(next(family for family in FAMILIES if family.name == name), "fp16", 1, 128, [])
 
 
 def test_the_documentation_has_the_memory_of_every_family(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,8 +32,8 @@ def test_the_documentation_has_the_memory_of_every_family(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_those_that_are_published(name: str, needs: dict[str, Need]) -> None:
-    assert needs[name].parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.015)
+def test_parameters_are_those_that_are_published(name: str) -> None:
+    assert need_of(name).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.015)
 
 
 @pytest.mark.parametrize(
@@ -44,16 +46,14 @@ def test_parameters_are_those_that_are_published(name: str, needs: dict[str, Nee
         ("Qwen3.5 27B", 16 * 2 * 4 * 256 * 2, 48 * (48 * 128 * 128 * 4 + 3 * (2 * 16 + 48) * 128 * 2)),
     ],
 )
-def test_bytes_are_those_of_the_architecture(
-    name: str, token_bytes: int, state_bytes: int, needs: dict[str, Need]
-) -> None:
-    assert (needs[name].token_bytes, needs[name].state_bytes) == (token_bytes, state_bytes)
-    assert needs[name].kv_bytes == 128 * token_bytes
+def test_bytes_are_those_of_the_architecture(name: str, token_bytes: int, state_bytes: int) -> None:
+    need = need_of(name)
+    assert (need.token_bytes, need.state_bytes, need.kv_bytes) == (token_bytes, state_bytes, 128 * token_bytes)
 
 
-def test_a_card_holds_weights_and_states_in_the_most_bits_that_fit(needs: dict[str, Need]) -> None:
+def test_a_card_holds_weights_and_states_in_the_most_bits_that_fit() -> None:
     family = next(each for each in FAMILIES if each.name == "Qwen3.5 9B")
-    n = needs[family.name].parameters
+    n = need_of(family.name).parameters
     cards = [int(n * bytes_ / 0.9) for bytes_ in (0.62, 0.64, 1.06, 1.08, 1.99, 2.02)]
     assert need(family, "int8", 1, 1, cards).cards == (None, "4 bits", "4 bits", "8 bits", "8 bits", "16 bits")
     assert need(family, "int8", 100, 1, cards[1:2]).cards == (None,)  # 100 states take 4.8 GiB
