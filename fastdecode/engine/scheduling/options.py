@@ -11,7 +11,7 @@ from fastdecode.engine.scheduling.ways import SLOWDOWN
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options of one engine. A class in brackets says more."""
+    """The options of one engine. A class named in parentheses says more about its option."""
 
     limits: SchedulerLimits = SchedulerLimits()
     max_model_len: int | None = None  # most tokens of a sequence, output included; None: the model's positions

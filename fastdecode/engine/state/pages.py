@@ -174,7 +174,7 @@ class PageBook:
     def __init__(self, n_pages: int):
         self.free = n_pages
         self.evictable = 0  # those of idle sequences alone
-        self.freeing = 0  # those that a FREE has released, but is not acknowledged
+        self.freeing = 0  # pages whose FREE the R-node has not acknowledged
 
     def take(self, n: int, size: int = 1) -> list[Page]:
         """Free pages of `n` blocks for a running sequence, `size` for each. Raises ValueError if fewer are free."""

@@ -101,7 +101,8 @@ class ToolForm(ABC):
 
 
 def rest_of(held: str, cut: bool) -> str:
-    """What is shown of text that was held back to the end: nothing if it was `cut` off within or behind a marker."""
+    """Returns what to show of `held`, the text that a parser holds back when the answer ends. If max_tokens has `cut`
+    the answer off, only white space is shown, because other text may be part of a marker."""
     return "" if cut and held.strip() else held
 
 
