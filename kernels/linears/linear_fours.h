@@ -1,6 +1,6 @@
-/* What linear_simd.h needs of a kernel, where an instruction (vpdpbusd) adds 4 products of unsigned numbers and signed
- * inputs in 32 bits. An ISA's file includes this within its target, behind ivec_t and its functions, dot_fours, which
- * is that instruction, and UNROLL_CHUNKS, which is FD_UNROLL or nothing. */
+/* What linear_simd.h needs of a kernel whose ISA has an instruction (vpdpbusd) that adds 4 products of unsigned numbers
+ * and signed inputs in 32 bits. An ISA's file includes this header within its target, after it has defined ivec_t with
+ * its functions, dot_fours, which is that instruction, and UNROLL_CHUNKS, which is FD_UNROLL or nothing. */
 #pragma once
 
 FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return -l->zero; }
