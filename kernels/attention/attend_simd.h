@@ -1,5 +1,5 @@
 /* The attention kernel of the vector ISAs, written once with the primitives that the including file defines: vec_t, the
- * vec_* and kv_* functions, MAX_BLOCK, block_rows and tile_vecs (docs/adding-a-kernel.md lists them all).
+ * vec_* and kv_* functions, MAX_BLOCK, block_rows and tile_vecs (docs/adding-an-isa.md lists them all).
  *
  * Every function here is inlined into an entry point that fixes the KV format and the number of rows, so branches on
  * these parameters cost nothing. Functions on queries and scores take the format of K, functions on weights and outputs

@@ -1,4 +1,4 @@
-/* Half vectors (docs/adding-a-kernel.md) of an ISA with 4 or 8 lanes: there are none, because head sizes are multiples
+/* Half vectors (docs/adding-an-isa.md) of an ISA with 4 or 8 lanes: there are none, because head sizes are multiples
  * of 8, but the templates need these names. */
 #pragma once
 

@@ -71,10 +71,10 @@ def test_the_model_family_of_the_page_equals_transformers(tmp_path: Path) -> Non
     assert re.search(r"^[2-9]\d passed", output, re.M), output[-1000:]
 
 
-# ---- docs/adding-a-kernel.md ----
+# ---- docs/adding-a-kv-format.md, docs/adding-an-isa.md ----
 
 KERNELS = ROOT / "kernels/attention"
-KERNEL_PAGE = (ROOT / "docs/adding-a-kernel.md").read_text()
+ISA_PAGE = (ROOT / "docs/adding-an-isa.md").read_text()
 #: The files that the page's tables of primitives call by these names.
 DEFINED_IN = {
     "AVX2": ["../cpu/vec_avx2.h", "kv_avx2.h", "attention_avx2.c"],
@@ -88,7 +88,7 @@ DEFINED_IN = {
 @pytest.mark.timeout(600)
 def test_the_kv_format_of_the_page_equals_float64_on_every_isa(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
-    copy_tree(ROOT / "docs/adding-a-kernel.md", tree)
+    copy_tree(ROOT / "docs/adding-a-kv-format.md", tree)
     setup = (tree / "setup.py").read_text()
     assert setup.count('"-O3"') == 1
     (tree / "setup.py").write_text(setup.replace('"-O3"', '"-O1", "-DFD_QUICK_BUILD"'))  # seconds instead of a minute
@@ -108,13 +108,13 @@ def test_the_page_lists_every_primitive_and_override_that_the_templates_use() ->
     used -= {"vec_exp2", "vec_exp2_of_float", "kv_store_weights"}  # which are the templates' own
     used |= set(re.findall(r"^#if(?:n?def) (FD_(?:OWN|HAS|PREFETCH)_\w+)", templates, re.M))
     assert len(used) > 60
-    assert used <= set(re.findall(r"\b\w+\b", KERNEL_PAGE))
+    assert used <= set(re.findall(r"\b\w+\b", ISA_PAGE))
 
 
 @pytest.mark.quick
 def test_the_page_says_in_which_files_a_primitive_is_defined() -> None:
     rows = re.findall(
-        r"^\| `(?:FD_(?:OWN|HAS)\w+` \| `)?(\w+)\(.*\| ((?:AVX2|AVX-512|VNNI|AMX|NEON)[^|]*) \|$", KERNEL_PAGE, re.M
+        r"^\| `(?:FD_(?:OWN|HAS)\w+` \| `)?(\w+)\(.*\| ((?:AVX2|AVX-512|VNNI|AMX|NEON)[^|]*) \|$", ISA_PAGE, re.M
     )
     assert len(rows) == 19
     for name, told in rows:

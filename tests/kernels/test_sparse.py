@@ -50,7 +50,7 @@ def test_index_scores_equal_float64(isa: str, kv_dtype: str, shape: tuple[int, i
     scores = np.full(n_chunks * PAGE_TOKENS, np.nan, np.float32)
     kernels.index_scores(isa, kv_dtype, chunks, q, weights, scores)
     error = np.abs(scores[: len(keys)] - index_scores(q, weights, keys)).max() / np.linalg.norm(weights)
-    assert error <= ERRORS.get(kv_dtype, ERRORS["int4"])  # for a format that docs/adding-a-kernel.md adds
+    assert error <= ERRORS.get(kv_dtype, ERRORS["int4"])  # for a format that docs/adding-a-kv-format.md adds
 
 
 @pytest.mark.parametrize("n", [1, 7, 128, 5000])
