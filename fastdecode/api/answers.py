@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
@@ -284,10 +285,15 @@ class ItemAnswer(Answer):
     named_events = True
     kinds: tuple[str, str, str]  # the endpoint's names of these items
 
-    def __init__(self, model: str, tokenizer: Tokenizer, *, parser: OutputParser):
+    def __init__(self, model: str, tokenizer: Tokenizer, *, parser: Callable[[], OutputParser]):
+        """`parser()` makes the parser of the answer's text, once the prompt is known to fit."""
         super().__init__(model, tokenizer, logprobs=False)
         self.id = f"{self.id_prefix}_{uuid4().hex}"
-        self._parser = parser
+        self._new_parser = parser
+
+    @cached_property
+    def _parser(self) -> OutputParser:
+        return self._new_parser()
 
     @abstractmethod
     def _body(self, usage: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@ message with its content blocks, whole or as Anthropic's events."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -299,7 +299,7 @@ class AnthropicAnswer(ItemAnswer):
     prompt_param = "messages"
     kinds = ("thinking", "text", "tool_use")
 
-    def __init__(self, model: str, tokenizer: Tokenizer, *, parser: OutputParser):
+    def __init__(self, model: str, tokenizer: Tokenizer, *, parser: Callable[[], OutputParser]):
         super().__init__(model, tokenizer, parser=parser)
         self._blocks: list[_ContentBlock] = []
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}

@@ -146,9 +146,7 @@ class Endpoints:
             raise invalid("background", "this server would need --api-processes 1", code="unsupported_value")
         with body.chat.origins.named():
             chat, tokenizer, namespaces = await self._prepare(body.chat), self.tokenizer, body.tools.namespaces
-            answer = ResponseAnswer(
-                chat.model, tokenizer, parser=chat.parser(), shown=body.shown, namespaces=namespaces
-            )
+            answer = ResponseAnswer(chat.model, tokenizer, parser=chat.parser, shown=body.shown, namespaces=namespaces)
             return await self._answer(request, chat, answer, background=body.background)
 
     async def one_response(self, request: web.Request) -> web.StreamResponse:
@@ -179,7 +177,7 @@ class Endpoints:
         body = await self._parse(request, partial(parse_message, drop_hosted_tools=self.drop_hosted_tools))
         with body.origins.named():
             chat = await self._prepare(body)
-            return await self._answer(request, chat, AnthropicAnswer(chat.model, self.tokenizer, parser=chat.parser()))
+            return await self._answer(request, chat, AnthropicAnswer(chat.model, self.tokenizer, parser=chat.parser))
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens."""

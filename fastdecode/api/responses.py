@@ -6,7 +6,7 @@ A request holds its whole conversation: `previous_response_id` and the like are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -247,7 +247,7 @@ class ResponseAnswer(ItemAnswer):
         model: str,
         tokenizer: Tokenizer,
         *,
-        parser: OutputParser,
+        parser: Callable[[], OutputParser],
         shown: dict[str, Any],
         namespaces: Mapping[str, tuple[str, str]],
     ):

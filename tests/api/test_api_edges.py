@@ -24,6 +24,7 @@ from fastdecode.engine.state.request import (
     PromptTooLong,
     TokenEvent,
 )
+from fastdecode.text.output.dialogue import Dialogue
 from fastdecode.text.tokenizer import Tokenizer
 
 ASK = {"model": MODEL, "prompt": "x"}
@@ -470,6 +471,16 @@ async def test_the_engines_refusals(tokenizer, refusal, error, code, streamed):
     assert caught.value.code == code
     assert caught.value.param == ("messages" if isinstance(refusal, InvalidPrompt) else None)
     assert ("Retry-After" in caught.value.response.headers) == (caught.value.status_code in (429, 503))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_prompt_that_does_not_fit_is_not_parsed(tokenizer, monkeypatch, path):
+    """A parser may read the end of the prompt, which takes its time, on the event loop."""
+    monkeypatch.setattr(Dialogue, "parser", lambda *_: pytest.fail("there is nothing to parse"))
+    async with served(ScriptedEngine(refusal=PromptTooLong("5000 tokens")), tokenizer) as client:
+        body = CHAT | {"max_tokens": 5} if path != "/v1/responses" else {"model": MODEL, "input": "hi"}
+        status, answer = await client.post(path, body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("remote", [False, True])

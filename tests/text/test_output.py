@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 
@@ -270,6 +271,27 @@ def test_a_call_that_is_cut_off_shows_what_has_come_of_it(text, arguments):
         delta = parse(TOOL_FORMS["hermes"].parser(TOOLS, parallel=True), ["<tool_call>", *pieces])
         assert [(call.name) for call in delta.calls if call.name] == ["add"] and delta.content == ""
         assert "".join(call.arguments for call in delta.calls) == arguments
+
+
+LONG = 200_000
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("gpt-oss", "<|channel|>" + " " * LONG + "!<|message|>"),
+        ("gpt-oss", " " * LONG + "to=" + "a" * LONG + "!<|channel|>" + "a" * LONG + "!<|message|>"),
+        ("gpt-oss", "<|end|>" * LONG),
+        ("gpt-oss", "<|channel|>commentary to=functions.add<|message|>{" + " " * 4 * LONG + "}<|call|>"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "' + "a" * 4 * LONG + '"}}</tool_call>'),
+    ],
+    ids=["blanks", "words", "ends", "arguments", "object"],
+)
+def test_the_time_of_a_parser_is_linear(form, text):
+    """The time of one that reads what it has read again for each character, or tries each way to match, is endless."""
+    begin = time.thread_time()
+    parse(TOOL_FORMS[form].parser(TOOLS, parallel=True), [text])
+    assert time.thread_time() - begin < 3
 
 
 @pytest.mark.parametrize(

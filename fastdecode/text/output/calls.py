@@ -22,9 +22,9 @@ class CallScanner:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.raw = ""
         self.done = False
         self.broken = False
+        self._read: list[str] = []  # the characters of `raw`
         self._depth = 0  # of braces and brackets
         self._in_string = False
         self._escaped = False
@@ -32,7 +32,7 @@ class CallScanner:
         self._start = 0  # where the string or the value begins in `raw`
         self._in_value = False
         self._next = "key"  # what follows at depth 1: then "colon", "value", maybe "scalar", "end"
-        self._arguments = ""  # text of the arguments that `take` has not returned
+        self._arguments: list[str] = []  # parts of the arguments' text that `take` has not returned
         self._begun = False  # the value is not white space alone
         self._streams = False  # the value is an object, whose text is returned as it comes
         self._has_arguments = False
@@ -43,6 +43,10 @@ class CallScanner:
         scanner = cls()
         scanner.push(f'{{"name": {json.dumps(name)}, "arguments": ')
         return scanner
+
+    @property
+    def raw(self) -> str:
+        return self._since(0)
 
     @property
     def ended(self) -> bool:
@@ -56,13 +60,13 @@ class CallScanner:
 
     def take(self) -> str:
         """The text of the arguments that has come since the last call."""
-        taken, self._arguments = self._arguments, ""
-        return taken
+        taken, self._arguments = self._arguments, []
+        return "".join(taken)
 
     def cut(self) -> None:
         """The text ends here, within the object or behind it. A call without arguments has `{}`."""
         if self._in_value and self._key in _ARGUMENTS and not self._streams:
-            self._add(_told(self.raw[self._start :].strip()))
+            self._add(_told(self._since(self._start).strip()))
         if not self._has_arguments:
             self._add("{}")
 
@@ -71,7 +75,7 @@ class CallScanner:
         for i, character in enumerate(text):
             if self.done or self.broken:
                 return text[i:]
-            self.raw += character
+            self._read.append(character)
             self._advance(character)
         return ""
 
@@ -96,7 +100,7 @@ class CallScanner:
             self.broken = True
         elif c == '"':
             if self._next == "key":
-                self._start = len(self.raw) - 1
+                self._start = len(self._read) - 1
             self._in_string = True
             self._value(c)
         elif c in "{[":
@@ -116,7 +120,7 @@ class CallScanner:
             self._next = "key"
         elif self._next == "colon":
             if c == ":":
-                self._next, self._in_value, self._begun, self._start = "value", True, False, len(self.raw)
+                self._next, self._in_value, self._begun, self._start = "value", True, False, len(self._read)
         else:
             self._value(c)
             if self._depth == 1 and not c.isspace():
@@ -146,11 +150,11 @@ class CallScanner:
             if self._depth > 1:
                 return
             if self._next == "key":
-                self._key, self._next = self._decoded(self.raw[self._start :]), "colon"
+                self._key, self._next = self._decoded(self._since(self._start)), "colon"
                 return
             self._next = "end"
             if self._key == "name" and self.name is None:
-                self._take_name(self.raw[self._start :])
+                self._take_name(self._since(self._start))
 
     def _value(self, c: str) -> None:
         """Take a character of a value at depth 1 or deeper."""
@@ -164,7 +168,7 @@ class CallScanner:
     def _end_value(self) -> None:
         if not self._in_value:
             return
-        value = self.raw[self._start : -1].strip()
+        value = self._since(self._start)[:-1].strip()
         if self._key == "name" and self.name is None:
             self._take_name(value)
         elif self._key in _ARGUMENTS and not self._has_arguments:
@@ -176,8 +180,12 @@ class CallScanner:
         self.broken |= not self.name
 
     def _add(self, text: str) -> None:
-        self._arguments += text
+        self._arguments.append(text)
         self._has_arguments |= bool(text)
+
+    def _since(self, start: int) -> str:
+        """The object's text from a character on."""
+        return "".join(self._read[start:])
 
     def _decoded(self, text: str) -> str | None:
         """The string of a JSON string; None, and `broken`, for another value."""

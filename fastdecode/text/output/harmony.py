@@ -18,10 +18,11 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TOKEN = re.compile("|".join(map(re.escape, (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS))))
 _LONGEST = max(map(len, (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)))
-#: A header as it should be, or its beginning. Anything else is text of the model.
+#: A header as it should be, or its beginning. Anything else is text of the model. Clients can write headers, too (in a
+#: message that is continued), so the pattern gives nothing back once it has matched: its time is linear.
 _HEADER = re.compile(
-    r"\s*\w*(\s*to=[\w.:-]*)?\s*"
-    r"(<\|channel\|>\s*\w*(\s+to=[\w.:-]*)?\s*(<\|constrain\|>)?\s*[\w/+.-]*\s*)?"
+    r"\s*+\w*?(\s*+to=[\w.:-]*+)?\s*+"
+    r"(<\|channel\|>(\s*+(?!to=)\w++)?+(\s++to=[\w.:-]*+)?+\s*+(<\|constrain\|>)?+\s*+[\w/+.-]*+\s*+)?"
 )
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
@@ -73,17 +74,14 @@ class HarmonyParser(OutputParser):
 
     def push(self, text: str) -> MessageDelta:
         delta = MessageDelta()
-        text, self._held = self._held + text, ""
-        while text:
-            found = _TOKEN.search(text)
-            if found is None:
-                cut = _safe_length(text)
-                self._text(text[:cut], delta)
-                self._held, text = text[cut:], ""
-            else:
-                self._text(text[: found.start()], delta)
-                self._token(found[0], delta)
-                text = text[found.end() :]
+        text, end = self._held + text, 0
+        for found in _TOKEN.finditer(text):
+            self._text(text[end : found.start()], delta)
+            self._token(found[0], delta)
+            end = found.end()
+        cut = end + _safe_length(text[end:])
+        self._text(text[end:cut], delta)
+        self._held = text[cut:]
         return delta
 
     def _token(self, token: str, delta: MessageDelta) -> None:
