@@ -264,6 +264,7 @@ def test_text_behind_a_call_is_content(form, text, content):
         ('{"name": "add", "arguments": nul', "{}"),
         ('{"name": "add", "arguments": {"a": 1', '{"a": 1'),
         ('{"name": "add", "arguments": "{\\"a\\": \\', '{"a":'),
+        ('{"name": "add", "arguments": "a\\ud83d', "a"),  # half of a character
     ],
 )
 def test_a_call_that_is_cut_off_shows_what_has_come_of_it(text, arguments):
@@ -271,6 +272,12 @@ def test_a_call_that_is_cut_off_shows_what_has_come_of_it(text, arguments):
         delta = parse(TOOL_FORMS["hermes"].parser(TOOLS, parallel=True), ["<tool_call>", *pieces])
         assert [(call.name) for call in delta.calls if call.name] == ["add"] and delta.content == ""
         assert "".join(call.arguments for call in delta.calls) == arguments
+
+
+def test_half_of_a_character_is_no_name():
+    """No text has it: the answer's JSON could not."""
+    text = '<tool_call>{"name": "add\\ud83d", "arguments": {}}</tool_call>'
+    assert parse(TOOL_FORMS["hermes"].parser(TOOLS, parallel=True), [text]) == MessageDelta(content=text)
 
 
 LONG = 200_000

@@ -188,9 +188,10 @@ class CallScanner:
         return "".join(self._read[start:])
 
     def _decoded(self, text: str) -> str | None:
-        """The string of a JSON string; None, and `broken`, for another value."""
+        """The string of a JSON string; None, and `broken`, for another value and for half a surrogate pair."""
         try:
             value = json.loads(text, strict=False)
+            str(value).encode()
         except ValueError:
             value = None
         if not isinstance(value, str):
@@ -201,12 +202,13 @@ class CallScanner:
 
 def _told(value: str) -> str:
     """The arguments that a value which is no object tells, though it may be cut off: the text that a string holds, ""
-    for null."""
+    for null. Half a surrogate pair at a cut is left out."""
     if not value.startswith('"'):
         return "" if "null".startswith(value) else value
     for end in (value, *(value[: len(value) - n] + '"' for n in range(7))):  # an escape has six characters at most
         try:
             text = str(json.loads(end, strict=False)).strip()
+            text.encode()
         except ValueError:
             continue
         return "" if text == "null" else text
