@@ -17,8 +17,10 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-#: Names of the variables that `render` itself passes to a template. A caller's variables must have other names.
-RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+#: Names that `render` takes or passes to a template itself. A caller's variables must have other names.
+RESERVED_VARIABLES = frozenset(
+    {"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+)
 #: The names that the reasoning of an assistant's message has. A template reads one of them.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 #: Stands behind the last message's text while a prompt is rendered that ends there. The space is transformers' way to

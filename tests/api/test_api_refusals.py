@@ -156,6 +156,8 @@ BAD_CHAT = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"max_tokens": 3}, "max_tokens"),  # together with another max_completion_tokens
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+    ({"chat_template_kwargs": {"continue_final_message": True}}, "chat_template_kwargs.continue_final_message"),
     ({"prompt": "x"}, "prompt"),
 ]
 
