@@ -83,7 +83,8 @@ class ResponseTools:
     def _add(self, fields: Fields, kind: Any, origins: Origins, namespace: str | None = None) -> None:
         if kind != "function":
             raise invalid(fields.param("type"), f"only functions are supported, not {kind!r}", code="unsupported_value")
-        function = {name: fields.take(name) for name in ("description", "parameters", "strict")}
+        function: dict[str, Any] = {name: fields.take(name) for name in ("parameters", "strict")}
+        function["description"] = fields.string("description")
         name = fields.required_string("name")
         fields.refuse_others(_NEUTRAL, _LEFT_OUT)
         flat = flat_name(namespace, name)

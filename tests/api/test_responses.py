@@ -265,6 +265,7 @@ async def test_structured_text(tmp_path, tokenizer):
         ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
         ({"tools": [CRM | {"tools": [{"type": "custom", "name": "x"}]}]}, "tools[0].tools[0].type"),
         ({"tools": [CRM | {"name": None}]}, "tools[0].name"),
+        ({"tools": [CRM | {"tools": [DICE | {"description": 5}]}]}, "tools[0].tools[0].description"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"include": "reasoning.encrypted_content"}, "include"),
         ({"client_metadata": "x"}, "client_metadata"),
