@@ -22,7 +22,7 @@ async def read_bytes(request: web.Request) -> bytes:
     if coding == "identity":
         return raw
     if coding not in _CODINGS:
-        message = f"Content-Encoding {coding} is not known here; send the body as it is, or in gzip or deflate"
+        message = f"Content-Encoding {coding!r} is not known here; send the body as it is, or in gzip or deflate"
         headers = {"Accept-Encoding": "gzip, deflate"}
         raise ApiError(415, message, code="unsupported_encoding", headers=headers)
     return _decompressed(raw, coding, request.client_max_size)

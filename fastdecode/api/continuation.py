@@ -60,7 +60,7 @@ def is_from_router(secret: bytes | None, headers: Mapping[str, str], body: bytes
     return (
         secret is not None
         and given is not None
-        and hmac.compare_digest(given.encode(), router_proof(secret, body).encode())
+        and hmac.compare_digest(given.encode(errors="surrogateescape"), router_proof(secret, body).encode())
     )
 
 

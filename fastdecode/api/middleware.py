@@ -73,7 +73,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         if (expected := request.headers.get("Expect", _CONTINUE)).lower() != _CONTINUE:
-            raise ApiError(417, f"only {_CONTINUE} can be expected, not {expected}", code="expectation_failed")
+            raise ApiError(417, f"only {_CONTINUE} can be expected, not {expected!r}", code="expectation_failed")
         if _too_long(request):
             raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length or 0)
         return await handler(request)
@@ -242,7 +242,7 @@ async def log_requests(request: web.Request, handler: Handler) -> web.StreamResp
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %d %s",
             request.method,
-            request.path,
+            request.rel_url.raw_path,  # the path may have lines
             status,
             text,
             extra={"fields": fields},

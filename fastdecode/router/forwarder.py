@@ -102,7 +102,7 @@ class Forwarder:
                 return await self._forward(relay, s_node, keys)
             except _Retry as error:
                 failure = error
-                log.info("%s %s: S-node %s: %s", request.method, request.path, s_node.url, error)
+                log.info("%s %s: S-node %s: %s", request.method, request.rel_url.raw_path, s_node.url, error)
                 if relay.progress.n_tokens > n_tokens:
                     tried = [s_node]
             finally:

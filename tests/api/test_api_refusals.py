@@ -11,6 +11,7 @@ import zlib
 import aiohttp
 import openai
 import pytest
+import yarl
 from engines.api_client import MODEL, served
 from engines.real_engine import real_engine
 from models.checkpoints import MAX_POSITIONS, make_checkpoint
@@ -221,8 +222,10 @@ async def test_a_body_of_another_type(client):
         ({"Content-Encoding": "gzip"}, 400, "invalid_body"),
         ({"Content-Encoding": "deflate"}, 400, "invalid_body"),
         ({"Expect": "200-ok"}, 417, "expectation_failed"),
+        ({"Content-Encoding": "\udcff"}, 415, "unsupported_encoding"),  # the byte 255, which no text has
+        ({"Expect": "\udcff"}, 417, "expectation_failed"),
     ],
-    ids=str,
+    ids=ascii,
 )
 async def test_codings_and_expectations_that_are_not_known(client, caplog, headers, status, code):
     caplog.set_level(logging.INFO, "fastdecode.api.access")
@@ -294,6 +297,15 @@ async def test_unknown_paths_and_methods(client):
             error = (await response.json())["error"]
             assert set(error) == {"message", "type", "param", "code"}
             assert ("Allow" in response.headers) == (status == 405)
+
+
+async def test_a_path_with_two_lines_is_one_line_in_the_access_log(client, caplog):
+    """Otherwise a client could write lines of its own into the log."""
+    caplog.set_level(logging.INFO, "fastdecode.api.access")
+    async with client.http.get(yarl.URL("/x%0A127.0.0.1", encoded=True)) as response:
+        assert response.status == 404
+    [line] = [record.getMessage() for record in caplog.records if record.name == "fastdecode.api.access"]
+    assert line.startswith("GET /x%0A127.0.0.1 404 ") and "\n" not in line
 
 
 async def test_the_api_key(engine, tokenizer):

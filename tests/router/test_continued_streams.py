@@ -21,7 +21,7 @@ from models.checkpoints import make_checkpoint
 from nodes.node_process import complete, fetch
 from openai import OpenAI
 
-from fastdecode.api.continuation import FIELD, HEADER, MARK, mark, router_proof
+from fastdecode.api.continuation import FIELD, HEADER, MARK, is_from_router, mark, router_proof
 from fastdecode.daemon.discovery import FixedSet
 from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.state.request import GenerationFailed
@@ -307,6 +307,12 @@ async def test_only_a_router_that_proves_the_secret_has_marks_and_continues_stre
         if by != "a changed body":
             async with client.http.post("/v1/completions", data=body, headers=headers) as answer:
                 assert answer.status == 200 and MARK not in await answer.read()
+
+
+def test_a_proof_that_is_no_text_is_wrong():
+    """aiohttp gives the byte 255 of a header as half a surrogate pair."""
+    assert not is_from_router(SECRET, {HEADER: "\udcff"}, b"")
+    assert is_from_router(SECRET, {HEADER: router_proof(SECRET, b"")}, b"")
 
 
 async def test_an_s_node_that_answers_routers_only(tokenizer, spell):
