@@ -146,6 +146,10 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
         ({"rope_parameters": [1]}, "'rope_parameters' is .1., not an object"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "'factor' is 0.0, not a positive"),
         ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": "x"}}, "'x', not a number"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0.5}},
+            "embeddings' is 0.5, less",
+        ),
         ({"quantization_config": "awq"}, "'quantization_config' is 'awq', not an object"),
         ({"rms_norm_eps": NAN}, "'rms_norm_eps' is nan"),
     ],

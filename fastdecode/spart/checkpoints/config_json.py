@@ -97,11 +97,13 @@ class ConfigJson:
             raise CheckpointError(f"RoPE scaling {kind!r} is not supported; known are {', '.join(_ROPES)}")
         # transformers prefers a value that stands beside rope_scaling to the one within it.
         name = "original_max_position_embeddings"
-        trained_on = int(_positive(self.raw if self.raw.get(name) else raw, name, max_positions))
+        trained_on = _positive(self.raw if self.raw.get(name) else raw, name, max_positions)
+        if trained_on < 1:
+            raise WrongValue(f"config.json: {name!r} is {trained_on:g}, less than 1")
         fraction = _positive(raw, "partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
         if fraction > 1 or (fraction < 1 and not partial):
             raise CheckpointError(f"config.json: a partial_rotary_factor of {fraction:g} is not supported here")
-        rope = read(raw, max_positions, trained_on)
+        rope = read(raw, max_positions, int(trained_on))
         base = _positive(raw, "rope_theta", self.number("rope_theta", theta))
         if base <= 1 and rope.kind == "yarn":  # whose range is in logarithms of the base
             raise WrongValue(f"config.json: a 'rope_theta' of {base:g} is too small")
