@@ -176,6 +176,17 @@ def test_scales_that_do_not_fit_are_refused(name, config, tensor, change, tmp_pa
         load_model(tmp_path / "m")
 
 
+def test_rows_that_the_shape_does_not_have_are_refused(tmp_path):
+    make(tmp_path / "m", "W4A16")
+    path, module = tmp_path / "m" / "model.safetensors", "model.layers.1.mlp.down_proj"
+    tensors = load_file(path)
+    for name in (f"{module}.weight_packed", f"{module}.weight_scale"):
+        tensors[name] = tensors[name][:8].contiguous()
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=rf"'{module}\.weight_packed' has 8 rows, its weight_shape is \(64, 96\)"):
+        load_model(tmp_path / "m")
+
+
 def test_a_reordered_matrix_without_its_order_is_refused(tmp_path):
     make(tmp_path / "m", "gptq-4-act-order")
     path = tmp_path / "m" / "model.safetensors"

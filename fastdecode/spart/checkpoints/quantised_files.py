@@ -90,7 +90,11 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
             case "awq":
                 return columns * 8, rows
             case "packed":
-                return tuple(int(size) for size in self._need(name, "weight_shape").flatten())
+                shape = tuple(int(size) for size in self._need(name, "weight_shape").flatten())
+                if shape[:1] != (rows,):
+                    packed = self._tensor_name(name, "weight_packed")
+                    raise CheckpointError(f"tensor {packed!r} has {rows} rows, its weight_shape is {shape}")
+                return shape
             case "nvfp4" | "modelopt":
                 return rows, columns * 2
         return rows, columns
