@@ -1,4 +1,4 @@
-"""The thread that computes the masks of grammars."""
+"""The thread that computes the masks of grammars, and rules of grammars."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from fastdecode.engine.state.constraints import constraints
 from fastdecode.engine.state.request import SamplingParams
-from fastdecode.text.grammar import LLGrammar, _BatchUpdate, _MaskThread
+from fastdecode.text.grammar import GrammarSpec, LLGrammar, _BatchUpdate, _MaskThread
+from fastdecode.text.output import lark
 
 pytestmark = pytest.mark.quick
 
@@ -52,6 +53,23 @@ def test_a_state_that_a_job_takes_while_it_is_submitted_stops_no_later_state():
     third.may_end.set()
     thread.submit(third)
     assert third.begun.wait(30)
+
+
+@pytest.mark.parametrize("pattern", [r"\d/\d", r"\d\/\d", r"\\/", r"[/\\]", "a\n/"])
+def test_a_regular_expression_beside_calls_means_what_it_means_alone(pattern):
+    llguidance = pytest.importorskip("llguidance")
+    matcher, tokenizer = llguidance.LLMatcher, llguidance.LLTokenizer("byte")
+    answer = lark.answer_rule(GrammarSpec("regex", pattern))
+    grammars = matcher.grammar_from_regex(pattern), matcher.grammar_from_lark(f"start: answer\n{answer}")
+
+    def follows(text, grammar):
+        state = matcher(tokenizer, grammar, log_level=0)
+        assert not state.is_error(), state.get_error()
+        return state.try_consume_tokens(list(text.encode())) == len(text) and state.is_accepting()
+
+    texts = "1/2", r"1\/2", "/", "\\", r"\/", "a\n/"
+    alone, beside = ([follows(text, grammar) for text in texts] for grammar in grammars)
+    assert alone == beside and any(alone)
 
 
 def test_a_matcher_that_fails_takes_no_other_with_it(caplog):

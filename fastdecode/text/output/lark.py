@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 
 from fastdecode.text.grammar import JSON_WHITE_SPACE, GrammarError, GrammarSpec
@@ -70,7 +71,7 @@ def answer_rule(spec: GrammarSpec) -> str:
             options = {"whitespace_pattern": spec.white_space} if spec.white_space else {"whitespace_flexible": False}
             return f"answer: %json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
         case "regex":
-            escaped = spec.text.replace("/", "\\/")
+            escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", spec.text, flags=re.DOTALL)
             return f"answer: /{escaped}/"
         case "choice":
             return "answer: " + " | ".join(text(choice) for choice in json.loads(spec.text))
