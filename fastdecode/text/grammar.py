@@ -51,6 +51,12 @@ class GrammarsUnavailable(GrammarError):
     """llguidance is not installed, or the model has no end-of-sequence token, so no grammar can be followed."""
 
 
+def check_length(text: str, param: str | None = None) -> None:
+    """Raise GrammarError for a text that is too long for a grammar; `param` is the field that has it."""
+    if len(text) > MAX_GRAMMAR_LENGTH:
+        raise GrammarError(f"the grammar is longer than {MAX_GRAMMAR_LENGTH} characters", param)
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """A grammar as a request gives it.
@@ -83,8 +89,7 @@ class GrammarCompiler:
 
     def compile(self, spec: GrammarSpec) -> LLGrammar:
         """Raises GrammarError."""
-        if len(spec.text) > MAX_GRAMMAR_LENGTH:
-            raise GrammarError(f"the grammar is longer than {MAX_GRAMMAR_LENGTH} characters")
+        check_length(spec.text)
         with self._lock:
             return self._cached(spec)
 

@@ -28,6 +28,9 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "
 _LISTED = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 _SINGLE = frozenset({"items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains"})
 
+#: Most characters of schemas that are tried one by one, and the characters that are read in the time of a short one.
+_MOST_TRIED, _COST_OF_TRY = 1 << 23, 2000
+
 _Keep = Callable[[str, Any], bool]
 _ANY_OBJECT = {"type": "object"}
 
@@ -92,6 +95,8 @@ def _loosened(text: str) -> str:
         alone = {name: value for name, value in schema.items() if name in ("$defs", "definitions")} | _ANY_OBJECT
         properties = schema.get("properties")
         named = properties if isinstance(properties, dict) else {}
+        if len(named) * (len(json.dumps(alone)) + _COST_OF_TRY) > _MOST_TRIED:
+            named = {}
         for name in named:
             if fault_of(alone | {"properties": {name: named[name]}, "required": [name]}, lenient=True) is not None:
                 named[name] = True

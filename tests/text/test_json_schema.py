@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 
 import pytest
 
@@ -156,3 +157,24 @@ def test_a_schema_nested_too_deeply_is_refused():
     for strict in (True, False):
         with pytest.raises(GrammarError, match="too deeply"):
             arguments_rule("args", Tool("f", schema, strict))
+
+
+def test_what_takes_long_to_loosen_is_any_object():
+    """One thread prepares the requests of all clients. The properties below were compiled one by one, each with all
+    definitions."""
+    n = 1400
+    definitions = {f"d{i}": {"type": "object", "properties": {"a": {"type": "string"}}} for i in range(n)}
+    wrong = {f"p{i}": {"minLength": "x", "anyOf": [{"$ref": f"#/$defs/d{i}"}]} for i in range(n)}
+    begin = time.thread_time()
+    rule = arguments_rule("args", Tool("f", {"$defs": definitions, "properties": wrong}))
+    assert time.thread_time() - begin < 3
+    assert allows(rule, '{"x": 1}') and not allows(rule, "[]")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_schema_that_is_too_long_is_refused_before_it_is_compiled(strict, monkeypatch):
+    monkeypatch.setattr("fastdecode.text.output.lark.arguments_schema", lambda *_, **__: pytest.fail("it is too long"))
+    parameters = {"properties": {f"p{i}": {"type": "string"} for i in range(20_000)}}
+    with pytest.raises(GrammarError, match="longer than 262144 characters") as caught:
+        arguments_rule("args", Tool("f", parameters, strict, "tools[0].function.parameters"))
+    assert caught.value.param == "tools[0].function.parameters"

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from fastdecode.text.grammar import JSON_WHITE_SPACE, GrammarError, GrammarSpec
+from fastdecode.text.grammar import JSON_WHITE_SPACE, GrammarError, GrammarSpec, check_length
 from fastdecode.text.json_schema import arguments_schema, fault_of, without_annotations
 from fastdecode.text.output.deltas import Tool
 
@@ -16,6 +16,7 @@ def arguments_rule(name: str, tool: Tool) -> str:
     followed; of a strict tool it raises GrammarError."""
     options = {"whitespace_pattern": JSON_WHITE_SPACE, "lenient": not tool.strict}
     try:
+        check_length(json.dumps(tool.parameters), tool.param)
         schema = arguments_schema(tool.parameters, strict=tool.strict)
     except RecursionError:
         raise GrammarError("the schema is nested too deeply", tool.param) from None
