@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +23,7 @@ class TokenConstraints:
         self._min_tokens = params.min_tokens
         self._early_ends = _clearing_bits(end_tokens, vocab_size) if params.min_tokens else None
         self._allowed = _bits(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
-        self._bad_words = params.bad_words
+        self._never, self._bad_words = _sorted_words(params.bad_words, vocab_size)
         self._longest = max((len(word) - 1 for word in params.bad_words), default=0)
         self._recent: list[int] = []  # the last tokens generated, as many as a bad word may begin with
         self._grammar = params.grammar.start() if params.grammar is not None else None
@@ -34,6 +35,7 @@ class TokenConstraints:
         return bool(
             self._grammar is not None
             or self._allowed is not None
+            or self._never is not None
             or self._bad_words
             or self._generated < self._min_tokens
         )
@@ -56,9 +58,10 @@ class TokenConstraints:
             later = row & self._early_ends
             if later.any():  # else a grammar allows nothing but the end, and min_tokens cannot lengthen its text
                 row[:] = later
-        for *beginning, last in self._bad_words:
-            n = len(beginning)
-            if n <= len(self._recent) and self._recent[len(self._recent) - n :] == beginning:
+        if self._never is not None:
+            row &= self._never
+        for beginning, last in self._bad_words.get(self._recent[-1], ()) if self._recent else ():
+            if self._recent[-len(beginning) :] == beginning:
                 row.view(np.uint32)[last // 32] &= np.uint32(~(1 << last % 32) & 0xFFFFFFFF)
         self.allow_nothing = not row.any() and not (self._grammar is not None and self._grammar.broken)
 
@@ -72,6 +75,20 @@ def constraints(params: SamplingParams, end_tokens: Iterable[int], vocab_size: i
     """The constraints of `params`; None if there are none."""
     found = TokenConstraints(params, end_tokens, vocab_size)
     return found if found.active else None
+
+
+@lru_cache(16)  # the choices of a request have the same words
+def _sorted_words(
+    words: tuple[tuple[int, ...], ...], vocab_size: int
+) -> tuple[npt.NDArray[np.int32] | None, dict[int, list[tuple[list[int], int]]]]:
+    """Bad words, such that a step looks at few of a thousand: those of one token as a row in which their bits are
+    cleared, or None; of the others the beginnings and the last tokens, by the token before the last one."""
+    single = [word[0] for word in words if len(word) == 1]
+    longer: dict[int, list[tuple[list[int], int]]] = {}
+    for *beginning, last in words:
+        if beginning:
+            longer.setdefault(beginning[-1], []).append((beginning, last))
+    return _clearing_bits(single, vocab_size) if single else None, longer
 
 
 def _bits(tokens: Iterable[int], vocab_size: int) -> npt.NDArray[np.int32]:
