@@ -228,7 +228,7 @@ class _Item:
         item: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
         if self.kind == "function_call":
             return item | self._head | {"arguments": self.text}
-        content = [self.part(self.text)] if status != "in_progress" else []
+        content = [self.part(self.text)] if self.text or status != "in_progress" else []
         if self.kind == "reasoning":
             return item | {"summary": [], "content": content}
         return item | {"role": "assistant", "content": content}
@@ -270,7 +270,7 @@ class ResponseAnswer(ItemAnswer):
     def _begin(self, kind: str, call: CallDelta | None = None) -> list[Event]:
         if self._items and self._items[-1].kind == kind and call is None:
             return []
-        events = self._end_item() if self._items else []
+        events = self._end_item("completed") if self._items else []
         item = _Item(self.id, kind, len(self._items), self._called(call.name or "") if call else None)
         self._items.append(item)
         events.append(self._event("output_item.added", output_index=item.index, item=item.shown("in_progress")))
@@ -294,7 +294,7 @@ class ResponseAnswer(ItemAnswer):
             return self._of_item("reasoning_text.delta", item, content_index=0, delta=text)
         return self._of_item("output_text.delta", item, content_index=0, delta=text, logprobs=[])
 
-    def _end_item(self) -> list[Event]:
+    def _end_item(self, status: str) -> list[Event]:
         item = self._items[-1]
         match item.kind:
             case "function_call":
@@ -306,10 +306,10 @@ class ResponseAnswer(ItemAnswer):
                 events = [self._of_item("output_text.done", item, content_index=0, text=item.text, logprobs=[])]
         if item.kind != "function_call":
             events.append(self._of_item("content_part.done", item, content_index=0, part=item.part(item.text)))
-        return [*events, self._event("output_item.done", output_index=item.index, item=item.shown(self._status))]
+        return [*events, self._event("output_item.done", output_index=item.index, item=item.shown(status))]
 
     def end(self, usage: dict[str, Any], *, wanted: bool) -> list[Event]:
-        events = self._end_item() if self._items else []
+        events = self._end_item(self._status) if self._items else []
         self._last = self._body(usage)
         return [*events, self._event(self._status, response=self._last)]
 
@@ -341,7 +341,8 @@ class ResponseAnswer(ItemAnswer):
     def _body(self, usage: dict[str, Any] | None, status: str | None = None) -> dict[str, Any]:
         status = status or self._status
         last = len(self._items) - 1
-        items = [item.shown(self._status if item.index == last else "completed") for item in self._items]
+        of_last = "incomplete" if status in ("cancelled", "failed") else status
+        items = [item.shown(of_last if item.index == last else "completed") for item in self._items]
         return {
             "id": self.id,
             "object": "response",

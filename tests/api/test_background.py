@@ -62,6 +62,23 @@ async def test_a_client_that_comes_back_misses_nothing_and_gets_nothing_twice(cl
     assert whole == events
 
 
+async def test_the_last_item_is_as_complete_as_the_response(scripted):
+    """Both ends cut it off: the script ends as max_tokens does."""
+    client, _, go_on = scripted
+    for end in ("cancel", "go on"):
+        begun = await client.openai.responses.create(**ASK, background=True)
+        async with asyncio.timeout(60):
+            while not (response := await client.openai.responses.retrieve(begun.id)).output_text:
+                await asyncio.sleep(0.01)
+        assert (response.status, response.output[0].status) == ("in_progress", "in_progress")
+        if end == "cancel":
+            response = await client.openai.responses.cancel(begun.id)
+        else:
+            go_on.set()
+            response = await ended(client.openai, begun.id)
+        assert response.output_text and response.output[0].status == "incomplete"
+
+
 async def test_without_a_stream_the_answer_is_asked_for(client):
     plain = await client.openai.responses.create(**ASK)
     begun = await client.openai.responses.create(**ASK, background=True)

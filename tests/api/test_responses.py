@@ -109,6 +109,16 @@ async def test_a_stream_adds_up_to_the_response(tokenizer, spell):
 
 
 @pytest.mark.quick
+async def test_the_last_token_may_end_an_item_and_begin_the_next(tokenizer, spell):
+    """Only the item that max_tokens has cut off is incomplete."""
+    cut = spell("<think>A die.</think>I")[:-1]
+    async with served(ScriptedEngine(cut), tokenizer) as client:
+        events = [event async for event in await client.openai.responses.create(model=MODEL, input="x", stream=True)]
+    done = [event.item.status for event in events if event.type == "response.output_item.done"]
+    assert done == [item.status for item in events[-1].response.output] == ["completed", "incomplete"]
+
+
+@pytest.mark.quick
 async def test_a_conversation_is_sent_back(tokenizer, spell):
     engine = ScriptedEngine(spell(MESSAGE), spell("Six."))
     async with served(engine, tokenizer) as client:
