@@ -272,7 +272,7 @@ class Migrations:
         await incoming.copy(self._link, seq, pages, lambda: self._inbox.waiting.get(token) is incoming)
         if length:
             incoming.finish(length)
-            del self._local[seq[0]]
+            self._local.pop(seq[0], None)  # another PUSH of the same pages may have ended before
 
     async def adopt(self, seq: tuple[int, int], length: int, key: str) -> None:
         """Let an empty sequence have the first `length` tokens of the sequence that has a key. Raises CallRefused."""

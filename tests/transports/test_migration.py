@@ -111,6 +111,18 @@ async def test_what_is_refused_between_two_links_of_an_r_node():
                 await source.link.migrate(mine, range(0, 2), 0, url, admitted)
 
 
+async def test_pages_that_are_pushed_twice_at_once_are_copied(caplog):
+    async with r_nodes("tcp://127.0.0.1:0") as [url], two_links(url, url) as (source, target):
+        await in_thread(source.fill, 0, 300)
+        shadow, admitted = source.shadows[0], token()
+        await target.link.admit_migration((3, 7), 300, admitted)
+        pushes = [source.link.migrate((0, shadow.tag), range(0, 3), 300, url, admitted) for _ in range(2)]
+        assert await asyncio.gather(*pushes) == [None, None]
+        target.shadows[3] = type(shadow)(7, *shadow.cut(300))
+        await in_thread(target.step, 0, [(3, 2, True)])
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_layers_that_share_planes(tmp_path):
     layers = LayerOptions(heads=((6, 2, 64, 64), (6, 3, 24, 40), (4, 4, 48, 8)), kv_layers=(0, 1, 2), slopes=SLOPES)
     wanted = hello(DIFFERENT, "fp16", windows=(0, 40, 0), kv_bytes=16 << 20, layers=layers)
