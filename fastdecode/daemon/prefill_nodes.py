@@ -28,7 +28,7 @@ from fastdecode.transports import handshake, tcp
 from fastdecode.transports.base import CallRefused, Hello, LinkDown, LinkRefused, TransportError
 from fastdecode.transports.connections import ConnectionServer, send_last
 from fastdecode.transports.frames import MAX_FRAME_AFTER_AUTH, FrameSocket
-from fastdecode.transports.messages import Entrust, ErrorMessage, Ok, PromptMessage, ProtocolError
+from fastdecode.transports.messages import Entrust, ErrorMessage, Ok, PromptMessage, ProtocolError, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +114,10 @@ class RemotePrefillNodes:
 
     async def _ask(self, url: str, order: PrefillOrder) -> None:
         message = PromptMessage(**order._asdict() | {"tokens": array("I", order.tokens).tobytes()})
+        try:
+            decode(encode(message))
+        except ProtocolError as error:  # a client may have sent a long cache_salt, which is no failure of the S-node
+            raise CallRefused(Status.BAD_CALL, str(error)) from None
         conn = await tcp.dial_url(url)
         try:
             async with asyncio.timeout(handshake.DEADLINE_S):

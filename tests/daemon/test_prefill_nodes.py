@@ -78,6 +78,16 @@ async def test_the_frame_of_a_prompt_of_128k_tokens_is_not_too_long(serve):
 
 
 @pytest.mark.quick
+async def test_an_order_that_no_s_node_takes_is_no_failure_of_one(serve):
+    """Otherwise a client with a long cache_salt would keep the prompts of all others from the prefill S-nodes."""
+    worker = ScriptedWorker()
+    nodes = RemotePrefillNodes([await serve(worker)], MODEL, SECRET)
+    with pytest.raises(LinkDown, match="cache_salt"):
+        await nodes.prefill(ORDER._replace(cache_salt="x" * 5000))
+    assert nodes.ready() and not worker.orders
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("secret", "model", "reason"),
     [
