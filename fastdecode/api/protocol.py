@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from fastdecode.api.choices import TextOptions
@@ -220,7 +221,7 @@ def _generation(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         priority=fields.integer("priority", 0, _MAX_INT, 0),
-        cache_salt=fields.string("cache_salt") or "",
+        cache_salt=_cache_salt(fields),
         presence_penalty=fields.number("presence_penalty", -2.0, 2.0, 0.0),
         frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, 0.0),
         repetition_penalty=fields.number("repetition_penalty", 0.01, 100.0, defaults.repetition_penalty),
@@ -258,6 +259,12 @@ def _generation(
     for name in _LABELS:
         fields.string(name)
     return generation
+
+
+def _cache_salt(fields: Fields) -> str:
+    """A digest of the salt, because the engine keeps it with every cached prefix; "" without one."""
+    salt = fields.string("cache_salt")
+    return blake2b(salt.encode(), digest_size=32).hexdigest() if salt else ""
 
 
 def _seed(fields: Fields) -> int | None:

@@ -132,6 +132,19 @@ async def test_a_cached_prefix_does_not_hide_the_scores(client):
     assert all(value is not None for value in scored.choices[0].logprobs.token_logprobs[1:])
 
 
+async def test_a_cache_salt_of_any_length_takes_little_memory(tokenizer):
+    """The engine keeps it with every prefix that it caches."""
+    salts = [None, "", "x" * 1_000_000, "x" * 1_000_000, "x" * 999_999, "y"]
+    engine = ScriptedEngine(*[[5]] * len(salts))
+    async with served(engine, tokenizer) as client:
+        for salt in salts:
+            status, _ = await client.post("/v1/completions", {"prompt": "x", "cache_salt": salt})
+            assert status == 200
+    none, empty, *others = [params.cache_salt for params in engine.params]
+    assert none == empty == "" and max(map(len, others)) == 64
+    assert others[0] == others[1] and len(set(others)) == 3
+
+
 async def test_cache_salt_keeps_prefixes_apart(client):
     async def cached(**fields):
         answer = await client.openai.completions.create(
