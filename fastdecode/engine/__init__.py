@@ -7,7 +7,7 @@ checks         checks of requests and of links
 step_batch     step_batch: a plan in the S-Part's terms
 runner         the thread in which the S-Part computes
 rnode_control  FREE, FORK, RESIZE and STATS; what happens when an R-node is lost
-stats          counters for /metrics and /health
+stats          what /metrics and /health show
 state/         requests, sequences, pages, leases and prefixes
 scheduling/    what goes into the next step, and on which R-node a sequence is cached
 migration/     running sequences that migrate between R-nodes; disaggregated prefill

@@ -28,7 +28,6 @@ from fastdecode.engine.scheduling.options import EngineOptions
 from fastdecode.engine.scheduling.plan import Outcome, Plan
 from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.engine.scheduling.scheduler import Scheduler
-from fastdecode.engine.scheduling.ways import Way
 from fastdecode.engine.state.request import (
     GenerationFailed,
     NothingAllowed,
@@ -38,7 +37,7 @@ from fastdecode.engine.state.request import (
     SamplingParams,
 )
 from fastdecode.engine.state.sequence import KVSource, Sequence
-from fastdecode.engine.stats import EngineObserver, EngineStats, Totals
+from fastdecode.engine.stats import EngineObserver, EngineStats
 from fastdecode.engine.step_batch import step_batch
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
@@ -83,7 +82,7 @@ class Engine:
         self.cluster = Cluster(links, options, spart.config.reads, spart.state_slots)
         self.scheduler = Scheduler(self.cluster, options, mtp=spart.config.mtp > 0)
         self.observer = EngineObserver()
-        self.totals = Totals()
+        self.totals = self.cluster.totals
         self._clock, self._start_runner = clock, start_runner
         self.last_progress = clock()  # when a step last completed, or work came after idleness
         own = spart.config.eos_token_ids
@@ -373,31 +372,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """The engine's counters now; the R-nodes' counters are as of the last RNodeControl.refresh."""
         nodes = self.cluster.alive
-        self.totals.preemptions = self.scheduler.pauses.preemptions
-        self.totals.recomputed = self.scheduler.running.recomputed
-        self.totals.migrated = self.r_nodes.migrator.migrated
-        self.totals.remote_prefills = self.r_nodes.remote_prefills
-        spiller = self.r_nodes.spiller
-        self.totals.spilled_bytes, self.totals.refilled_bytes = spiller.moved.spilled, spiller.moved.refilled
-        if (adopter := self.r_nodes.adopter) is not None:
-            self.totals.adopted = adopter.adopted
-            self.totals.not_adopted = adopter.recomputed + self.cluster.placer.adoptions_given_up
-        self.totals.prefix_queries = self.scheduler.prompt_tokens if self.cluster.prefix_cache else 0
-        self.totals.prefix_hits = self.scheduler.reused_tokens
-        choice, speculation = self.scheduler.way_choice, self.scheduler.speculation
-        if choice is not None:
-            self.totals.steps_near = choice.steps[Way.NEAR]
-            self.totals.steps_together = choice.steps[Way.TOGETHER]
-            self.totals.steps_apart = choice.steps[Way.APART]
-            self.totals.predicted_seconds, self.totals.measured_seconds = choice.predicted, choice.measured
-        if speculation is not None:
-            self.totals.guessed, self.totals.guessed_right = speculation.guessed, speculation.right
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             kv_usage=sum(n.pages_used for n in nodes) / max(1, sum(n.obtainable for n in nodes)),
             nodes=[stats for node in self.cluster.nodes if not node.retired for stats in self.r_nodes.stats(node)],
-            cut_sequences=len(spiller.cut_sequences),
+            cut_sequences=len(self.r_nodes.spiller.cut_sequences),
             exchange=str(self.spart.exchange),
             totals=self.totals,
             expert_load=self.spart.expert_load,

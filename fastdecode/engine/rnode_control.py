@@ -174,11 +174,6 @@ class RNodeControl:
         for sequence in sequences:
             self._spart.drop(node.position, *sequence.handle)
 
-    @property
-    def remote_prefills(self) -> int:
-        """Prompts that prefill S-nodes have computed for this S-node."""
-        return self.prefill_client.prefilled if self.prefill_client is not None else 0
-
     @contextlib.contextmanager
     def _failures(self, node: RNodeLedger, request: str) -> Iterator[None]:
         """Record the loss of an R-node by a request, and log one that it refuses or does not answer in time."""

@@ -113,7 +113,7 @@ async def _simulate(
     sampling.cancel()
     scheduler = engine.scheduler
     run = LoadRun(sender.answers, loop.time(), samples)
-    return Simulated(run, scheduler.pauses.preemptions, scheduler.recomputed_tokens, runner.records)
+    return Simulated(run, engine.totals.preemptions, scheduler.recomputed_tokens, runner.records)
 
 
 class RequestSender:

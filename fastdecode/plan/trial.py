@@ -285,4 +285,4 @@ class RealSystem:
                 for link in links:
                     await link.close()
         scheduler = engine.scheduler
-        return Served(LoadRun(sender.answers, seconds, []), scheduler.pauses.preemptions, scheduler.recomputed_tokens)
+        return Served(LoadRun(sender.answers, seconds, []), engine.totals.preemptions, scheduler.recomputed_tokens)

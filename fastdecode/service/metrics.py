@@ -17,7 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats, Totals
+from fastdecode.engine.state.totals import Totals
+from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

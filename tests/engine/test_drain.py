@@ -111,7 +111,7 @@ async def test_an_r_node_killed_during_a_drain_costs_no_tokens(tmp_path, victim)
         work = start(engine, given)
         await until(lambda: len(engine.scheduler.running) == 24 and not any(s.prefilling for s in engine._live))
         draining = asyncio.create_task(engine.r_nodes.drain(0))
-        await until(lambda: engine.r_nodes.migrator.migrated >= 1)
+        await until(lambda: engine.totals.migrated >= 1)
         nodes[victim].end(signal.SIGKILL)
         await draining
         assert_greedy(reference(checkpoint), given, await work)

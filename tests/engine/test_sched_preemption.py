@@ -14,7 +14,7 @@ def test_newest_is_preempted_and_comes_back_first():
     world = World([(4, 8)], mini_batches=1)
     old, new = world.add(PAGE_TOKENS, 134), world.add(PAGE_TOKENS - 4, 164)
     world.begin(0)
-    while not world.scheduler.pauses.preemptions:
+    while not world.scheduler.cluster.totals.preemptions:
         world.end(0)
         world.begin(0)
     behind = world.add(1, 1)
@@ -34,11 +34,11 @@ def test_no_more_is_preempted_than_is_needed():
     for _ in range(3):
         world.begin(0), world.end(0)
     assert world.begin(0) is None
-    assert victim.node is None and world.scheduler.pauses.preemptions == 1
+    assert victim.node is None and world.scheduler.cluster.totals.preemptions == 1
     world.free()
     assert [chunk.seq for chunk in world.begin(0).chunks] == [first, second]
     world.run()
-    assert world.scheduler.pauses.preemptions == 1
+    assert world.scheduler.cluster.totals.preemptions == 1
 
 
 def test_victim_in_flight_is_preempted_when_its_step_ends():
@@ -72,7 +72,7 @@ def test_a_request_of_higher_priority_pauses_another_and_nothing_is_recomputed()
     world.end(0)
     world.run()
     assert world.ended == [urgent, *low]
-    assert world.scheduler.pauses.preemptions == 1
+    assert world.scheduler.cluster.totals.preemptions == 1
     assert world.appended == sum(len(seq.tokens) - 1 for seq in world.ended), "every token was cached once"
 
 
@@ -171,7 +171,7 @@ def test_lost_node_lets_its_sequences_be_recomputed_elsewhere():
     assert not lost.n_sequences
     world.run()
     assert [seq.n_generated for seq in seqs] == [100] * 4
-    assert world.scheduler.pauses.preemptions == 0, "a loss is not a preemption"
+    assert world.scheduler.cluster.totals.preemptions == 0, "a loss is not a preemption"
 
 
 def test_step_that_ends_well_on_a_lost_node_keeps_its_token():

@@ -128,7 +128,7 @@ def test_fast_r_nodes_join_the_steps_of_the_gpu(slowdown):
         choice._s_part.observe(9, 0.01 + 1e-9)
         choice.way, choice._off = Way.NEAR, 0
     joint = [i for i, rows in enumerate(clock.rows) if rows.get(NEAR) == 10]
-    assert choice.steps[Way.TOGETHER] >= len(joint) > (10 if slowdown else 2)
+    assert made.cluster.totals.steps_together >= len(joint) > (10 if slowdown else 2)
     assert slowdown or all(b - a == LONGEST_WAIT + 1 for a, b in pairwise(joint))
     assert not any(FAR in rows for rows in clock.rows[joint[0] :])
 
@@ -169,7 +169,7 @@ def test_wrong_predictions_let_the_gpus_rows_go_first_and_are_measured_again(cap
         clock.seconds[NEAR] *= 1.15
     assert "took other times than predicted" in caplog.text
     assert choice._s_part.seconds(4) > 100 * before
-    assert choice.measured > choice.predicted > 0
+    assert made.cluster.totals.measured_seconds > made.cluster.totals.predicted_seconds > 0
 
 
 def test_far_rows_go_on_when_no_near_row_can():

@@ -80,7 +80,7 @@ def test_random_runs_do_preempt():
     for _ in range(6):
         world.add(64, 100)
     world.run()
-    assert world.scheduler.pauses.preemptions > 0
+    assert world.scheduler.cluster.totals.preemptions > 0
     assert len(world.ended) == 6
 
 
@@ -102,7 +102,7 @@ def test_exact_lease_holds_its_tokens_and_no_page_more(n_prompt, max_new):
     world.assert_empty()
     assert seq.n_generated == max_new
     assert most == pages
-    assert world.scheduler.pauses.preemptions == 0
+    assert world.scheduler.cluster.totals.preemptions == 0
 
 
 def test_long_prompt_is_chunked_within_the_budget_beside_decoding_rows():
@@ -167,7 +167,7 @@ def test_a_prompt_without_room_is_passed_over_within_a_bound(monkeypatch):
     assert [seq.n_generated for seq in short] == [3] * 4 + [0] * 5, "no more than four go first"
     world.run()
     assert world.ended.index(long) < world.ended.index(short[4])
-    assert world.scheduler.pauses.preemptions == 0
+    assert world.scheduler.cluster.totals.preemptions == 0
 
 
 def test_pages_that_are_freed_for_a_prompt_are_not_given_to_another():
@@ -336,7 +336,7 @@ def test_watermark_keeps_newcomers_from_the_last_pages():
     world.begin(0), world.end(0)
     assert len(first.pages) == 7 and second.node is None, "3 of 10 pages are kept"
     world.run()
-    assert world.scheduler.pauses.preemptions == 0
+    assert world.scheduler.cluster.totals.preemptions == 0
 
 
 def test_placement_takes_the_least_loaded_node_with_room():

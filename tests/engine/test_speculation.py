@@ -105,7 +105,7 @@ def test_guesses_that_are_all_right_leave_rows_for_a_new_prompt():
         plan = scheduler.schedule(0)
         drawn = [Sampled(WORD, after_drafts=[Sampled(WORD)] * len(chunk.guesses)) for chunk in plan.chunks]
         scheduler.complete(plan, [one if chunk.sample else None for one, chunk in zip(drawn, plan.chunks, strict=True)])
-    assert scheduler.speculation.right > 0
+    assert scheduler.cluster.totals.guessed_right > 0
     new = world.add(20, 5)
     assert new in [chunk.seq for chunk in scheduler.schedule(0).chunks]
 

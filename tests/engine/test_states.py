@@ -33,7 +33,7 @@ def test_no_more_sequences_start_than_have_a_state():
     world.end(0)
     world.run()
     assert set(world.ended) == set(seqs)
-    assert world.scheduler.pauses.preemptions == 0
+    assert world.scheduler.cluster.totals.preemptions == 0
     world.assert_empty()
 
 
@@ -59,7 +59,7 @@ def test_a_request_of_higher_priority_takes_the_state_of_another():
     urgent = world.add(50, 20)
     world.run()
     assert world.ended == [urgent, *low]
-    assert world.scheduler.pauses.preemptions == 1
+    assert world.scheduler.cluster.totals.preemptions == 1
     assert world.appended > sum(len(seq.tokens) - 1 for seq in world.ended), "the other one was recomputed"
 
 

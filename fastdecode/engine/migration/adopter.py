@@ -46,9 +46,8 @@ class Adopter:
     ):
         """`digest`: of what two S-nodes must have in common for one to use the other's pages. `on_change` is called
         when the scheduler may have new work, `lost` for an R-node whose link is down."""
-        self.adopted = 0  # sequences
-        self.recomputed = 0  # sequences of streams from another S-node whose K and V were not found
         self._scheduler, self._digest, self._on_change, self._lost = scheduler, digest, on_change, lost
+        self._totals = scheduler.cluster.totals
         self._adopting = asyncio.Semaphore(_MOST_ADOPTIONS)
 
     def key(self, stream_key: str, salt: str, choice: int) -> str:
@@ -61,7 +60,7 @@ class Adopter:
         nodes = [node for node in self._scheduler.cluster.nodes if node.open]
         answers = await asyncio.gather(*(self._has(node, key, length) for node in nodes))
         node = next((node for node, has in zip(nodes, answers, strict=True) if has), None)
-        self.recomputed += node is None
+        self._totals.not_adopted += node is None
         return None if node is None else KVSource(node, key)
 
     async def _has(self, node: RNodeLedger, key: str, length: int) -> bool:
@@ -85,7 +84,7 @@ class Adopter:
             self._lost(node, error)
         except CallRefused as error:
             log.warning("R-node %s: a stream is recomputed, its tokens may change: %s", node.url, error)
-        self.adopted += succeeded
-        self.recomputed += not succeeded
+        self._totals.adopted += succeeded
+        self._totals.not_adopted += not succeeded
         self._scheduler.kv_came(seq, succeeded)
         self._on_change()

@@ -88,7 +88,6 @@ class Migrator:
     ):
         """`spawn` and `on_change`: see RNodeControl. `send` sends the FREEs and RESIZEs that a ledger has asked for;
         `lost` is called for an R-node whose link is down."""
-        self.migrated = 0  # sequences
         self._scheduler, self._cluster = scheduler, scheduler.cluster
         self._spawn, self._send, self._on_change, self._lost = spawn, send, on_change, lost
         self._migrating: set[Sequence] = set()
@@ -179,7 +178,7 @@ class Migrator:
         done = False
         try:
             done = await self._copy(migration)
-            self.migrated += done
+            self._cluster.totals.migrated += done
             if done and len(self._scheduler.running.on_node(source)) <= _FEW_LEFT:
                 await self._step(seq, target)
         except MoveCancelled:

@@ -73,7 +73,6 @@ class PrefillClient:
         lost: Callable[[RNodeLedger, Exception], None],
     ):
         """`on_change` is called when the scheduler may have new work, `lost` for an R-node whose link is down."""
-        self.prefilled = 0  # prompts
         self._nodes, self._scheduler, self._on_change, self._lost = nodes, scheduler, on_change, lost
 
     def wants(self, seq: Sequence, placement: Placement) -> bool:
@@ -107,7 +106,7 @@ class PrefillClient:
             self._lost(node, error)
         except CallRefused as error:
             log.warning("R-node %s refused to take a prompt from another S-node: %s", node.url, error)
-        self.prefilled += succeeded
+        self._scheduler.cluster.totals.remote_prefills += succeeded
         if not succeeded:
             seq.prefill_locally = True
         self._scheduler.kv_came(seq, succeeded)

@@ -33,13 +33,6 @@ _FAILED_SECONDS = 1.0
 _NO_TOKEN = -1
 
 
-class MovedBytes:
-    """Counts of the bytes of pages that have gone from the S-Part's device to R-nodes, and have come back."""
-
-    def __init__(self) -> None:
-        self.spilled = self.refilled = 0
-
-
 @dataclass(frozen=True, slots=True)
 class PrefixMove:
     """The first `length` tokens of `entry` on `source` are to be the entry `new` of `target`."""
@@ -64,7 +57,6 @@ class PrefixMoves:
     def __init__(
         self,
         cluster: Cluster,
-        moved: MovedBytes,
         copying: asyncio.Lock,
         pause: Callable[[], Awaitable[None]],
         spawn: Callable[[Coroutine[None, None, None]], None],
@@ -74,7 +66,7 @@ class PrefixMoves:
         """`copying` is held while pages are copied; `pause` is awaited between two pieces that come back. `spawn`,
         `on_change` and `lost`: see Spiller."""
         self.move: PrefixMove | None = None  # whose pages are being copied
-        self._cluster, self._moved, self._copying, self._pause = cluster, moved, copying, pause
+        self._cluster, self._copying, self._pause = cluster, copying, pause
         self._spawn, self._on_change, self._lost = spawn, on_change, lost
         self._device = cluster.nodes[0]
         self._spills: deque[PrefixMove] = deque()
@@ -225,7 +217,7 @@ class PrefixMoves:
             self._cluster.states.rename(move.entry, new)
         n_bytes = len(move.pages) * round(self._device.token_bytes * PAGE_TOKENS)
         if target is self._device:
-            self._moved.refilled += n_bytes
+            self._cluster.totals.refilled_bytes += n_bytes
         else:
-            self._moved.spilled += n_bytes
+            self._cluster.totals.spilled_bytes += n_bytes
             target.keep_headroom()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from fastdecode.engine.migration.cut_moves import CutMove, Refill, Spill
 from fastdecode.engine.migration.migrator import MoveCancelled
-from fastdecode.engine.migration.prefix_moves import MovedBytes, PrefixMoves
+from fastdecode.engine.migration.prefix_moves import PrefixMoves
 from fastdecode.engine.scheduling.ways import Way
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import CallRefused, LinkDown
@@ -59,7 +59,6 @@ class Spiller:
         lost: Callable[[RNodeLedger, Exception], None],
     ):
         """`spawn` and `on_change`: see RNodeControl. `lost` is called for an R-node whose link is down."""
-        self.moved = MovedBytes()
         self.move: CutMove | None = None  # under way
         self._scheduler, self._cluster, self._migrator = scheduler, scheduler.cluster, migrator
         self._spawn, self._on_change, self._lost = spawn, on_change, lost
@@ -71,7 +70,7 @@ class Spiller:
         device = self._cluster.nodes[0]
         if device.resident:
             pause = self._pause_between_pieces
-            self.prefixes = PrefixMoves(self._cluster, self.moved, self._copying, pause, spawn, on_change, lost)
+            self.prefixes = PrefixMoves(self._cluster, self._copying, pause, spawn, on_change, lost)
             device.spill_prefix = self.prefixes.spill
             self._cluster.placer.returns = self.prefixes
 
@@ -223,7 +222,7 @@ class Spiller:
     def _count(self, move: CutMove) -> None:
         n_bytes = move.n_blocks * round(move.seq.placed_on.token_bytes * PAGE_TOKENS)
         if isinstance(move, Spill):
-            self.moved.spilled += n_bytes
+            self._cluster.totals.spilled_bytes += n_bytes
             self._cut[move.seq] = None
         else:
-            self.moved.refilled += n_bytes
+            self._cluster.totals.refilled_bytes += n_bytes

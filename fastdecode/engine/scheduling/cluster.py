@@ -14,6 +14,7 @@ from fastdecode.engine.scheduling.rtime import Loads, layer_groups
 from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.engine.state.prefixes import CachedSequence, PrefixEntry, page_hashes
 from fastdecode.engine.state.states import StateSlots
+from fastdecode.engine.state.totals import Totals
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.shape import LayerReads
 
@@ -48,7 +49,9 @@ class Cluster:
         groups = layer_groups(reads)
         self.loads = Loads(groups, [[0.0] * len(groups) for _ in self.nodes])
         self.states = StateSlots(state_slots)
-        self.placer = Placer(self.nodes, self.loads, options.watermark, options.max_uncached_suffix, self.states)
+        self.totals = Totals()  # of the engine
+        limits = options.watermark, options.max_uncached_suffix
+        self.placer = Placer(self.nodes, self.loads, *limits, self.states, self.totals)
 
     def _ledger(self, position: int, link: Link) -> RNodeLedger:
         return RNodeLedger(position, link, self._options.grow_leases, self._options.limits.max_batch_tokens)

@@ -24,7 +24,6 @@ class Pauses:
     """Pauses and preempts running sequences."""
 
     def __init__(self, cluster: Cluster, running: Running, waiting: WaitingQueue, pace: Pace):
-        self.preemptions = 0  # sequences that were paused, or taken off their R-nodes for want of pages
         self._cluster, self._running, self._waiting, self._pace = cluster, running, waiting, pace
         #: True if sequences that lie on R-nodes, in whole or in part, bring more than they cost. None: always.
         self.far_pays: Callable[[], bool] | None = None
@@ -126,9 +125,9 @@ class Pauses:
             self._pause(newest)
             self._cluster.reclaim(node, pages)  # from the sequence that was paused longest ago
         else:
-            self.preemptions += 1
+            self._cluster.totals.preemptions += 1
             self._running.requeue(newest)
 
     def _pause(self, seq: Sequence) -> None:
-        self.preemptions += 1
+        self._cluster.totals.preemptions += 1
         self._running.pause(seq)

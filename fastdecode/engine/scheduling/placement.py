@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from fastdecode.engine.state.prefixes import PrefixEntry
     from fastdecode.engine.state.sequence import Sequence
+    from fastdecode.engine.state.totals import Totals
 
 
 #: Most waiting sequences that are distributed together.
@@ -86,11 +87,11 @@ class Placer:
         watermark: float,
         max_uncached_suffix: int | None,
         states: StateSlots,
+        totals: Totals,
     ):
         """`loads`: the loads by the running sequences. `watermark`, `max_uncached_suffix`: see EngineOptions."""
-        self._nodes, self._loads, self._states = nodes, loads, states
+        self._nodes, self._loads, self._states, self._totals = nodes, loads, states, totals
         self._watermark, self._max_uncached_suffix = watermark, max_uncached_suffix
-        self.adoptions_given_up = 0  # for want of room
         self.returns: PrefixReturns | None = None  # None: the S-Part's device has no KV pages
         self._chosen: dict[Sequence, int] = {}  # R-nodes of the sequences that were distributed together
 
@@ -148,7 +149,7 @@ class Placer:
             node.need(needed)
             return Wait.ROOM
         seq.adopts = None
-        self.adoptions_given_up += 1
+        self._totals.not_adopted += 1
         return None
 
     def _evicts_for(self, tokens: int, with_room: list[RNodeLedger], cached: Placement | None) -> bool:

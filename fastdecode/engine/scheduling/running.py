@@ -36,7 +36,6 @@ class Running:
         self.near_and_far = False
         self.patient = False  # sequences may wait for an R-node when none is connected
         self.changed = False  # another mini-batch may have work now; the reader clears it
-        self.recomputed = 0  # running sequences that were queued again without their cache
         self._cluster, self._waiting, self._staging = cluster, waiting, staging
         self._failed: list[tuple[Sequence, str]] = []
         self._calls = count(1)  # of `even_out`
@@ -129,7 +128,7 @@ class Running:
     def requeue(self, seq: Sequence) -> None:
         """Take a running sequence off its R-node and queue it, to be recomputed from all of its tokens."""
         node = seq.placed_on
-        self.recomputed += 1
+        self._cluster.totals.recomputed += 1
         self.remove(seq)
         if self._cluster.can_cache(len(seq.tokens)) or self._waits_for_r_nodes:
             self._waiting.add(seq)

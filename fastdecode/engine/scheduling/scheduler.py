@@ -72,7 +72,7 @@ class Scheduler:
         self.limits = limits = options.limits
         self.admission = SCHEDULES[options.schedule]()
         #: None: no tokens are guessed.
-        self.speculation = Speculation(options.guesses, by_head=mtp) if options.guesses else None
+        self.speculation = Speculation(cluster.totals, options.guesses, mtp) if options.guesses else None
         self.step_times = StepTimes(options.target_tbt, limits.prompts_apart)
         self.pace = Pace(cluster, options.target_tbt, limits.mini_batches)
         #: None: the mini-batches are not the near and the far batch, and are evened out.
@@ -88,8 +88,6 @@ class Scheduler:
             self.pauses.far_pays = self.far_pays
         self._chunks = ChunkPlanner(limits, self.pauses, self._staging, cluster.states, self.speculation)
         self.recomputed_tokens = 0  # placed a second time, prompts included
-        self.prompt_tokens = 0  # prompt tokens of all placed sequences, recomputed ones included
-        self.reused_tokens = 0  # prompt tokens that a FORK has shared
         self._forks: list[Sequence] = []
         #: True if a prefill S-node is to compute the prompt of a sequence that starts at a placement; None: there is
         #: none.
@@ -157,7 +155,7 @@ class Scheduler:
             seq.cached = seq.shared_tokens
             if seq.n_generated == 0:
                 seq.reused = seq.shared_tokens
-            self.reused_tokens += seq.shared_tokens
+            self.cluster.totals.prefix_hits += seq.shared_tokens
         self.running.changed = True
         self._came_back(seq, has_pages and seq.placed_on.alive)
 
@@ -471,7 +469,8 @@ class Scheduler:
         elif not placement.adopts:
             self.recomputed_tokens += len(seq.tokens) - seq.shared_tokens
         seq.prefill_end = len(seq.tokens)
-        self.prompt_tokens += len(seq.tokens)
+        if self.cluster.prefix_cache:
+            self.cluster.totals.prefix_queries += len(seq.tokens)
         if seq.source is not None:
             seq.in_flight = True
             self._forks.append(seq)

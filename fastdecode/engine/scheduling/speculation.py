@@ -23,6 +23,7 @@ from fastdecode.engine.scheduling.line import Line
 
 if TYPE_CHECKING:
     from fastdecode.engine.state.sequence import Sequence
+    from fastdecode.engine.state.totals import Totals
     from fastdecode.spart.step.batch import Sampled
 
 #: A sequence whose guesses do not pay gets one guess after this many tokens, because its text may have changed.
@@ -35,10 +36,11 @@ _UNKNOWN_COST = 0.25
 class Speculation:
     """How many tokens to guess for each sequence of a step."""
 
-    def __init__(self, most: int, by_head: bool = False):
-        """`most`: guesses of a sequence in one step. `by_head`: the model's MTP head makes them."""
+    def __init__(self, totals: Totals, most: int, by_head: bool = False):
+        """`totals` counts the guesses. `most`: guesses of a sequence in one step. `by_head`: the model's MTP head makes
+        them."""
         self.most, self.by_head = most, by_head
-        self.guessed = self.right = 0  # counts of tokens
+        self._totals = totals
         self._steps = Line()  # seconds of a step that only decodes, by its rows
 
     def guesses(self, seq: Sequence, rows: int, n_decoding: int) -> list[int]:
@@ -90,8 +92,8 @@ class Speculation:
             drawn.append(following)
         seq.guesser.judged(len(drawn) - 1, len(first.after_drafts))
         seq.guesser.drafts = len(seq.tokens) + len(drawn), drawn[-1].drafts
-        self.guessed += len(first.after_drafts)
-        self.right += len(drawn) - 1
+        self._totals.guessed += len(first.after_drafts)
+        self._totals.guessed_right += len(drawn) - 1
         return drawn
 
 

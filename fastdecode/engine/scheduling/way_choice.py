@@ -67,8 +67,6 @@ class WayChoice:
         """`slowdown`: by which share near steps may become longer because of far rows. `measured`: see
         SPartForecast."""
         self.way = Way.NEAR  # of the next steps
-        self.steps = dict.fromkeys(Way, 0)  # near steps that went each way
-        self.predicted = self.measured = 0.0  # seconds of all steps whose times were predicted
         self._cluster, self._slowdown = cluster, slowdown
         self._s_part = SPartForecast(measured)
         self._round_trip = _LAYER_SECONDS * cluster.loads.n_layers
@@ -127,9 +125,14 @@ class WayChoice:
             flight.beside = True
         self._flights[mini_batch] = _Flight(load, self._seconds(load), bool(self._flights))
         if mini_batch == NEAR:
-            self._near_idle = False
-            self.steps[Way.TOGETHER if together else Way.APART if FAR in self._flights else Way.NEAR] += 1
-            self._waited = 0 if together or FAR in self._flights else self._waited + 1
+            self._near_idle, with_far_rows = False, together or FAR in self._flights
+            self._waited = 0 if with_far_rows else self._waited + 1
+            if together:
+                self._cluster.totals.steps_together += 1
+            elif with_far_rows:
+                self._cluster.totals.steps_apart += 1
+            else:
+                self._cluster.totals.steps_near += 1
             self._measuring = max(0, self._measuring - 1)
 
     def end(self, mini_batch: int, seconds: float | None) -> None:
@@ -153,8 +156,8 @@ class WayChoice:
 
     def _judge(self, predicted: float, seconds: float) -> None:
         """Measure the tables again if predictions have been wrong for long."""
-        self.predicted += predicted
-        self.measured += seconds
+        self._cluster.totals.predicted_seconds += predicted
+        self._cluster.totals.measured_seconds += seconds
         self._off = self._off + 1 if abs(seconds - predicted) > _OFF * predicted else 0
         if self._off < _OFF_STEPS:
             return

@@ -9,4 +9,5 @@ prefixes     PrefixIndex: the cached prefixes of one R-node
 states       StateSlots: the slots of sequences and snapshots in the memory for states
 ledger       RNodeLedger: the account of one R-node's pages and load
 bandwidth    how fast an R-node reads KV-cache
+totals       Totals: the counters of an engine
 """

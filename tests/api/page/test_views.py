@@ -12,7 +12,8 @@ from models.checkpoints import make_checkpoint
 from pages.chat_page import ANSWER, MARKS, answered, say, url
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastdecode.engine.stats import EngineStats, Totals
+from fastdecode.engine.state.totals import Totals
+from fastdecode.engine.stats import EngineStats
 from fastdecode.text.tokenizer import Tokenizer
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")

@@ -284,7 +284,7 @@ class Killer:
     def _preempt_and_change(self) -> None:
         """A cut has moved, and no driver has planned a step since: pause the sequence that was cut first."""
         scheduler = self._engine.scheduler
-        if self._case.preempts and not scheduler.pauses.preemptions and self._spiller.cut_sequences:
+        if self._case.preempts and not scheduler.cluster.totals.preemptions and self._spiller.cut_sequences:
             [seq] = self._spiller.cut_sequences
             assert scheduler.running.can_pause(seq)
             scheduler.pauses._pause(seq)
