@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from fastdecode.engine.migration.adopter import Adopter
+from fastdecode.engine.migration.callbacks import Callbacks
 from fastdecode.engine.migration.migrator import Migrator
 from fastdecode.engine.migration.prefill_client import PrefillClient, PrefillNodes
 from fastdecode.engine.migration.spiller import Spiller
@@ -60,16 +61,17 @@ class RNodeControl:
         self._replacements: dict[int, Link] = {}
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
         self._keeping: set[RNodeLedger] = set()  # R-nodes that a KEEP is being sent to
-        self.migrator = Migrator(scheduler, spawn, self.send_pending, on_change, self.mark_lost)
-        self.spiller = Spiller(scheduler, self.migrator, spawn, on_change, self.mark_lost)
+        callbacks = Callbacks(spawn, self.send_pending, on_change, self.mark_lost)
+        self.migrator = Migrator(scheduler, callbacks)
+        self.spiller = Spiller(scheduler, self.migrator, callbacks)
         scheduler.pauses.spill = self.spiller.spill
         self.prefill_client: PrefillClient | None = None
         if prefill_nodes is not None:
-            self.prefill_client = PrefillClient(prefill_nodes, scheduler, on_change, self.mark_lost)
+            self.prefill_client = PrefillClient(prefill_nodes, scheduler, callbacks)
             scheduler.wants_remote_prefill = self.prefill_client.wants
         self.adopter: Adopter | None = None
         if options.kv_digest is not None and spart.state_slots is None:  # R-nodes do not have states
-            self.adopter = Adopter(scheduler, options.kv_digest, on_change, self.mark_lost)
+            self.adopter = Adopter(scheduler, options.kv_digest, callbacks)
 
     def start(self) -> None:
         """Watch all R-nodes for the end of their links, and begin to rebalance them."""

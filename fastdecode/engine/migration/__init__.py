@@ -8,5 +8,6 @@ cut_moves       moves of the page border that divides a sequence between the dev
 page_copies     copies of pages between the device and R-nodes
 adopter         lets streams of other S-nodes go on with the K and V that they have on R-nodes
 prefill_client  asks a prefill S-node to compute a prompt whose pages it migrates here
+callbacks       what these modules ask of the engine
 prefill_worker  computes prompts for other S-nodes and migrates their pages
 """

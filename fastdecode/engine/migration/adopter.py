@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.state.sequence import KVSource
 from fastdecode.transports.base import CallRefused, LinkDown
 
 if TYPE_CHECKING:
+    from fastdecode.engine.migration.callbacks import Callbacks
     from fastdecode.engine.scheduling.scheduler import Scheduler
     from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.sequence import Sequence
@@ -37,16 +37,9 @@ _FIND_SECONDS = 1.0
 class Adopter:
     """Lets sequences adopt K and V. Belongs to the engine's event loop."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        digest: str,
-        on_change: Callable[[], None],
-        lost: Callable[[RNodeLedger, Exception], None],
-    ):
-        """`digest`: of what two S-nodes must have in common for one to use the other's pages. `on_change` is called
-        when the scheduler may have new work, `lost` for an R-node whose link is down."""
-        self._scheduler, self._digest, self._on_change, self._lost = scheduler, digest, on_change, lost
+    def __init__(self, scheduler: Scheduler, digest: str, engine: Callbacks):
+        """`digest`: of what two S-nodes must have in common for one to use the other's pages."""
+        self._scheduler, self._digest, self._engine = scheduler, digest, engine
         self._totals = scheduler.cluster.totals
         self._adopting = asyncio.Semaphore(_MOST_ADOPTIONS)
 
@@ -68,7 +61,7 @@ class Adopter:
             async with asyncio.timeout(_FIND_SECONDS):
                 return await node.link.find(key, length)
         except LinkDown as error:
-            self._lost(node, error)
+            self._engine.lost(node, error)
         except TimeoutError:
             log.warning("R-node %s has not answered a FIND in time", node.url)
         return False
@@ -81,10 +74,10 @@ class Adopter:
                 await node.link.adopt(seq.handle, len(seq.tokens) - 1, source.key)
             succeeded = node.alive
         except LinkDown as error:
-            self._lost(node, error)
+            self._engine.lost(node, error)
         except CallRefused as error:
             log.warning("R-node %s: a stream is recomputed, its tokens may change: %s", node.url, error)
         self._totals.adopted += succeeded
         self._totals.not_adopted += not succeeded
         self._scheduler.kv_came(seq, succeeded)
-        self._on_change()
+        self._engine.changed()

@@ -19,17 +19,18 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.migration.rebalance import Rebalancer
-from fastdecode.engine.state.ledger import RNodeLedger
 from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 from fastdecode.transports.base import CallRefused, LinkDown
 
 if TYPE_CHECKING:
+    from fastdecode.engine.migration.callbacks import Callbacks
     from fastdecode.engine.scheduling.scheduler import Scheduler
+    from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.pages import PageTable
     from fastdecode.engine.state.prefixes import Handle
     from fastdecode.engine.state.sequence import Sequence
@@ -78,18 +79,8 @@ class _Migration:
 class Migrator:
     """Migrates sequences between R-nodes. Belongs to the engine's event loop."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        spawn: Callable[[Coroutine[None, None, None]], None],
-        send: Callable[[], None],
-        on_change: Callable[[], None],
-        lost: Callable[[RNodeLedger, Exception], None],
-    ):
-        """`spawn` and `on_change`: see RNodeControl. `send` sends the FREEs and RESIZEs that a ledger has asked for;
-        `lost` is called for an R-node whose link is down."""
-        self._scheduler, self._cluster = scheduler, scheduler.cluster
-        self._spawn, self._send, self._on_change, self._lost = spawn, send, on_change, lost
+    def __init__(self, scheduler: Scheduler, engine: Callbacks):
+        self._scheduler, self._cluster, self._engine = scheduler, scheduler.cluster, engine
         self._migrating: set[Sequence] = set()
         self._failed: dict[tuple[RNodeLedger, RNodeLedger], float] = {}  # source and target: when it was
         self._changed = asyncio.Event()
@@ -129,7 +120,7 @@ class Migrator:
                 if target is not None:
                     under_way += 1
                     self._begin(seq, target)
-            self._send()
+            self._engine.send()
             await self.change(_FAILED_SECONDS)
 
     async def rebalance(self) -> None:
@@ -171,7 +162,7 @@ class Migrator:
         tokens = _blocks_wanted(seq) * PAGE_TOKENS
         handle, pages = target.admit(tokens, None, seq.final_length, whole=True)
         self._cluster.loads.add(target.position, seq.mean_length)
-        self._spawn(self._migrate(_Migration(seq, seq.placed_on, seq.handle, target, handle, pages)))
+        self._engine.spawn(self._migrate(_Migration(seq, seq.placed_on, seq.handle, target, handle, pages)))
 
     async def _migrate(self, migration: _Migration) -> None:
         seq, source, target = migration.seq, migration.source, migration.target
@@ -191,7 +182,7 @@ class Migrator:
             self._migrating.discard(seq)
             if not done:
                 self._cluster.cancel_migration(seq, target, migration.handle, migration.pages)
-            self._on_change()
+            self._engine.changed()
 
     async def _copy(self, migration: _Migration) -> bool:
         """Copy a sequence and let it continue on the target. False: it stays on its R-node.
@@ -218,7 +209,7 @@ class Migrator:
         if not target.alive:
             return False
         self._scheduler.migrate(seq, target, migration.handle, pages, cached)
-        self._on_change()  # its mini-batch waits for it
+        self._engine.changed()  # its mini-batch waits for it
         return True
 
     async def freeze(self, seq: Sequence, check: Callable[[], None]) -> None:
@@ -241,7 +232,7 @@ class Migrator:
         try:
             await request
         except LinkDown as error:
-            self._lost(node, error)
+            self._engine.lost(node, error)
             raise MoveCancelled from None
 
 

@@ -17,16 +17,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fastdecode.region.contract import blocks_for
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
+    from fastdecode.engine.migration.callbacks import Callbacks
     from fastdecode.engine.scheduling.placement import Placement
     from fastdecode.engine.scheduling.scheduler import Scheduler
-    from fastdecode.engine.state.ledger import RNodeLedger
     from fastdecode.engine.state.sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -65,15 +64,8 @@ class PrefillNodes(Protocol):
 class PrefillClient:
     """Lets prefill S-nodes compute long prompts. Belongs to the engine's event loop."""
 
-    def __init__(
-        self,
-        nodes: PrefillNodes,
-        scheduler: Scheduler,
-        on_change: Callable[[], None],
-        lost: Callable[[RNodeLedger, Exception], None],
-    ):
-        """`on_change` is called when the scheduler may have new work, `lost` for an R-node whose link is down."""
-        self._nodes, self._scheduler, self._on_change, self._lost = nodes, scheduler, on_change, lost
+    def __init__(self, nodes: PrefillNodes, scheduler: Scheduler, engine: Callbacks):
+        self._nodes, self._scheduler, self._engine = nodes, scheduler, engine
 
     def wants(self, seq: Sequence, placement: Placement) -> bool:
         """True if a prefill S-node is to compute the prompt of a sequence that starts at `placement`."""
@@ -103,14 +95,14 @@ class PrefillClient:
             await node.link.admit_migration(seq.handle, n_tokens, order.token)
             succeeded = await self._completed(seq, order) and node.alive
         except LinkDown as error:
-            self._lost(node, error)
+            self._engine.lost(node, error)
         except CallRefused as error:
             log.warning("R-node %s refused to take a prompt from another S-node: %s", node.url, error)
         self._scheduler.cluster.totals.remote_prefills += succeeded
         if not succeeded:
             seq.prefill_locally = True
         self._scheduler.kv_came(seq, succeeded)
-        self._on_change()
+        self._engine.changed()
 
     async def _completed(self, seq: Sequence, order: PrefillOrder) -> bool:
         """Wait for the pages of a sequence. False: they will not come, or the sequence needs them no more."""

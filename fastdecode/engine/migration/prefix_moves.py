@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from fastdecode.region.contract import PAGE_TOKENS, blocks_for
 from fastdecode.transports.base import CallRefused, LinkDown
 
 if TYPE_CHECKING:
+    from fastdecode.engine.migration.callbacks import Callbacks
     from fastdecode.engine.scheduling.cluster import Cluster
     from fastdecode.engine.state.ledger import RNodeLedger
 
@@ -55,19 +56,11 @@ class PrefixMoves:
     """Moves idle prefixes from the S-Part's device to R-nodes and back. Belongs to the engine's event loop."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        copying: asyncio.Lock,
-        pause: Callable[[], Awaitable[None]],
-        spawn: Callable[[Coroutine[None, None, None]], None],
-        on_change: Callable[[], None],
-        lost: Callable[[RNodeLedger, Exception], None],
+        self, cluster: Cluster, copying: asyncio.Lock, pause: Callable[[], Awaitable[None]], engine: Callbacks
     ):
-        """`copying` is held while pages are copied; `pause` is awaited between two pieces that come back. `spawn`,
-        `on_change` and `lost`: see Spiller."""
+        """`copying` is held while pages are copied; `pause` is awaited between two pieces that come back."""
         self.move: PrefixMove | None = None  # whose pages are being copied
-        self._cluster, self._copying, self._pause = cluster, copying, pause
-        self._spawn, self._on_change, self._lost = spawn, on_change, lost
+        self._cluster, self._copying, self._pause, self._engine = cluster, copying, pause, engine
         self._device = cluster.nodes[0]
         self._spills: deque[PrefixMove] = deque()
         self._spilling = False  # `_spill_all` runs
@@ -98,7 +91,7 @@ class PrefixMoves:
         self._spills.append(self._begin(self._device, entry, target, length, base, shared))
         if not self._spilling:
             self._spilling = True
-            self._spawn(self._spill_all())
+            self._engine.spawn(self._spill_all())
         return True
 
     def may_return(self, entry: PrefixEntry) -> bool:
@@ -113,7 +106,7 @@ class PrefixMoves:
         move = self._begin(node, entry, self._device, length, *self._known(self._device, entry, length))
         entry.pins += 1
         self._returning[entry] = move.new
-        self._spawn(self._return(move))
+        self._engine.spawn(self._return(move))
         return move.new
 
     def _may_move(self, entry: PrefixEntry) -> bool:
@@ -158,7 +151,7 @@ class PrefixMoves:
                 move = self._spills.popleft()
                 await self._run(move, move.target)
                 self._device.free_spilled(move.entry.cached)
-                self._on_change()
+                self._engine.changed()
         finally:
             self._spilling = False
 
@@ -171,7 +164,7 @@ class PrefixMoves:
             del self._returning[entry]
         if done and move.length == len(entry.tokens) and entry in source.prefixes and not entry.pins:
             source.evict(entry)
-        self._on_change()
+        self._engine.changed()
 
     async def _run(self, move: PrefixMove, r_node: RNodeLedger) -> bool:
         """Copy a prefix from or to an R-node; True if its new place has it then."""
@@ -185,7 +178,7 @@ class PrefixMoves:
             log.warning("a prefix could not move between the GPU and R-node %s: %s", r_node.url, error)
             self._failed = time.monotonic()
         except LinkDown as error:
-            self._lost(r_node, error)
+            self._engine.lost(r_node, error)
         finally:
             self.move = None
             self._end(move, done)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
@@ -25,6 +24,7 @@ from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import CallRefused, LinkDown
 
 if TYPE_CHECKING:
+    from fastdecode.engine.migration.callbacks import Callbacks
     from fastdecode.engine.migration.migrator import Migrator
     from fastdecode.engine.scheduling.scheduler import Scheduler
     from fastdecode.engine.state.ledger import RNodeLedger
@@ -50,18 +50,9 @@ _PAUSE_SECONDS = 0.1
 class Spiller:
     """Belongs to the engine's event loop."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        migrator: Migrator,
-        spawn: Callable[[Coroutine[None, None, None]], None],
-        on_change: Callable[[], None],
-        lost: Callable[[RNodeLedger, Exception], None],
-    ):
-        """`spawn` and `on_change`: see RNodeControl. `lost` is called for an R-node whose link is down."""
+    def __init__(self, scheduler: Scheduler, migrator: Migrator, engine: Callbacks):
         self.move: CutMove | None = None  # under way
-        self._scheduler, self._cluster, self._migrator = scheduler, scheduler.cluster, migrator
-        self._spawn, self._on_change, self._lost = spawn, on_change, lost
+        self._scheduler, self._cluster, self._migrator, self._engine = scheduler, scheduler.cluster, migrator, engine
         self._failed: float | None = None  # when a move has failed last
         self._passed = _LOOK_EVERY  # calls of `keep_reserve` since it last found no pages to spill
         self._cut: dict[Sequence, None] = {}  # the sequences that have been cut, except those known to be whole again
@@ -70,7 +61,7 @@ class Spiller:
         device = self._cluster.nodes[0]
         if device.resident:
             pause = self._pause_between_pieces
-            self.prefixes = PrefixMoves(self._cluster, self._copying, pause, spawn, on_change, lost)
+            self.prefixes = PrefixMoves(self._cluster, self._copying, pause, engine)
             device.spill_prefix = self.prefixes.spill
             self._cluster.placer.returns = self.prefixes
 
@@ -183,7 +174,7 @@ class Spiller:
     def _begin(self, move: CutMove) -> None:
         self.move = move
         move.seq.migrating = True
-        self._spawn(self._run(move))
+        self._engine.spawn(self._run(move))
 
     async def _run(self, move: CutMove) -> None:
         done, seq = False, move.seq
@@ -202,12 +193,12 @@ class Spiller:
             log.warning("pages could not move between the GPU and R-node %s: %s", move.r_node.url, error)
             self._failed = time.monotonic()
         except LinkDown as error:
-            self._lost(move.r_node, error)
+            self._engine.lost(move.r_node, error)
         finally:
             seq.frozen = seq.migrating = False
             self.move = None
             move.end(done)
-            self._on_change()
+            self._engine.changed()
 
     async def _pause(self, move: CutMove) -> None:
         """Wait for the start or the end of a step. Raises MoveCancelled."""

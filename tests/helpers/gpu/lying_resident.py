@@ -255,8 +255,8 @@ class Killer:
         self._left = case.kills
         self._task = asyncio.create_task(self._once_cut()) if case.kill == "cut" else None
         self._spiller = engine.r_nodes.spiller
-        self._on_change = self._spiller._on_change
-        self._spiller._on_change = self._preempt_and_change
+        self._callbacks = self._spiller._engine
+        self._spiller._engine = replace(self._callbacks, changed=self._preempt_and_change)
         resident._pinned.memory = self._kill_and_take  # type: ignore[method-assign]
 
     def begun(self) -> None:
@@ -290,7 +290,7 @@ class Killer:
             scheduler.pauses._pause(seq)
             if self._case.preempts == "recomputed":
                 seq.placed_on.drop_paused(seq)
-        self._on_change()
+        self._callbacks.changed()
 
     def _kill_and_take(self, n_bytes: int) -> torch.Tensor:
         """Take memory for the next pages of a migration connection, which is open."""
