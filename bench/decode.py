@@ -29,10 +29,11 @@ from fastdecode.bench.options import keep, print_result, read_kept
 from fastdecode.bench.peers import PEERS, Peer
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.device_plan import node_device
-from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
+from fastdecode.daemon.embedded import EmbeddedRNode
 from fastdecode.daemon.machine import total_memory, usable_cpus
 from fastdecode.daemon.options import WEIGHTS
 from fastdecode.daemon.roofline import Roofline
+from fastdecode.daemon.split import split_machine
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, choose_dtype, load_model, read_config
 from fastdecode.spart.own_thread import in_own_thread

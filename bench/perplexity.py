@@ -23,9 +23,10 @@ from tqdm import tqdm
 from fastdecode.bench.options import print_result
 from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
+from fastdecode.daemon.embedded import EmbeddedRNode
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.daemon.options import WEIGHTS
+from fastdecode.daemon.split import split_machine
 from fastdecode.demo import heldout_text
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config

@@ -7,8 +7,9 @@ from typing import Any
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.decoding import DecodeShape, Decoding
-from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
+from fastdecode.daemon.embedded import EmbeddedRNode
 from fastdecode.daemon.ranks import Ranks
+from fastdecode.daemon.split import split_machine
 from fastdecode.spart import Model, choose_dtype
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.decoder.rank_steps import Followers, LeadSPart

@@ -27,9 +27,10 @@ from fastdecode.bench import products
 from fastdecode.bench.options import print_result
 from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.embedded import EmbeddedRNode, Split
+from fastdecode.daemon.embedded import EmbeddedRNode
 from fastdecode.daemon.option_values import format_bytes
 from fastdecode.daemon.options import WEIGHTS
+from fastdecode.daemon.split import Split
 from fastdecode.spart import SPart, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.linears.memory import small_pages

@@ -25,8 +25,9 @@ from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.embedded import EmbeddedRNode, Split
+from fastdecode.daemon.embedded import EmbeddedRNode
 from fastdecode.daemon.option_values import guesses, mtp_drafts
+from fastdecode.daemon.split import Split
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.options import EngineOptions
 from fastdecode.engine.scheduling.plan import SchedulerLimits

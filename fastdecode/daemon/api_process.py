@@ -16,9 +16,9 @@ import sys
 import uvloop
 
 from fastdecode.api.server import serve
+from fastdecode.daemon.api_settings import ApiSettings
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.process import freeze, set_up_logging
-from fastdecode.daemon.serving import ApiSettings
 from fastdecode.engine.state.request import NotReady
 from fastdecode.gguf.file import ModelSource
 from fastdecode.service.remote import RemoteEngine

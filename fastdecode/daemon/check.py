@@ -44,8 +44,8 @@ def report(config: NodeConfig) -> str:
     ]
     if config.model is not None:
         from fastdecode.daemon import check_model
+        from fastdecode.daemon.api_settings import ApiSettings
         from fastdecode.daemon.model_checks import node_backend
-        from fastdecode.daemon.serving import ApiSettings
         from fastdecode.spart.checkpoints.config_file import open_source
 
         source = open_source(config.model_path())
@@ -104,13 +104,14 @@ def _exchange(config: NodeConfig, device: torch.device) -> str:
 
 def _split(config: NodeConfig, backend: Backend, device: torch.device) -> str | None:
     """The split of the cpus; None with a GPU."""
-    from fastdecode.daemon import check_model, tuning
+    from fastdecode.daemon import tuning
+    from fastdecode.daemon.weights import parameters
     from fastdecode.spart import choose_dtype
 
     if device.type != "cpu":
         return None
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
-    return tuning.report(config, backend, dtype, check_model.parameters(backend))
+    return tuning.report(config, backend, dtype, parameters(backend))
 
 
 def _gpu() -> str:

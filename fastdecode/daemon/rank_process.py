@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.msgpack import encode
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
+from fastdecode.daemon.embedded import EmbeddedRNode
 from fastdecode.daemon.machine import stay_on_node
 from fastdecode.daemon.model_checks import node_backend
 from fastdecode.daemon.process import freeze, set_up_logging
@@ -39,6 +39,7 @@ from fastdecode.daemon.rank_messages import (
     ToRank,
 )
 from fastdecode.daemon.ranks import HEARTBEAT_SECONDS, SILENT_BEATS
+from fastdecode.daemon.split import Split, split_machine
 from fastdecode.spart import Model, choose_dtype
 from fastdecode.spart.backend import Backend
 from fastdecode.spart.checkpoints.config_file import open_source

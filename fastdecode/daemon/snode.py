@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,9 @@ import torch
 import uvloop
 
 from fastdecode.api.server import ApiServer, serve
+from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.api_processes import ApiProcesses
-from fastdecode.daemon.check_model import check_fits, precision_note, torch_name
+from fastdecode.daemon.api_settings import ApiSettings
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.device_plan import (
     capacity,
@@ -33,20 +34,20 @@ from fastdecode.daemon.device_plan import (
     with_gpu_kv,
 )
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
-from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
+from fastdecode.daemon.embedded import EmbeddedRNode
 from fastdecode.daemon.option_values import ConfigError, format_bytes, guesses
 from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes, model_digest
 from fastdecode.daemon.process import announce, freeze, wait_for_shutdown
 from fastdecode.daemon.ranks import Ranks
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
-from fastdecode.daemon.serving import ApiSettings
+from fastdecode.daemon.split import Split, split_machine
 from fastdecode.daemon.tasks import run_until
 from fastdecode.daemon.tuning import choose_split
+from fastdecode.daemon.weights import check_fits, precision_note, torch_name
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.scheduling.options import EngineOptions
 from fastdecode.engine.scheduling.plan import SchedulerLimits
-from fastdecode.engine.stats import EngineStats
 from fastdecode.region.contract import MAX_ROWS, MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import choose_dtype
@@ -70,7 +71,6 @@ log = logging.getLogger(__name__)
 #: S-node computes the attention of a whole prompt itself, but R-nodes attend for the uncached suffix of a shared
 #: prompt. For a long suffix, a GPU should compute the whole prompt faster. The best limit has not been measured.
 _MAX_UNCACHED_SUFFIX = 256
-_ACTIVITY_SECONDS = 10.0  # between two lines of the log about the work
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,38 +391,6 @@ def _engine_options(
         s_part_seconds=s_part_seconds,
         patience=config.reconnect_seconds,
         kv_digest=digest if config.uses_r_nodes else None,  # an embedded R-node has no other S-node
-    )
-
-
-async def log_activity(count: Callable[[], EngineStats], interval: float = _ACTIVITY_SECONDS) -> None:
-    """Log a line every `interval` seconds in which tokens were computed or requests wait, so that an operator sees what
-    happens without a dashboard. `count` returns the engine's statistics. Runs until cancelled."""
-    loop = asyncio.get_running_loop()
-    since, before = loop.time(), _tokens(count())
-    while True:
-        await asyncio.sleep(interval)
-        now, stats = loop.time(), count()
-        tokens = _tokens(stats)
-        if tokens != before or stats.running or stats.waiting:
-            prompt, generated, looked_up, found = (b - a for a, b in zip(before, tokens, strict=True))
-            log.info("%s", _line(stats, prompt / (now - since), generated / (now - since), looked_up, found))
-        since, before = now, tokens
-
-
-def _tokens(stats: EngineStats) -> tuple[int, int, int, int]:
-    t = stats.totals
-    return t.prompt_tokens, t.generated_tokens, t.prefix_queries, t.prefix_hits
-
-
-def _line(stats: EngineStats, prompt_rate: float, generated_rate: float, looked_up: int, found: int) -> str:
-    kv = ", ".join(
-        f"{node.url} {100 * node.pages_used / max(1, node.pages_max):.0f} %" if node.alive else f"{node.url} lost"
-        for node in stats.nodes
-    )
-    prefix = f", prefix cache {100 * found / looked_up:.0f} % of prompt tokens" if looked_up else ""
-    return (
-        f"{stats.running} running, {stats.waiting} waiting; {prompt_rate:.0f} prompt and {generated_rate:.0f} output "
-        f"tokens/s{prefix}; KV in use: {kv}"
     )
 
 

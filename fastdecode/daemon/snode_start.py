@@ -9,13 +9,13 @@ import asyncio
 import contextlib
 
 from fastdecode.api.server import bind
+from fastdecode.daemon.api_settings import ApiSettings
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.discovery import DiscoveryError, FileSet, r_node_set
 from fastdecode.daemon.first_answers import first_answers
 from fastdecode.daemon.model_checks import check_for_model, node_backend
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.process import wait_for_shutdown
-from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.tasks import run_until
 from fastdecode.spart.checkpoints.config_file import open_source
 from fastdecode.transports import tcp

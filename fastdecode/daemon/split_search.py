@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fastdecode.daemon.embedded import Split
+from fastdecode.daemon.split import Split
 
 #: Splits that are measured, the rule's included.
 MOST_SPLITS = 12

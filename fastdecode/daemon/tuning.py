@@ -31,13 +31,14 @@ import torch
 from tqdm import tqdm
 
 from fastdecode import __version__
-from fastdecode.daemon.check_model import chosen_isa, parameters, torch_name, weights_of
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_files import cache_file
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
-from fastdecode.daemon.embedded import SMALL_MODEL, EmbeddedRNode, Split, split_machine
+from fastdecode.daemon.embedded import EmbeddedRNode
 from fastdecode.daemon.machine import available_memory, busy_seconds, cpu_model, own_seconds, usable_cpus
+from fastdecode.daemon.split import SMALL_MODEL, Split, split_machine
 from fastdecode.daemon.split_search import MOST_SPLITS, search
+from fastdecode.daemon.weights import chosen_isa, parameters, torch_name, weights_of
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.backend import Backend
 from fastdecode.spart.served import ServedModel

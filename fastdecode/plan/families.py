@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
-from fastdecode.daemon.check_model import QUANTISED_BYTES
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.kv_pages import KVPages
 from fastdecode.daemon.option_values import format_bytes, parse_bytes
+from fastdecode.daemon.weights import QUANTISED_BYTES
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import ModelConfig
 from fastdecode.spart.backend import choose_backend

@@ -32,9 +32,9 @@ from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.daemon.device_plan import node_device
-from fastdecode.daemon.embedded import split_machine
 from fastdecode.daemon.machine import available_memory, cpu_model, usable_cpus
 from fastdecode.daemon.option_values import parse_bytes
+from fastdecode.daemon.split import split_machine
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.options import EngineOptions
 from fastdecode.engine.scheduling.plan import SchedulerLimits

@@ -7,9 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from fastdecode.bench.shapes import SHAPES
-from fastdecode.daemon.check_model import parameters
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.kv_pages import KVPages
+from fastdecode.daemon.weights import parameters
 from fastdecode.engine.scheduling.rtime import layer_groups
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import Geometry

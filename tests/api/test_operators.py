@@ -15,10 +15,10 @@ from wire.certificates import Authority
 
 from fastdecode.api.app import ApiOptions, make_app
 from fastdecode.api.server import bind, serve
+from fastdecode.daemon.api_settings import ApiSettings
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.process import JsonFormatter
-from fastdecode.daemon.serving import ApiSettings
 from fastdecode.engine.state.request import GenerationFailed
 from fastdecode.gguf.file import ModelSource
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from fastdecode.daemon.snode import log_activity
+from fastdecode.daemon.activity import log_activity
 from fastdecode.engine.stats import EngineStats, NodeStats
 
 
@@ -19,7 +19,7 @@ class Engine:
 
 async def test_a_line_while_there_is_work_and_none_without(caplog) -> None:
     engine = Engine()
-    caplog.set_level(logging.INFO, "fastdecode.daemon.snode")
+    caplog.set_level(logging.INFO, "fastdecode.daemon.activity")
     task = asyncio.create_task(log_activity(lambda: engine.stats, interval=0.05))
     await asyncio.sleep(0.2)
     assert not caplog.records

@@ -18,11 +18,12 @@ from models.mtp_made import make_head
 from ranks.in_threads import HFRanks
 
 from fastdecode.daemon.check import report
-from fastdecode.daemon.check_model import rows, weights_of
+from fastdecode.daemon.check_model import rows
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.options import WEIGHTS
 from fastdecode.daemon.snode_start import run_s_node
+from fastdecode.daemon.weights import weights_of
 from fastdecode.demo import model_dir
 from fastdecode.kernels import _native
 from fastdecode.spart import load_model

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from huggingface_hub import try_to_load_from_cache
 
-from fastdecode.daemon import embedded, machine, rnode
+from fastdecode.daemon import machine, rnode
+from fastdecode.daemon import split as splits
+from fastdecode.daemon.api_settings import ApiSettings
 from fastdecode.daemon.check import report
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
 from fastdecode.daemon.node import main
 from fastdecode.daemon.option_values import ConfigError, format_bytes, parse_bytes
-from fastdecode.daemon.serving import ApiSettings
 from fastdecode.demo import model_dir
 from fastdecode.gguf.file import ModelSource
 from fastdecode.region.contract import KV_DTYPES, MAX_ROWS
@@ -398,26 +399,26 @@ def test_an_r_node_binds_only_to_a_numa_node_that_it_may_use(tmp_path, monkeypat
 
 def test_an_embedded_r_node_has_at_most_the_cpus_of_its_numa_node(tmp_path, monkeypatch):
     make_numa(tmp_path, "0-1", {0: "0-1", 1: "2-15"})
-    monkeypatch.setattr(embedded, "numa_nodes", lambda: machine.numa_nodes(tmp_path))
-    monkeypatch.setattr(embedded, "usable_cpus", lambda: list(range(16)))
-    split = embedded.split_machine
-    assert split(NodeConfig(numa_node=0), s_on_gpu=False) == embedded.Split(14, 2, 2)
-    assert split(NodeConfig(numa_node=1), s_on_gpu=True) == embedded.Split(2, 14, 2, s_on_gpu=True)
-    assert split(NodeConfig(numa_node=0, threads=5), s_on_gpu=False) == embedded.Split(11, 5, 2)
+    monkeypatch.setattr(splits, "numa_nodes", lambda: machine.numa_nodes(tmp_path))
+    monkeypatch.setattr(splits, "usable_cpus", lambda: list(range(16)))
+    split = splits.split_machine
+    assert split(NodeConfig(numa_node=0), s_on_gpu=False) == splits.Split(14, 2, 2)
+    assert split(NodeConfig(numa_node=1), s_on_gpu=True) == splits.Split(2, 14, 2, s_on_gpu=True)
+    assert split(NodeConfig(numa_node=0, threads=5), s_on_gpu=False) == splits.Split(11, 5, 2)
 
 
 def test_the_split_of_the_cores_between_both_parts(monkeypatch):
-    monkeypatch.setattr(embedded, "usable_cpus", lambda: list(range(16)))
-    split = embedded.split_machine
-    assert split(NodeConfig(), s_on_gpu=False) == embedded.Split(16, 16, 1, in_turns=True)
+    monkeypatch.setattr(splits, "usable_cpus", lambda: list(range(16)))
+    split = splits.split_machine
+    assert split(NodeConfig(), s_on_gpu=False) == splits.Split(16, 16, 1, in_turns=True)
     for named in ({"s_threads": 16, "threads": 16}, {"s_threads": 16}, {"threads": 16, "mini_batches": 1}):
         assert split(NodeConfig(**named), s_on_gpu=False) == split(NodeConfig(), s_on_gpu=False)
-    assert split(NodeConfig(s_threads=12, threads=8), s_on_gpu=False) == embedded.Split(12, 8, 2, in_turns=True)
-    assert split(NodeConfig(mini_batches=2), s_on_gpu=False) == embedded.Split(8, 8, 2)
-    assert split(NodeConfig(threads=4), s_on_gpu=False) == embedded.Split(12, 4, 2)
-    assert split(NodeConfig(cpus=(3, 4)), s_on_gpu=False) == embedded.Split(14, 2, 2)
-    assert split(NodeConfig(s_threads=4, mini_batches=1), s_on_gpu=False) == embedded.Split(4, 8, 1)
-    assert split(NodeConfig(), s_on_gpu=True) == embedded.Split(1, 15, 2, s_on_gpu=True)
+    assert split(NodeConfig(s_threads=12, threads=8), s_on_gpu=False) == splits.Split(12, 8, 2, in_turns=True)
+    assert split(NodeConfig(mini_batches=2), s_on_gpu=False) == splits.Split(8, 8, 2)
+    assert split(NodeConfig(threads=4), s_on_gpu=False) == splits.Split(12, 4, 2)
+    assert split(NodeConfig(cpus=(3, 4)), s_on_gpu=False) == splits.Split(14, 2, 2)
+    assert split(NodeConfig(s_threads=4, mini_batches=1), s_on_gpu=False) == splits.Split(4, 8, 1)
+    assert split(NodeConfig(), s_on_gpu=True) == splits.Split(1, 15, 2, s_on_gpu=True)
     assert split(NodeConfig(r_node=("tcp://there:7300",)), s_on_gpu=False).s_threads == 16
 
 
@@ -443,16 +444,16 @@ def test_dtypes_by_the_names_that_people_type(spelling: str, dtype: str) -> None
 
 
 def test_the_s_part_of_a_small_model_computes_in_one_thread(monkeypatch):
-    monkeypatch.setattr(embedded, "usable_cpus", lambda: list(range(4)))
+    monkeypatch.setattr(splits, "usable_cpus", lambda: list(range(4)))
 
     def split(config, parameters):
-        return embedded.split_machine(config, s_on_gpu=False).for_model(config, parameters)
+        return splits.split_machine(config, s_on_gpu=False).for_model(config, parameters)
 
     small, large = 1000, 10**9
-    assert split(NodeConfig(), small) == embedded.Split(1, 3, 1)
-    assert split(NodeConfig(), large) == embedded.Split(4, 4, 1, in_turns=True)
-    assert split(NodeConfig(s_threads=3), small) == embedded.Split(3, 2, 2, in_turns=True)
-    assert split(NodeConfig(threads=2), small) == embedded.Split(1, 2, 2)
-    assert split(NodeConfig(r_node=("tcp://there:7300",)), small) == embedded.Split(1, 0, 2)
-    monkeypatch.setattr(embedded, "usable_cpus", lambda: [0])
-    assert split(NodeConfig(), small) == embedded.Split(1, 1, 1, in_turns=True)
+    assert split(NodeConfig(), small) == splits.Split(1, 3, 1)
+    assert split(NodeConfig(), large) == splits.Split(4, 4, 1, in_turns=True)
+    assert split(NodeConfig(s_threads=3), small) == splits.Split(3, 2, 2, in_turns=True)
+    assert split(NodeConfig(threads=2), small) == splits.Split(1, 2, 2)
+    assert split(NodeConfig(r_node=("tcp://there:7300",)), small) == splits.Split(1, 0, 2)
+    monkeypatch.setattr(splits, "usable_cpus", lambda: [0])
+    assert split(NodeConfig(), small) == splits.Split(1, 1, 1, in_turns=True)

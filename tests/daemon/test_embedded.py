@@ -13,7 +13,8 @@ from nodes.rnode_process import r_threads
 from wire.link_driver import Payloads, hello, in_thread
 
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.embedded import EmbeddedRNode, Split
+from fastdecode.daemon.embedded import EmbeddedRNode
+from fastdecode.daemon.split import Split
 from fastdecode.region.geometry import Geometry
 from fastdecode.transports.base import Link, LinkDown, LinkRefused
 from fastdecode.transports.registry import connect

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fastdecode.daemon.embedded import Split
+from fastdecode.daemon.split import Split
 from fastdecode.daemon.split_search import MOST_SPLITS, search
 from fastdecode.daemon.tuning import Ratios, in_order
 

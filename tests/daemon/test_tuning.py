@@ -16,7 +16,7 @@ from nodes.node_process import complete, gone, traces, until
 from fastdecode.daemon import machine, tuning
 from fastdecode.daemon.check import report
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.embedded import Split
+from fastdecode.daemon.split import Split
 from fastdecode.daemon.split_search import MOST_SPLITS
 from fastdecode.daemon.tuning import Key, Ratios, Record, Speed, in_order, is_open, recall, record_key, remember
 from fastdecode.demo import model_dir

@@ -23,9 +23,9 @@ from openai import NotFoundError
 from safetensors.torch import load_file, save_file
 
 from fastdecode.daemon import check_model
+from fastdecode.daemon.api_settings import ApiSettings
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.option_values import ConfigError
-from fastdecode.daemon.serving import ApiSettings
 from fastdecode.engine.state.request import InvalidParameter, SamplingParams
 from fastdecode.gguf.file import ModelSource
 from fastdecode.spart import CheckpointError, load_model

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from fastdecode.daemon import check_model, device_plan, snode
+from fastdecode.daemon import device_plan, snode, weights
 from fastdecode.daemon.node import main
 from fastdecode.engine.engine import Engine
 from fastdecode.spart.backend import Backend
@@ -48,7 +48,7 @@ def run() -> None:
         (Backend, "make_spart"): made,
         (snode, "node_device"): lambda config: torch.device(NAME),
         (snode, "free_memory"): lambda device: 1 << 40,
-        (check_model, "free_memory"): lambda device: 1 << 40,
+        (weights, "free_memory"): lambda device: 1 << 40,
         (snode, "in_own_thread"): lambda function, *args: in_own_thread(within(function), *args),
         (snode, "open_gpu_kv"): within(device_plan.open_gpu_kv),
         (snode, "Engine"): partial(Engine, start_runner=OnDevice),
