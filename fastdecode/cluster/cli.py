@@ -96,18 +96,20 @@ def _run(args: argparse.Namespace, config: ClusterConfig, cluster: RayCluster) -
             return
         case "down":
             cluster.down()
-            _table_file(config.name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError, RuntimeError):
+                _table_file(config.name).unlink(missing_ok=True)
             return
     shown = table(view if view is not None else cluster.view())
     print("\n".join(filter(None, (why, shown))), flush=True)
-    with contextlib.suppress(OSError):  # without the file, a status without Ray has no table
+    with contextlib.suppress(OSError, RuntimeError):  # without the file, a status without Ray has no table
         path = _table_file(config.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(shown)
 
 
 def _table_file(cluster: str) -> Path:
-    """The file with the last table that a command of this user has printed."""
+    """The file with the last table that a command of this user has printed. Raises RuntimeError without a home
+    directory."""
     return cache_file(f"cluster-{cluster}.txt")
 
 
@@ -116,7 +118,7 @@ def _last_table(cluster: str) -> str | None:
     try:
         path = _table_file(cluster)
         age, shown = time.time() - path.stat().st_mtime, path.read_text()
-    except OSError:
+    except (OSError, RuntimeError):
         return None
     return f"The nodes were as follows {max(age, 0):.0f} s ago; their processes may still serve.\n{shown}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import math
 import re
 import secrets
 from collections.abc import Mapping
@@ -154,6 +155,16 @@ class ClusterConfig:
                 parse_bytes(text)
             except ValueError as error:
                 raise ClusterError(f"{key}: {error}") from None
+        for key, seconds in (
+            ("start-seconds", self.start_seconds),
+            ("r-nodes: drain-seconds", self.r_nodes.drain_seconds),
+            ("s-nodes: drain-seconds", self.s_nodes.drain_seconds),
+            ("prefill-nodes: drain-seconds", self.prefill_nodes.drain_seconds),
+        ):
+            if not 0 <= seconds < math.inf:
+                raise ClusterError(f"{key}: {seconds} is not a time in seconds")
+        if min(self.s_nodes.gpus, self.prefill_nodes.gpus) < 0:
+            raise ClusterError("gpus must not be negative")
         if self.tls.certfile is None and self.tls != TlsConfig():
             raise ClusterError("tls: keyfile and ca are nothing without certfile")
         if self.router.count < 1:
@@ -164,6 +175,10 @@ class ClusterConfig:
             ipaddress.ip_network(self.network or _LOOPBACK)
         except ValueError:
             raise ClusterError(f"network: {self.network!r} is not a network such as 10.0.0.0/24") from None
+        try:
+            _ = self.ray_head
+        except ValueError:
+            raise ClusterError(f"ray-address: {self.ray_address!r} does not end with a TCP port") from None
         self.r_options()
         self.s_options()
         self.prefill_options()
@@ -180,7 +195,7 @@ class ClusterConfig:
 
     @property
     def ray_head(self) -> tuple[str, int] | None:
-        """Host and port of `ray_address`; None if it names none."""
+        """Host and port of `ray_address`; None if it names none. Raises ValueError for a port that is none."""
         parts = urlsplit(f"//{self.ray_address.rpartition('//')[2]}")
         return (parts.hostname, parts.port) if parts.hostname and parts.port else None
 

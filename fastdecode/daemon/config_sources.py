@@ -10,7 +10,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -128,18 +128,24 @@ def option_words(f: Field[Any], values: Sequence[str]) -> list[str]:
     return [word for value in values for word in (flag(f.name), value)]
 
 
+def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` as the type of an argument. Of a plain ValueError argparse would not show the message."""
+
+    def parse_argument(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_argument
+
+
 def add_argument(group: argparse._ActionsContainer, f: Field[Any]) -> None:
     """Add the option of a field to a parser, or to a group of one."""
     meta = f.metadata
     if isinstance(f.default, bool):
         group.add_argument(flag(f.name), action="store_true", default=None, help=meta["help"])
         return
-
-    def parse(text: str) -> Any:
-        try:
-            return meta["parse"](text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
 
     help_text = meta["help"]
     if f.default not in (None, ()):
@@ -148,7 +154,7 @@ def add_argument(group: argparse._ActionsContainer, f: Field[Any]) -> None:
         flag(f.name),
         action="append" if isinstance(f.default, tuple) and not meta["many"] else "store",
         nargs="+" if meta["many"] else None,
-        type=parse,
+        type=argument(meta["parse"]),
         choices=meta["choices"],
         metavar=meta["metavar"],
         default=None,

@@ -115,12 +115,12 @@ tcp_url = partial(_host_and_port, schemes=("tcp",), any_port=True)
 
 def url(text: str) -> str:
     """A URL of an R-node. Transports check the rest of their URLs."""
-    parts = urlsplit(text)
     try:
-        complete = parts.scheme not in ("tcp", "rdma") or (parts.hostname and parts.port is not None)
-    except ValueError:  # the port is no number
+        parts = urlsplit(text)
+        complete = (parts.hostname and parts.port is not None) or parts.scheme not in ("", "tcp", "rdma")
+    except ValueError:  # the port is no number, or too large
         complete = False
-    if not parts.scheme or "://" not in text or not complete:
+    if "://" not in text or not complete:
         raise ValueError(f"{text!r} is not a URL such as tcp://host:port or shm:///path/to/socket")
     return text
 
@@ -133,11 +133,18 @@ def origin(text: str) -> str:
     return text
 
 
-def http_url(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{text!r} is not a URL such as http://localhost:4318/v1/traces")
+def http_url(text: str, wanted: str = "a URL such as http://localhost:4318/v1/traces") -> str:
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # the port is no number, or too large
+        good = False
+    if not good:
+        raise ValueError(f"{text!r} is not {wanted}")
     return text
+
+
+s_node_url = partial(http_url, wanted="of the form http://host:port")
 
 
 def name(text: str) -> str:

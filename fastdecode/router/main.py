@@ -28,7 +28,7 @@ from fastdecode.api.middleware import errors_as_json, log_requests, with_expecta
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon import option_values
 from fastdecode.daemon.config_files import read_secret
-from fastdecode.daemon.config_sources import Parser
+from fastdecode.daemon.config_sources import Parser, argument
 from fastdecode.daemon.discovery import DnsSet, FileSet, FixedSet, NodeSet, bracketed
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.process import announce, set_up_logging, wait_for_shutdown
@@ -47,19 +47,20 @@ def _parser() -> Parser:
     parser = Parser(prog="fastdecode-router", description=__doc__, allow_abbrev=False)
     add, file = parser.add_argument, dict[str, Any](type=Path, metavar="FILE")
     add("--version", action="version", version=f"fastdecode {__version__}")
-    add("--s-node", action="append", metavar="URL", help="an S-node, http://host:port (repeatable)")
+    one = "an S-node, http://host:port (repeatable)"
+    add("--s-node", action="append", type=argument(option_values.s_node_url), metavar="URL", help=one)
     add("--s-nodes-file", help="file with the S-nodes, one URL a line; the router follows its changes", **file)
     dns = "an S-node at each address of a host name, http://host:port, as the name resolves from time to time"
-    add("--s-nodes-dns", metavar="URL", help=dns)
+    add("--s-nodes-dns", type=argument(option_values.named_http_host), metavar="URL", help=dns)
     ca = "certificates (PEM) that may have signed the certificates of S-nodes at https URLs; default: the certificates"
     add("--s-node-ca", help=f"{ca} that this machine trusts", **file)
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     port = "port to listen on; 0: any free one (default: 8000)"
-    add("--port", type=option_values.port, default=8000, help=port)
+    add("--port", type=argument(option_values.port), default=8000, help=port)
     drain = "on SIGTERM, how long running requests may continue (default: 30)"
-    add("--drain-seconds", type=option_values.seconds, default=30.0, help=drain)
+    add("--drain-seconds", type=argument(option_values.seconds), default=30.0, help=drain)
     waits = "how long a stream whose S-node is lost waits for one that continues it (default: 30)"
-    add("--continue-seconds", type=option_values.seconds, default=30.0, help=waits)
+    add("--continue-seconds", type=argument(option_values.seconds), default=30.0, help=waits)
     secret = "file with the secret of the S-nodes, which streams need to go on at another S-node"
     add("--secret-file", help=secret, **file)
     add("--ssl-certfile", help="certificate chain (PEM) with which clients are served over TLS", **file)
@@ -76,16 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if sum(map(bool, (args.s_node, args.s_nodes_file, args.s_nodes_dns))) != 1:
         parser.error("give one of --s-node, --s-nodes-file and --s-nodes-dns")
-    for url in args.s_node or ():
-        if urlsplit(url).scheme not in _SCHEMES or not urlsplit(url).netloc:
-            parser.error(f"--s-node: {url!r} is not of the form http://host:port")
     if args.ssl_keyfile and not args.ssl_certfile:
         parser.error("--ssl-keyfile needs --ssl-certfile")
-    if args.s_nodes_dns:
-        try:
-            option_values.named_http_host(args.s_nodes_dns)
-        except ValueError as error:
-            parser.error(f"--s-nodes-dns: {error}")
     try:
         secret = read_secret(args.secret_file)
         tls, s_node_tls = server_tls(args.ssl_certfile, args.ssl_keyfile), client_tls(args.s_node_ca)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -10,13 +11,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from nodes.node_process import gone, until
 
-from fastdecode.cluster import hosts
+from fastdecode.cluster import cli, hosts
 from fastdecode.cluster.cli import main
-from fastdecode.cluster.config import ClusterConfig, ClusterError, PrefillNodesConfig
+from fastdecode.cluster.config import ClusterConfig, ClusterError, PrefillNodesConfig, RayLost
 from fastdecode.cluster.directory import Directory, Entry, View, table
 from fastdecode.cluster.hosts import NodeFile
 from fastdecode.cluster.reach import Reach, address_in, boot_id
@@ -75,6 +77,10 @@ def test_a_file_is_a_configuration(tmp_path):
         ("router: {port: 123456}", "123456 is not a TCP port"),
         ("router: {port: 65535, count: 2}", "65535 is not a TCP port with room for count"),
         ("router: {count: 0}", "router: count must be at least 1"),
+        ("r-nodes: {drain-seconds: -5}", "r-nodes: drain-seconds: -5 is not a time in seconds"),
+        ("start-seconds: .inf", "start-seconds: inf is not a time in seconds"),
+        ("s-nodes: {gpus: -1}", "gpus must not be negative"),
+        ("ray-address: '10.0.0.1:65536'", "ray-address: '10.0.0.1:65536' does not end with a TCP port"),
         ("a: [", "is not YAML"),
     ],
 )
@@ -106,6 +112,40 @@ main(["status", {str(path)!r}])
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and "pip install 'fastdecode[ray]'" in ended.stderr
+
+
+class UpCluster:
+    """A cluster of one router, for commands that need no Ray."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def connect(cls, config):
+        yield cls()
+
+    def status(self):
+        return View((Entry("router0", "router", "running", "10.0.0.1", ""),), settled=True), ""
+
+    def down(self):
+        pass
+
+
+@pytest.mark.quick
+def test_a_user_without_a_home_directory_has_all_commands(tmp_path, monkeypatch, capsys):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(cli, "_rays", lambda config: UpCluster)
+    path = tmp_path / "cluster.yaml"
+    path.write_text("name: x")
+    main(["status", str(path)])
+    assert "router0" in capsys.readouterr().out
+    main(["down", str(path)])
+    with monkeypatch.context() as without_ray:
+        without_ray.setattr(UpCluster, "status", Mock(side_effect=RayLost("Ray does not answer")))
+        with pytest.raises(SystemExit, match="Ray does not answer"):
+            main(["status", str(path)])
 
 
 @pytest.mark.quick
@@ -255,7 +295,7 @@ def test_the_table_adds_up_what_s_nodes_say_of_an_r_node():
 
 def test_a_host_that_is_killed_leaves_no_folder(tmp_path):
     script = """
-from fastdecode.cluster import hosts
+from fastdecode.cluster import cli, hosts
 from fastdecode.cluster.config import ClusterConfig
 host = hosts.HOSTS["s"]("s0", ClusterConfig(), lambda entry: None, "127.0.0.1")
 print(host.folder, flush=True)

@@ -111,6 +111,13 @@ async def test_a_stream_over_tls_outlives_its_s_node(start, tmp_path):
         ("--s-node-ca {text}", "--s-node-ca {text}: not certificates in PEM"),
         ("--ssl-certfile {text}", "not a certificate chain and its private key, both in PEM"),
         ("--ssl-keyfile {text}", "--ssl-keyfile needs --ssl-certfile"),
+        ("--s-node http://a:65536", "--s-node: 'http://a:65536' is not of the form http://host:port"),
+        (
+            "--s-nodes-dns http://a",
+            "--s-nodes-dns: 'http://a' is not of the form http://host:port or https://host:port",
+        ),
+        ("--port 65536", "--port: 65536 is not a TCP port (0 to 65535; 0: any free one)"),
+        ("--drain-seconds -1", "--drain-seconds: -1 is not a time in seconds"),
         ("--s-nodes-dns http://a:1", "give one of --s-node, --s-nodes-file and --s-nodes-dns"),
     ],
 )
