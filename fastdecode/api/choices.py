@@ -259,6 +259,10 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """End the choices that have not ended."""
         for index in list(self._running):
             self._end(index, "abort" if self._error is None else "error")
 

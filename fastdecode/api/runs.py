@@ -120,6 +120,7 @@ class Runs:
                 yield
         except (asyncio.CancelledError, ConnectionError):
             notes().handed_over = self.closing and run.leave is not None
+            run.abort()  # choices that were not queued yet; the block above has ended all others
             raise
         finally:
             counts = usage(run.choices, prepared.generation.candidates)

@@ -232,7 +232,7 @@ _EXPERT_METRICS: _Table[list[int]] = (
         _GAUGE,
         "expert_imbalance",
         "Rows of the layer's busiest expert since the start, over the mean of its experts (1 is even).",
-        lambda rows: max(rows) * len(rows) / sum(rows),
+        lambda rows: max(rows) * len(rows) / max(sum(rows), 1),
     ),
     (
         _GAUGE,

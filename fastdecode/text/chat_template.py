@@ -38,7 +38,12 @@ class ChatTemplateError(ValueError):
 
 
 class EndlessTemplate(ChatTemplateError):
-    """The template does not come to an end in time."""
+    """The template does not come to an end in time. `where` names its file, for the operator; the message is for
+    clients, too."""
+
+    def __init__(self, where: str = ""):
+        super().__init__(f"the chat template is not done with the messages after {_MOST_SECONDS} s")
+        self.where = where
 
 
 class ChatTemplate:
@@ -117,8 +122,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refused the messages: {error.message}") from None
         except EndlessTemplate:
-            message = f"{self._where}the chat template is not done with the messages after {_MOST_SECONDS} s"
-            raise EndlessTemplate(message) from None
+            raise EndlessTemplate(self._where) from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template failed on the messages: {error}") from None
 

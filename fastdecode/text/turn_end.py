@@ -24,7 +24,8 @@ _ANSWER = "An answer."
 
 def end_of_turn(tokenizer: Tokenizer, declared: Iterable[int], vocab_size: int) -> frozenset[int]:
     """The ids of the tokens that end a turn: those `declared` by the model's configuration, the tokenizer's eos_token,
-    the token with which the chat template ends an answer, and those whose names tell it. Raises EndlessTemplate."""
+    the token with which the chat template ends an answer, and those whose names tell it. Raises ChatTemplateError for
+    a template that does not come to an end."""
     ids = {name: token for name in END_OF_TURN if (token := tokenizer.token_id(name)) is not None}
     names = {name for name, token in ids.items() if tokenizer.is_added(token)}
     exceptions = {ids[name] for others, name in _EXCEPT if others <= names and name in ids}
@@ -38,8 +39,8 @@ def _end_of_answer(tokenizer: Tokenizer) -> int | None:
     chat = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         _, shown, behind = tokenizer.render_chat(chat, add_generation_prompt=False).rpartition(_ANSWER)
-    except EndlessTemplate:
-        raise
+    except EndlessTemplate as error:
+        raise ChatTemplateError(f"{error.where}{error}") from None
     except ChatTemplateError:
         return None
     tokens = tokenizer.encode(behind.lstrip(" "), add_special_tokens=False)

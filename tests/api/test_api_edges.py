@@ -450,6 +450,27 @@ async def test_a_client_that_disconnects_cancels_its_requests(tokenizer, spell, 
             await asyncio.sleep(0.005)
 
 
+class QueueingEngine(ScriptedEngine):
+    """An engine that never comes to queue a request."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = asyncio.Event()
+
+    async def submit(self, request, outlet, first):
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+async def test_a_client_that_disconnects_before_its_request_is_queued_is_counted(tokenizer):
+    engine = QueueingEngine()
+    async with served(engine, tokenizer) as client:
+        async with raw_request(client.server.port, "/v1/completions", ASK | {"n": 2}), asyncio.timeout(60):
+            await engine.asked.wait()
+        while (await client.metrics())["fastdecode:request_success_total", "abort"] != 2:
+            await asyncio.sleep(0.005)
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

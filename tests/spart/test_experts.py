@@ -70,6 +70,10 @@ async def test_metrics_show_the_load_of_the_experts(tmp_path: Path) -> None:
         metrics = await client.metrics()
         assert metrics["fastdecode:expert_imbalance", "1"] == pytest.approx(max(rows) * 6 / sum(rows))
         assert metrics["fastdecode:experts_unused", "1"] == rows.count(0)
+        mlp = engine.spart.model.weights.layers[1].mlp
+        mlp.load = torch.zeros(6, dtype=torch.long)  # as the first step leaves it for a moment
+        metrics = await client.metrics()
+        assert [metrics[f"fastdecode:{name}", "1"] for name in ("expert_imbalance", "experts_unused")] == [0, 6]
 
 
 async def drained(stream) -> None:

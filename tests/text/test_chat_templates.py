@@ -84,14 +84,15 @@ def test_a_continued_message_is_read_from_where_it_was_cut(pair, reasoning, prom
     ],
     ids=["ranges", "macros"],
 )
-def test_a_template_without_end_is_named(template, tmp_path, monkeypatch):
-    """At the start, which looks for the end of a turn, and for a request."""
+def test_a_template_without_end_is_named_to_the_operator_alone(template, tmp_path, monkeypatch):
+    """At the start, which looks for the end of a turn, with its file; for a request, whose client gets the message,
+    without."""
     monkeypatch.setattr(chat_template, "_MOST_SECONDS", 0.1)
     tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path, chat_template=template))
-    named = r"/tokenizer_config\.json: the chat template is not done with the messages after 0\.1 s"
-    with pytest.raises(ChatTemplateError, match=named):
+    message = r"the chat template is not done with the messages after 0\.1 s"
+    with pytest.raises(ChatTemplateError, match=rf"/tokenizer_config\.json: {message}"):
         end_of_turn(tokenizer, (), 400)
-    with pytest.raises(ChatTemplateError, match=named):
+    with pytest.raises(ChatTemplateError, match=f"^{message}$"):
         tokenizer.render_chat([QUESTION])
 
 
