@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -51,35 +50,42 @@ class Supervised:
         short = 0
         while not self._stopping.is_set():
             began = time.monotonic()
-            with self._log_file.open("ab") if self._log_file else contextlib.nullcontext() as output:
-                self._process = subprocess.Popen(
-                    module_command("fastdecode.cluster.leash", str(os.getpid()), *module_command(*self._command())),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=child_environment(),
-                    start_new_session=True,
-                )
-            self.starts += 1
-            status = self._process.wait()
-            if self._stopping.is_set():
-                return
-            log.warning("%s has ended with status %d; starting it again", self.name, status)
+            try:
+                status = self._start_child().wait()
+            except OSError as error:  # its machine lacks memory or a disk for the log, or has lost the address
+                log.error("%s cannot be started: %s", self.name, error)
+            else:
+                if self._stopping.is_set():
+                    return
+                log.warning("%s has ended with status %d; starting it again", self.name, status)
             short = 0 if time.monotonic() - began > _STABLE_SECONDS else short + 1
             self._stopping.wait(_PAUSES_SECONDS[min(max(short - 1, 0), len(_PAUSES_SECONDS) - 1)])
+
+    def _start_child(self) -> subprocess.Popen[bytes]:
+        with self._log_file.open("ab") if self._log_file else contextlib.nullcontext() as output:
+            process = self._process = subprocess.Popen(
+                module_command("fastdecode.cluster.leash", str(os.getpid()), *module_command(*self._command())),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=child_environment(),
+                start_new_session=True,
+            )
+        self.starts += 1
+        if self._stopping.is_set():  # `stop` may have come before this child
+            process.terminate()
+        return process
 
     def stop(self, seconds: float) -> int | None:
         """End the child with SIGTERM, and with SIGKILL after `seconds`. Returns its exit status; None: it did not
         run."""
         self._stopping.set()
-        process = self._process
-        if process is None:
+        if self._process is None:
             return None
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+        self._process.terminate()
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.warning("%s does not end within %.0f s; killing it", self.name, seconds)
-            process.kill()
+            self._process.kill()
             self._thread.join()
-        return process.poll()
+        return self._process.poll()

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -357,3 +358,30 @@ def test_a_process_that_is_stopped_stays_so(tmp_path, monkeypatch):
     child.start()
     until((tmp_path / "up").exists)
     assert child.stop(20) == 3 and not child.running and child.starts == 1
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(tmp_path, monkeypatch):
+    (tmp_path / "worker.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = Supervised("worker", Mock(side_effect=[OSError("the address is gone"), ["worker"]]))
+    child.start()
+    until(lambda: child.running)
+    child.stop(20)
+
+
+def test_a_process_that_starts_while_it_is_stopped_ends(tmp_path, monkeypatch):
+    (tmp_path / "worker.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    begun, stopped = threading.Event(), threading.Event()
+
+    def command():
+        begun.set()
+        stopped.wait()
+        return ["worker"]
+
+    child = Supervised("worker", command)
+    child.start()
+    begun.wait()
+    assert child.stop(20) is None
+    stopped.set()
+    until(lambda: child.starts and not child.running)
