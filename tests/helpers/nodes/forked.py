@@ -9,6 +9,7 @@ its end, its exit status. The forker has one thread and ends with the process th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -113,7 +114,15 @@ def _forker(modules: tuple[str, ...], network: str) -> tuple[socket.socket, subp
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         command = [sys.executable, "-W", "ignore", __file__, *modules]
-        return ours, subprocess.Popen(command, stdin=its.fileno())
+        forker = subprocess.Popen(command, stdin=its.fileno())
+    atexit.register(_end, ours, forker)  # else Python warns of both at its end
+    return ours, forker
+
+
+def _end(requests: socket.socket, forker: subprocess.Popen[bytes]) -> None:
+    requests.close()
+    forker.kill()
+    forker.wait()
 
 
 def _fork_on_demand(requests: socket.socket) -> None:
