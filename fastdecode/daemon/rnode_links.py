@@ -185,7 +185,7 @@ class RNodeLinks:
             if self._embedded:
                 await self._embedded.restart()
             return await self._open(url)
-        except (TransportError, OSError, RuntimeError) as reason:
+        except (TransportError, OSError, RuntimeError, ValueError) as reason:
             loud = self._embedded or not attempt
             log.log(logging.WARNING if loud else logging.DEBUG, "R-node %s: %s", url, reason)
             return None
