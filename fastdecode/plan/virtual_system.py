@@ -56,7 +56,6 @@ class VirtualLink:
         self.url = f"virtual://{name}"
         self.peer_url = None
         self.geometry = SimpleNamespace(n_slots=mini_batches, max_rows=max_rows)
-        self.members = (SimpleNamespace(link=self),)
         self.links = (self,)
         self.region_bytes = 0
         sections = full // layers, limited // layers, max(windows)
@@ -195,7 +194,7 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class _VirtualStep:
+class _RunningStep:
     step: VirtualStep
     future: asyncio.Future[StepOutput]
     begun: float
@@ -213,7 +212,7 @@ class VirtualRunner:
 
     in_turns: bool
     records: list[StepRecord] = field(default_factory=list)
-    _flights: list[_VirtualStep] = field(default_factory=list)
+    _flights: list[_RunningStep] = field(default_factory=list)
     _updated: float = 0.0
     _timer: asyncio.TimerHandle | None = None
 
@@ -221,7 +220,7 @@ class VirtualRunner:
         """Begin a step; the future gets its output when it ends."""
         loop = asyncio.get_running_loop()
         self._advance(loop.time())
-        flight = _VirtualStep(step, loop.create_future(), loop.time())
+        flight = _RunningStep(step, loop.create_future(), loop.time())
         self._flights.append(flight)
         self._set_paces()
         return flight.future

@@ -131,7 +131,7 @@ class Forwarder:
     async def _forward(self, relay: _Relay, s_node: SNode, keys: list[bytes]) -> web.StreamResponse:
         """Send the request to one S-node and its answer to the client. Raises _Retry."""
         request = relay.request
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
+        headers = _kept(request.headers)
         body = relay.body
         if self._secret is not None:
             headers[HEADER] = router_proof(self._secret, body)

@@ -11,7 +11,7 @@ from engines.virtual import gaps, serve, toy_system
 
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.plan.cli import main
-from fastdecode.plan.measure import EngineCost, engine_cost
+from fastdecode.plan.engine_cost import EngineCost, engine_cost
 from fastdecode.plan.published import LLAMA_7B
 
 two_cpus = pytest.mark.skipif(len(usable_cpus()) < 2, reason="S-Part and R-Part need a CPU each")

@@ -174,7 +174,7 @@ class PrefixMoves:
                 self.move = move
                 await self._copy(move)
             done = move.target.open
-        except (CallRefused, TimeoutError) as error:
+        except CallRefused as error:
             log.warning("a prefix could not move between the GPU and R-node %s: %s", r_node.url, error)
             self._failed = time.monotonic()
         except LinkDown as error:

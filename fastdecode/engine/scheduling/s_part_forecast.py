@@ -19,9 +19,8 @@ class SPartForecast:
         """`measured`: seconds by rows, before there was work."""
         self._measured = sorted((measured or {}).items())
         self._line = Line()  # without measured times
-        self._taken = self._predicted = (
-            0.0  # decayed sums of the observed seconds, and of the measured ones beside them
-        )
+        # Decayed sums of the observed seconds, and of the measured ones beside them.
+        self._taken = self._predicted = 0.0
 
     @property
     def known(self) -> bool:

@@ -250,7 +250,7 @@ class Scheduler:
         self._end_step(plan, seconds, s_seconds)
         if self.speculation is not None and seconds is not None and plan.prompts is NO_PROMPTS:
             self.speculation.took(plan.n_tokens, seconds)
-        outcomes = []
+        outcomes: list[Outcome] = []
         clients: list[str] = []  # one entry for each token of `decodes_on`
         plain = self.speculation is None
         for chunk, token in zip(plan.chunks, sampled, strict=True):
@@ -259,44 +259,49 @@ class Scheduler:
             if plain and chunk is seq.decoding and token is not None and seq.decodes_on(token):
                 clients.append(seq.params.client)
                 outcomes.append(Outcome(seq, token, None))
-                continue
-            self.cluster.end_slide(seq)
-            prefilled = seq.prefilling
-            if seq.state is not None:
-                seq.state.end_step()
-            seq.cached += chunk.n_tokens - len(chunk.guesses)
-            error = token.error if token is not None else None
-            if seq.cancelled:
-                self.running.remove(seq, sound=error is None)
-                continue
-            if error is not None:
-                self.running.remove(seq)
-                self.running.fail(seq, error)
-                continue
-            if prefilled and not seq.prefilling:
-                self._staging.drop(seq)
-                self.cluster.mark_prefilled(seq)
-            if seq.key_due and not seq.prefilling:
-                seq.placed_on.give_key(seq.handle, seq.key)
-                seq.key_due = False
-            reason = None
-            for drawn in self._drawn(chunk, token):
-                seq.append(drawn.token)
-                self.waiting.shares.charge(seq.client, OUTPUT_WEIGHT)
-                reason = seq.finish_reason()
-                outcomes.append(Outcome(seq, drawn, reason))
-                if reason is not None:
-                    break
-            if reason is not None:
-                self.admission.left(seq, ended=reason == "stop")
-                if seq.key is not None:
-                    seq.placed_on.give_key(seq.handle, None)
-                self.running.remove(seq, sound=True)
-            elif seq.lost:
-                self.running.requeue(seq)
+            else:
+                self._complete_chunk(chunk, token, outcomes)
         for client, n in Counter(clients).items():
             self.waiting.shares.charge(client, n * OUTPUT_WEIGHT)
         return outcomes
+
+    def _complete_chunk(self, chunk: PlannedChunk, token: Sampled | None, outcomes: list[Outcome]) -> None:
+        """Record a chunk that a step has computed, and add the tokens drawn after it to `outcomes`."""
+        seq = chunk.seq
+        self.cluster.end_slide(seq)
+        prefilled = seq.prefilling
+        if seq.state is not None:
+            seq.state.end_step()
+        seq.cached += chunk.n_tokens - len(chunk.guesses)
+        error = token.error if token is not None else None
+        if seq.cancelled:
+            self.running.remove(seq, sound=error is None)
+            return
+        if error is not None:
+            self.running.remove(seq)
+            self.running.fail(seq, error)
+            return
+        if prefilled and not seq.prefilling:
+            self._staging.drop(seq)
+            self.cluster.mark_prefilled(seq)
+        if seq.key_due and not seq.prefilling:
+            seq.placed_on.give_key(seq.handle, seq.key)
+            seq.key_due = False
+        reason = None
+        for drawn in self._drawn(chunk, token):
+            seq.append(drawn.token)
+            self.waiting.shares.charge(seq.client, OUTPUT_WEIGHT)
+            reason = seq.finish_reason()
+            outcomes.append(Outcome(seq, drawn, reason))
+            if reason is not None:
+                break
+        if reason is not None:
+            self.admission.left(seq, ended=reason == "stop")
+            if seq.key is not None:
+                seq.placed_on.give_key(seq.handle, None)
+            self.running.remove(seq, sound=True)
+        elif seq.lost:
+            self.running.requeue(seq)
 
     def _end_step(self, plan: Plan, seconds: float | None = None, s_seconds: float | None = None) -> None:
         """Learn from the times of a step; it has failed if `seconds` is None."""
