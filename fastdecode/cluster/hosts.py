@@ -21,6 +21,7 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.5
 _HEALTH_TIMEOUT = 2.0
+#: What a host reports of the /health of its S-node.
+_HEALTH = ("status", "running", "waiting", "kv_cache_usage", "nodes")
 _LISTEN = "0A"  # the state TCP_LISTEN in /proc/net/tcp
 #: Beyond the time for draining, before a process is killed.
 _END_SECONDS = 10.0
@@ -251,18 +254,17 @@ class SNodeHost(Host):
             asking = urllib.request.urlopen(f"{self._url}/health", timeout=_HEALTH_TIMEOUT, context=self._tls)
             with asking as answer:
                 health = json.load(answer)
+            self._load = {name: health[name] for name in _HEALTH}
         except urllib.error.HTTPError as error:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, AttributeError):  # of another server at this port
                 self._load = {"status": json.load(error).get("status", "")}
             return False
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLCertVerificationError):
                 self._load = {"status": f"its certificate is refused: {error.reason.verify_message}"}
             return False
-        except (OSError, ValueError):
+        except (OSError, HTTPException, ValueError, KeyError, TypeError):
             return False
-        names = ("status", "running", "waiting", "kv_cache_usage", "nodes")
-        self._load = {name: health[name] for name in names}
         return True
 
     def _entry(self, entry: Entry) -> Entry:
@@ -321,11 +323,12 @@ class RouterHost(Host):
                 "--drain-seconds", str(self.drain_seconds), *ca, *self.config.tls_options()]  # fmt: skip
 
     def _learn(self, view: View) -> bool:
-        if self._routers is not None:
+        urls = [entry.url for entry in view.entries if entry.role == "s" and entry.listed]
+        knows_s_node = self._s_nodes.write(urls, settled=view.settled)
+        if self._routers is not None:  # last, because its folder may be one that cannot be written now
             routers = [entry.url for entry in view.entries if entry.role == "router" and entry.listed]
             self._routers.write(routers, settled=view.settled)
-        urls = [entry.url for entry in view.entries if entry.role == "s" and entry.listed]
-        return self._s_nodes.write(urls, settled=view.settled)
+        return knows_s_node
 
     def _ready(self) -> bool:
         pid = self._process.pid  # another router of this machine may have the port

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -170,6 +171,29 @@ def test_a_machine_has_an_address_in_its_networks_only():
     assert address_in("127.0.0.0/8") == "127.0.0.1"
     with pytest.raises(ClusterError, match=r"has no address in 198\.51\.100\.0/24"):  # a network of examples, RFC 5737
         address_in("198.51.100.0/24")
+
+
+class Other(BaseHTTPRequestHandler):
+    """A server that is no S-node, at the port that an S-node was to have."""
+
+    answer = b""
+
+    def do_GET(self):
+        self.wfile.write(self.answer)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("begins", [b"HTTP/1.0 200 OK", b"HTTP/1.0 503 Service Unavailable", b"SSH-2.0-x"])
+def test_another_server_at_the_port_of_an_s_node_is_not_taken_for_it(begins, monkeypatch):
+    monkeypatch.setattr(Other, "answer", begins + b'\r\n\r\n["ready"]')
+    host = hosts.SNodeHost("s0", ClusterConfig(), lambda entry: None, "127.0.0.1")
+    with HTTPServer(("127.0.0.1", host.port), Other) as other:
+        threading.Thread(target=other.handle_request).start()
+        assert not host._ready()
+    host.drain(0.0)
 
 
 # ---- the directory, and what is made of it ----

@@ -15,7 +15,7 @@ from nodes.node_process import until
 from nodes.ports import ports_in_a_row
 
 from fastdecode.cluster.config import ClusterConfig, ClusterError, RouterConfig, SNodesConfig
-from fastdecode.cluster.directory import Directory, Entry
+from fastdecode.cluster.directory import Directory, Entry, View
 from fastdecode.cluster.hosts import HOSTS, NodeFile
 from fastdecode.daemon.discovery import parse_list
 
@@ -86,6 +86,21 @@ def test_a_list_that_cannot_be_written_for_a_while_is_written_later(routers):
     assert not [other for other in path.parent.iterdir() if other.suffix == ".new"]
     path.rmdir()
     until(lambda: path.exists() and {*parse_list(path.read_text(), ("http",))} == {host.entry.url for host in hosts})
+
+
+@pytest.mark.quick
+def test_a_router_learns_of_s_nodes_while_its_list_cannot_be_written(tmp_path):
+    config = ClusterConfig(router=RouterConfig(file=str(tmp_path / "routers")))
+    host = HOSTS["router"]("router0", config, lambda entry: None, "127.0.0.1")
+    (tmp_path / "routers").mkdir()  # nothing can replace it
+    entries = [
+        Entry(name, role, "running", "127.0.0.1", "n", url=f"http://{name}:1", listed=True)
+        for name, role in (("s0", "s"), ("router0", "router"))
+    ]
+    with pytest.raises(OSError):
+        host._learn(View(tuple(entries), settled=True))
+    assert parse_list((host.folder / "s-nodes").read_text(), ("http",)) == ("http://s0:1",)
+    host.drain(0.0)
 
 
 @pytest.mark.quick
