@@ -200,6 +200,7 @@ class RayCluster:
             except ClusterError:  # machines that start many processes answer late
                 if time.monotonic() > deadline:
                     raise
+                time.sleep(_POLL_SECONDS)
                 continue
             running = {entry.name for entry in view.entries if entry.state == "running"}
             missing = {actor.node for actor in self.actors()} - running

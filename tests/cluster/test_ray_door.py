@@ -6,12 +6,14 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+from unittest.mock import Mock
 
 import pytest
 from nodes.ray_head import listening, offers, ray_head
 from wire.link_driver import hello
 
 from fastdecode.api.continuation import HEADER, router_proof
+from fastdecode.cluster.config import ClusterConfig, ClusterError
 from fastdecode.transports.base import LinkRefused
 from fastdecode.transports.registry import connect
 
@@ -63,6 +65,16 @@ def test_a_cluster_at_a_loopback_address_listens_there_only_and_opens_to_its_tok
         assert "the cluster would have no R-node left" in head.run("drain 127.0.0.1", CONFIG, TOKEN).stderr
         down = head.run("down", CONFIG, TOKEN)
         assert down.returncode == 0, down.stderr
+
+
+def test_a_directory_that_is_lost_is_asked_again_after_a_pause(monkeypatch):
+    from fastdecode.cluster.rays import RayCluster
+
+    view = Mock(side_effect=ClusterError("an actor of the cluster is lost"))
+    monkeypatch.setattr(RayCluster, "view", view)
+    with pytest.raises(ClusterError, match="is lost"):
+        RayCluster("x").wait(ClusterConfig(start_seconds=0.9))
+    assert 2 <= view.call_count <= 5
 
 
 def test_a_cluster_with_ray_auth_refuses_a_ray_that_asks_for_no_token():
