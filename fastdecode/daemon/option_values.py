@@ -110,7 +110,8 @@ def _host_and_port(text: str, schemes: Sequence[str], any_port: bool = False) ->
 
 named_host = partial(_host_and_port, schemes=("tcp", "rdma"))
 named_http_host = partial(_host_and_port, schemes=("http", "https"))
-tcp_url = partial(_host_and_port, schemes=("tcp",), any_port=True)
+tcp_url = partial(_host_and_port, schemes=("tcp",))
+tcp_address = partial(_host_and_port, schemes=("tcp",), any_port=True)
 
 
 def url(text: str) -> str:

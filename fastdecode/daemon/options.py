@@ -220,7 +220,7 @@ class NodeOptions:
 
     prefill_listen: str | None = _s_option(
         "URL at which this S-node computes prompts for other ones: tcp://host:port",
-        parse=option_values.tcp_url,
+        parse=option_values.tcp_address,
         metavar="URL",
     )
     prefill_at: tuple[str, ...] = _s_option(

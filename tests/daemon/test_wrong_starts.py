@@ -31,6 +31,7 @@ S_STARTS = [
     ("--lora french", "argument --lora: 'french' is not a name and a directory"),
     ("--r-node http://127.0.0.1:7300", "'http://127.0.0.1:7300' does not begin with a known transport"),
     ("--r-node tcp://127.0.0.1", "argument --r-node: 'tcp://127.0.0.1' is not a URL such as tcp://host:port"),
+    ("--prefill-at tcp://a:0", "argument --prefill-at: 'tcp://a:0' is not of the form tcp://host:port"),
     ("--tensor-parallel 65", "--tensor-parallel is at most 64"),
     ("--tensor-parallel 2 --device cuda", "--tensor-parallel is for S-Parts on CPUs"),
     ("--tensor-parallel 2 --backend transformers --lora a={empty}", "are not supported together for LlamaForCausalLM"),
