@@ -14,7 +14,7 @@ from nodes.rnode_process import RNodeProcess
 
 from fastdecode.bench.perplexity import cut, nats_by_position
 from fastdecode.demo import heldout_text, model_dir
-from fastdecode.spart import load_model
+from fastdecode.spart import load_model, read_config
 from fastdecode.spart.int4.balance import (
     _weights,
     balance_digest,
@@ -23,6 +23,7 @@ from fastdecode.spart.int4.balance import (
     hadamard_by_s_node,
     hadamard_matrix,
 )
+from fastdecode.spart.int4.probe import sequences_of
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.base import HadamardHeads
@@ -122,3 +123,10 @@ async def test_results_stay_and_a_cache_of_4_bits_loses_less(node, kv_dtype) -> 
     assert balance_digest(model) == digest
     balance_for(model, "bf16", tokens)
     assert not balance_digest(model) and all(layer.balance is None for layer in model.weights.layers)
+
+
+@pytest.mark.parametrize("begin", [-1, 1 << 20, "<s>", [1]])
+def test_a_begin_token_that_the_model_does_not_know_is_left_out(begin):
+    config = replace(read_config(model_dir()), bos_token_id=begin)
+    [sequence] = sequences_of(config, [5, 6, 7])
+    assert sequence.tolist() == [5, 6, 7]

@@ -152,6 +152,7 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
         ),
         ({"quantization_config": "awq"}, "'quantization_config' is 'awq', not an object"),
         ({"rms_norm_eps": NAN}, "'rms_norm_eps' is nan"),
+        ({"architectures": ["X"], "model_type": [1]}, "unknown architecture X"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -160,6 +161,23 @@ def test_a_configuration_that_cannot_be_served_says_why(copy, changes, message):
     edit_config(directory, **changes)
     with pytest.raises(CheckpointError, match=message):
         load_model(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_window_layers": "1"}, "'max_window_layers' is '1', not a whole number"),
+        ({"max_window_layers": -1}, "'max_window_layers' is -1, not a whole number"),
+        ({"layer_types": [["full_attention"]] * 3}, "layer type .'full_attention'. is not one of"),
+        ({"layer_types": [{}] * 3}, "layer type {} is not one of"),
+    ],
+    ids=str,
+)
+def test_layers_with_windows_that_cannot_be_told_are_named(copy, changes, message):
+    directory = copy("qwen2-window")
+    edit_config(directory, **({"layer_types": None} | changes))
+    with pytest.raises(CheckpointError, match=message):
+        read_config(directory)
 
 
 @pytest.mark.parametrize(

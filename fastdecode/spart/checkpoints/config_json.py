@@ -29,16 +29,17 @@ class ConfigJson:
     def __init__(self, raw: dict[str, Any]):
         self.raw = raw
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer, at most _MOST. An absent key or null means `default`; without a default the key must be
-        there."""
+    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number from `least`, which is 0 or 1, to _MOST. An absent key or null means `default`; without a
+        default the key must be there."""
         value = self.raw.get(name)
         if value is None:
             value = default
         if value is None:
             raise CheckpointError(f"config.json lacks {name!r}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise WrongValue(f"config.json: {name!r} is {value!r}, not a positive whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "positive whole number" if least else "whole number"
+            raise WrongValue(f"config.json: {name!r} is {value!r}, not a {kind}")
         if value > _MOST:
             raise WrongValue(f"config.json: {name!r} is {value}, more than {_MOST}")
         return value

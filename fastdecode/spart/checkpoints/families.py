@@ -56,18 +56,18 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
 def _family(config: ConfigJson) -> tuple[str, str]:
     """The architecture of a checkpoint and the family that serves it, which for a model of several modes is that of its
     text part. Raises CheckpointError."""
-    names = config.architectures()
-    if (kind := config.raw.get("model_type")) in _OTHER_TENSORS:
+    names, kind = config.architectures(), str(config.raw.get("model_type"))
+    if kind in _OTHER_TENSORS:
         raise UnknownArchitecture(f"checkpoints of type {kind!r} are not known, whose tensors have names of their own")
     for name in names:
         if name in FAMILIES:
-            if _letters(str(kind)) in {_letters(family) for family in FAMILIES} - {_letters(name)}:
+            if _letters(kind) in {_letters(family) for family in FAMILIES} - {_letters(name)}:
                 raise WrongValue(
                     f"config.json: 'architectures' has {name!r}, and 'model_type' is {kind!r}, another model's"
                 )
             return name, name
     text = config.table("text_config")
-    if not text and config.raw.get("model_type") in _EARLY_VISION:
+    if not text and kind in _EARLY_VISION:
         text = config.raw
     if names and (family := TEXT_PARTS.get(str(text.get("model_type")))):
         return names[0], family
@@ -171,7 +171,7 @@ def _qwen_windows(config: ConfigJson) -> tuple[int, ...]:
         return (0,) * n_layers
     types = config.raw.get("layer_types")
     if types is None:
-        first = config.raw.get("max_window_layers", 28)
+        first = config.size("max_window_layers", 28, least=0)
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
     return _typed_windows(types, window, n_layers)
 
@@ -187,7 +187,7 @@ def _checked_types(types: Any, known: Collection[str], n_layers: int) -> list[st
     if not isinstance(types, list) or len(types) < n_layers:
         raise CheckpointError(f"config.json: 'layer_types' is {types!r}, not a list of the {n_layers} layers' types")
     for kind in types:
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise CheckpointError(f"config.json: layer type {kind!r} is not one of {', '.join(known)}")
     return types[:n_layers]
 

@@ -18,9 +18,10 @@ _LENGTH = 256
 def sequences_of(config: ModelConfig, tokens: Sequence[int]) -> list[torch.Tensor]:
     """The tokens of a text in sequences of at most 256, int64, each with the begin token of a model that has one.
     Tokens that the model does not know are left out."""
-    begin = torch.tensor([] if config.bos_token_id is None else [config.bos_token_id], dtype=torch.int64)
+    vocabulary = range(config.vocab_size)
+    begin = torch.tensor([token for token in [config.bos_token_id] if token in vocabulary], dtype=torch.int64)
     length = min(_LENGTH, config.max_positions) - len(begin)
-    known = torch.tensor([token for token in tokens if token < config.vocab_size], dtype=torch.int64)
+    known = torch.tensor([token for token in tokens if token in vocabulary], dtype=torch.int64)
     return [torch.cat([begin, some]) for some in known.split(length)]
 
 
