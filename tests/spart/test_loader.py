@@ -20,8 +20,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fastdecode.region.geometry import Geometry
 from fastdecode.spart import CheckpointError, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.checkpoints import tensors
 from fastdecode.spart.checkpoints.config import WrongValue
 from fastdecode.spart.checkpoints.families import FAMILIES, make_config
+from fastdecode.spart.checkpoints.tensors import require_finite
 from fastdecode.spart.decoder.block_ops import ACTIVATIONS
 from fastdecode.spart.linears.dense import PackedLinear, known_rows
 
@@ -318,6 +320,21 @@ def test_experts_that_lie_in_two_tensors_are_read_one_by_one(name, copy):
     for got, want in zip(ours, one_by_one, strict=True):
         assert torch.equal(got.mlp(x, lambda up: up[:, :32]), want.mlp(x, lambda up: up[:, :32]))
         assert torch.equal(got.mlp(x, lambda up: up[:, 32:]), want.mlp(x, lambda up: up[:, 32:]))
+
+
+def test_each_expert_of_a_stack_is_read_once(monkeypatch):
+    """Reading all of a stack for each of its experts would take minutes with the 128 experts of gpt-oss-120b."""
+    read = 0
+
+    def count(tensor, name):
+        nonlocal read
+        read += tensor.numel() if ".experts." in name else 0
+        return require_finite(tensor, name)
+
+    monkeypatch.setattr(tensors, "require_finite", count)
+    load_model(make_checkpoint("gpt-oss"))
+    stored = reference(make_checkpoint("gpt-oss")).named_parameters()
+    assert read == sum(p.numel() for name, p in stored if ".experts." in name)
 
 
 def test_a_missing_tensor_is_named(copy):

@@ -42,7 +42,7 @@ class Checkpoint(ABC):
 
     def expert(self, name: str, index: int) -> torch.Tensor | Quantised:
         """The weight [out, in] of one expert in the tensor `name` [experts, in, out], as it is stored."""
-        return self.tensor(name)[index].T
+        raise NotImplementedError  # where the experts of a layer lie one by one
 
     @property
     def quantisation(self) -> str | None:
@@ -106,20 +106,29 @@ class SafetensorsCheckpoint(Checkpoint):
     def matrix(self, name: str) -> torch.Tensor | Quantised:
         return self.read(name)
 
+    def expert(self, name: str, index: int) -> torch.Tensor | Quantised:
+        stored = self.stored[name]
+        matrix: torch.Tensor = self._file(stored).get_slice(stored.name)[index]
+        return require_finite(matrix, stored.name).T
+
     def read(self, name: str) -> torch.Tensor:
         """A tensor of any dtype."""
         stored = self.stored[name]
-        if self._open is None or self._open[0] != stored.path:
-            self._open = None  # a file that is mapped takes memory
-            with open_safetensors(stored.path) as file:
-                self._open = (stored.path, file)
-        file = self._open[1]
+        file = self._file(stored)
         if stored.part is not None:
             matrix, rows = stored.part
             stack = file.get_slice(stored.name)
             part: torch.Tensor = stack[matrix, :, rows].T if stored.transposed else stack[matrix, rows]
             return require_finite(part, stored.name)
         return require_finite(file.get_tensor(stored.name), stored.name)
+
+    def _file(self, stored: Stored) -> Any:
+        """The open file that a tensor is in."""
+        if self._open is None or self._open[0] != stored.path:
+            self._open = None  # a file that is mapped takes memory
+            with open_safetensors(stored.path) as file:
+                self._open = (stored.path, file)
+        return self._open[1]
 
 
 _CHECKED = (torch.float32, torch.float16, torch.bfloat16)
