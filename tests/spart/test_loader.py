@@ -25,7 +25,9 @@ from fastdecode.spart.checkpoints.config import WrongValue
 from fastdecode.spart.checkpoints.families import FAMILIES, make_config
 from fastdecode.spart.checkpoints.tensors import require_finite
 from fastdecode.spart.decoder.block_ops import ACTIVATIONS
+from fastdecode.spart.decoder.weights import Blueprint
 from fastdecode.spart.linears.dense import PackedLinear, known_rows
+from fastdecode.spart.loader import _Wanted
 
 
 @pytest.fixture
@@ -335,6 +337,23 @@ def test_each_expert_of_a_stack_is_read_once(monkeypatch):
     load_model(make_checkpoint("gpt-oss"))
     stored = reference(make_checkpoint("gpt-oss")).named_parameters()
     assert read == sum(p.numel() for name, p in stored if ".experts." in name)
+
+
+def test_blocks_at_both_ends_have_a_down_projection_in_8_bits():
+    """Whatever blocks keep states, and whether an MTP head is behind them."""
+    raw = json.loads((make_checkpoint("qwen3.5") / "config.json").read_text())
+    types = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 6
+    config = make_config(raw | {"num_hidden_layers": 24, "layer_types": types})
+
+    class Noting(_Wanted):
+        def linear(self, names, outs, width, bias, head=False, layer=False, precise=None):
+            if precise is not None and names[0].endswith("down_proj"):
+                found.append(names[0])
+
+    for each in (config, config.with_mtp(2)):
+        found: list[str] = []
+        Blueprint(each, own_head=True).weights(Noting())
+        assert found == [f"model.layers.{i}.mlp.down_proj" for i in (0, 1, 22, 23)]
 
 
 def test_a_missing_tensor_is_named(copy):

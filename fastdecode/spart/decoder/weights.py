@@ -237,7 +237,7 @@ class Blueprint:
         c = self._config
         block = c.names.block.replace("{i}", str(index))
         has_experts = c.experts is not None and index not in c.experts.dense_layers
-        at_end = min(index, c.n_layers - 1 - index) < c.n_layers // _BLOCKS_OF_AN_END
+        at_end = min(index, c.n_blocks - 1 - index) < c.n_blocks // _BLOCKS_OF_AN_END
         if c.delta is not None and index in c.delta.blocks:
             common = self._common(reader, block, has_experts, at_end)
             return StateBlock(**common, delta=self._delta(reader, c.delta, block))
