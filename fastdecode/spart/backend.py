@@ -129,7 +129,7 @@ class Backend:
             from fastdecode.spart.loader import block_linears
 
             return block_linears(self.config)
-        from fastdecode.spart.hf.model import block_linears as hf_linears
+        from fastdecode.spart.hf.lora import block_linears as hf_linears
 
         return hf_linears(self.source.path)
 

@@ -26,7 +26,8 @@ from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.hf import indexer
 from fastdecode.spart.hf.config import HFConfig
 from fastdecode.spart.hf.decoder import HFSPart
-from fastdecode.spart.hf.model import block_linears, load_hf_model
+from fastdecode.spart.hf.lora import block_linears
+from fastdecode.spart.hf.model import load_hf_model
 from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.transports.registry import connect
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastdecode.spart.hf.linears import LinearModule, replace_linears, replaced_bytes
-from fastdecode.spart.hf.model import use_row_ops
+from fastdecode.spart.hf.row_ops import use_row_ops
 
 SIZES = {
     "hidden_size": 48,

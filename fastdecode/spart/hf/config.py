@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_INDEX_TOPK, MAX_LAYERS
 from fastdecode.spart.checkpoints.config import CheckpointError, check_layers, first_line
 from fastdecode.spart.checkpoints.config_json import DTYPES
-from fastdecode.spart.hf import adapters
+from fastdecode.spart.hf.interface import slopes_of
 from fastdecode.spart.hf.mixers import Mixer
 from fastdecode.spart.hf.mtp import with_head_layer
 from fastdecode.spart.hf.ranks import CannotShare, cut_matrices
@@ -90,7 +90,7 @@ class HFConfig(AttentionShape):
                 kv_layers=() if len({layer.kv_layer for layer in layers}) == len(layers) else kv_layers,
                 selections=_unless_plain(layer.selection for layer in layers),
                 softcaps=_unless_plain(layer.softcap for layer in layers),
-                slopes=adapters.slopes_of(config),
+                slopes=slopes_of(config),
                 heads=() if alike else tuple(heads),
             ),
             v_in_k=v_in_k,

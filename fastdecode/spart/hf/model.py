@@ -1,14 +1,9 @@
-"""A checkpoint loaded by transformers' own loader, ready to be split.
-
-Norms and MLPs that kernels/decoder can compute are replaced: only if the C function gives the results of the module's
-own code for random rows, so no table of models says which norm or activation each of them has.
-"""
+"""A checkpoint loaded by transformers' own loader, and split at its attention."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +12,18 @@ import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError, first_line
 from fastdecode.spart.checkpoints.tensors import FLOATS, require_finite, stored_tensors
-from fastdecode.spart.decoder.block_ops import VectorOps
-from fastdecode.spart.hf import adapters
-from fastdecode.spart.hf.attention import ATTENTION, register, running, split_attention
+from fastdecode.spart.hf.attention import ATTENTION, register, split_attention
 from fastdecode.spart.hf.config import HFConfig, read_configs
-from fastdecode.spart.hf.linears import LinearModule, quantise_embedding, replace_linears, replaced_bytes
+from fastdecode.spart.hf.interface import implementation, use_attention
+from fastdecode.spart.hf.linears import quantise_embedding, replace_linears, replaced_bytes
+from fastdecode.spart.hf.lora import adapt_linears, adaptable_linears
 from fastdecode.spart.hf.mixers import Mixer, install
 from fastdecode.spart.hf.mtp import MTPHead, with_head_modules
-from fastdecode.spart.hf.ranks import (
-    CannotShare,
-    StoredNames,
-    cut_head,
-    meet,
-    with_cut_matrices,
-)
+from fastdecode.spart.hf.ranks import CannotShare, StoredNames, cut_head, meet, with_cut_matrices
+from fastdecode.spart.hf.row_ops import use_row_ops
 from fastdecode.spart.linears.dense import can_pack
 from fastdecode.spart.linears.quantised import BITS
-from fastdecode.spart.lora.adapters import AdapterSet, Change
+from fastdecode.spart.lora.adapters import AdapterSet
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.ranks.reduction import Reduction
 from fastdecode.spart.ranks.share import Share
@@ -77,69 +67,33 @@ def load_hf_model(
     dtype: torch.dtype | str = "auto",
     progress: bool = False,
     weights: str = "auto",
-    lora: Sequence[Adapter] = (),
+    adapters: Sequence[Adapter] = (),
     mtp: int = 0,
     share: Share | None = None,
 ) -> HFModel:
-    """Load a checkpoint for inference. The arguments are those of spart.loader.load_model; `lora` is its `adapters`.
-    Raises CheckpointError."""
+    """Load a checkpoint for inference. The arguments are those of spart.loader.load_model. Raises CheckpointError."""
+    directory, device = Path(directory), torch.device(device)
     config, generation = read_configs(directory, mtp)
     split = HFConfig.from_configs(config, generation, mtp, 1 if share is None else share.n)
-    model_class = _model_class(config, mtp)
-    _log_little(progress)
-    _check_tensors(model_class, config, Path(directory))
-    adapter_set = AdapterSet(lora)
-    register()
-    device = torch.device(device)
     if isinstance(dtype, str):
         dtype = TORCH_DTYPES[split.dtype if dtype == "auto" else dtype]
-    if lora:
-        adapter_set.check(_linears(config, split.mixers))
-    placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
-    source: str | Path | None = directory
-    whole: Any = None
-    if share is not None:
-        whole = _without_weights(model_class, config)
-        source, model_class = None, with_cut_matrices(model_class, share.n)
-        placement["state_dict"] = StoredNames(whole, _TEXT_PART_NAMES).tensors_of_rank(Path(directory), share)
-    try:
-        module = model_class.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            attn_implementation=adapters.implementation(config, ATTENTION),
-            local_files_only=True,
-            trust_remote_code=False,
-            key_mapping=_TEXT_PART_NAMES,
-            **placement,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise CheckpointError(f"transformers cannot load {directory}: {first_line(error)}") from None
-    placement.clear()  # the model has the rank's tensors now
-    for name, parameter in module.named_parameters():
-        require_finite(parameter, name)
-    module.eval().requires_grad_(False)
-    adapters.adapt(module, split_attention)
-    install(module, split.mixers)
-    for child in module.modules():
-        if hasattr(child, "warn_if_padding_and_no_attention_mask"):  # it looks at the tokens, so the host would wait
-            child.warn_if_padding_and_no_attention_mask = _no_padding
+    model_class = _model_class(config, mtp)
+    _log_little(progress)
+    _check_tensors(model_class, config, directory)
+    adapter_set = AdapterSet(adapters)
+    if adapters:
+        adapter_set.check(adaptable_linears(config, split.mixers))
+    whole = None if share is None else _without_weights(model_class, config)
+    module = _read_weights(directory, model_class, config, device, dtype, whole, share)
+    _split(module, split.mixers)
     parameters = sum(parameter.numel() for parameter in (whole or module).parameters())
-    bits = BITS.get(weights)
-    if bits or can_pack(device, dtype):
-        with torch.inference_mode():
-            if share is not None:
-                cut_head(module, share)
-            if bits:
-                quantise_embedding(module, bits)
-            kept = [module.get_submodule(name) for mixer in split.mixers for name in mixer.own]
-            replace_linears(module, module.get_output_embeddings(), bits, kept)
-    change_bytes = _adapt_linears(module, adapter_set, device, dtype)
-    if device.type == "cpu":
-        with torch.inference_mode():
+    with torch.inference_mode():
+        _replace_matrices(module, split.mixers, BITS.get(weights), device, dtype, share)
+        change_bytes = adapt_linears(module, adapter_set, device, dtype)
+        if device.type == "cpu":
             use_row_ops(module, dtype)
-    changed = replaced_bytes(module)
     rest = sum(p.nbytes for p in module.parameters() if p.device.type != "meta")
+    weight_bytes = replaced_bytes(module) + rest + change_bytes
     if share is not None:
         meet(module, whole, share)
     return HFModel(
@@ -148,11 +102,74 @@ def load_hf_model(
         device=device,
         dtype=dtype,
         parameters=parameters,
-        weight_bytes=changed + rest + change_bytes,
+        weight_bytes=weight_bytes,
         reduction=None if share is None else share.reduction,
         adapters=adapter_set.names,
         head=MTPHead(module) if mtp else None,
     )
+
+
+def _read_weights(
+    directory: Path,
+    model_class: Any,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    whole: Any,
+    share: Share | None,
+) -> Any:
+    """The model of a directory by transformers' own loader; with `share` a rank's part of the model `whole`, which has
+    no weights. Raises CheckpointError."""
+    placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+    source: Path | None = directory
+    if share is not None:
+        source, model_class = None, with_cut_matrices(model_class, share.n)
+        placement["state_dict"] = StoredNames(whole, _TEXT_PART_NAMES).tensors_of_rank(directory, share)
+    register()
+    try:
+        module = model_class.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            attn_implementation=implementation(config, ATTENTION),
+            local_files_only=True,
+            trust_remote_code=False,
+            key_mapping=_TEXT_PART_NAMES,
+            **placement,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise CheckpointError(f"transformers cannot load {directory}: {first_line(error)}") from None
+    for name, parameter in module.named_parameters():
+        require_finite(parameter, name)
+    return module.eval().requires_grad_(False)
+
+
+def _split(module: Any, mixers: Sequence[Mixer]) -> None:
+    """Let a model's attention and its mixers be those of the step that runs."""
+    use_attention(module, split_attention)
+    install(module, tuple(mixers))
+    for child in module.modules():
+        if hasattr(child, "warn_if_padding_and_no_attention_mask"):  # it looks at the tokens, so the host would wait
+            child.warn_if_padding_and_no_attention_mask = _no_padding
+
+
+def _replace_matrices(
+    module: Any,
+    mixers: Sequence[Mixer],
+    bits: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    share: Share | None,
+) -> None:
+    """Keep a model's matrices in `bits`, None: in `dtype`, and the rank's part of its LM head, where that pays."""
+    if not bits and not can_pack(device, dtype):
+        return
+    if share is not None:
+        cut_head(module, share)
+    if bits:
+        quantise_embedding(module, bits)
+    kept = [module.get_submodule(name) for mixer in mixers for name in mixer.own]
+    replace_linears(module, module.get_output_embeddings(), bits, kept)
 
 
 def _log_little(progress: bool) -> None:
@@ -239,120 +256,3 @@ def _with_sinks(config: HFConfig, module: Any) -> HFConfig:
     """`config` with the values of the model's attention sinks, which are parameters."""
     sinks = [module.get_parameter(layer.sinks) if layer.sinks else None for layer in config.layers]
     return replace(config, options=with_sinks(config.options, sinks))
-
-
-class _AdaptedModule(torch.nn.Module):
-    """A linear of the model, with the changes of the adapters that the step's rows use."""
-
-    def __init__(self, base: torch.nn.Module, change: Change):
-        super().__init__()
-        self.base, self.change = base, change
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The base's, for code that asks a layer for its dtype or shape."""
-        return self.base.get_parameter("weight")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [1, rows, in] or [rows, in] -> the same with the linear's outputs."""
-        y: torch.Tensor = self.base(x)
-        forward = running.forward
-        if forward is not None and (rows := forward.adapters) is not None:
-            (of_rows, ins) = (y, x) if x.ndim == 2 else (y[0], x[0])
-            if len(ins) != rows.n_rows:
-                raise RuntimeError(f"a linear with adapters got {len(ins)} of the step's {rows.n_rows} rows")
-            self.change.add(of_rows, ins, rows)
-        return y
-
-
-def block_linears(directory: Path) -> dict[str, tuple[int, int]]:
-    """(out, in) of each linear of a checkpoint's model but the LM head, by its name. Raises CheckpointError."""
-    config, generation = read_configs(directory)
-    return _linears(config, HFConfig.from_configs(config, generation).mixers)
-
-
-def _linears(config: Any, mixers: Sequence[Mixer]) -> dict[str, tuple[int, int]]:
-    from transformers import AutoModelForCausalLM
-
-    factory: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        model = factory.from_config(config)
-    adapters.adapt(model, split_attention)  # the linears that it replaces cannot have adapters
-    head, shapes = model.get_output_embeddings(), {}
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{mixer.name}.") for mixer in mixers):  # it gets only some rows of a step at a time
-            continue
-        if type(module) is torch.nn.Linear and module is not head:
-            shapes[name] = (module.out_features, module.in_features)
-        elif type(module).__name__ == "Conv1D":  # GPT-2: the weight is [in, out]
-            shapes[name] = (module.nf, module.nx)
-    return shapes
-
-
-def _adapt_linears(module: Any, adapters: AdapterSet, device: torch.device, dtype: torch.dtype) -> int:
-    """Let the linears that adapters change apply these changes; returns the memory that the adapters take, in bytes."""
-    nbytes = 0
-    for name, (outs, ins) in adapters.modules.items():
-        parent, child = module.get_submodule(name.rpartition(".")[0]), module.get_submodule(name)
-        change = adapters.change([name], [outs], ins, device, dtype)
-        assert change is not None, "the name is that of a linear which an adapter changes"
-        setattr(parent, name.rpartition(".")[2], _AdaptedModule(child, change))
-        nbytes += change.nbytes
-    return nbytes
-
-
-#: Rows of the trial, and the relative difference that roundings may make; another formula makes a larger one.
-_ROWS = 3
-_ROUNDINGS = 0.02
-
-
-def use_row_ops(module: Any, dtype: torch.dtype) -> None:
-    """Let RMS norms, and MLPs with a SiLU gate, of a model on a CPU use the vector operations for `dtype`, where this
-    CPU has them."""
-    if not VectorOps.supports(dtype):
-        return
-    ops = VectorOps(dtype)
-    for child in list(module.modules()):
-        if _is_norm(child):
-            _try(child, child.weight.shape[0], dtype, _norm(ops, child))
-        elif _is_mlp(child):
-            _try(child, child.gate_proj.in_features, dtype, _mlp(ops, child))
-
-
-def _is_norm(module: torch.nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return "RMSNorm" in type(module).__name__ and isinstance(weight, torch.Tensor) and weight.ndim == 1
-
-
-def _norm(ops: VectorOps, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    eps: float = getattr(module, "variance_epsilon", None) or getattr(module, "eps", 0.0) or 0.0
-    original = type(module).forward
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is not ops.dtype or module.weight.dtype is not ops.dtype:
-            return original(module, x)  # type: ignore[no-any-return]
-        return ops.rms_norm(x.contiguous(), module.weight, eps)
-
-    return forward
-
-
-def _is_mlp(module: torch.nn.Module) -> bool:
-    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if not (isinstance(gate, LinearModule) and isinstance(up, LinearModule) and isinstance(down, torch.nn.Module)):
-        return False
-    return gate.product is up.product and "silu" in type(getattr(module, "act_fn", None)).__name__.lower()
-
-
-def _mlp(ops: VectorOps, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    product = module.gate_proj.product
-    return lambda x: module.down_proj(ops.silu_gate(product.whole(x)))
-
-
-def _try(module: Any, width: int, dtype: torch.dtype, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let a module of rows [1, n, width] compute with `forward` if both give the same."""
-    x = torch.randn(1, _ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with contextlib.suppress(TypeError, ValueError, RuntimeError, AttributeError):  # a module that wants more than rows
-        want, got = module(x), forward(x)
-        alike = isinstance(want, torch.Tensor) and want.dtype is got.dtype and want.shape == got.shape
-        if alike and (want.float() - got.float()).norm() <= _ROUNDINGS * want.float().norm():
-            module.forward = forward

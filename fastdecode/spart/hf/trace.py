@@ -19,8 +19,8 @@ import torch
 
 from fastdecode.region.contract import MAX_HEAD_SIZE
 from fastdecode.spart.checkpoints.config import CheckpointError, first_line
-from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.indexer import Index
+from fastdecode.spart.hf.interface import implementation, use_attention
 from fastdecode.spart.hf.latent import latent_heads
 from fastdecode.spart.hf.mixers import Mixer, find_mixers
 
@@ -66,9 +66,9 @@ def trace(
         raise CheckpointError(f"{_type(config)} has no language model of text alone in transformers")
     try:
         with torch.device("meta"):
-            model = factory.from_config(config, attn_implementation=adapters.implementation(config, _NAME)).eval()
+            model = factory.from_config(config, attn_implementation=implementation(config, _NAME)).eval()
         change(model)
-        adapters.adapt(model, _attention)
+        use_attention(model, _attention)
     except CheckpointError:
         raise
     except KeyError:
@@ -97,7 +97,7 @@ def trace(
         raise CheckpointError(f"{_type(config)} has no layer that attends, so there is nothing for R-nodes to keep")
     if not layers:
         raise CheckpointError(f"{_type(config)} does not go through transformers' attention functions")
-    model.set_attn_implementation(adapters.implementation(config, _STEP_NAME))
+    model.set_attn_implementation(implementation(config, _STEP_NAME))
     _pass(config, model, inputs)
     return layers, mixers
 

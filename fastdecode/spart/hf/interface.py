@@ -1,5 +1,6 @@
-"""Models of transformers whose attention does not go through its attention interface: Falcon, MPT and BLOOM.
+"""use_attention: lets the attention modules of a transformers model call an attention function of ours.
 
+Most models call the function that is registered with transformers' attention interface. Falcon, MPT and BLOOM do not.
 Their attention modules get a forward pass of ours, which computes Q, K and V with the module's own layers and calls the
 attention function as the interface would. MPT and BLOOM add ALiBi's position biases (arXiv 2108.12409) to their scores:
 `slopes_of` has the slopes.
@@ -27,7 +28,7 @@ def implementation(config: Any, name: str) -> str:
     return "eager" if config.model_type in _SLOPES else name
 
 
-def adapt(model: Any, attention: Attention) -> None:
+def use_attention(model: Any, attention: Attention) -> None:
     """Let the attention modules of a model that needs it call `attention`, absorb the matrices of latent attention, and
     replace the indexers of trained sparse attention; other models stay as they are."""
     for module in list(model.modules()):
