@@ -16,8 +16,8 @@ from fastdecode.spart.decoder.rope import RotaryEmbedding
 from fastdecode.spart.decoder.timeline import StepClock
 from fastdecode.spart.decoder.weights import Block, Layer, Model, StateBlock
 from fastdecode.spart.exchange import Exchange, RowExchange
-from fastdecode.spart.exchange.heads import multiply_heads
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
+from fastdecode.spart.prefill.heads import multiply_heads
 from fastdecode.spart.prefill.prompt import PromptChunk
 from fastdecode.spart.ranks.reduction import of_rank_0
 from fastdecode.spart.states.delta import DeltaBlock, state_tensors

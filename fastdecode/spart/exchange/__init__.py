@@ -10,7 +10,6 @@ stream_rows  the operations of such a stream, and links' regions that are mapped
 graph        CUDA streams and graphs of torch
 graph_table  GraphTable: the numbers that a captured step reads, in a fixed layout
 driver       the functions of the CUDA driver that torch lacks
-heads        views of the heads in rows of Q and of K and V
 chosen       ChosenExchange: the exchange of an S-Part; choose_exchange, and the check at start
 """
 

@@ -27,10 +27,10 @@ from fastdecode.spart.decoder.rank_steps import FollowingSPart, LeadSPart
 from fastdecode.spart.decoder.step_rows import StepRows
 from fastdecode.spart.decoder.timeline import StepClock
 from fastdecode.spart.exchange import RowExchange, StepExchange
-from fastdecode.spart.exchange.heads import heads_in, index_in, kv_heads_in
 from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.indexer import Index
 from fastdecode.spart.lora.adapters import AdapterRows
+from fastdecode.spart.prefill.heads import heads_in, index_in, kv_heads_in
 from fastdecode.spart.prefill.prompt import PromptChunk
 from fastdecode.spart.ranks.reduction import of_rank_0
 from fastdecode.spart.states.pool import StatePool, StateRows

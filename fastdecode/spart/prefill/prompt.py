@@ -14,8 +14,8 @@ from collections.abc import Hashable, Sequence
 import torch
 import torch.nn.functional as F
 
-from fastdecode.spart.exchange.heads import heads_in, index_in, kv_heads_in
 from fastdecode.spart.prefill.attention import attend, is_fused
+from fastdecode.spart.prefill.heads import heads_in, index_in, kv_heads_in
 from fastdecode.spart.prefill.prompt_attention import (
     BLOCK_TOKENS,
     Blocks,
