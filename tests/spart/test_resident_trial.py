@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "segments": {"segments": (0, 64, 64)},
     "softcaps": {"softcaps": (0.0, 5.0, 5.0)},
     "sinks": {"sinks": struct.pack(f"<{N_LAYERS * N_HEADS}f", *(0.5 * i for i in range(N_LAYERS * N_HEADS)))},
+    "slopes": {"slopes": struct.pack(f"<{N_HEADS}f", *(2.0**-i for i in range(N_HEADS)))},
     "shared": {"kv_layers": (0, 0, 2)},
 }
 

@@ -24,7 +24,7 @@ from fastdecode.spart.prefill.prompt_attention import (
     PackedAttention,
     make_prompt_attention,
 )
-from fastdecode.spart.prefill.scoring import Scoring, scoring_of
+from fastdecode.spart.prefill.scoring import Scoring, mask_of_rows, scoring_of
 from fastdecode.spart.prefill.selection import attend_selected, select_tokens
 from fastdecode.spart.shape import AttentionShape, Heads
 from fastdecode.spart.step.batch import Chunk
@@ -215,7 +215,9 @@ class PromptChunk:
         if self.prompt is not None and store == layer:
             self.prompt.stage(layer, k, v, pos)
         if self._attention is not None:
-            blocks = self._blocks(store, k, v)
+            blocks = self._blocks(store, heads)
+            if self.prompt is None:
+                self._attention.pack(blocks, k, v, 0)
             self._attention.attend(blocks, q, out, pos, self._scale, window, segment, scoring.sinks)
             return
         if isinstance(self.prompt, PlainPrompt):
@@ -233,23 +235,16 @@ class PromptChunk:
             self._selected = select_tokens(index_q, weights, keys, pos, topk) if len(keys) > topk else None
         return self._selected if config.selection_of(layer) else None
 
-    def _blocks(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Blocks:
-        """The blocks of a layer. A prompt that is not staged packs k and v in blocks that serve all layers in turn."""
+    def _blocks(self, layer: int, heads: Heads) -> Blocks:
+        """The blocks of a layer. A prompt that is not staged has the same ones in all layers with such heads."""
         if isinstance(self.prompt, PackedPrompt):
             return self.prompt.blocks(layer)
         assert self._attention is not None
-        blocks = self._unstaged_blocks(len(k), k.shape[2], v.shape[2])
-        self._attention.pack(blocks, k, v, 0)
+        blocks = self._unstaged.get(heads)
+        if blocks is None:
+            words = torch.empty(heads.n_kv, self._attention.words(heads, len(self.chunk.tokens)), dtype=torch.int32)
+            blocks = self._unstaged[heads] = Blocks(words, heads.k_size, heads.v_size)
         return blocks
-
-    def _unstaged_blocks(self, n_kv: int, k_size: int, v_size: int) -> Blocks:
-        """The blocks of all layers with such heads, for a prompt that is not staged."""
-        assert self._attention is not None
-        heads = Heads(n_kv, n_kv, k_size, v_size)
-        if heads not in self._unstaged:
-            words = torch.empty(n_kv, self._attention.words(heads, len(self.chunk.tokens)), dtype=torch.int32)
-            self._unstaged[heads] = Blocks(words, k_size, v_size)
-        return self._unstaged[heads]
 
     @staticmethod
     def native(chunks: Sequence[PromptChunk]) -> NativePrompts | None:
@@ -265,12 +260,7 @@ class PromptChunk:
         """The chunk for C."""
         layers = []
         for layer in range(self._config.n_layers):
-            heads = self._config.heads_of(layer)
-            if isinstance(self.prompt, PackedPrompt):
-                blocks = self.prompt.blocks(layer)
-            else:
-                blocks = self._unstaged_blocks(heads.n_kv, heads.k_size, heads.v_size)
-            words, head_words, *_ = blocks.native
+            words, head_words, *_ = self._blocks(layer, self._config.heads_of(layer)).native
             layers.append((words, head_words, *self._limits(layer)))
         return self.rows.start, len(self.chunk.tokens), self.chunk.pos, layers
 
@@ -341,16 +331,9 @@ class PromptChunk:
         return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
 
     def _mask(self, window: int, segment: int, q_pos: int, n: int, first: int, like: torch.Tensor) -> torch.Tensor:
-        """Additive mask [n, positions from `first`] of rows whose positions begin at `q_pos`, made once a step."""
+        """See mask_of_rows; made once a step."""
         key = (window, segment, q_pos, n)
         mask = self._masks.get(key)
         if mask is None:
-            rows = torch.arange(q_pos, q_pos + n, device=like.device)[:, None]
-            columns = torch.arange(first, q_pos + n, device=like.device)
-            hidden = columns > rows
-            if window:
-                hidden |= columns <= rows - window
-            if segment:
-                hidden |= columns // segment != rows // segment
-            mask = self._masks[key] = like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+            mask = self._masks[key] = mask_of_rows(window, segment, q_pos, n, first, like)
         return mask

@@ -1,4 +1,5 @@
-"""Changes that few models make to scores: soft-capping (Gemma 2), attention sinks (gpt-oss), ALiBi's slopes (MPT)."""
+"""The scores of a prompt's rows by torch: what a row sees, and the changes that few models make to scores: soft-capping
+(Gemma 2), attention sinks (gpt-oss), ALiBi's slopes (MPT)."""
 
 from __future__ import annotations
 
@@ -51,6 +52,20 @@ class Scoring:
 
 
 _PLAIN = Scoring()
+
+
+def mask_of_rows(window: int, segment: int, own: int, n: int, first: int, like: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores of `n` rows at positions from `own` on, [n, own + n - first] in the dtype of `like`
+    and on its device, whose keys are at positions from `first` on. A row sees the positions up to its own, at most
+    `window` of them and those of its own segment (0: no such limit)."""
+    rows = torch.arange(own, own + n, device=like.device)[:, None]
+    columns = torch.arange(first, own + n, device=like.device)
+    hidden = columns > rows
+    if window:
+        hidden |= columns <= rows - window
+    if segment:
+        hidden |= columns // segment != rows // segment
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
 @functools.lru_cache(maxsize=4096)

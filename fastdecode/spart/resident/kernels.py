@@ -55,7 +55,7 @@ class ResidentKernels:
         options, n = arena.hello.layers, len(layers)
         self._sinks = self._uploaded(options.sinks, n)
         slopes = self._uploaded(options.slopes, 1)
-        self.slopes = None if slopes is None else slopes[0]  # fp32 [query heads], of ALiBi; None: there are none
+        self._slopes = None if slopes is None else slopes[0]  # fp32 [query heads], of ALiBi; None: there are none
 
     @classmethod
     def on_gpu(cls, arena: PageArena) -> ResidentKernels:
@@ -112,7 +112,7 @@ class ResidentKernels:
                 splits,
                 lse=0 if tables.lse is None else tables.lse.data_ptr(),
                 sinks=self._sinks_of(layer),
-                slopes=0 if self.slopes is None else self.slopes.data_ptr(),
+                slopes=0 if self._slopes is None else self._slopes.data_ptr(),
             )
 
     def merge(self, layer: int, o: torch.Tensor, tables: ResidentTables) -> None:
@@ -135,10 +135,6 @@ class ResidentKernels:
 
     def _sinks_of(self, layer: int) -> int:
         return 0 if self._sinks is None else self._sinks[layer].data_ptr()
-
-    def sinks(self, layer: int) -> torch.Tensor | None:
-        """The sinks of a layer, fp32 [query heads]; None: it has none."""
-        return None if self._sinks is None else self._sinks[layer]
 
     def _uploaded(self, values: bytes, rows: int) -> torch.Tensor | None:
         """fp32 numbers [rows, ...] on the device; None for none."""

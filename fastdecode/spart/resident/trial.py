@@ -10,11 +10,13 @@ import torch
 from fastdecode.kernels.gpu.cupy_kernels import KernelError
 from fastdecode.kernels.gpu.page_kernels import PagedLayer
 from fastdecode.region.contract import PAGE_TOKENS, ROW_DTYPE
+from fastdecode.spart.prefill.scoring import mask_of_rows, scoring_of
 from fastdecode.spart.resident.kernels import ResidentTables
 from fastdecode.spart.resident.layers import attention_layers
 from fastdecode.spart.resident.link import ResidentLink
 from fastdecode.spart.resident.rows import ResidentRows
 from fastdecode.spart.served import TORCH_DTYPES
+from fastdecode.spart.shape import Heads
 
 _ROWS = PAGE_TOKENS + PAGE_TOKENS // 4  # more than a page
 #: The most blocks of one sequence that a measurement of their reading takes, its repetitions, and the bytes from which
@@ -103,21 +105,8 @@ def _attention(
     link: ResidentLink, i: int, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     """O [heads, rows, size] of a sequence's rows q, k and v, fp32 [heads, rows, size]."""
-    scores = q @ k.repeat_interleave(layer.group, 0).mT * layer.softmax_scale
-    if layer.softcap:
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    at = torch.arange(q.shape[1], device=q.device)
-    distance = at[:, None] - at
-    sinks, slopes = link.kernels.sinks(i), link.kernels.slopes
-    if slopes is not None:
-        scores -= slopes[:, None, None] * distance
-    hidden = distance < 0
-    if layer.window:
-        hidden |= distance >= layer.window
-    if layer.segment:
-        hidden |= at[:, None] // layer.segment != at // layer.segment
-    scores.masked_fill_(hidden, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, q.shape[1], 1)], 2)
-    weights = scores.softmax(2)[..., : q.shape[1]]
-    return weights @ v.repeat_interleave(layer.group, 0)
+    options, n_layers = link.arena.hello.layers, len(link.arena.hello.windows)
+    heads = Heads(layer.n_q_heads, layer.n_kv_heads, layer.head_size, layer.head_size)
+    scoring = scoring_of(options, i, n_layers, heads, q.device)
+    mask = mask_of_rows(layer.window, layer.segment, 0, q.shape[1], 0, q)
+    return scoring.attend(q.unflatten(0, (-1, layer.group)), k, v, mask, 0, 0, layer.softmax_scale).flatten(0, 1)
