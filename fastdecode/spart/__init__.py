@@ -1,6 +1,7 @@
 """The S-Part: everything in the model that has weights, under torch. It knows a link, but not which transport.
 
     checkpoints/  what a model's files hold: its configuration and its tensors
+    parameters/   the parameters of a model, made of these tensors
     linears/      products with weights in 32, 16, 8 or 4 bits
     int4/         how weights and K lose less when they become integers
     lora/         adapters that change the linears for some rows

@@ -1,14 +1,12 @@
 """load_model: reads a checkpoint into parameters on the device.
 
 The names and shapes of all tensors are compared with the parameters that the model needs before any weight is read, so
-a checkpoint that does not fit is refused at once, and the message names the tensor. Then each parameter is made from
-its tensors in the mapped files, converted, quantised or packed on the way, so memory never holds more than one linear,
-or one block that is calibrated, besides the parameters.
+a checkpoint that does not fit is refused at once, and the message names the tensor. Then parameters/ makes each
+parameter of its tensors.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 from collections.abc import Sequence
@@ -26,16 +24,11 @@ from fastdecode.spart.checkpoints.gguf import GGUFCheckpoint
 from fastdecode.spart.checkpoints.mxfp4 import MXFP4Checkpoint
 from fastdecode.spart.checkpoints.quantised_files import QuantisedCheckpoint
 from fastdecode.spart.checkpoints.tensors import Checkpoint, SafetensorsCheckpoint
-from fastdecode.spart.decoder.weights import Blueprint, Layer, Model, Weights
-from fastdecode.spart.int4.calibration import MOST_INPUTS, CalibratedLinear, Calibration
-from fastdecode.spart.int4.gptq import quantise_head
-from fastdecode.spart.linears.base import Embedding, Linear
-from fastdecode.spart.linears.dense import DenseEmbedding, DenseLinear, make_dense, make_embedding
-from fastdecode.spart.linears.experts import ExpertLinears
-from fastdecode.spart.linears.quantised import BITS, Quantised, activation_bits, quantise
-from fastdecode.spart.linears.stack import make_experts, make_linear, quantised_embedding, tied_quantised
-from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet, check_adapted
+from fastdecode.spart.decoder.weights import Blueprint, Model, Weights
+from fastdecode.spart.lora.adapters import AdapterSet, check_adapted
 from fastdecode.spart.lora.files import Adapter
+from fastdecode.spart.parameters.calibrated import CalibratedParameters
+from fastdecode.spart.parameters.reader import Parameters
 from fastdecode.spart.ranks.cut import cut_config
 from fastdecode.spart.ranks.share import CutAdapter, CutCheckpoint, Share
 from fastdecode.spart.ranks.vocabulary import SharedEmbedding, SharedHead
@@ -89,11 +82,11 @@ def load_model(
         checkpoint, adapter_set = cut, AdapterSet([CutAdapter.of(adapter, cut) for adapter in adapters])
     units: dict[str, Any] = {"unit": "", "unit_scale": True}
     with torch.inference_mode(), tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar:
-        known = [token for token in calibration or () if token < config.vocab_size]
-        tokens = None if weights != "int4" or config.names.sinks or config.delta else known or None
-        loading = _Loading(checkpoint, config, device, dtype, weights, adapter_set, bar, tokens)
-        loaded = blueprint.weights(loading)
-        loading.settle_head(loaded)
+        made = checkpoint, device, dtype, weights, adapter_set, bar
+        calibrated = weights == "int4" and not (config.names.sinks or config.delta)
+        known = [token for token in calibration or () if token < config.vocab_size] if calibrated else []
+        reader = CalibratedParameters(config, known, *made) if known else Parameters(*made)
+        loaded = blueprint.weights(reader)
         if share is not None:
             loaded.embedding = SharedEmbedding(loaded.embedding, config.vocab_size, share)
             loaded.head = SharedHead(loaded.head, config.vocab_size, share)
@@ -238,179 +231,6 @@ class _Wanted:
     def tied(self, name: str, rows: int, width: int) -> Any:
         self.shapes[f"{name}.weight"] = (rows, width)
         return None, None
-
-
-class _Loading:
-    """The ParameterReader that makes parameters from a checkpoint."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        config: ModelConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        weights: str,
-        adapters: AdapterSet,
-        progress: Any,
-        calibration: Sequence[int] | None,
-    ):
-        """`weights` and `calibration` as in load_model."""
-        self._checkpoint, self._config, self._device, self._dtype = checkpoint, config, device, dtype
-        self._tokens = calibration
-        self._calibration: Calibration | None = None
-        self._float_head: torch.Tensor | None = None  # a head that is rounded after the blocks
-        self._head_tied = False
-        self._bits, self._as_stored = BITS.get(weights), weights == "auto"
-        self._activation_bits = activation_bits(device)
-        self._adapters, self._progress = adapters, progress
-
-    def _matrix(self, name: str) -> torch.Tensor | Quantised:
-        return self._in_form(self._checkpoint.matrix(f"{name}.weight"))
-
-    def _in_form(self, matrix: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
-        return matrix.dequantise() if isinstance(matrix, Quantised) and not self._as_stored else matrix
-
-    def tensor(self, name: str, *shape: int, offset: float = 0.0, single: bool = False) -> torch.Tensor:
-        self._progress.update(math.prod(shape))
-        dtype = torch.float32 if single else self._dtype
-        stored = self._checkpoint.tensor(name)
-        if offset:
-            return (stored.float() + offset).to(self._device, dtype)
-        # A copy, because the checkpoint's tensor may be a view of the file.
-        return stored.to(self._device, dtype, copy=True)
-
-    def linear(
-        self,
-        names: Sequence[str],
-        outs: Sequence[int],
-        width: int,
-        bias: bool,
-        head: bool = False,
-        layer: bool = False,
-        precise: int | None = None,
-    ) -> Linear:
-        matrices = [self._matrix(name) for name in names]
-        vector = (
-            torch.cat([self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)])
-            if bias
-            else None
-        )
-        linear = self._linear(matrices, vector, width, head, layer, precise)
-        self._progress.update(sum(outs) * width)
-        _return_free_memory()
-        change = self._adapters.change(names, outs, width, self._device, self._dtype)
-        return linear if change is None else AdaptedLinear(linear, change)
-
-    def _linear(
-        self,
-        matrices: Sequence[torch.Tensor | Quantised],
-        bias: torch.Tensor | None,
-        width: int,
-        head: bool,
-        layer: bool,
-        precise: int | None,
-    ) -> Linear:
-        floats = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
-        if not self._bits or len(floats) < len(matrices):
-            return make_linear(matrices, bias, self._device, self._dtype, self._bits)
-        if head and self._tokens is not None:
-            self._float_head = floats[0].to(self._device, self._dtype)
-            return DenseLinear(self._float_head)
-        if head:
-            matrices = quantise_head(floats[0], self._bits, activation_bits=self._activation_bits)
-            return make_linear(matrices, bias, self._device, self._dtype)
-        bits = [8 if i == precise else self._bits for i in range(len(floats))]
-        if layer and self._tokens is not None and width <= MOST_INPUTS:
-            return CalibratedLinear(floats, bits, bias, self._device, self._dtype)
-        rounded = [quantise(matrix, n, self._activation_bits) for matrix, n in zip(floats, bits, strict=True)]
-        return make_linear(rounded, bias, self._device, self._dtype)
-
-    def block_read(self, weights: Weights, index: int) -> None:
-        if self._tokens is None:
-            return
-        if self._calibration is None:
-            model = Model(
-                config=self._config,
-                weights=weights,
-                device=self._device,
-                dtype=self._dtype,
-                parameters=0,
-                weight_bytes=0,
-            )
-            self._calibration = Calibration(model, self._tokens)
-        block = weights.blocks[index]
-        assert isinstance(block, Layer), "a model whose blocks keep states is not calibrated"
-        self._calibration.pass_block(index, block)
-        log.info("rounded block %d of %d to int4 by the inputs of a text", index + 1, self._config.n_blocks)
-        _return_free_memory()
-
-    def settle_head(self, weights: Weights) -> None:
-        """Round an LM head that has waited for the blocks, for the inputs that they give it."""
-        if self._calibration is None or self._float_head is None:
-            return
-        moments = self._calibration.head_moments()
-        matrices = quantise_head(self._float_head, 4, moments, self._activation_bits)
-        if self._head_tied:
-            weights.embedding, weights.head = tied_quantised(matrices, self._device, self._dtype)
-        else:
-            weights.head = make_linear(matrices, None, self._device, self._dtype)
-        self._float_head = self._calibration = None
-
-    def experts(self, names: Sequence[str], outs: Sequence[int], width: int, n: int, bias: bool) -> ExpertLinears:
-        biases = self.tensor(f"{names[0]}_bias", n, sum(outs)) if bias else None
-        if biases is not None and len(outs) > 1:
-            biases = biases[:, _in_turn(sum(outs)).to(self._device)]
-        linears = []
-        for e in range(n):
-            if "{e}" in names[0]:
-                matrices = [self._matrix(name.replace("{e}", str(e))) for name in names]
-            else:
-                matrix = self._in_form(self._checkpoint.expert(names[0], e))
-                if len(outs) > 1:  # columns of gate and up alternate in the checkpoint
-                    order = _in_turn(sum(outs))
-                    matrix = matrix.select_rows(order) if isinstance(matrix, Quantised) else matrix[order]
-                matrices = [matrix]
-            linears.append((matrices, None if biases is None else biases[e]))
-        experts = make_experts(linears, self._device, self._dtype, self._bits)
-        self._progress.update(n * sum(outs) * width)
-        _return_free_memory()
-        return experts
-
-    def embedding(self, name: str, rows: int, width: int) -> Embedding:
-        matrix = self._matrix(name)
-        self._progress.update(rows * width)
-        if self._bits and isinstance(matrix, torch.Tensor):
-            matrix = quantise(matrix, self._bits, self._activation_bits)
-        if isinstance(matrix, Quantised):
-            return quantised_embedding([matrix], self._device, self._dtype)
-        return make_embedding(matrix.to(self._device, self._dtype, copy=True))
-
-    def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
-        matrix = self._matrix(name)
-        self._progress.update(rows * width)
-        if isinstance(matrix, torch.Tensor) and self._tokens is not None:
-            self._float_head, self._head_tied = matrix.to(self._device, self._dtype), True
-            return DenseEmbedding(self._float_head, self._dtype), DenseLinear(self._float_head)
-        if isinstance(matrix, Quantised):
-            return tied_quantised([matrix], self._device, self._dtype)
-        if self._bits:
-            matrices = quantise_head(matrix, self._bits, activation_bits=self._activation_bits)
-            return tied_quantised(matrices, self._device, self._dtype)
-        weight = matrix.to(self._device, self._dtype, copy=True)
-        return make_embedding(weight), make_dense(weight)
-
-
-def _in_turn(n: int) -> torch.Tensor:
-    """The even numbers below n, then the odd ones."""
-    return torch.cat([torch.arange(0, n, 2), torch.arange(1, n, 2)])
-
-
-def _return_free_memory() -> None:
-    """Give the heap's free pages back to the OS. Otherwise the memory that was needed to make a linear stays in
-    holes of the heap between the linears, as much as a third of the model."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-    if trim is not None:
-        trim(0)
 
 
 def _weight_bytes(weights: Weights) -> int:
