@@ -33,7 +33,7 @@ from fastdecode.daemon.options import WEIGHTS
 from fastdecode.daemon.split import Split
 from fastdecode.spart import SPart, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
-from fastdecode.spart.linears.memory import small_pages
+from fastdecode.spart.linears.huge_pages import small_pages
 from fastdecode.spart.lora.files import Adapter, read_adapter
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.spart.threads import set_threads

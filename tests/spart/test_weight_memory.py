@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastdecode.spart.linears import memory
+from fastdecode.spart.linears import huge_pages
 from fastdecode.spart.linears.dense16 import Linear16, keeps16
 from fastdecode.spart.linears.grouped import GroupedLinear
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, quantise
@@ -22,7 +22,7 @@ HUGE = 2 << 20
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """No memory is left from other tests."""
-    monkeypatch.setattr(memory, "_shared", None)
+    monkeypatch.setattr(huge_pages, "_shared", None)
 
 
 def mapping(address: int) -> dict[str, int]:
@@ -45,7 +45,7 @@ def resident() -> int:
 
 
 @pytest.fixture
-def huge_pages() -> None:
+def has_huge_pages() -> None:
     """Skips the test if the OS has no huge pages to give."""
     size = 16 << 20
     with mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as plain:
@@ -59,25 +59,25 @@ def huge_pages() -> None:
         pytest.skip("the OS has no huge pages")
 
 
-@pytest.mark.usefixtures("huge_pages")
+@pytest.mark.usefixtures("has_huge_pages")
 def test_a_large_matrix_lies_in_huge_pages():
-    weight = memory.in_huge_pages(torch.ones(16 << 20, dtype=torch.uint8))
+    weight = huge_pages.in_huge_pages(torch.ones(16 << 20, dtype=torch.uint8))
     assert weight.data_ptr() % HUGE == 0
     assert mapping(weight.data_ptr())["AnonHugePages"] >= 8 << 20  # or less than all if memory is in pieces
 
 
-@pytest.mark.usefixtures("huge_pages")
+@pytest.mark.usefixtures("has_huge_pages")
 def test_small_pages_are_for_comparison():
-    with memory.small_pages():
-        small = memory.in_huge_pages(torch.ones(16 << 20, dtype=torch.uint8))
-    huge = memory.in_huge_pages(torch.ones(16 << 20, dtype=torch.uint8))
+    with huge_pages.small_pages():
+        small = huge_pages.in_huge_pages(torch.ones(16 << 20, dtype=torch.uint8))
+    huge = huge_pages.in_huge_pages(torch.ones(16 << 20, dtype=torch.uint8))
     assert mapping(small.data_ptr())["AnonHugePages"] == 0
     assert mapping(huge.data_ptr())["AnonHugePages"] > 0
 
 
 def test_small_matrices_share_memory_and_do_not_overlap():
     sizes = [1, 63, 64, 65, 4097, 1 << 20]
-    parts = [memory.empty(n) for n in sizes]
+    parts = [huge_pages.empty(n) for n in sizes]
     for i, part in enumerate(parts):
         part[:] = i
     assert [set(part.tolist()) for part in parts] == [{i} for i in range(len(sizes))]
@@ -87,43 +87,43 @@ def test_small_matrices_share_memory_and_do_not_overlap():
 
 
 def test_matrices_that_do_not_fit_get_memory_of_their_own():
-    small = memory.empty(1000)
-    large = memory.empty(memory._PIECE + 1)
-    assert large.nbytes == memory._PIECE + 1
+    small = huge_pages.empty(1000)
+    large = huge_pages.empty(huge_pages._PIECE + 1)
+    assert large.nbytes == huge_pages._PIECE + 1
     large[-1] = 1
-    assert memory.empty(1000).ctypes.data - small.ctypes.data == 1024  # the shared memory is still in use
-    many = [memory.empty(memory._PIECE // 4) for _ in range(9)]
+    assert huge_pages.empty(1000).ctypes.data - small.ctypes.data == 1024  # the shared memory is still in use
+    many = [huge_pages.empty(huge_pages._PIECE // 4) for _ in range(9)]
     assert len({part.ctypes.data for part in many}) == 9
 
 
 def test_memory_is_freed_with_its_last_matrix():
     before = resident()
-    weight = memory.empty(memory._PIECE)
+    weight = huge_pages.empty(huge_pages._PIECE)
     weight[:] = 1
-    assert resident() > before + memory._PIECE // 2
+    assert resident() > before + huge_pages._PIECE // 2
     del weight
     gc.collect()
-    assert resident() < before + memory._PIECE // 2
-    kept = memory.empty(10)
+    assert resident() < before + huge_pages._PIECE // 2
+    kept = huge_pages.empty(10)
     kept[:] = 7
-    memory._shared = None
+    huge_pages._shared = None
     gc.collect()
     assert kept.tolist() == [7] * 10
 
 
 def test_a_copy_has_the_dtype_the_shape_and_the_numbers():
     for weight in (torch.randn(3, 5), torch.randn(2, 3, 4).half(), torch.arange(6, dtype=torch.int16), torch.ones(0)):
-        copy = memory.in_huge_pages(weight)
+        copy = huge_pages.in_huge_pages(weight)
         assert copy.dtype is weight.dtype and torch.equal(copy, weight)
 
 
-@pytest.mark.usefixtures("huge_pages")
+@pytest.mark.usefixtures("has_huge_pages")
 @pytest.mark.skipif(not keeps16(torch.device("cpu")), reason="the ISA has no products with 16-bit weights")
 def test_the_weights_of_linears_lie_in_huge_pages():
     weight = torch.randn(4096, 1024)
-    before = memory._shared
+    before = huge_pages._shared
     linears = [Linear16(weight.half()), GroupedLinear(quantise(weight, 8, ACTIVATION_BITS), None)]
-    shared = memory._shared
+    shared = huge_pages._shared
     assert before is None and shared is not None
     address = shared._free.ctypes.data - 1
     assert mapping(address)["AnonHugePages"] >= 4 << 20
@@ -134,10 +134,10 @@ def test_the_weights_of_linears_lie_in_huge_pages():
 
 
 def test_a_kernel_without_huge_pages_has_the_same_numbers(monkeypatch):
-    class Refusing(memory.mmap.mmap):
+    class Refusing(huge_pages.mmap.mmap):
         def madvise(self, *_):
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(memory.mmap, "mmap", Refusing)
+    monkeypatch.setattr(huge_pages.mmap, "mmap", Refusing)
     weight = torch.randn(100)
-    assert torch.equal(memory.in_huge_pages(weight), weight)
+    assert torch.equal(huge_pages.in_huge_pages(weight), weight)

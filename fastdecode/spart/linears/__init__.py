@@ -11,7 +11,7 @@ gpu          GPULinear, GPUExperts: products with matrices in few bits on a GPU
 gpu_kernels  the library that multiplies them there
 packed       the form of a Quantised on a GPU
 stack        make_linear: one Linear of several matrices that multiply the same rows
-memory       huge pages for the weights of a CPU
+huge_pages   memory in huge pages for the weights and states of a CPU
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 
 from fastdecode.kernels import _native
 from fastdecode.spart.linears.base import Linear
-from fastdecode.spart.linears.memory import empty
+from fastdecode.spart.linears.huge_pages import empty
 from fastdecode.spart.served import act_code
 from fastdecode.spart.threads import pool_threads
 

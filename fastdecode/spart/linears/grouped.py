@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from fastdecode.kernels._native import QuantisedLinear
 from fastdecode.spart.linears.base import Embedding, Linear
-from fastdecode.spart.linears.memory import in_huge_pages
+from fastdecode.spart.linears.huge_pages import in_huge_pages
 from fastdecode.spart.linears.quantised import Quantised
 from fastdecode.spart.threads import pool_threads
 

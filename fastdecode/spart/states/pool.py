@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fastdecode.spart.linears.memory import empty
+from fastdecode.spart.linears.huge_pages import empty
 from fastdecode.spart.step.batch import Chunk
 from fastdecode.spart.step.step_table import StepTable
 

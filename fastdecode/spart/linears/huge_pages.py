@@ -1,4 +1,4 @@
-"""The memory of a CPU's weights: huge pages, where the operating system has them.
+"""Memory of a CPU for weights and states: huge pages, where the operating system has them.
 
 A step of few rows reads every weight once, so memory limits it. A processor fetches ahead within a page only, and the
 entries of its TLB cover more memory if pages are huge.
