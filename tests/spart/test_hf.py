@@ -6,6 +6,7 @@ The table of types in docs/models.md is written by FASTDECODE_WRITE_DOCS=1 pytes
 from __future__ import annotations
 
 import asyncio
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from models.checkpoints import several_modes
 from models.hf_models import SHARED, TYPES, VOCAB_SIZE, make_config, save_model
-from models.spart_steps import GREEDY, interleaved
+from models.spart_steps import GREEDY, interleaved, linked, run
 from safetensors.torch import load_file, save_file
 from sources.doc_tables import check_table
 
@@ -24,6 +25,7 @@ from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.hf import indexer
+from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.config import HFConfig
 from fastdecode.spart.hf.decoder import HFSPart
 from fastdecode.spart.hf.lora import block_linears
@@ -147,6 +149,23 @@ def _head(model: Any) -> int:
 async def test_tokens_equal_transformers(model_type: str, checkpoints: Path, tmp_path: Path) -> None:
     directory = save_model(model_type, checkpoints)
     assert await ours(directory, "shm", tmp_path) == expected(directory)
+
+
+async def test_a_step_that_has_ended_is_not_held(checkpoints: Path, tmp_path: Path) -> None:
+    """Its logits take memory, and its rows keep the regions of links mapped."""
+    model = load_hf_model(save_model("gpt2", checkpoints), dtype="fp32")
+    async with linked(model, tmp_path, n_slots=2) as links:
+        spart = HFSPart(model, links)
+        for sequence, close in enumerate((False, True)):
+            step = spart.step(StepBatch(0, [Chunk(0, sequence, 1, 0, [5, 6, 7], False, GREEDY)]))
+            next(step)
+            forward = weakref.ref(running.forward)
+            if close:
+                step.close()
+            else:
+                run(step)
+            del step
+            assert forward() is None
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt2", "mixtral", "deepseek_v3", "glm_moe_dsa"])

@@ -155,6 +155,8 @@ class _Forward:
                 with contextlib.suppress(ValueError):
                     paused.parent = _current()
                     paused.throw()
+            if running.forward is self:
+                running.forward = None  # so that the thread does not hold the step's tensors until its next step
 
     def run(self) -> torch.Tensor:
         """Run the model; returns logits [drawn + scored rows, vocab_size] fp32."""
