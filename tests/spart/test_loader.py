@@ -448,6 +448,15 @@ def test_a_shard_the_index_names_is_missing(copy):
         load_model(directory)
 
 
+def test_a_directory_in_place_of_a_shard_is_named(copy):
+    directory = copy("llama-gqa")
+    victim = sorted(directory.glob("model-*.safetensors"))[1]
+    victim.unlink()
+    victim.mkdir()
+    with pytest.raises(CheckpointError, match=f"{victim.name} cannot be read"):
+        load_model(directory)
+
+
 def test_an_index_that_points_outside_is_refused(copy):
     directory = copy("llama-gqa")
     index = directory / "model.safetensors.index.json"

@@ -149,6 +149,8 @@ def open_safetensors(path: Path, framework: str = "pt") -> Iterator[Any]:
         yield safe_open(path, framework=framework)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing, though the checkpoint's index names it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
     except SafetensorError as error:
         raise CheckpointError(pointer_fault(path) or f"{path} is not a sound safetensors file: {error}") from None
 
