@@ -151,6 +151,13 @@ async def test_tokens_equal_transformers(model_type: str, checkpoints: Path, tmp
     assert await ours(directory, "shm", tmp_path) == expected(directory)
 
 
+@pytest.mark.parametrize("variant", ["bamba/one group", "granitemoehybrid/one group"])
+async def test_norms_with_gates_that_have_one_group(variant: str, checkpoints: Path, tmp_path: Path) -> None:
+    """As published checkpoints have them. Without a gate such a norm gives what kernels/decoder gives."""
+    directory = save_model(variant, checkpoints)
+    assert await ours(directory, "shm", tmp_path) == expected(directory)
+
+
 async def test_a_step_that_has_ended_is_not_held(checkpoints: Path, tmp_path: Path) -> None:
     """Its logits take memory, and its rows keep the regions of links mapped."""
     model = load_hf_model(save_model("gpt2", checkpoints), dtype="fp32")

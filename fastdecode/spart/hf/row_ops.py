@@ -7,6 +7,7 @@ models says which norm or activation each of them has.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ def use_row_ops(module: Any, dtype: torch.dtype) -> None:
         return
     ops = VectorOps(dtype)
     for child in list(module.modules()):
+        if len(inspect.signature(child.forward).parameters) > 1:  # such as a norm that multiplies its rows by a gate
+            continue
         if _is_norm(child):
             _try(child, child.weight.shape[0], dtype, _norm(ops, child))
         elif _is_mlp(child):

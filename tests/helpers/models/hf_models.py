@@ -321,6 +321,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v32/a page": {**TYPES["deepseek_v32"], "index_topk": 128},
     "glm_moe_dsa/a page": {**TYPES["glm_moe_dsa"], "index_topk": 128},
     "mpt/six heads": {"n_heads": 6, "d_model": 96, "hidden_size": None},
+    "bamba/one group": {**TYPES["bamba"], "mamba_n_groups": 1},
+    "granitemoehybrid/one group": {**TYPES["granitemoehybrid"], "mamba_n_groups": 1},
 }
 
 
