@@ -8,6 +8,7 @@ quantisation     parse_quantisation: quantization_config of a config.json
 tensors          the tensors of a model's files
 quantised_files  compressed-tensors, GPTQ, AWQ and FP8 checkpoints
 mxfp4            matrices in MXFP4, and gpt-oss's checkpoints of them
-gguf             the configuration and tensors of GGUF files
+gguf_config      gguf_config: the metadata of a GGUF file as a ModelConfig
+gguf             the tensors of GGUF files
 gguf_layouts     how llama.cpp names and lays out tensors in GGUF files
 """

@@ -25,7 +25,7 @@ def read_config(model: str | Path | ModelSource) -> ModelConfig:
     """
     source = open_source(model)
     if source.gguf is not None:
-        from fastdecode.spart.checkpoints.gguf import gguf_config  # imports torch
+        from fastdecode.spart.checkpoints.gguf_config import gguf_config  # imports torch
 
         return gguf_config(source.gguf)
     raw = read_json(source.path / "config.json")
