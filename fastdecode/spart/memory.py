@@ -6,7 +6,7 @@ import torch
 
 from fastdecode.spart.exchange.graph_table import GraphTable
 from fastdecode.spart.prefill.prompt import BLOCK_ROWS
-from fastdecode.spart.sampler.sampling_kinds import rows_of_block
+from fastdecode.spart.sampler.results import rows_of_block
 from fastdecode.spart.served import ServedModel
 
 #: fp32 copies of a block's logits that sampling has at most at once: masks, penalties, filters, weights.

@@ -326,7 +326,7 @@ def test_rows_of_several_blocks_are_each_drawn_by_their_own_parameters(monkeypat
         logprobs = i % 3 if i % 4 else None
         specs.append(SampleSpec(temperature, kind.top_k, kind.top_p, kind.min_p, i, i, logprobs, rules))
     whole = sample_on_device(logits, specs)
-    monkeypatch.setattr("fastdecode.spart.sampler.sampling_kinds.BLOCK_BYTES", 7 * 300 * 4)
+    monkeypatch.setattr("fastdecode.spart.sampler.results.BLOCK_BYTES", 7 * 300 * 4)
     blocks = sample_on_device(logits, specs)
     assert [(s.token, [t for t, _ in s.top]) for s in blocks] == [(s.token, [t for t, _ in s.top]) for s in whole]
     for one, other, spec in zip(whole, blocks, specs, strict=True):
@@ -448,7 +448,7 @@ KINDS = [
 @pytest.mark.parametrize("block_rows", [3, 64])
 def test_a_captured_step_draws_the_tokens_of_any_other(logits, specs, block_rows, monkeypatch, sample):
     """And its arrays have the same names and sizes as those of any other step of its kind, whatever these draw."""
-    monkeypatch.setattr("fastdecode.spart.sampler.sampling_kinds.BLOCK_BYTES", block_rows * VOCAB * 4)
+    monkeypatch.setattr("fastdecode.spart.sampler.results.BLOCK_BYTES", block_rows * VOCAB * 4)
     logits = logits.repeat(2, 1)[:12]
     kind = kind_of(specs, VOCAB)
     assert isinstance(kind, Kind)

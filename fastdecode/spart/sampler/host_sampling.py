@@ -17,7 +17,7 @@ import torch
 
 from fastdecode.kernels import _native
 from fastdecode.spart.sampler.draws import SPAN, span_count, stream_keys
-from fastdecode.spart.sampler.sampling_kinds import MIN_TEMPERATURE, why_none
+from fastdecode.spart.sampler.results import MIN_TEMPERATURE, add_logprobs, sampled_rows
 from fastdecode.spart.served import act_code
 from fastdecode.spart.step.batch import Sampled, SampleSpec
 from fastdecode.spart.step.masks import mask_words
@@ -40,7 +40,7 @@ _ROW = np.dtype(
         ("seen_stop", np.uint32),
     ]
 )
-_FINITE, _NOTHING = 1, 2  # FD_ROW_FINITE, FD_ROW_NOTHING
+_NOTHING = 2  # FD_ROW_NOTHING; FD_ROW_FINITE is FINITE
 _NO_MASK = -1
 _DTYPES = {dtype: act_code(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
@@ -83,10 +83,7 @@ class HostSampler:
         A row with a logit that is NaN or +inf, or whose mask allows no token, gets an error and no token.
         """
         tokens, flags, _ = self.run(logits)
-        sampled = [
-            Sampled(token) if flag & _FINITE else Sampled(-1, error=why_none(spec, bool(flag & _NOTHING)))
-            for spec, token, flag in zip(self._specs, tokens.tolist(), flags.tolist(), strict=True)
-        ]
+        sampled = sampled_rows(self._specs, tokens.tolist(), flags.tolist(), _NOTHING)
         if self._asked:
             self._add_logprobs(logits, sampled)
         return sampled
@@ -134,8 +131,4 @@ class HostSampler:
         scale = raw.logsumexp(dim=1, keepdim=True)
         own = (raw.gather(1, torch.tensor([[sampled[i].token] for i in rows])) - scale)[:, 0].tolist()
         top = raw.topk(most, dim=1)
-        ids, values = top.indices.tolist(), (top.values - scale).tolist()
-        for row, i in enumerate(rows):
-            wanted = self._specs[i].logprobs
-            sampled[i].logprob = own[row]
-            sampled[i].top = list(zip(ids[row][:wanted], values[row][:wanted], strict=True))
+        add_logprobs(sampled, self._specs, rows, own, (top.indices.tolist(), (top.values - scale).tolist()))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from fastdecode.spart.sampler.sampling_kinds import rows_of_block
+from fastdecode.spart.sampler.results import rows_of_block
 from fastdecode.spart.step.batch import Chunk, TokenScore
 from fastdecode.spart.step.step_table import StepTable, download
 

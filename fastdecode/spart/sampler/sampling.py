@@ -27,13 +27,14 @@ import numpy.typing as npt
 import torch
 
 from fastdecode.spart.sampler.draws import SPAN, draw, span_count, stream_keys
-from fastdecode.spart.sampler.sampling_kinds import GREEDY, MIN_TEMPERATURE, TOP_P_PREFIX, Kind, rows_of_block, why_none
+from fastdecode.spart.sampler.results import FINITE, MIN_TEMPERATURE, add_logprobs, rows_of_block, sampled_rows
+from fastdecode.spart.sampler.sampling_kinds import GREEDY, TOP_P_PREFIX, Kind
 from fastdecode.spart.step.batch import Sampled, SampleSpec
 from fastdecode.spart.step.masks import TokenMask, forbidden, mask_bits
 from fastdecode.spart.step.penalties import flat_rules
 from fastdecode.spart.step.step_table import StepTable, download
 
-_FINITE, _REACHED, _EMPTY = 1, 2, 4  # flags of a row; _EMPTY: all of its logits are -inf
+_REACHED, _EMPTY = 2, 4  # flags of a row beside FINITE; _EMPTY: all of its logits are -inf
 _Uploaded = dict[str, torch.Tensor]
 
 
@@ -208,7 +209,7 @@ class _Block:
         raw = logits[self._rows]
         ruled = self._apply_masks(raw, uploaded) if self._masked else raw
         best, tokens = ruled.max(dim=1)  # the maximum of a row with a NaN is NaN
-        flags = best.isfinite().to(torch.int32) * _FINITE
+        flags = best.isfinite().to(torch.int32) * FINITE
         if self._masked:
             flags += best.isneginf().to(torch.int32) * _EMPTY
         if self._has_rules:
@@ -316,21 +317,14 @@ class _Block:
         """The results of `run`: one Sampled for each row, and the rows that must be drawn with a longer prefix."""
         n = len(self._specs)
         tokens, flags = values.take(n).tolist(), values.take(n).tolist()
-        sampled = [
-            Sampled(token) if flag & _FINITE else Sampled(-1, error=why_none(spec, bool(flag & _EMPTY)))
-            for spec, token, flag in zip(self._specs, tokens, flags, strict=True)
-        ]
+        sampled = sampled_rows(self._specs, tokens, flags, _EMPTY)
         if self._asked:
             own = values.take(len(self._asked)).view(np.float32).tolist()
             shape = (len(self._asked), self._most)
             logprobs = values.take(shape[0] * shape[1]).view(np.float32).reshape(shape).tolist()
             ids = values.take(shape[0] * shape[1]).reshape(shape).tolist()
-            for row, i in enumerate(self._asked):
-                if sampled[i].error is None:
-                    wanted = self._specs[i].logprobs
-                    sampled[i].logprob = own[row]
-                    sampled[i].top = list(zip(ids[row][:wanted], logprobs[row][:wanted], strict=True))
-        short = [i for i in self._drawn if flags[i] & (_FINITE | _REACHED) == _FINITE] if self._top_p else []
+            add_logprobs(sampled, self._specs, self._asked, own, (ids, logprobs))
+        short = [i for i in self._drawn if flags[i] & (FINITE | _REACHED) == FINITE] if self._top_p else []
         return sampled, short
 
 

@@ -10,24 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastdecode.spart.sampler.results import MIN_TEMPERATURE
 from fastdecode.spart.step.batch import SampleSpec
 
-#: A temperature below this one is greedy, because a division by it would overflow.
-MIN_TEMPERATURE = 1e-5
 #: Top-p looks at this many of the likeliest tokens. Rows for which they are not enough are drawn a second time.
 TOP_P_PREFIX = 1024
-#: Rows are sampled in blocks whose weights take at most this much memory, in bytes.
-BLOCK_BYTES = 32 << 20
 
 GREEDY = SampleSpec(temperature=0.0)
-
-_NOT_FINITE = "the model's logits are not finite: an activation overflowed its dtype"
-_NOTHING_ALLOWED = "the request's grammar or lists of tokens allow no next token"
-
-
-def why_none(spec: SampleSpec, empty: bool) -> str:
-    """The reason why a row has no token. `empty`: all of its logits are -inf."""
-    return _NOTHING_ALLOWED if spec.mask is not None and empty else _NOT_FINITE
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +29,6 @@ class Kind:
 
 #: Every kind; the first one needs the most memory.
 KINDS = (Kind(draws=True, filters=True), Kind(draws=True), Kind())
-
-
-def rows_of_block(vocab_size: int) -> int:
-    """How many rows are sampled at once."""
-    return max(1, BLOCK_BYTES // (4 * vocab_size))
 
 
 def kind_of(specs: Sequence[SampleSpec], vocab_size: int) -> Kind | str:
