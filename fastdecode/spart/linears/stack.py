@@ -14,7 +14,7 @@ from fastdecode.spart.linears.gpu import GPUExperts, GPULinear
 from fastdecode.spart.linears.gpu_kernels import kernel_product
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.linears.packed import PackedEmbedding, PackedMatrix, alike, over_one_another, pack
-from fastdecode.spart.linears.quantised import Quantised, activation_bits, concatenate, quantise
+from fastdecode.spart.linears.quantised import Quantised, concatenate
 
 
 class ConcatenatedLinear(Linear):
@@ -83,17 +83,11 @@ def make_linear(
     bias: torch.Tensor | None,
     device: torch.device,
     dtype: torch.dtype,
-    bits: int | None = None,
 ) -> Linear:
     """The linear of matrices [out_i, in], rows over rows. `bias` is [sum of out_i] or None.
 
-    Float matrices become `dtype`, or are rounded to `bits`. Neighbours of the same form become one matrix.
+    Float matrices become `dtype`. Neighbours of the same form become one matrix.
     """
-    if bits is not None:
-        matrices = [
-            matrix if isinstance(matrix, Quantised) else quantise(matrix, bits, activation_bits(device))
-            for matrix in matrices
-        ]
     linears: list[Linear] = []
     done = 0
     for form, group in groupby(matrices, key=lambda matrix: matrix.form if isinstance(matrix, Quantised) else None):
@@ -142,21 +136,22 @@ def make_experts(
     experts: Iterable[tuple[Sequence[torch.Tensor | Quantised], torch.Tensor | None]],
     device: torch.device,
     dtype: torch.dtype,
-    bits: int | None = None,
 ) -> ExpertLinears:
     """The linears of all experts. `experts` has the matrices and the bias of each; see make_linear."""
+    if device.type == "cpu":  # one expert after another, so that only one is in memory in another form
+        return LoopedExperts([make_linear(matrices, bias, device, dtype) for matrices, bias in experts])
     experts = list(experts)
     biases = [bias.to(device, dtype) for _, bias in experts if bias is not None]
     stacked_bias = torch.stack(biases) if biases else None
-    if device.type != "cpu" and bits is None and not any(_quantised(matrices) for matrices, _ in experts):
+    if not any(_quantised(matrices) for matrices, _ in experts):
         weights = [torch.cat([torch.as_tensor(m).to(device, dtype) for m in matrices]) for matrices, _ in experts]
         return StackedExperts(torch.stack(weights), stacked_bias)
-    if device.type != "cpu" and (packed := _packed_experts([matrices for matrices, _ in experts], device, dtype, bits)):
+    if packed := _packed_experts([matrices for matrices, _ in experts], device, dtype):
         if kernel := kernel_product(packed):
             return GPUExperts(kernel, packed[0].outs, stacked_bias)
         own = biases if biases else [None] * len(packed)
         return LoopedExperts([GPULinear(matrix, bias) for matrix, bias in zip(packed, own, strict=True)])
-    return LoopedExperts([make_linear(matrices, bias, device, dtype, bits) for matrices, bias in experts])
+    return LoopedExperts([make_linear(matrices, bias, device, dtype) for matrices, bias in experts])
 
 
 def _quantised(matrices: Sequence[torch.Tensor | Quantised]) -> list[Quantised]:
@@ -164,16 +159,12 @@ def _quantised(matrices: Sequence[torch.Tensor | Quantised]) -> list[Quantised]:
 
 
 def _packed_experts(
-    experts: Sequence[Sequence[torch.Tensor | Quantised]], device: torch.device, dtype: torch.dtype, bits: int | None
+    experts: Sequence[Sequence[torch.Tensor | Quantised]], device: torch.device, dtype: torch.dtype
 ) -> list[PackedMatrix]:
     """One matrix for each expert, all of one form; empty if they cannot have one."""
     packed = []
     for matrices in experts:
-        quantised = [
-            quantise(matrix, bits, activation_bits(device)) if bits and isinstance(matrix, torch.Tensor) else matrix
-            for matrix in matrices
-        ]
-        parts = [pack(matrix, device, dtype) for matrix in _quantised(quantised) if matrix.order is None]
+        parts = [pack(matrix, device, dtype) for matrix in _quantised(matrices) if matrix.order is None]
         whole = over_one_another(parts) if len(parts) == len(matrices) else None
         if whole is None:
             return []

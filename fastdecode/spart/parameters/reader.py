@@ -74,8 +74,8 @@ class Parameters:
             else None
         )
         floats = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
-        if not self._bits or len(floats) < len(matrices):
-            linear = make_linear(matrices, vector, self._device, self._dtype, self._bits)
+        if not self._bits:
+            linear = make_linear(matrices, vector, self._device, self._dtype)
         elif head:
             linear = self._rounded_head(floats[0])
         else:
@@ -113,27 +113,34 @@ class Parameters:
         biases = self.tensor(f"{names[0]}_bias", n, sum(outs)) if bias else None
         if biases is not None and len(outs) > 1:
             biases = biases[:, _in_turn(sum(outs)).to(self._device)]
-        linears = []
-        for e in range(n):
-            if "{e}" in names[0]:
-                matrices = [self._matrix(name.replace("{e}", str(e))) for name in names]
-            else:
-                matrix = self._in_form(self._checkpoint.expert(names[0], e))
-                if len(outs) > 1:  # columns of gate and up alternate in the checkpoint
-                    order = _in_turn(sum(outs))
-                    matrix = matrix.select_rows(order) if isinstance(matrix, Quantised) else matrix[order]
-                matrices = [matrix]
-            linears.append((matrices, None if biases is None else biases[e]))
-        experts = make_experts(linears, self._device, self._dtype, self._bits)
+        experts = make_experts(
+            ((self._expert(names, outs, e), None if biases is None else biases[e]) for e in range(n)),
+            self._device,
+            self._dtype,
+        )
         self._progress.update(n * sum(outs) * width)
         return_free_memory()
         return experts
 
-    def embedding(self, name: str, rows: int, width: int) -> Embedding:
-        matrix = self._matrix(name)
-        self._progress.update(rows * width)
+    def _expert(self, names: Sequence[str], outs: Sequence[int], index: int) -> list[torch.Tensor | Quantised]:
+        """The matrices of an expert, rows over rows."""
+        if "{e}" in names[0]:
+            return [self._rounded_one(self._matrix(name.replace("{e}", str(index)))) for name in names]
+        matrix = self._rounded_one(self._in_form(self._checkpoint.expert(names[0], index)))
+        if len(outs) > 1:  # columns of gate and up alternate in the checkpoint
+            order = _in_turn(sum(outs))
+            matrix = matrix.select_rows(order) if isinstance(matrix, Quantised) else matrix[order]
+        return [matrix]
+
+    def _rounded_one(self, matrix: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
+        """A matrix that is not calibrated, in the form of `weights`."""
         if self._bits and isinstance(matrix, torch.Tensor):
-            matrix = quantise(matrix, self._bits, self._activation_bits)
+            return quantise(matrix, self._bits, self._activation_bits)
+        return matrix
+
+    def embedding(self, name: str, rows: int, width: int) -> Embedding:
+        matrix = self._rounded_one(self._matrix(name))
+        self._progress.update(rows * width)
         if isinstance(matrix, Quantised):
             return quantised_embedding([matrix], self._device, self._dtype)
         return make_embedding(matrix.to(self._device, self._dtype, copy=True))
