@@ -28,7 +28,7 @@ _MOST = {
 #: Options of an R-node for pages in the host's memory, and threads that attend.
 _HOST_OPTIONS = ("threads", "cpus", "huge_pages", "prefault")
 #: Options that an S-node of several ranks does not have yet.
-_NOT_OF_RANKS = ("partition", "prefill_at", "prefill_file", "prefill_listen", "cpus", "numa_node")
+_NOT_OF_RANKS = ("partition", "prefill_at", "prefill_file", "prefill_listen", "cpus", "numa_node", "save_weights")
 #: Options that say which R-nodes an S-node uses, and which S-nodes compute its prompts.
 _R_NODE_OPTIONS = ("r_node", "r_nodes_file", "r_nodes_dns")
 _PREFILL_OPTIONS = ("prefill_at", "prefill_file")
@@ -99,7 +99,14 @@ _CHECKS = (
     ),
     _Check(
         lambda c: c.tensor_parallel > 1 and c.weights == "int4" and not c.no_calibration,
-        lambda c: "--tensor-parallel and --weights int4 need --no-calibration: ranks do not round by a text",
+        lambda c: (
+            "--tensor-parallel and --weights int4 need --no-calibration, since ranks do not round by a text: "
+            "--save-weights, without ranks, saves a model that they read"
+        ),
+    ),
+    _Check(
+        lambda c: c.save_weights is not None and c.weights not in ("int8", "int4"),
+        lambda c: "--save-weights needs --weights int8 or int4, which round the weights",
     ),
     _Check(
         lambda c: c.cpus is not None and c.threads is not None and len(c.cpus) != c.threads,

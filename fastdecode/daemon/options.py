@@ -138,6 +138,13 @@ class NodeOptions:
     no_calibration: bool = _s_option(
         "int4: round each weight to the nearest number, not by the inputs of a text: loads sooner, answers worse", False
     )
+    save_weights: Path | None = _s_option(
+        "directory to make of the model with the weights that --weights int8 or int4 rounds: a later --model DIR takes "
+        "them as they are, and loads sooner",
+        None,
+        parse=Path,
+        metavar="DIR",
+    )
 
     host: str = _s_option("address that the API listens on", "127.0.0.1")
     port: int = _s_option("port that the API listens on; 0: any free one", 8000, parse=option_values.port)

@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ from fastdecode.spart import choose_dtype
 from fastdecode.spart.backend import Backend
 from fastdecode.spart.exchange.chosen import ChosenExchange
 from fastdecode.spart.int4.balance import balance_digest, balance_for
+from fastdecode.spart.linears.quantised import BITS
 from fastdecode.spart.lora.files import Adapter, read_adapter
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.served import ServedModel
@@ -71,6 +73,8 @@ log = logging.getLogger(__name__)
 #: S-node computes the attention of a whole prompt itself, but R-nodes attend for the uncached suffix of a shared
 #: prompt. For a long suffix, a GPU should compute the whole prompt faster. The best limit has not been measured.
 _MAX_UNCACHED_SUFFIX = 256
+#: Rounding that takes longer is worth an option.
+_LONG_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +204,18 @@ def _load(
     progress = sys.stderr.isatty()
     log.info("loading the weights of %s", config.model)
     # The S-Part's thread is to be the only one with OpenMP threads.
-    model = in_own_thread(backend.load, device, dtype, progress, config.weights, adapters, fitted_to, share)
+    began = time.monotonic()
+    model = in_own_thread(
+        backend.load, device, dtype, progress, config.weights, adapters, fitted_to, share, config.save_weights
+    )
     if ranks is not None:
         ranks.wait_until_loaded()
+    if config.save_weights is not None:
+        log.info(
+            "the rounded weights are in %s: --model with this directory takes them as they are", config.save_weights
+        )
+    elif config.weights in BITS and (seconds := time.monotonic() - began) > _LONG_SECONDS:
+        log.info("rounding the weights took %.0f s%s", seconds, _how_to_save(backend, ranks))
     log.info(
         "%s by the %s backend, %s in %s, activations in %s",
         backend.config.architecture,
@@ -215,6 +228,13 @@ def _load(
         log.info("%s", note)
     in_own_thread(balance_for if ranks is None else ranks.balance, model, config.kv_dtype, calibration)
     return model
+
+
+def _how_to_save(backend: Backend, ranks: Ranks | None) -> str:
+    """How the next start is spared the rounding, if it can be."""
+    if ranks is not None or backend.name != "native" or backend.source.gguf is not None:
+        return ""
+    return "; with --save-weights the next start reads them instead"
 
 
 async def _choose_split(node: _LoadedNode) -> Split:

@@ -47,15 +47,19 @@ class Backend:
         adapters: Sequence[Adapter] = (),
         calibration: Sequence[int] | None = None,
         share: Share | None = None,
+        save: Path | None = None,
     ) -> Model | HFModel:
         """Load the weights, or quantise them: `weights` is "auto", "int8" or "int4". `progress` shows a progress bar on
         stderr. `adapters` are LoRA adapters that chunks may use. `calibration` are the tokens of a text by which the
-        native decoder rounds to int4; see load_model. `share`: the rank to load. Raises CheckpointError."""
+        native decoder rounds to int4; see load_model. `share`: the rank to load. `save`: a directory to make of the
+        model with rounded weights. Raises CheckpointError."""
         if self.name == "native":
             from fastdecode.spart.loader import load_model
 
             mtp = self.config.mtp
-            return load_model(self.source, device, dtype, progress, weights, adapters, calibration, mtp, share)
+            return load_model(self.source, device, dtype, progress, weights, adapters, calibration, mtp, share, save)
+        if save is not None:
+            raise CheckpointError("the weights of a model of the transformers backend are not saved")
         from fastdecode.spart.hf.model import load_hf_model
 
         return load_hf_model(self.source.path, device, dtype, progress, weights, adapters, self.config.mtp, share)

@@ -23,6 +23,7 @@ from fastdecode.spart.checkpoints.config_file import open_source, read_config
 from fastdecode.spart.checkpoints.gguf import GGUFCheckpoint
 from fastdecode.spart.checkpoints.mxfp4 import MXFP4Checkpoint
 from fastdecode.spart.checkpoints.quantised_files import QuantisedCheckpoint
+from fastdecode.spart.checkpoints.rounded import METHOD, RoundedCheckpoint, RoundedWriter
 from fastdecode.spart.checkpoints.tensors import Checkpoint, SafetensorsCheckpoint
 from fastdecode.spart.decoder.weights import Blueprint, Model, Weights
 from fastdecode.spart.lora.adapters import AdapterSet, check_adapted
@@ -50,6 +51,7 @@ def load_model(
     calibration: Sequence[int] | None = None,
     mtp: int = 0,
     share: Share | None = None,
+    save: Path | None = None,
 ) -> Model:
     """Load a checkpoint for inference.
 
@@ -58,8 +60,9 @@ def load_model(
     `dtype`), "int8" or "int4" (rounded at load). `progress` shows a progress bar on stderr. `adapters` are LoRA
     adapters that chunks may use. `calibration` are the tokens of a text by which "int4" rounds the blocks
     (calibration.py); without them each weight is rounded to the nearest number. `mtp`: the tokens that the model's MTP
-    head drafts in a step; 0: the head is left aside. `share`: the rank whose share of the model to load. Raises
-    CheckpointError; if a tensor is missing or has another shape, the message names it.
+    head drafts in a step; 0: the head is left aside. `share`: the rank whose share of the model to load. `save`: a
+    directory to make of the model with its weights rounded (checkpoints/rounded.py). Raises CheckpointError; if a
+    tensor is missing or has another shape, the message names it.
     """
     source, device = open_source(model), torch.device(device)
     config = read_config(source)
@@ -82,11 +85,14 @@ def load_model(
         checkpoint, adapter_set = cut, AdapterSet([CutAdapter.of(adapter, cut) for adapter in adapters])
     units: dict[str, Any] = {"unit": "", "unit_scale": True}
     with torch.inference_mode(), tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar:
-        made = checkpoint, device, dtype, weights, adapter_set, bar
+        writer = None if save is None else RoundedWriter(source, save)
+        made = checkpoint, device, dtype, weights, adapter_set, bar, writer
         calibrated = weights == "int4" and not (config.names.sinks or config.delta)
         known = [token for token in calibration or () if token < config.vocab_size] if calibrated else []
         reader = CalibratedParameters(config, known, *made) if known else Parameters(*made)
         loaded = blueprint.weights(reader)
+        if writer is not None:
+            writer.finish(checkpoint, shapes)
         if share is not None:
             loaded.embedding = SharedEmbedding(loaded.embedding, config.vocab_size, share)
             loaded.head = SharedHead(loaded.head, config.vocab_size, share)
@@ -109,6 +115,8 @@ def open_checkpoint(source: ModelSource, config: ModelConfig) -> Checkpoint:
         return GGUFCheckpoint(source.gguf, config)
     if config.quantisation and config.quantisation.method == "mxfp4":
         return MXFP4Checkpoint(source.path, config.names)
+    if config.quantisation and config.quantisation.method == METHOD:
+        return RoundedCheckpoint(source.path, config.names, config.quantisation)
     if config.quantisation:
         return QuantisedCheckpoint(source.path, config.names, config.quantisation)
     return SafetensorsCheckpoint(source.path, config.names)

@@ -7,6 +7,7 @@ families         each native family's config.json as a ModelConfig
 quantisation     parse_quantisation: quantization_config of a config.json
 tensors          the tensors of a model's files
 quantised_files  compressed-tensors, GPTQ, AWQ and FP8 checkpoints
+rounded          models that --save-weights writes
 mxfp4            matrices in MXFP4, and gpt-oss's checkpoints of them
 gguf_config      gguf_config: the metadata of a GGUF file as a ModelConfig
 gguf             the tensors of GGUF files

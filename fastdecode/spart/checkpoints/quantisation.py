@@ -7,7 +7,7 @@ from typing import Any
 from fastdecode.spart.checkpoints.config import CheckpointError, Quantisation, WrongValue
 
 #: `quant_method`s that the native decoder reads.
-METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "mxfp4", "modelopt")
+METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "mxfp4", "modelopt", "fastdecode")
 #: Formats of compressed-tensors that are read.
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
 #: `quant_algo`s of NVIDIA's ModelOpt that are read.
@@ -44,16 +44,20 @@ def parse_quantisation(raw: dict[str, Any]) -> Quantisation | None:
         case "modelopt":
             _known(raw.get("quant_algo"), _MODELOPT, "ModelOpt algorithm")
             return Quantisation(method)
+        case "fastdecode":
+            bits = _known(raw.get("activation_bits"), (8, 15), "bits of activations")
+            return Quantisation(method, activation_bits=bits)
         case "compressed-tensors":
             return _compressed_tensors(raw)
         case _:
             return Quantisation(method, block=_block(raw, "weight_block_size"))
 
 
-def _known(value: Any, known: tuple[str, ...], what: str) -> Any:
+def _known(value: Any, known: tuple[Any, ...], what: str) -> Any:
     """A value that is `known`. Raises CheckpointError for another one."""
     if value not in known:
-        raise CheckpointError(f"the checkpoint's {what} {value!r} is not supported; known are {', '.join(known)}")
+        listed = ", ".join(map(str, known))
+        raise CheckpointError(f"the checkpoint's {what} {value!r} is not supported; known are {listed}")
     return value
 
 

@@ -40,6 +40,10 @@ class Checkpoint(ABC):
     def matrix(self, name: str) -> torch.Tensor | Quantised:
         """A linear's or embedding's weight, as it is stored."""
 
+    def matrices(self, name: str) -> list[torch.Tensor | Quantised]:
+        """The same, rows over rows: several matrices if some rows are stored in another form than others."""
+        return [self.matrix(name)]
+
     def expert(self, name: str, index: int) -> torch.Tensor | Quantised:
         """The weight [out, in] of one expert in the tensor `name` [experts, in, out], as it is stored."""
         raise NotImplementedError  # where the experts of a layer lie one by one
@@ -61,7 +65,7 @@ class Checkpoint(ABC):
             return False
         if embedding not in have or self.shape(embedding) != self.shape(head):
             return True
-        ours, theirs = self.matrix(embedding), self.matrix(head)
+        [ours, *_], [theirs, *_] = self.matrices(embedding), self.matrices(head)
         if isinstance(ours, Quantised) or isinstance(theirs, Quantised):
             return True
         return not torch.equal(ours, theirs)

@@ -8,7 +8,7 @@ it. Only one block is in memory in 16 or 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
@@ -30,7 +30,7 @@ _SEQUENCES = 52
 class CalibratedLinear(Linear):
     """A linear whose weights are rounded when it is first called, for the rows of that call."""
 
-    __slots__ = ("_bias", "_bits", "_linear", "_weights")
+    __slots__ = ("_bias", "_bits", "_keep", "_linear", "_weights")
 
     def __init__(
         self,
@@ -39,11 +39,12 @@ class CalibratedLinear(Linear):
         bias: torch.Tensor | None,
         device: torch.device,
         dtype: torch.dtype,
+        keep: Callable[[Sequence[Quantised]], None] = lambda rounded: None,
     ):
         """`weights` [out_i, in] stand over one another; the i-th will have bits[i], 4 or 8, and equal ones are
-        neighbours. `dtype` is that of activations."""
+        neighbours. `dtype` is that of activations. `keep` gets the rounded matrices, rows over rows."""
         self._weights = [weight.to(device, dtype) for weight in weights]
-        self._bits, self._bias = bits, bias
+        self._bits, self._bias, self._keep = bits, bias, keep
         self._linear: Linear | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,6 +65,7 @@ class CalibratedLinear(Linear):
             matrices.append(
                 quantise(weight, 8, activations) if bits == 8 else quantise_compensated(weight, moments, activations)
             )
+        self._keep(matrices)
         return make_linear(matrices, self._bias, weight.device, weight.dtype)
 
 

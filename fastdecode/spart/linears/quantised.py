@@ -88,7 +88,7 @@ class Quantised:
         values = (hadamard_blocks(values) if self.hadamard else values).view(outs, -1)[:, :ins]
         return values if self.order is None else values[:, self.order.argsort()]
 
-    def select_rows(self, index: torch.Tensor) -> Quantised:
+    def select_rows(self, index: torch.Tensor | slice) -> Quantised:
         """The matrix of the rows `index`."""
         mins = None if self.mins is None else self.mins[index]
         return replace(self, q=self.q[index], scales=self.scales[index], mins=mins)
@@ -157,6 +157,17 @@ def concatenate(matrices: Sequence[Quantised]) -> Quantised:
         scales=torch.cat([matrix.scales for matrix in matrices]),
         mins=torch.cat(mins) if mins else None,
     )
+
+
+def rows_of(matrices: Sequence[Quantised], start: int, stop: int) -> list[Quantised]:
+    """The rows from `start` to before `stop` of matrices whose rows stand over one another."""
+    parts, first = [], 0
+    for matrix in matrices:
+        own = slice(max(start - first, 0), max(stop - first, 0))
+        first += len(matrix.q)
+        if len(matrix.q[own]):
+            parts.append(matrix.select_rows(own))
+    return parts
 
 
 def quantise(weight: torch.Tensor, bits: int, activation_bits: int = 15) -> Quantised:

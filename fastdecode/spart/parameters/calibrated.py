@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,21 +32,28 @@ class CalibratedParameters(Parameters):
         self._config, self._tokens = config, tokens
         self._calibration: Calibration | None = None
         self._head: torch.Tensor | None = None  # None: the checkpoint's own is in few bits
+        self._head_name = ""
         self._tied = False
 
     def _rounded(
-        self, matrices: Sequence[torch.Tensor], bits: Sequence[int], bias: torch.Tensor | None, layer: bool
+        self,
+        names: Sequence[str],
+        matrices: Sequence[torch.Tensor],
+        bits: Sequence[int],
+        bias: torch.Tensor | None,
+        layer: bool,
     ) -> Linear:
         if layer and matrices[0].shape[1] <= MOST_INPUTS:
-            return CalibratedLinear(matrices, bits, bias, self._device, self._dtype)
-        return super()._rounded(matrices, bits, bias, layer)
+            keep = partial(self._keep, names, [len(matrix) for matrix in matrices])
+            return CalibratedLinear(matrices, bits, bias, self._device, self._dtype, keep)
+        return super()._rounded(names, matrices, bits, bias, layer)
 
-    def _rounded_head(self, matrix: torch.Tensor) -> Linear:
-        self._head = matrix.to(self._device, self._dtype)
+    def _rounded_head(self, name: str, matrix: torch.Tensor) -> Linear:
+        self._head_name, self._head = name, matrix.to(self._device, self._dtype)
         return DenseLinear(self._head)
 
-    def _rounded_tied(self, matrix: torch.Tensor) -> tuple[Embedding, Linear]:
-        head, self._tied = self._rounded_head(matrix), True
+    def _rounded_tied(self, name: str, matrix: torch.Tensor) -> tuple[Embedding, Linear]:
+        head, self._tied = self._rounded_head(name, matrix), True
         assert self._head is not None
         return DenseEmbedding(self._head, self._dtype), head
 
@@ -74,7 +82,7 @@ class CalibratedParameters(Parameters):
         """Round the LM head for the inputs that the blocks give it."""
         if self._head is None:
             return
-        matrices = self._head_matrices(self._head, calibration.head_moments())
+        matrices = self._head_matrices(self._head_name, self._head, calibration.head_moments())
         if self._tied:
             weights.embedding, weights.head = tied_quantised(matrices, self._device, self._dtype)
         else:

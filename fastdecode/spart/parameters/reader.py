@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fastdecode.spart.checkpoints.rounded import RoundedWriter
 from fastdecode.spart.checkpoints.tensors import Checkpoint
 from fastdecode.spart.decoder.weights import Weights
 from fastdecode.spart.int4.gptq import quantise_head
@@ -35,15 +36,20 @@ class Parameters:
         weights: str,
         adapters: AdapterSet,
         progress: Any,
+        writer: RoundedWriter | None = None,
     ):
-        """`weights` as in load_model. `progress` is a tqdm, which counts numbers of the checkpoint."""
+        """`weights` and `writer` as in load_model. `progress` is a tqdm, which counts numbers of the checkpoint."""
         self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
         self._bits, self._as_stored = BITS.get(weights), weights == "auto"
         self._activation_bits = activation_bits(device)
         self._adapters, self._progress = adapters, progress
+        self._writer = writer
 
-    def _matrix(self, name: str) -> torch.Tensor | Quantised:
-        return self._in_form(self._checkpoint.matrix(f"{name}.weight"))
+    def _matrices(self, name: str) -> list[torch.Tensor | Quantised]:
+        """A linear's or embedding's weight, rows over rows: several matrices only if all are quantised."""
+        matrices = [self._in_form(matrix) for matrix in self._checkpoint.matrices(f"{name}.weight")]
+        floats = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
+        return [torch.cat(floats)] if len(floats) > 1 else matrices
 
     def _in_form(self, matrix: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
         return matrix.dequantise() if isinstance(matrix, Quantised) and not self._as_stored else matrix
@@ -67,7 +73,7 @@ class Parameters:
         layer: bool = False,
         precise: int | None = None,
     ) -> Linear:
-        matrices = [self._matrix(name) for name in names]
+        matrices = [matrix for name in names for matrix in self._matrices(name)]
         vector = (
             torch.cat([self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)])
             if bias
@@ -77,34 +83,47 @@ class Parameters:
         if not self._bits:
             linear = make_linear(matrices, vector, self._device, self._dtype)
         elif head:
-            linear = self._rounded_head(floats[0])
+            linear = self._rounded_head(names[0], floats[0])
         else:
             bits = [8 if i == precise else self._bits for i in range(len(floats))]
-            linear = self._rounded(floats, bits, vector, layer)
+            linear = self._rounded(names, floats, bits, vector, layer)
         self._progress.update(sum(outs) * width)
         return_free_memory()
         change = self._adapters.change(names, outs, width, self._device, self._dtype)
         return linear if change is None else AdaptedLinear(linear, change)
 
     def _rounded(
-        self, matrices: Sequence[torch.Tensor], bits: Sequence[int], bias: torch.Tensor | None, layer: bool
+        self,
+        names: Sequence[str],
+        matrices: Sequence[torch.Tensor],
+        bits: Sequence[int],
+        bias: torch.Tensor | None,
+        layer: bool,
     ) -> Linear:
         """The linear of float matrices, the i-th of which gets bits[i]. `layer`: of a transformer block."""
         rounded = [quantise(matrix, n, self._activation_bits) for matrix, n in zip(matrices, bits, strict=True)]
+        self._keep(names, [len(matrix) for matrix in matrices], rounded)
         return make_linear(rounded, bias, self._device, self._dtype)
 
-    def _rounded_head(self, matrix: torch.Tensor) -> Linear:
+    def _keep(self, names: Sequence[str], sizes: Sequence[int], rounded: Sequence[Quantised]) -> None:
+        """Let the writer have the matrices of linears, of sizes[i] rows, whose rows stand over one another."""
+        if self._writer is not None:
+            self._writer.add([f"{name}.weight" for name in names], sizes, rounded)
+
+    def _rounded_head(self, name: str, matrix: torch.Tensor) -> Linear:
         """The LM head of a float matrix."""
-        return make_linear(self._head_matrices(matrix), None, self._device, self._dtype)
+        return make_linear(self._head_matrices(name, matrix), None, self._device, self._dtype)
 
-    def _rounded_tied(self, matrix: torch.Tensor) -> tuple[Embedding, Linear]:
+    def _rounded_tied(self, name: str, matrix: torch.Tensor) -> tuple[Embedding, Linear]:
         """The embedding and the LM head of one float matrix."""
-        return tied_quantised(self._head_matrices(matrix), self._device, self._dtype)
+        return tied_quantised(self._head_matrices(name, matrix), self._device, self._dtype)
 
-    def _head_matrices(self, matrix: torch.Tensor, moments: torch.Tensor | None = None) -> list[Quantised]:
+    def _head_matrices(self, name: str, matrix: torch.Tensor, moments: torch.Tensor | None = None) -> list[Quantised]:
         """The matrix of an LM head, rounded; see quantise_head."""
         assert self._bits is not None
-        return quantise_head(matrix, self._bits, moments, self._activation_bits)
+        rounded = quantise_head(matrix, self._bits, moments, self._activation_bits)
+        self._keep([name], [len(matrix)], rounded)
+        return rounded
 
     def block_read(self, weights: Weights, index: int) -> None:
         """Does nothing."""
@@ -125,35 +144,43 @@ class Parameters:
     def _expert(self, names: Sequence[str], outs: Sequence[int], index: int) -> list[torch.Tensor | Quantised]:
         """The matrices of an expert, rows over rows."""
         if "{e}" in names[0]:
-            return [self._rounded_one(self._matrix(name.replace("{e}", str(index)))) for name in names]
-        matrix = self._rounded_one(self._in_form(self._checkpoint.expert(names[0], index)))
+            own = [name.replace("{e}", str(index)) for name in names]
+            return [self._rounded_one(f"{name}.weight", matrix) for name in own for matrix in self._matrices(name)]
+        stored = self._in_form(self._checkpoint.expert(names[0], index))
+        matrix = self._rounded_one(f"{names[0]}.{index}", stored)
         if len(outs) > 1:  # columns of gate and up alternate in the checkpoint
             order = _in_turn(sum(outs))
             matrix = matrix.select_rows(order) if isinstance(matrix, Quantised) else matrix[order]
         return [matrix]
 
-    def _rounded_one(self, matrix: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
-        """A matrix that is not calibrated, in the form of `weights`."""
+    def _rounded_one(self, name: str, matrix: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
+        """The matrix `name`, which is not calibrated, in the form of `weights`."""
         if self._bits and isinstance(matrix, torch.Tensor):
-            return quantise(matrix, self._bits, self._activation_bits)
+            matrix = quantise(matrix, self._bits, self._activation_bits)
+            if self._writer is not None:
+                self._writer.add([name], [len(matrix.q)], [matrix])
         return matrix
 
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
-        matrix = self._rounded_one(self._matrix(name))
+        matrices = [self._rounded_one(f"{name}.weight", matrix) for matrix in self._matrices(name)]
         self._progress.update(rows * width)
-        if isinstance(matrix, Quantised):
-            return quantised_embedding([matrix], self._device, self._dtype)
-        return make_embedding(matrix.to(self._device, self._dtype, copy=True))
+        if isinstance(matrices[0], torch.Tensor):
+            return make_embedding(matrices[0].to(self._device, self._dtype, copy=True))
+        return quantised_embedding(_quantised(matrices), self._device, self._dtype)
 
     def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
-        matrix = self._matrix(name)
+        matrices = self._matrices(name)
         self._progress.update(rows * width)
-        if isinstance(matrix, Quantised):
-            return tied_quantised([matrix], self._device, self._dtype)
+        if not isinstance(matrices[0], torch.Tensor):
+            return tied_quantised(_quantised(matrices), self._device, self._dtype)
         if self._bits:
-            return self._rounded_tied(matrix)
-        weight = matrix.to(self._device, self._dtype, copy=True)
+            return self._rounded_tied(name, matrices[0])
+        weight = matrices[0].to(self._device, self._dtype, copy=True)
         return make_embedding(weight), make_dense(weight)
+
+
+def _quantised(matrices: Sequence[torch.Tensor | Quantised]) -> list[Quantised]:
+    return [matrix for matrix in matrices if isinstance(matrix, Quantised)]
 
 
 def _in_turn(n: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError, DeltaRule, ModelConfig
 from fastdecode.spart.checkpoints.tensors import Checkpoint
-from fastdecode.spart.linears.quantised import Quantised
+from fastdecode.spart.linears.quantised import Quantised, rows_of
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.ranks.cut import delta_heads_of_rank, heads_of_rank, part_of
 from fastdecode.spart.ranks.reduction import Reduction
@@ -111,8 +111,17 @@ class CutCheckpoint(Checkpoint):
         return cut_tensor(tensor, self._cuts[name]) if name in self._cuts else tensor
 
     def matrix(self, name: str) -> torch.Tensor | Quantised:
-        matrix = self._whole.matrix(name)
-        return self._part_of(matrix, self._cuts[name], name) if name in self._cuts else matrix
+        [matrix] = self.matrices(name)
+        return matrix
+
+    def matrices(self, name: str) -> list[torch.Tensor | Quantised]:
+        matrices, cut = self._whole.matrices(name), self._cuts.get(name)
+        if cut is None:
+            return matrices
+        if len(matrices) == 1 or cut.axis == 1:
+            return [self._part_of(matrix, cut, name) for matrix in matrices]
+        quantised = [matrix for matrix in matrices if isinstance(matrix, Quantised)]
+        return [rows for part in cut.parts for rows in rows_of(quantised, part.start, part.stop)]
 
     def expert(self, name: str, index: int) -> torch.Tensor | Quantised:
         cut = self._cuts[name]  # of the tensor [experts, in, out]; the matrix is [out, in]
