@@ -36,7 +36,7 @@ from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Data, Shape
 from fastdecode.bench.shapes import SHAPES
 from fastdecode.daemon.machine import available_memory, usable_cpus
-from fastdecode.daemon.option_values import parse_bytes
+from fastdecode.daemon.option_values import size_option
 from fastdecode.daemon.roofline import Roofline, huge_pages
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--index-topk", type=int, default=2048, help="tokens that the indexer selects; default: 2048")
     add("--model", choices=SHAPES,
         help="the heads of a well-known model, in place of --group, --head-size and --kv-heads")  # fmt: skip
-    add("--kv-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV of each cell and peer; default: 2GiB")
+    add("--kv-bytes", type=size_option, default=2 << 30, metavar="SIZE", help="KV of each cell and peer; default: 2GiB")
     add("--scattered", action="store_true",
         help="no two pages of a sequence are adjacent (of the peers only fastdecode has pages)")  # fmt: skip
     repeatable("--part", "what to measure; default: all", choices=PARTS)

@@ -26,7 +26,7 @@ import orjson
 from fastdecode.bench import checkpoint
 from fastdecode.bench.soaking.load import SoakClient, SoakLoad, make_requests
 from fastdecode.bench.soaking.processes import Held, Node, free_memory, start_threads
-from fastdecode.daemon.option_values import format_bytes, parse_bytes
+from fastdecode.daemon.option_values import format_bytes, size_option
 
 COMMAND = ("soak", "several S-nodes share an R-node under load, and are killed in turn")
 
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--snodes", type=int, default=3, metavar="N", help="number of S-nodes (default: 3)")
     add("--clients", type=int, default=6, metavar="N", help="requests under way at each S-node (default: 6)")
     add("--kill-every", type=float, default=30.0, metavar="S", help="seconds between two kills (default: 30)")
-    add("--kv-memory", type=parse_bytes, default=16 << 20, metavar="SIZE", help="of the R-node (default: 16MiB)")
-    add("--max-lease", type=parse_bytes, default=8 << 20, metavar="SIZE", help="of the R-node (default: 8MiB)")
+    add("--kv-memory", type=size_option, default=16 << 20, metavar="SIZE", help="of the R-node (default: 16MiB)")
+    add("--max-lease", type=size_option, default=8 << 20, metavar="SIZE", help="of the R-node (default: 8MiB)")
     add("--logs", type=Path, metavar="DIR", help="keep the nodes' logs there")
     add("--seed", type=int, default=0)
 

@@ -10,10 +10,12 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from fastdecode.daemon.option_values import argument
 
 _PREFIX = "FASTDECODE_"
 #: Variables that are no options: of the kernels, the tests and the scripts.
@@ -126,18 +128,6 @@ def option_words(f: Field[Any], values: Sequence[str]) -> list[str]:
     if f.metadata["many"]:
         return [flag(f.name), *values] if values else []
     return [word for value in values for word in (flag(f.name), value)]
-
-
-def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` as the type of an argument. Of a plain ValueError argparse would not show the message."""
-
-    def parse_argument(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_argument
 
 
 def add_argument(group: argparse._ActionsContainer, f: Field[Any]) -> None:

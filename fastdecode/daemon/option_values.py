@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastdecode.daemon.machine import parse_cpu_list
@@ -22,6 +23,18 @@ _N = TypeVar("_N", int, float)
 
 class ConfigError(ValueError):
     """A bad option; the message is a sentence that names the option."""
+
+
+def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` as the type of an argument. Of a plain ValueError argparse would not show the message."""
+
+    def parse_argument(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_argument
 
 
 def number(text: str, kind: type[_N]) -> _N:
@@ -160,6 +173,9 @@ def parse_bytes(text: str) -> int:
     if not match or not 1 <= (size := float(match[1]) * _UNITS[match[2] or ""]) <= _MAX_BYTES:
         raise ValueError(f"{text!r} is not a size such as 4GiB or 512MiB")
     return int(size)
+
+
+size_option = argument(parse_bytes)
 
 
 def memory(text: str) -> int:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from fastdecode.bench.options import print_result
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.kv_pages import KVPages
-from fastdecode.daemon.option_values import format_bytes, parse_bytes
+from fastdecode.daemon.option_values import format_bytes, size_option
 from fastdecode.daemon.weights import QUANTISED_BYTES
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import ModelConfig
@@ -177,7 +177,7 @@ def need(family: Family, kv_dtype: str, sequences: int, context: int, cards: lis
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastdecode-plan families`."""
     add = parser.add_argument
-    add("--card", type=parse_bytes, action="append", metavar="SIZE",
+    add("--card", type=size_option, action="append", metavar="SIZE",
         help="memory of a graphics card (repeatable); default: 12GiB, 16GiB and 24GiB")  # fmt: skip
     add("--sequences", type=int, default=16, metavar="N", help="sequences that are served at once (16)")
     add("--context", type=int, default=32768, metavar="N", help="tokens of each sequence (32768)")

@@ -30,7 +30,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.daemon.device_plan import node_device
 from fastdecode.daemon.machine import available_memory, cpu_model, usable_cpus
-from fastdecode.daemon.option_values import parse_bytes
+from fastdecode.daemon.option_values import size_option
 from fastdecode.daemon.split import split_machine
 from fastdecode.plan.children import r_node
 from fastdecode.plan.colocation import Colocation
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=numbers, default=[1, 4, 16, 64, 128], metavar="N,...", help="batches of the S-Part's steps")
     add("--kv-dtype", action="append", choices=KV_DTYPES, help="KV format (repeatable); default: fp16, int8 and int4")
     add("--group", action="append", type=int, default=[], help="GQA group besides the model's own (repeatable)")
-    add("--kv-bytes", type=parse_bytes, default=1 << 30, metavar="SIZE", help="KV-cache to attend to; default: 1GiB")
+    add("--kv-bytes", type=size_option, default=1 << 30, metavar="SIZE", help="KV-cache to attend to; default: 1GiB")
     add("--transport", action="append", help="transport between processes here (repeatable); default: shm and tcp")
     add("--r-node", action="append", default=[], metavar="URL", help="R-node whose link to measure (repeatable)")
     add("--s-threads", type=int, metavar="N", help="threads of the S-Part; default: as fastdecode-node takes")

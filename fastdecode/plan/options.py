@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdecode.bench.shapes import SHAPES
-from fastdecode.daemon.option_values import parse_bytes
+from fastdecode.daemon.option_values import size_option
 from fastdecode.plan.equations import System
 from fastdecode.plan.model import find_planned_model
 from fastdecode.plan.profile import Profile, ProfileError, merged, read_profile
@@ -46,7 +46,7 @@ def add_system_arguments(parser: argparse.ArgumentParser) -> None:
     add("--r-nodes", type=int, default=1, metavar="N", help="number of R-nodes")
     add("--tensor-parallel", type=int, default=1, metavar="N",
         help="ranks of the S-Part on the NUMA nodes of the profile")  # fmt: skip
-    add("--kv-memory", type=parse_bytes, metavar="SIZE", help="of each R-node; default: the profile's")
+    add("--kv-memory", type=size_option, metavar="SIZE", help="of each R-node; default: the profile's")
     add("--kv-dtype", choices=KV_DTYPES, default="fp16")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving.workload import read_trace
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.option_values import parse_bytes
+from fastdecode.daemon.option_values import size_option
 from fastdecode.engine.scheduling.ways import Way
 from fastdecode.plan import cards
 from fastdecode.plan.configurations import Configuration, Goal, choose
@@ -52,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--s-price", type=float, help="price of the S-node an hour; default: the profile's")
     add("--r-price", type=float, help="price of an R-node an hour; default: the profile's")
     add("--top", type=int, default=5, metavar="N", help="configurations to print")
-    add("--gpu-memory", type=parse_bytes, action="append", metavar="SIZE",
+    add("--gpu-memory", type=size_option, action="append", metavar="SIZE",
         help="of the S-node's GPU (repeatable); default: the profile's")  # fmt: skip
     add("--kv-dtype", choices=KV_DTYPES, default="fp16", help="KV format, beside --gpu-memory")
     add("--ram-gbps", type=float, metavar="GBPS", help="bandwidth of the RAM beside the GPU; default: the profile's")
     add("--ram-share", type=float, default=0.7, metavar="SHARE", help="share of --ram-gbps at which R-nodes attend")
-    add("--ram", type=parse_bytes, metavar="SIZE", help="RAM for the KV-cache beside the GPU; default: the profile's")
+    add("--ram", type=size_option, metavar="SIZE", help="RAM for the KV-cache beside the GPU; default: the profile's")
     add("--plot", type=Path, metavar="FILE", help="plot throughput and time between tokens over the R-nodes")
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving.workload import LoadRequest
-from fastdecode.daemon.option_values import parse_bytes
+from fastdecode.daemon.option_values import size_option
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.cards import kv_room
 from fastdecode.plan.equations import System
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "data sheets")  # fmt: skip
     add("--need", type=float, action="append", metavar="X", help="cache that users need, as a multiple of the GPU's "
         "room (repeatable); default: 0.5, 1, 1.5, 2, 3, 5 and 10")  # fmt: skip
-    add("--gpu-kv", type=parse_bytes, metavar="SIZE", help="the GPU's room; default: what weights and steps leave")
+    add("--gpu-kv", type=size_option, metavar="SIZE", help="the GPU's room; default: what weights and steps leave")
     add("--input-tokens", type=int, default=3072, metavar="N", help="prompt of each request (3072)")
     add("--output-tokens", type=int, default=512, metavar="N", help="mean output; half to three halves of it (512)")
     add("--requests", type=int, default=12, metavar="N", help="of each user (12)")

@@ -14,7 +14,7 @@ from typing import Any
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving import report, workload
 from fastdecode.bench.serving.options import add_load_arguments, load_requests
-from fastdecode.daemon.option_values import format_bytes, parse_bytes
+from fastdecode.daemon.option_values import format_bytes, size_option
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.options import PlannedSystem, add_step_arguments, add_system_arguments
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_system_arguments(parser)
     add_step_arguments(parser)
-    add("--gpu-kv", type=parse_bytes, default=0, metavar="SIZE", help="memory of the S-node's GPU for KV pages; with "
+    add("--gpu-kv", type=size_option, default=0, metavar="SIZE", help="memory of the S-node's GPU for KV pages; with "
         "--r-nodes 0 there are no others")  # fmt: skip
     add("--mini-batches", type=int, metavar="N", help="default: 2, or 1 if both parts take turns on the same cores")
     add("--max-batch-size", type=int, default=256, metavar="N")

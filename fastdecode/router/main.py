@@ -28,9 +28,9 @@ from fastdecode.api.middleware import errors_as_json, log_requests, with_expecta
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon import option_values
 from fastdecode.daemon.config_files import read_secret
-from fastdecode.daemon.config_sources import Parser, argument
+from fastdecode.daemon.config_sources import Parser
 from fastdecode.daemon.discovery import DnsSet, FileSet, FixedSet, NodeSet, bracketed
-from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.option_values import ConfigError, argument
 from fastdecode.daemon.process import announce, set_up_logging, wait_for_shutdown
 from fastdecode.daemon.tasks import wait_until
 from fastdecode.daemon.tls import client_tls, server_tls

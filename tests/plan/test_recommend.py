@@ -193,3 +193,9 @@ def test_the_table_says_that_it_is_predicted(capsys):
 def test_what_cannot_be_is_refused(argv, message):
     with pytest.raises(SystemExit, match=message):
         main(["recommend", "--profile", "a10-epyc7452", *argv])
+
+
+def test_a_size_that_is_none_is_refused_with_the_sentence_of_the_node(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["recommend", "--profile", "rtx-4090", "--ram", "much"])
+    assert "argument --ram: 'much' is not a size such as 4GiB or 512MiB" in capsys.readouterr().err
