@@ -18,7 +18,7 @@ LINES = [f"2023-11-16 18:15:{i:02d}.0,{4 + i},{2 + i % 3}" for i in range(60)]
 def test_every_configuration_gets_every_run_and_a_later_command_goes_on(tmp_path: Path, capsys) -> None:
     trace, out, plot = tmp_path / "azure.csv", tmp_path / "out.json", tmp_path / "out.png"
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *LINES]))
-    argv = ["compare", "--trace", str(trace), "--run-seconds", "0.4", "--concurrency", "2", "--out", str(out)]
+    argv = ["compare", "--trace", str(trace), "--run-seconds", "1.5", "--concurrency", "2", "--out", str(out)]
     argv += ["--options", "--kv-memory 64MiB --threads 1 --s-threads 1"]
     main([*argv, "--runs", "1", "--stop-after", "0"])
     assert "no run yet" in capsys.readouterr().out
@@ -49,7 +49,7 @@ def test_closed_loops_of_fixed_lengths_are_run_in_turns_and_cut_off(tmp_path: Pa
         (lengths, name) for lengths in ("16/4", "40/6") for name in ("one", "two")
     ]
     assert all((row["completed"], row["failed"], row["cut_off"]) == (5, 0, False) for row in runs)
-    main([*argv, "--lengths", "16/400", "--run-seconds", "0.2", "--json"])
+    main([*argv, "--lengths", "16/400", "--run-seconds", "0.4", "--json"])
     long = json.loads(capsys.readouterr().out)["models"]["demo"]["runs"][-1]
     assert long["cut_off"] and long["output_tokens_per_s"] > 0
     with pytest.raises(SystemExit, match="either --trace FILE or --lengths"):
