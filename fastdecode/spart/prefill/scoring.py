@@ -55,9 +55,9 @@ _PLAIN = Scoring()
 
 
 def mask_of_rows(window: int, segment: int, own: int, n: int, first: int, like: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores of `n` rows at positions from `own` on, [n, own + n - first] in the dtype of `like`
-    and on its device, whose keys are at positions from `first` on. A row sees the positions up to its own, at most
-    `window` of them and those of its own segment (0: no such limit)."""
+    """An additive mask [n, own + n - first] for the scores of `n` rows at positions from `own` on, whose keys are at
+    positions from `first` on. Its dtype and device are those of `like`. A row sees the positions up to its own, at most
+    `window` of them, and no other segment than its own (0: no such limit)."""
     rows = torch.arange(own, own + n, device=like.device)[:, None]
     columns = torch.arange(first, own + n, device=like.device)
     hidden = columns > rows
