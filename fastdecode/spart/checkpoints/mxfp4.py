@@ -13,7 +13,7 @@ import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError, TensorNames
 from fastdecode.spart.checkpoints.tensors import SafetensorsCheckpoint, Stored
-from fastdecode.spart.linears.quantised import E2M1_TABLE, E2M1_ZERO, GROUP, Quantised
+from fastdecode.spart.linears.quantised import E2M1_TABLE, E2M1_ZERO, GROUP, Quantised, unpack_pairs
 
 _NAN = 255  # the one E8M0 number that is no power of two
 _SCALES = torch.tensor([2.0 ** (exponent - 128) for exponent in range(_NAN)])  # halved
@@ -72,9 +72,8 @@ class MXFP4Checkpoint(SafetensorsCheckpoint):
         if name not in self._stacks:
             return super().expert(name, index)
         packed = self.read(name + _BLOCKS)[index]
-        codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
         try:
-            return mxfp4(codes, self.read(name + _EXPONENTS)[index])
+            return mxfp4(unpack_pairs(packed), self.read(name + _EXPONENTS)[index])
         except ValueError as error:
             raise CheckpointError(f"tensor {name + _EXPONENTS!r} is corrupt: {error}") from None
 

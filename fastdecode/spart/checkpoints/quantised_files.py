@@ -25,7 +25,7 @@ import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError, Quantisation, TensorNames, first_line
 from fastdecode.spart.checkpoints.tensors import SafetensorsCheckpoint
-from fastdecode.spart.linears.quantised import GROUP, Quantised, quantise
+from fastdecode.spart.linears.quantised import GROUP, Quantised, quantise, unpack_pairs
 
 #: The tensor that shows that a module is quantised, first, and all others that may belong to it.
 _TENSORS = {
@@ -182,7 +182,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
     def _fp4(self, name: str, end: str, whole: torch.Tensor) -> Quantised:
         numbers = torch.tensor([*_FP4, *(-x for x in _FP4)])
         packed, scales = self._need(name, end), self._need(name, "weight_scale").float() * whole.reshape(())
-        values = numbers[torch.stack([packed & 15, packed >> 4], dim=-1).int()].flatten(1)
+        values = numbers[unpack_pairs(packed).int()]
         by_group = values.unflatten(1, (-1, _FP4_GROUP)) * scales[:, :, None]
         return quantise(by_group.flatten(1), 8, self._how.activation_bits)
 
@@ -244,7 +244,7 @@ def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     data = words.contiguous().view(torch.uint8)  # little-endian, like the file
     if bits == 8:
         return data
-    return torch.stack([data & 15, data >> 4], dim=-1).flatten(1)
+    return unpack_pairs(data)
 
 
 def _spread(scales: torch.Tensor, outs: int, ins: int, block: tuple[int, int] | None) -> torch.Tensor:

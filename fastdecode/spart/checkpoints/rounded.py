@@ -28,7 +28,15 @@ from fastdecode.gguf.file import ModelSource
 from fastdecode.spart.checkpoints.config import CheckpointError, Quantisation, TensorNames
 from fastdecode.spart.checkpoints.config_json import read_json
 from fastdecode.spart.checkpoints.tensors import Checkpoint, SafetensorsCheckpoint
-from fastdecode.spart.linears.quantised import ACTIVATION_BITS, GROUP, LEVELS, Quantised, rows_of
+from fastdecode.spart.linears.quantised import (
+    ACTIVATION_BITS,
+    GROUP,
+    LEVELS,
+    Quantised,
+    pack_pairs,
+    rows_of,
+    unpack_pairs,
+)
 
 METHOD = "fastdecode"
 _PART = re.compile(r"(.+)\.(\d+)\.codes")
@@ -109,13 +117,13 @@ class RoundedCheckpoint(SafetensorsCheckpoint):
         if f"{part}.mins" not in self.stored:
             hadamard = self._is_transformed(codes.shape[1])
             return Quantised(codes, scales, None, 128, 8, GROUP, self._activation_bits, hadamard=hadamard)
-        q = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
+        q = unpack_pairs(codes)
         hadamard = self._is_transformed(q.shape[1])
         table, mins = LEVELS if hadamard else (), self.read(f"{part}.mins")
         return Quantised(q, scales, mins, 0, 4, GROUP, self._activation_bits, table=table, hadamard=hadamard)
 
     def _is_transformed(self, ins: int) -> bool:
-        """Whether `quantise` transforms a matrix of so many inputs."""
+        """True if `quantise` transforms a matrix of `ins` inputs."""
         return self._activation_bits == ACTIVATION_BITS and ins % GROUP == 0
 
     @property
@@ -163,7 +171,7 @@ class RoundedWriter:
             assert matrix.mins is not None
             if q.shape[1] % 2:
                 raise CheckpointError(f"{part!r} has an odd number of inputs, which cannot be written")
-            q = q[:, 0::2] | q[:, 1::2] << 4
+            q = pack_pairs(q)
             self._tensors[f"{part}.mins"] = _own(matrix.mins)
         self._tensors[f"{part}.codes"] = _own(q)
         self._tensors[f"{part}.scales"] = _own(matrix.scales)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdecode.spart.linears.base import Embedding
-from fastdecode.spart.linears.quantised import E2M1_TABLE, E2M1_ZERO, Quantised, quantise
+from fastdecode.spart.linears.quantised import E2M1_TABLE, E2M1_ZERO, Quantised, pack_pairs, quantise, unpack_pairs
 
 #: Rows are a multiple of this number; what is added is zero. The kernels write 8 outputs at once.
 _ROWS = 8
@@ -49,7 +49,7 @@ class PackedMatrix:
         """Some rows in the activation dtype: [n, ins]. `index` is a slice or int64 [n]."""
         codes, scales = self.codes[index], self.scales[index]
         if self.bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
+            codes = unpack_pairs(codes)
         if self.table is None:
             numbers = codes.to(scales.dtype).view(len(codes), -1, self.group)
             numbers -= 1 << (self.bits - 1) if self.zeros is None else self.zeros[index][:, :, None]
@@ -83,7 +83,7 @@ def pack(matrix: Quantised, device: torch.device, dtype: torch.dtype) -> PackedM
         zeros = torch.full_like(scales, matrix.zero)
     more_rows = -outs % _ROWS
     q = F.pad(q, (0, scales.shape[1] * group - ins, 0, more_rows))
-    codes = q if matrix.bits == 8 else q[:, 0::2] | q[:, 1::2] << 4
+    codes = q if matrix.bits == 8 else pack_pairs(q)
 
     def stored(values: torch.Tensor) -> torch.Tensor:
         return F.pad(values, (0, 0, 0, more_rows)).to(device, dtype)

@@ -135,6 +135,17 @@ def decode(codes: torch.Tensor, table: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(table, dtype=torch.uint8, device=codes.device)[codes.int()] if table else codes
 
 
+def pack_pairs(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers below 16, uint8 [rows, 2 n] -> bytes [rows, n], each with an even column's number in its low half and the
+    next column's in its high half."""
+    return numbers[:, 0::2] | numbers[:, 1::2] << 4
+
+
+def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """Bytes [rows, ...] -> the numbers of their halves, the low one first: uint8 [rows, 2 * bytes of a row]."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+
+
 def hadamard_blocks(x: torch.Tensor) -> torch.Tensor:
     """Multiply each block of GROUP numbers of x, whose size is a multiple of GROUP, by the Hadamard matrix of 1 and -1.
     Twice is a multiplication by GROUP."""
