@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -154,10 +154,10 @@ class RoundedWriter:
         self._done: set[str] = set()  # the matrices
         self._activation_bits = ACTIVATION_BITS
 
-    def add(self, names: Sequence[str], sizes: Sequence[int], matrices: Sequence[Quantised]) -> None:
-        """Add the matrices `names` of sizes[i] rows, whose rows stand over one another in `matrices`."""
+    def add(self, sizes: Mapping[str, int], matrices: Sequence[Quantised]) -> None:
+        """Add matrices whose rows stand over one another in `matrices`. `sizes` has the rows of each, by its name."""
         stop = 0
-        for name, size in zip(names, sizes, strict=True):
+        for name, size in sizes.items():
             start, stop = stop, stop + size
             for i, part in enumerate(rows_of(matrices, start, stop)):
                 self._add_part(f"{name}.{i}", part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from fastdecode.spart.int4.calibration import MOST_INPUTS, CalibratedLinear, Cal
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.dense import DenseEmbedding, DenseLinear
 from fastdecode.spart.linears.stack import make_linear, tied_quantised
-from fastdecode.spart.parameters.reader import Parameters, return_free_memory
+from fastdecode.spart.parameters.reader import Parameters, return_free_memory, row_counts
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +36,13 @@ class CalibratedParameters(Parameters):
         self._tied = False
 
     def _rounded(
-        self,
-        names: Sequence[str],
-        matrices: Sequence[torch.Tensor],
-        bits: Sequence[int],
-        bias: torch.Tensor | None,
-        layer: bool,
+        self, weights: Mapping[str, torch.Tensor], bits: Sequence[int], bias: torch.Tensor | None, layer: bool
     ) -> Linear:
+        matrices = [*weights.values()]
         if layer and matrices[0].shape[1] <= MOST_INPUTS:
-            keep = partial(self._keep, names, [len(matrix) for matrix in matrices])
+            keep = partial(self._keep, row_counts(weights))  # and not the weights themselves, which take memory
             return CalibratedLinear(matrices, bits, bias, self._device, self._dtype, keep)
-        return super()._rounded(names, matrices, bits, bias, layer)
+        return super()._rounded(weights, bits, bias, layer)
 
     def _rounded_head(self, name: str, matrix: torch.Tensor) -> Linear:
         self._head_name, self._head = name, matrix.to(self._device, self._dtype)

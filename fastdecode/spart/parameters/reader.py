@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,29 +86,25 @@ class Parameters:
             linear = self._rounded_head(names[0], floats[0])
         else:
             bits = [8 if i == precise else self._bits for i in range(len(floats))]
-            linear = self._rounded(names, floats, bits, vector, layer)
+            linear = self._rounded(dict(zip(names, floats, strict=True)), bits, vector, layer)
         self._progress.update(sum(outs) * width)
         return_free_memory()
         change = self._adapters.change(names, outs, width, self._device, self._dtype)
         return linear if change is None else AdaptedLinear(linear, change)
 
     def _rounded(
-        self,
-        names: Sequence[str],
-        matrices: Sequence[torch.Tensor],
-        bits: Sequence[int],
-        bias: torch.Tensor | None,
-        layer: bool,
+        self, weights: Mapping[str, torch.Tensor], bits: Sequence[int], bias: torch.Tensor | None, layer: bool
     ) -> Linear:
-        """The linear of float matrices, the i-th of which gets bits[i]. `layer`: of a transformer block."""
-        rounded = [quantise(matrix, n, self._activation_bits) for matrix, n in zip(matrices, bits, strict=True)]
-        self._keep(names, [len(matrix) for matrix in matrices], rounded)
+        """The linear of float matrices, by the names of their modules. The i-th gets bits[i]. `layer`: it belongs to a
+        transformer block."""
+        rounded = [quantise(matrix, n, self._activation_bits) for matrix, n in zip(weights.values(), bits, strict=True)]
+        self._keep(row_counts(weights), rounded)
         return make_linear(rounded, bias, self._device, self._dtype)
 
-    def _keep(self, names: Sequence[str], sizes: Sequence[int], rounded: Sequence[Quantised]) -> None:
-        """Let the writer have the matrices of linears, of sizes[i] rows, whose rows stand over one another."""
+    def _keep(self, sizes: Mapping[str, int], rounded: Sequence[Quantised]) -> None:
+        """Let the writer have the rounded matrices of linears; see RoundedWriter.add."""
         if self._writer is not None:
-            self._writer.add([f"{name}.weight" for name in names], sizes, rounded)
+            self._writer.add(sizes, rounded)
 
     def _rounded_head(self, name: str, matrix: torch.Tensor) -> Linear:
         """The LM head of a float matrix."""
@@ -122,7 +118,7 @@ class Parameters:
         """The matrix of an LM head, rounded; see quantise_head."""
         assert self._bits is not None
         rounded = quantise_head(matrix, self._bits, moments, self._activation_bits)
-        self._keep([name], [len(matrix)], rounded)
+        self._keep(row_counts({name: matrix}), rounded)
         return rounded
 
     def block_read(self, weights: Weights, index: int) -> None:
@@ -157,8 +153,7 @@ class Parameters:
         """The matrix `name`, which is not calibrated, in the form of `weights`."""
         if self._bits and isinstance(matrix, torch.Tensor):
             matrix = quantise(matrix, self._bits, self._activation_bits)
-            if self._writer is not None:
-                self._writer.add([name], [len(matrix.q)], [matrix])
+            self._keep({name: len(matrix.q)}, [matrix])
         return matrix
 
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
@@ -177,6 +172,11 @@ class Parameters:
             return self._rounded_tied(name, matrices[0])
         weight = matrices[0].to(self._device, self._dtype, copy=True)
         return make_embedding(weight), make_dense(weight)
+
+
+def row_counts(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The rows of the weights of modules, by the names of the weights."""
+    return {f"{name}.weight": len(matrix) for name, matrix in weights.items()}
 
 
 def _quantised(matrices: Sequence[torch.Tensor | Quantised]) -> list[Quantised]:
