@@ -1,7 +1,7 @@
 """Models whose weights `--weights` has rounded, as `--save-weights` writes them: RoundedWriter and RoundedCheckpoint.
 
-Rounding by a text takes minutes for a model of a billion weights, and reading what was rounded takes seconds. Such a
-model is a directory like that which was rounded. Its config.json says
+Reading rounded weights takes less time than rounding them by a text. A saved model is a directory like that of the
+model that was rounded. Its config.json says
 
     "quantization_config": {"quant_method": "fastdecode", "activation_bits": 8 or 15}
 
