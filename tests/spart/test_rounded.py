@@ -102,11 +102,12 @@ def test_models_that_are_not_saved(tmp_path):
 
 
 def test_a_disk_that_is_full_is_named(tmp_path):
+    directory = make_checkpoint("llama-gqa")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(CheckpointError, match=r"saved cannot be written: .*File too large"):
-            saved(make_checkpoint("llama-gqa"), tmp_path / "saved", "int8")
+            saved(directory, tmp_path / "saved", "int8")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (tmp_path / "saved").exists()
