@@ -85,6 +85,33 @@ class QuantisedLinear:
         """Write the rows `ids` - `first` of W to y [n, ins] fp32; ids is int64 [n]. Rows that W lacks are left out.
         Other Python threads run meanwhile. Raises ValueError for buffers of other sizes."""
 
+#: The most columns of `quantise` with a factor.
+QUANTISE_COLUMNS: int
+
+def quantise(
+    x: int,
+    dtype: int,
+    bits: int,
+    rows: int,
+    columns: int,
+    stride: int,
+    hadamard: bool,
+    levels: bool,
+    q: int,
+    q_stride: int,
+    scales: int,
+    mins: int,
+    scales_stride: int,
+    factor: int,
+    errors: int,
+    groups: int,
+    threads: int,
+    /,
+) -> None:
+    """Round a matrix to numbers of 4 or 8 bits (fd_quantise_t). Arguments are addresses, 0 for none, and sizes; nothing
+    is checked. `dtype` is an index of region.contract.ACT_DTYPES. Other Python threads run meanwhile. The ISA is the
+    one in FASTDECODE_ISA, else the best."""
+
 class RowDraws:
     """Draws the next tokens of rows of logits (draw_rows.h). Arguments are addresses of C-contiguous arrays, 0 for
     none, and sizes; nothing is checked. Other Python threads run meanwhile. The ISA is the one in FASTDECODE_ISA, else

@@ -5,11 +5,13 @@
 
 #include "decoder/reduction.h"
 #include "engine/engine.h"
+#include "linears/quantise.h"
 #include "py_object.h"
 
 extern PyMethodDef fd_engine_methods[];        /* py_engine.c */
 extern PyMethodDef fd_roofline_methods[];      /* py_roofline.c */
 extern PyMethodDef fd_parallel_methods[];      /* py_parallel.c */
+extern PyMethodDef fd_quantise_methods[];      /* py_quantise.c */
 bool fd_reduction_add_names(PyObject *module); /* py_reduction.c */
 
 PyTypeObject *fd_py_engine_link_type, *fd_py_linear_type, *fd_py_dense16_type, *fd_py_prompt_type,
@@ -52,13 +54,15 @@ static PyMethodDef isa_methods[] = {
 };
 
 static int exec_module(PyObject *module) {
-    PyMethodDef *const methods[] = {isa_methods, fd_engine_methods, fd_roofline_methods, fd_parallel_methods};
+    PyMethodDef *const methods[] = {isa_methods, fd_engine_methods, fd_roofline_methods, fd_parallel_methods,
+                                    fd_quantise_methods};
     for (size_t i = 0; i < sizeof methods / sizeof *methods; i++)
         if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
         if (!fd_py_add_type(module, types[i].spec, types[i].kept)) return -1;
     if (PyModule_AddIntConstant(module, "MAX_THREADS", FD_MAX_THREADS) < 0) return -1;
     if (PyModule_AddIntConstant(module, "MAX_RANKS", FD_MOST_RANKS) < 0) return -1;
+    if (PyModule_AddIntConstant(module, "QUANTISE_COLUMNS", FD_QUANTISE_MOST_COLUMNS) < 0) return -1;
     return fd_reduction_add_names(module) ? 0 : -1;
 }
 

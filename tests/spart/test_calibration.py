@@ -10,7 +10,7 @@ from models.spart_steps import GREEDY, linked, run
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.int4.gptq import quantise_compensated, quantise_head, second_moments
-from fastdecode.spart.linears.quantised import quantise
+from fastdecode.spart.linears.rounding import quantise
 from fastdecode.spart.step.batch import Chunk, StepBatch
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer

@@ -20,7 +20,8 @@ from quick import quick
 
 from fastdecode.spart import CheckpointError, Model, SPart, load_model, read_config
 from fastdecode.spart.checkpoints.config_file import open_source
-from fastdecode.spart.linears.quantised import Quantised, quantise
+from fastdecode.spart.linears.quantised import Quantised
+from fastdecode.spart.linears.rounding import quantise
 from fastdecode.spart.loader import check_tensors
 from fastdecode.spart.step.batch import Chunk, StepBatch
 

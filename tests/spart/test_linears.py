@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 from models.checkpoints import FAMILIES, make_checkpoint, reference
-from models.quantised_checks import stored_numbers
+from models.quantised_checks import MOST_OF_FOUR, most_of_four, stored_numbers
 from models.spart_steps import GREEDY, linked, run, text
 from quick import quick
 
@@ -23,19 +23,8 @@ from fastdecode.spart.hf.decoder import HFSPart
 from fastdecode.spart.hf.model import load_hf_model
 from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
-from fastdecode.spart.linears.quantised import (
-    LEVELS,
-    MOST_OF_FOUR,
-    Quantised,
-    codes_of_levels,
-    concatenate,
-    decode,
-    fit_4_bits,
-    hadamard_blocks,
-    most_of_four,
-    nearest_level,
-    quantise,
-)
+from fastdecode.spart.linears.quantised import LEVELS, Quantised, concatenate, hadamard_blocks
+from fastdecode.spart.linears.rounding import quantise
 from fastdecode.spart.linears.stack import ConcatenatedLinear, make_linear
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
@@ -263,46 +252,6 @@ def test_sums_of_a_matrix_are_given_where_its_numbers_are_signed(isa):
             _native.QuantisedLinear(*form, None if wanted else sums)
 
 
-def test_numbers_of_a_hadamard_matrix_fit_into_16_bit_sums():
-    weight = torch.randn(256, 256)
-    weight[:, 64:] = weight[:, 64:].sign() * 0.01  # blocks whose sums, and not their largest number, set the scale
-    matrix = quantise(weight, 8, activation_bits=8)
-    most = most_of_four(matrix.q.float() - 128)
-    assert MOST_OF_FOUR * 0.95 < most.max() <= MOST_OF_FOUR
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_rounding_is_within_half_a_step(bits):
-    weight = torch.randn(40, 70)
-    matrix = quantise(weight, bits)
-    groups = torch.nn.functional.pad(weight, (0, 26)).view(40, 3, 32)
-    step = groups.abs().amax(2) / 127 if bits == 8 else (groups.amax(2) - groups.amin(2)) / 15
-    steps = step.repeat_interleave(32, 1)[:, :70]
-    error = (matrix.dequantise() - weight).abs()
-    if bits == 8:
-        assert (error <= steps * 0.501).all()
-    else:  # fitting moves a group's range: single numbers may be off by more, the group as a whole by less
-        plain = (weight.new_tensor(1 / 12).sqrt() * steps).square().sum()
-        assert error.square().sum() < plain
-
-
-def test_levels_are_nearest_and_kept_as_codes():
-    levels = torch.tensor(LEVELS, dtype=torch.float32)
-    x = torch.cat([levels, torch.rand(2000) * 40 - 4])
-    nearest = nearest_level(x)
-    assert torch.equal(nearest, levels[(x[:, None] - levels).abs().argmin(1)])
-    assert torch.equal(decode(codes_of_levels(nearest), LEVELS).float(), nearest)
-
-
-def test_levels_lose_less_of_normal_weights_than_equal_steps():
-    groups = torch.randn(4000, 1, 32)
-    errors = []
-    for levels in (True, False):
-        numbers, scales, mins = fit_4_bits(groups, levels)
-        errors.append((numbers * scales + mins - groups).square().mean())
-    assert errors[0] < 0.96 * errors[1]
-
-
 @pytest.mark.parametrize(("bits", "error", "stored_error"), [(8, 0.008, 2e-3), (4, 0.075, 0.015)])
 def test_a_hadamard_matrix_is_the_matrix(bits, error, stored_error):
     """A Hadamard matrix keeps the length of a block, so rounding costs what it costs any block of such numbers. A
@@ -314,14 +263,6 @@ def test_a_hadamard_matrix_is_the_matrix(bits, error, stored_error):
     torch.testing.assert_close(hadamard_blocks(hadamard_blocks(weight)), weight * 32)
     stored = stored_numbers(GroupedLinear(matrix, None))
     torch.testing.assert_close(stored, matrix.dequantise(), rtol=0, atol=stored_error)
-
-
-def test_one_large_weight_does_not_coarsen_its_group():
-    weight = torch.randn(64, 256)
-    weight[:, 40] = 10.0
-    error, plain = (quantise(weight, 4, activation_bits=b).dequantise() - weight for b in (8, 15))
-    group = slice(32, 64)
-    assert error[:, group].norm() < 0.8 * plain[:, group].norm()
 
 
 def test_one_large_activation_does_not_coarsen_its_block(isa):

@@ -23,7 +23,8 @@ from fastdecode.spart.linears import gpu
 from fastdecode.spart.linears.gpu import GPULinear
 from fastdecode.spart.linears.gpu_kernels import kernels_fault
 from fastdecode.spart.linears.packed import PackedEmbedding, PackedMatrix, alike, over_one_another, pack
-from fastdecode.spart.linears.quantised import LEVELS, Quantised, quantise
+from fastdecode.spart.linears.quantised import LEVELS, Quantised
+from fastdecode.spart.linears.rounding import quantise
 from fastdecode.spart.loader import open_checkpoint
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ import torch
 from fastdecode.spart.linears import huge_pages
 from fastdecode.spart.linears.dense16 import Linear16, keeps16
 from fastdecode.spart.linears.grouped import GroupedLinear
-from fastdecode.spart.linears.quantised import ACTIVATION_BITS, quantise
+from fastdecode.spart.linears.quantised import ACTIVATION_BITS
+from fastdecode.spart.linears.rounding import quantise
 
 HUGE = 2 << 20
 

@@ -17,7 +17,8 @@ from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, Te
 from fastdecode.spart.checkpoints.gguf_layouts import Part, find_parts
 from fastdecode.spart.checkpoints.mxfp4 import mxfp4
 from fastdecode.spart.checkpoints.tensors import Checkpoint, require_finite
-from fastdecode.spart.linears.quantised import GROUP, Quantised, concatenate, quantise
+from fastdecode.spart.linears.quantised import GROUP, Quantised, concatenate
+from fastdecode.spart.linears.rounding import quantise
 
 #: Divisors of RoPE's frequencies (Llama 3.1 and later), which are a part of the model's configuration.
 ROPE_FACTORS = "rope_freqs.weight"

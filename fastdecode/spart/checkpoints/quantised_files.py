@@ -25,7 +25,8 @@ import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError, Quantisation, TensorNames, first_line
 from fastdecode.spart.checkpoints.tensors import SafetensorsCheckpoint
-from fastdecode.spart.linears.quantised import GROUP, Quantised, quantise, unpack_pairs
+from fastdecode.spart.linears.quantised import GROUP, Quantised, unpack_pairs
+from fastdecode.spart.linears.rounding import quantise
 
 #: The tensor that shows that a module is quantised, first, and all others that may belong to it.
 _TENSORS = {

@@ -14,7 +14,8 @@ import torch
 
 from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears.base import Embedding, Linear
-from fastdecode.spart.linears.quantised import Quantised, activation_bits, quantise
+from fastdecode.spart.linears.quantised import Quantised, activation_bits
+from fastdecode.spart.linears.rounding import quantise
 from fastdecode.spart.linears.stack import make_linear, quantised_embedding, tied_quantised
 
 #: Names of a module's linears that multiply the same rows, in the order in which the models call them.

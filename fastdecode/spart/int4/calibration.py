@@ -18,7 +18,8 @@ from fastdecode.spart.decoder.weights import Layer, Model
 from fastdecode.spart.int4.gptq import quantise_compensated, second_moments
 from fastdecode.spart.int4.probe import prompt_pass, sequences_of
 from fastdecode.spart.linears.base import Linear
-from fastdecode.spart.linears.quantised import Quantised, activation_bits, quantise
+from fastdecode.spart.linears.quantised import Quantised, activation_bits
+from fastdecode.spart.linears.rounding import quantise
 from fastdecode.spart.linears.stack import make_linear
 
 #: Wider inputs are rounded without calibration: their second moments take too much memory.

@@ -4,22 +4,11 @@ al., arXiv 2210.17323)."""
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import torch
 
-from fastdecode.spart.linears.quantised import (
-    ACTIVATION_BITS,
-    GROUP,
-    LEVELS,
-    Quantised,
-    codes_of_levels,
-    concatenate,
-    fit_4_bits,
-    hadamard_blocks,
-    nearest_level,
-    quantise,
-)
+from fastdecode.spart.linears.quantised import ACTIVATION_BITS, GROUP, Quantised, concatenate, hadamard_blocks
+from fastdecode.spart.linears.rounding import MOST_COLUMNS, Rounding, quantise
 
 log = logging.getLogger(__name__)
 
@@ -52,36 +41,26 @@ def quantise_compensated(
     factor = _inverse_factor(known[columns_of][:, columns_of])
     if factor is None:
         return quantise(weight, 4, activation_bits)
-    rounded = concatenate([_round_rows(rows.float(), factor, order, transformed) for rows in weight.split(_ROWS)])
-    return replace(rounded, activation_bits=activation_bits)
+    return concatenate([_round_rows(rows.float(), factor, order, activation_bits) for rows in weight.split(_ROWS)])
 
 
-def _round_rows(weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor, transformed: bool) -> Quantised:
+def _round_rows(weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor, activation_bits: int) -> Quantised:
     """Round rows [out, in] of a matrix, group after group in `order` [in / GROUP]. `factor` is that of the inputs in
-    this order. `transformed`: see quantise."""
+    this order."""
     outs, ins = weight.shape
-    columns_of = _columns(order)
+    transformed = activation_bits == ACTIVATION_BITS
     # Columns that are not rounded yet hold what they have taken up.
-    left = (hadamard_blocks(weight) / GROUP if transformed else weight)[:, columns_of]
-    numbers = left.new_empty(ins, outs)
-    scales, mins = (left.new_empty(ins // GROUP, outs) for _ in range(2))
-    for index, start in zip(order.tolist(), range(0, ins, GROUP), strict=True):
-        columns = left[:, start : start + GROUP]
-        own = factor[start : start + GROUP, start : start + GROUP]
-        scale, minimum = (values.flatten() for values in fit_4_bits(columns[:, None], levels=transformed)[1:])
-        scales[index], mins[index] = scale, minimum
-        group = columns.mT.contiguous()
-        errors = torch.empty_like(group)
-        for i, column in enumerate(group):
-            number = (column - minimum) / scale.clamp_min(1e-30)
-            number = nearest_level(number) if transformed else number.round_().clamp_(0, 15)
-            numbers[index * GROUP + i] = number
-            errors[i] = (column - (number * scale + minimum)) / own[i, i]
-            group[i + 1 :].addr_(own[i, i + 1 :], errors[i], alpha=-1)
-        left[:, start + GROUP :].addmm_(errors.mT, factor[start : start + GROUP, start + GROUP :], alpha=-1)
-    codes = (codes_of_levels(numbers) if transformed else numbers).to(torch.uint8)
-    q, scales, mins = (values.mT.contiguous() for values in (codes, scales, mins))
-    return Quantised(q, scales, mins, 0, 4, GROUP, table=LEVELS if transformed else (), hadamard=transformed)
+    left = (hadamard_blocks(weight) / GROUP if transformed else weight)[:, _columns(order)]
+    groups = order.cpu()
+    matrix = Rounding(outs, ins, 4, transformed)
+    for start in range(0, ins, MOST_COLUMNS):
+        stop = min(start + MOST_COLUMNS, ins)
+        now = slice(start, stop)
+        errors = matrix.round_compensated(
+            left[:, now].cpu(), factor[now, now].cpu(), groups[start // GROUP : stop // GROUP]
+        )
+        left[:, stop:].addmm_(errors.to(left.device), factor[now, stop:], alpha=-1)
+    return matrix.quantised(activation_bits, weight.device)
 
 
 def _columns(order: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from fastdecode.spart.linears.base import Embedding
-from fastdecode.spart.linears.quantised import E2M1_TABLE, E2M1_ZERO, Quantised, pack_pairs, quantise, unpack_pairs
+from fastdecode.spart.linears.quantised import E2M1_TABLE, E2M1_ZERO, Quantised, pack_pairs, unpack_pairs
+from fastdecode.spart.linears.rounding import quantise
 
 #: Rows are a multiple of this number; what is added is zero. The kernels write 8 outputs at once.
 _ROWS = 8

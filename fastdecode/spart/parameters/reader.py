@@ -20,7 +20,8 @@ from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.dense import make_dense, make_embedding
 from fastdecode.spart.linears.experts import ExpertLinears
-from fastdecode.spart.linears.quantised import BITS, Quantised, activation_bits, quantise
+from fastdecode.spart.linears.quantised import BITS, Quantised, activation_bits
+from fastdecode.spart.linears.rounding import quantise
 from fastdecode.spart.linears.stack import make_experts, make_linear, quantised_embedding, tied_quantised
 from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
 
