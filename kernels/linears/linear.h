@@ -29,6 +29,7 @@
  */
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -38,6 +39,7 @@
 
 enum { FD_LINEAR_LANES = 16, FD_LINEAR_BLOCK = 32, FD_LINEAR_CHUNKS = 8, FD_LINEAR_LOW_BITS = 7 };
 enum { FD_LINEAR_CODES = 16, FD_LINEAR_MOST_IN_TABLE = 32 };
+enum { FD_LINEAR_MOST_UNPACKED = 1 << 14 }; /* inputs */
 enum { FD_LINEAR_SIGNED_SHIFT = 6, FD_LINEAR_SIGNED_STEPS = 1 << FD_LINEAR_SIGNED_SHIFT };
 enum { FD_LINEAR_MOST_OF_FOUR = INT16_MAX / (2 * FD_LINEAR_SIGNED_STEPS) };
 
@@ -64,6 +66,11 @@ static inline size_t fd_linear_tile_bytes(const fd_linear_t *l) {
     return (size_t)fd_linear_blocks(l) * FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8;
 }
 
+/* Whether a vector of a tile's outputs may be unpacked for many rows. */
+static inline bool fd_linear_unpacks(const fd_linear_t *l) {
+    return fd_linear_blocks(l) * FD_LINEAR_BLOCK <= FD_LINEAR_MOST_UNPACKED;
+}
+
 /* Rows of rounded activations, in groups of `beside`. */
 typedef struct {
     int8_t *x;       /* [groups][blocks][passes][beside][FD_LINEAR_BLOCK], from -127 to 127; the high part first. For a
@@ -71,6 +78,7 @@ typedef struct {
     float *scales;   /* [groups][blocks][beside] */
     float *sums;     /* [groups][blocks][beside], of the multiples, times the scale */
     int32_t *starts; /* [groups][blocks][beside], the sum of the multiples times the ISA's dot_offset */
+    uint32_t wide;   /* two passes are one over the multiples themselves, int16 in place of their two parts */
     uint32_t beside; /* rows whose blocks stand side by side */
     uint32_t stride; /* outputs from one row of y to the next, outs or more */
 } fd_linear_rows_t;
@@ -85,7 +93,8 @@ static inline int32_t fd_linear_inputs(const int8_t *x) {
 /* One ISA's kernels. */
 typedef struct {
     const char *isa;
-    uint32_t wants_signed; /* of transformed matrices of 8 bits, signed numbers */
+    uint32_t wants_signed;    /* of transformed matrices of 8 bits, signed numbers */
+    uint32_t worth_unpacking; /* the fewest rows for which a vector of outputs is unpacked; 0: never */
     /* Rounds the row x [ins] into row `row` of `out`. A block with an infinity or NaN gets the scale NaN. */
     void (*round_row)(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out);
     /* Writes the tile's outputs of all rows to the first outs of y [rows][stride]. */

@@ -1,7 +1,9 @@
 /* AVX2: a vector has 8 of a tile's 16 outputs. vpmaddubsw adds pairs of products in 16 bits, which hold them: with 4
  * bits, 16 products of at most 15 * 127, or 8 of a table's numbers; with 8 bits, 4 products if the matrix is
  * transformed (see linear.h), so that 7 bits of the activations are enough. Otherwise 2 of at most 128 * 127, because
- * the unsigned factor is |q - 128| and its sign moves to the activation, which takes one instruction more. */
+ * the unsigned factor is |q - 128| and its sign moves to the activation, which takes one instruction more.
+ *
+ * Many rows of two passes are multiplied in one by vpmaddwd, whose factors have 16 bits and whose sums have 32. */
 #include "cpu/isa.h"
 
 #if FD_X86
@@ -11,13 +13,30 @@ FD_BEGIN_TARGET(FD_AVX2)
 
 #include "linear_ivec256.h"
 
-enum { MAX_ROWS = 4 };
+enum { MAX_ROWS = 4, ROWS_WORTH_UNPACKING = 32 };
 
 /* x + y, computed at this point: gcc reorders sums, and then has more of them at once than registers. */
 FD_INLINE ivec_t ivec_sum(ivec_t x, ivec_t y) {
     x = _mm256_add_epi32(x, y);
     __asm__ volatile("" : "+x"(x));
     return x;
+}
+
+FD_INLINE ivec_t ivec_sum_pairs(ivec_t x, ivec_t y) {
+    x = _mm256_add_epi16(x, y);
+    __asm__ volatile("" : "+x"(x));
+    return x;
+}
+
+/* Widens the 4 numbers of each output to 16 bits, the first two of all outputs before the others. */
+FD_INLINE void widen_chunk(ivec_t q, uint32_t bits, uint8_t *to) {
+    const ivec_t firsts = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1, 0, -1, 1, -1, 4,
+                                           -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
+    const ivec_t less = _mm256_set1_epi16(bits == 8 ? 128 : 0);
+    const ivec_t first = _mm256_sub_epi16(_mm256_shuffle_epi8(q, firsts), less);
+    const ivec_t second = _mm256_sub_epi16(_mm256_shuffle_epi8(_mm256_srli_epi32(q, 16), firsts), less);
+    memcpy(to, &first, sizeof first);
+    memcpy(to + sizeof first, &second, sizeof second);
 }
 
 FD_INLINE int32_t dot_offset(const fd_linear_t *l) {
@@ -33,6 +52,18 @@ FD_INLINE ivec_t dot_start(const fd_linear_t *l, int32_t start, size_t sums, con
 FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
                          const uint32_t n, const kind_t kind) {
     const ivec_t ones = _mm256_set1_epi16(1);
+    if (kind == WIDE) {
+        FD_UNROLL
+        for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
+            const ivec_t first = ivec_load(w + c * 64), second = ivec_load(w + c * 64 + 32);
+            for (uint32_t r = 0; r < n; r++) {
+                const int8_t *inputs = x + r * stride + 8 * c;
+                dot[r] = ivec_sum(dot[r], _mm256_madd_epi16(first, ivec_set1(fd_linear_inputs(inputs))));
+                dot[r] = ivec_sum(dot[r], _mm256_madd_epi16(second, ivec_set1(fd_linear_inputs(inputs + 4))));
+            }
+        }
+        return;
+    }
     if (kind == HADAMARD) {
         FD_UNROLL
         for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
@@ -62,26 +93,29 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, co
     }
     ivec_t sums[MAX_ROWS];
     for (uint32_t r = 0; r < n; r++) sums[r] = ivec_set1(0);
+    FD_UNROLL
     for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
         ivec_t even, odd;
-        unpack_chunks(w + c * 32, table, kind, &even, &odd);
+        if (kind == UNPACKED) even = ivec_load(w + c * 32), odd = ivec_load(w + c * 32 + 32);
+        else unpack_chunks(w + c * 32, table, kind, &even, &odd);
         for (uint32_t r = 0; r < n; r++) {
             const int8_t *inputs = x + r * stride + 4 * c;
-            sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(even, ivec_set1(fd_linear_inputs(inputs))));
-            sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(odd, ivec_set1(fd_linear_inputs(inputs + 4))));
+            const ivec_t pairs = _mm256_maddubs_epi16(even, ivec_set1(fd_linear_inputs(inputs)));
+            const ivec_t more = _mm256_maddubs_epi16(odd, ivec_set1(fd_linear_inputs(inputs + 4)));
+            sums[r] = ivec_sum_pairs(_mm256_add_epi16(sums[r], pairs), more);
         }
-        if (kind == CODES && c == FD_LINEAR_CHUNKS / 2 - 2)
+        if (kind != NIBBLES && c == FD_LINEAR_CHUNKS / 2 - 2)
             for (uint32_t r = 0; r < n; r++) {
-                dot[r] = ivec_add(dot[r], _mm256_madd_epi16(sums[r], ones));
+                dot[r] = ivec_sum(dot[r], _mm256_madd_epi16(sums[r], ones));
                 sums[r] = ivec_set1(0);
             }
     }
-    for (uint32_t r = 0; r < n; r++) dot[r] = ivec_add(dot[r], _mm256_madd_epi16(sums[r], ones));
+    for (uint32_t r = 0; r < n; r++) dot[r] = ivec_sum(dot[r], _mm256_madd_epi16(sums[r], ones));
 }
 
 #include "linear_simd.h"
 
-const fd_linear_ops_t fd_linear_ops_avx2 = {"avx2", 1, round_row, tile_rows, NULL};
+const fd_linear_ops_t fd_linear_ops_avx2 = {"avx2", 1, ROWS_WORTH_UNPACKING, round_row, tile_rows, NULL};
 
 FD_END_TARGET
 #endif

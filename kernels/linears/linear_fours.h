@@ -3,6 +3,11 @@
  * its functions, dot_fours, which is that instruction, and UNROLL_CHUNKS, which is FD_UNROLL or nothing. */
 #pragma once
 
+/* A vector of outputs is not unpacked for many rows: that was measured with AVX2 alone. Two passes over bytes take as
+ * many instructions here as one over 16 bits. */
+enum { ROWS_WORTH_UNPACKING = 0 };
+FD_INLINE void widen_chunk(ivec_t q, uint32_t bits, uint8_t *to) {}
+
 FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return -l->zero; }
 FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return 127; }
 FD_INLINE ivec_t dot_start(const fd_linear_t *l, int32_t start, size_t sums, const kind_t kind) {

@@ -4,8 +4,11 @@
 #include "linear.h"
 
 typedef enum {
-    NIBBLES, /* 4 bits, the numbers themselves */
-    CODES,   /* 4 bits, with a table */
-    BYTES,   /* 8 bits */
-    HADAMARD /* 8 bits, transformed; transformed matrices of 4 bits are NIBBLES or CODES */
+    NIBBLES,  /* 4 bits, the numbers themselves */
+    CODES,    /* 4 bits, with a table */
+    BYTES,    /* 8 bits */
+    HADAMARD, /* 8 bits, transformed; transformed matrices of 4 bits are NIBBLES or CODES */
+    /* One vector of a tile's outputs, unpacked for many rows: a chunk has LANES outputs. */
+    UNPACKED, /* 4 bits, in bytes */
+    WIDE      /* in 16 bits, for rows of 16 bits (fd_linear_rows_t.wide); those of 8 bits less 128 */
 } kind_t;

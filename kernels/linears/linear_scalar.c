@@ -46,4 +46,4 @@ static void tile(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *ro
     }
 }
 
-const fd_linear_ops_t fd_linear_ops_scalar = {"scalar", 0, round_row, tile, NULL};
+const fd_linear_ops_t fd_linear_ops_scalar = {"scalar", 0, 0, round_row, tile, NULL};

@@ -7,6 +7,8 @@
  *   dot_start         what a block's sums of LANES outputs start from
  *   dot_block         adds the products of a block's numbers with one pass over n rows of inputs to dot [n]
  *   dot_offset, dot_steps   see round_row.h
+ *   ROWS_WORTH_UNPACKING      fd_linear_ops_t.worth_unpacking
+ *   widen_chunk               makes a chunk of 16-bit numbers (WIDE)
  */
 #pragma once
 
@@ -41,13 +43,14 @@ FD_INLINE void one_block(const fd_linear_t *l, vec_t *acc, const uint8_t *words,
                          const kind_t kind, const uint32_t passes) {
     ivec_t dot[MAX_ROWS];
     for (uint32_t r = 0; r < n; r++) dot[r] = dot_start(l, rows->starts[r * rows->blocks], block, kind);
-    if (passes == 2) {
+    const bool twice = passes == 2 && kind != WIDE;
+    if (twice) {
         ivec_t high[MAX_ROWS];
         for (uint32_t r = 0; r < n; r++) high[r] = ivec_set1(0);
         dot_block(high, words, l->table, rows->x, rows->stride, n, kind);
         for (uint32_t r = 0; r < n; r++) dot[r] = ivec_add(dot[r], ivec_shift(high[r], FD_LINEAR_LOW_BITS));
     }
-    dot_block(dot, words, l->table, rows->x + (passes - 1) * FD_LINEAR_BLOCK, rows->stride, n, kind);
+    dot_block(dot, words, l->table, rows->x + (twice ? FD_LINEAR_BLOCK : 0), rows->stride, n, kind);
     const vec_t scale = vec_load_fp16(scales);
     for (uint32_t r = 0; r < n; r++)
         acc[r] = vec_fma(vec_from_ints(dot[r]), vec_mul(scale, vec_set1(rows->scales[r * rows->blocks])), acc[r]);
@@ -75,21 +78,38 @@ enum { VECS = FD_LINEAR_LANES / LANES };
 /* How often the activations are passed over, and whether there are minima. */
 typedef enum { ONE_PASS, ONE_PASS_MINS, ANY_PASSES } form_t;
 
+/* A tile and its numbers, as they are stored, or those of one vector of its outputs, unpacked. */
+typedef struct {
+    uint32_t index;
+    const uint8_t *numbers;
+} tile_t;
+
+/* Bytes of a block of numbers. */
+FD_INLINE uint32_t block_bytes_of(const kind_t kind) {
+    if (kind == WIDE) return LANES * FD_LINEAR_BLOCK * 2;
+    if (kind == UNPACKED) return LANES * FD_LINEAR_BLOCK;
+    return FD_LINEAR_LANES * FD_LINEAR_BLOCK / (kind == NIBBLES || kind == CODES ? 2 : 1);
+}
+
+FD_INLINE tile_t packed_tile(const fd_linear_t *l, uint32_t tile) {
+    return (tile_t){tile, l->weights + tile * fd_linear_tile_bytes(l)};
+}
+
 /* One vector of a tile's outputs, from output `lane` on, or with `both` two of them, of `n` rows from `row` on; `n`,
  * `both`, `kind` and `form` are constants where this is inlined. */
-FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, const fd_linear_rows_t *rows, uint32_t row,
+FD_INLINE void some_rows(const fd_linear_t *l, tile_t tile, uint32_t lane, const fd_linear_rows_t *rows, uint32_t row,
                          float *y, ahead_t ahead, const uint32_t n, const bool both, const kind_t kind,
                          const form_t form) {
-    const uint32_t blocks = fd_linear_blocks(l), first = tile * FD_LINEAR_LANES + lane;
-    const uint32_t block_bytes = FD_LINEAR_LANES * FD_LINEAR_BLOCK * (kind == BYTES || kind == HADAMARD ? 8 : 4) / 8;
+    const uint32_t blocks = fd_linear_blocks(l), first = tile.index * FD_LINEAR_LANES + lane;
+    const uint32_t block_bytes = block_bytes_of(kind);
     const uint32_t passes = form == ANY_PASSES ? l->passes : 1;
     const bool has_mins = form == ONE_PASS_MINS || (form == ANY_PASSES && l->mins);
-    const uint8_t *w = l->weights + tile * fd_linear_tile_bytes(l) + lane * 4;
+    const uint8_t *w = tile.numbers + (kind == UNPACKED || kind == WIDE ? 0 : lane * 4);
     const size_t stride = (size_t)blocks * passes * FD_LINEAR_BLOCK, at = (size_t)row * blocks;
     block_rows_t of = {rows->x + row * stride, rows->scales + at, rows->sums + at, rows->starts + at, stride, blocks};
-    size_t block = (size_t)tile * blocks * FD_LINEAR_LANES + lane;
-    const uint16_t *scales = l->scales + (size_t)tile * l->groups * FD_LINEAR_LANES + lane;
-    const uint16_t *mins = has_mins ? l->mins + (size_t)tile * l->groups * FD_LINEAR_LANES + lane : NULL;
+    size_t block = (size_t)tile.index * blocks * FD_LINEAR_LANES + lane;
+    const uint16_t *scales = l->scales + (size_t)tile.index * l->groups * FD_LINEAR_LANES + lane;
+    const uint16_t *mins = has_mins ? l->mins + (size_t)tile.index * l->groups * FD_LINEAR_LANES + lane : NULL;
     uint32_t of_group = l->group_blocks; /* how many of its blocks are not summed */
     vec_t acc[MAX_ROWS], other[MAX_ROWS];
     for (uint32_t r = 0; r < n; r++) acc[r] = other[r] = vec_zero();
@@ -116,7 +136,7 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
     if (both) store_rows(l, other, first + LANES, row, y, rows->stride, n);
 }
 
-FD_INLINE void all_lanes(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t row, float *y,
+FD_INLINE void all_lanes(const fd_linear_t *l, tile_t tile, const fd_linear_rows_t *rows, uint32_t row, float *y,
                          ahead_t ahead, const uint32_t n, const kind_t kind, const form_t form) {
     /* Few rows read weights from memory, line by line, and their sums fit into the registers with all of a line. If the
      * vectors are computed one after the other, the second finds its lines in the cache, so it prefetches none. */
@@ -126,7 +146,7 @@ FD_INLINE void all_lanes(const fd_linear_t *l, uint32_t tile, const fd_linear_ro
 }
 
 /* The form is a constant for the matrices that are common: a branch in the loop costs the sums their registers. */
-FD_INLINE void any_form(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t row, float *y,
+FD_INLINE void any_form(const fd_linear_t *l, tile_t tile, const fd_linear_rows_t *rows, uint32_t row, float *y,
                         ahead_t ahead, const uint32_t n, const kind_t kind) {
     if (l->passes != 1) all_lanes(l, tile, rows, row, y, ahead, n, kind, ANY_PASSES);
     else if (l->mins) all_lanes(l, tile, rows, row, y, ahead, n, kind, ONE_PASS_MINS);
@@ -140,11 +160,63 @@ FD_INLINE ahead_t ahead_of_next_rows(ahead_t ahead) {
 
 #define FD_SOME_ROWS(n)                                                                                                \
     for (; row + n <= rows_n; row += n, ahead = ahead_of_next_rows(ahead)) {                                           \
-        if (l->hadamard && l->bits == 8) all_lanes(l, tile, rows, row, y, ahead, n, HADAMARD, ONE_PASS);               \
-        else if (l->bits == 8) any_form(l, tile, rows, row, y, ahead, n, BYTES);                                       \
-        else if (l->table) any_form(l, tile, rows, row, y, ahead, n, CODES);                                           \
-        else any_form(l, tile, rows, row, y, ahead, n, NIBBLES);                                                       \
+        if (l->hadamard && l->bits == 8) all_lanes(l, packed, rows, row, y, ahead, n, HADAMARD, ONE_PASS);             \
+        else if (l->bits == 8) any_form(l, packed, rows, row, y, ahead, n, BYTES);                                     \
+        else if (l->table) any_form(l, packed, rows, row, y, ahead, n, CODES);                                         \
+        else any_form(l, packed, rows, row, y, ahead, n, NIBBLES);                                                     \
     }
+
+enum { FULL_ROWS = MAX_ROWS > 4 ? MAX_ROWS : 4 };
+
+/* One vector of a tile's outputs, unpacked, of `n` rows. */
+FD_INLINE void unpacked_rows(const fd_linear_t *l, tile_t tile, uint32_t lane, const fd_linear_rows_t *rows,
+                             uint32_t row, float *y, const uint32_t n, const kind_t kind) {
+    const ahead_t none = {0, 0, 0};
+    if (l->passes != 1) some_rows(l, tile, lane, rows, row, y, none, n, false, kind, ANY_PASSES);
+    else if (l->mins) some_rows(l, tile, lane, rows, row, y, none, n, false, kind, ONE_PASS_MINS);
+    else some_rows(l, tile, lane, rows, row, y, none, n, false, kind, ONE_PASS);
+}
+
+/* Unpacks the numbers of a vector of a tile's outputs, from output `lane` on. */
+FD_INLINE void unpack_lanes(const fd_linear_t *l, const uint8_t *w, uint32_t lane, uint8_t *to, const kind_t kind) {
+    const uint32_t pairs = fd_linear_blocks(l) * FD_LINEAR_CHUNKS / 2, chunk = block_bytes_of(kind) / FD_LINEAR_CHUNKS;
+    w += lane * 4;
+    for (uint32_t pair = 0; pair < pairs; pair++, to += 2 * chunk) {
+        ivec_t even, odd;
+        if (l->bits == 8) even = ivec_load(w + pair * 2 * LINE), odd = ivec_load(w + (pair * 2 + 1) * LINE);
+        else unpack_chunks(w + pair * LINE, l->table, l->table ? CODES : NIBBLES, &even, &odd);
+        if (kind == WIDE) {
+            widen_chunk(even, l->bits, to);
+            widen_chunk(odd, l->bits, to + chunk);
+        } else {
+            memcpy(to, &even, chunk);
+            memcpy(to + chunk, &odd, chunk);
+        }
+    }
+}
+
+/* Multiplies rows with a tile, of which each vector of outputs is unpacked once for all rows; except, unless the rows
+ * are wide, the last ones that are no FULL_ROWS. Returns how many. */
+static __attribute__((noinline)) uint32_t many_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows,
+                                                    uint32_t n, float *y) {
+    _Alignas(LINE) uint8_t numbers[FD_LINEAR_MOST_UNPACKED * 16]; /* fits into the L2 cache */
+    const tile_t unpacked = {tile, numbers};
+    const uint8_t *w = l->weights + tile * fd_linear_tile_bytes(l);
+    uint32_t row = 0;
+    for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane += LANES) {
+        row = 0;
+        if (!rows->wide) {
+            unpack_lanes(l, w, lane, numbers, UNPACKED);
+            for (; row + FULL_ROWS <= n; row += FULL_ROWS)
+                unpacked_rows(l, unpacked, lane, rows, row, y, FULL_ROWS, UNPACKED);
+            continue;
+        }
+        unpack_lanes(l, w, lane, numbers, WIDE);
+        for (; row + FULL_ROWS <= n; row += FULL_ROWS) unpacked_rows(l, unpacked, lane, rows, row, y, FULL_ROWS, WIDE);
+        for (; row < n; row++) unpacked_rows(l, unpacked, lane, rows, row, y, 1, WIDE);
+    }
+    return row;
+}
 
 /* fd_linear_ops_t.tile. A processor prefetches too little by itself while it computes. The first of a few rows
  * prefetch the weights that they are about to read; where rows are many, all of them share the next tile's. */
@@ -152,9 +224,12 @@ static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_
     /* In bytes. Both distances are measured ones; only AVX2 has signed numbers. */
     const size_t near = l->negated_sums ? 1024 : 4096;
     const uint32_t lines = FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8 / LINE;
-    uint32_t row = 0;
+    const tile_t packed = packed_tile(l, tile);
+    const uint32_t worth = ROWS_WORTH_UNPACKING;
+    const bool many = worth && rows_n >= worth && fd_linear_unpacks(l);
+    uint32_t row = many && (l->bits == 4 || rows->wide) ? many_rows(l, tile, rows, rows_n, y) : 0;
     ahead_t ahead = {near, lines, 0};
-    if (rows_n >= 2 * MAX_ROWS) {
+    if (rows_n - row >= 2 * MAX_ROWS) {
         ahead.distance = fd_linear_tile_bytes(l);
         ahead.lines = (lines * MAX_ROWS + rows_n - 1) / rows_n;
         ahead.left = lines - ahead.lines;

@@ -41,7 +41,10 @@ static inline void hadamard_block(const float *from, float *to) {
 #endif
 }
 
-/* `steps`: the largest multiple. `base` is added to each. `low`: of the second pass. */
+typedef int16_t fd_wide_t __attribute__((may_alias));
+
+/* `steps`: the largest multiple. `base` is added to each. `low`: of the second pass; NULL: q gets multiples of 16 bits.
+ */
 static inline void round_block(const float *x, uint32_t passes, float steps, int32_t base, int8_t *q, int8_t *low,
                                float *scale, int32_t *sum) {
     const fd_float_bits_t *x_bits = (const fd_float_bits_t *)x;
@@ -53,8 +56,8 @@ static inline void round_block(const float *x, uint32_t passes, float steps, int
     float most;
     memcpy(&most, &largest, sizeof most);
     if (largest >= 0x7f800000) { /* infinity or NaN: the outputs must show it */
-        memset(q, 0, FD_LINEAR_BLOCK);
-        memset(low, 0, FD_LINEAR_BLOCK);
+        memset(q, 0, FD_LINEAR_BLOCK * (low ? 1 : 2));
+        if (low) memset(low, 0, FD_LINEAR_BLOCK);
         *scale = NAN;
         *sum = 0;
         return;
@@ -66,6 +69,8 @@ static inline void round_block(const float *x, uint32_t passes, float steps, int
     }
     if (passes == 1) {
         for (int i = 0; i < FD_LINEAR_BLOCK; i++) q[i] = (int8_t)(bits[i] + base);
+    } else if (!low) {
+        for (int i = 0; i < FD_LINEAR_BLOCK; i++) ((fd_wide_t *)q)[i] = (int16_t)bits[i];
     } else {
         for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
             const int32_t high = (bits[i] + (1 << (FD_LINEAR_LOW_BITS - 1))) >> FD_LINEAR_LOW_BITS;
@@ -98,7 +103,8 @@ static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const 
         const size_t block_at = (first + b) * beside, at = block_at + row % beside;
         int8_t *q = out->x + (block_at * passes + row % beside) * FD_LINEAR_BLOCK;
         int32_t sum;
-        round_block(from, passes, steps, base, q, q + (passes - 1) * beside * FD_LINEAR_BLOCK, out->scales + at, &sum);
+        int8_t *low = out->wide ? NULL : q + (passes - 1) * beside * FD_LINEAR_BLOCK;
+        round_block(from, passes, steps, base, q, low, out->scales + at, &sum);
         out->sums[at] = out->scales[at] * (float)sum;
         out->starts[at] = offset * sum;
     }

@@ -181,6 +181,19 @@ def test_a_row_does_not_depend_on_the_others(isa):
             assert torch.equal(linear(x[i : i + 1])[0], together[i])
 
 
+@pytest.mark.parametrize(("rows", "ins"), [(3001, 1120), (40, (1 << 14) + 32)])  # several turns; not unpacked
+def test_many_rows_are_each_multiplied_like_that_row_alone(isa, rows, ins):
+    x = torch.randn(rows, ins)
+    x[7, 40] = torch.inf
+    for bits in (4, 8):
+        for form in (HADAMARD[bits], {"activation_bits": 15}):
+            linear = GroupedLinear(random_matrix(bits, 20, ins, **form), None)
+            together = linear(x)
+            for i in (0, 31, 32, rows // 2, rows - 1):
+                assert torch.equal(linear(x[i : i + 1])[0], together[i])
+            assert together[7].isnan().all() and together.isnan().sum() == 20
+
+
 def test_extreme_activations(isa):
     matrix = random_matrix(8, 20, 64)
     linear = GroupedLinear(matrix, None)
