@@ -59,13 +59,14 @@ class CalibratedLinear(Linear):
         return sum(weight.nbytes for weight in self._weights) if self._linear is None else self._linear.nbytes
 
     def _rounded(self, x: torch.Tensor) -> Linear:
-        moments, activations = second_moments(x), activation_bits(x.device)
+        activations = activation_bits(x.device)
         matrices: list[Quantised] = []
         for bits, members in groupby(zip(self._bits, self._weights, strict=True), key=lambda member: member[0]):
             weight = torch.cat([weight for _, weight in members])
-            matrices.append(
-                quantise(weight, 8, activations) if bits == 8 else quantise_compensated(weight, moments, activations)
-            )
+            if bits == 8:
+                matrices.append(quantise(weight, 8, activations))
+            else:
+                matrices.append(quantise_compensated(weight, second_moments(x), activations))
         self._keep(matrices)
         return make_linear(matrices, self._bias, weight.device, weight.dtype)
 
