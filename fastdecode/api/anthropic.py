@@ -284,10 +284,12 @@ class _ContentBlock:
         """The block as the message shows it."""
         text: Any = self.text
         if self.kind == "tool_use":
+            text = self.text or "{}"
             try:
-                text = orjson.loads(self.text or "{}")
+                orjson.loads(text)
             except orjson.JSONDecodeError:  # of a call that is cut off
-                text = {}
+                text = "{}"
+            text = orjson.Fragment(text)  # orjson writes objects of up to 254 levels, and reads 1,024
         return self._head | {_TEXTS[self.kind][0]: text}
 
 

@@ -93,6 +93,15 @@ async def test_content_blocks_of_a_message(tokenizer, spell, anthropic_of):
     assert usage.input_tokens + usage.cache_read_input_tokens == len(engine.prompts[0])
 
 
+async def test_a_calls_input_of_many_levels(tokenizer, spell):
+    nested = '{"a": ' * 300 + "1" + "}" * 300
+    engine = ScriptedEngine(spell(CALL.replace('{"sides": 6}', nested)))
+    async with served(engine, tokenizer) as client:
+        status, message = await client.post("/v1/messages", ASK | {"tools": [DICE]})
+    [block] = message["content"]
+    assert (status, block["type"], block["input"]) == (200, "tool_use", json.loads(nested))
+
+
 async def test_a_stream_adds_up_to_the_message(tokenizer, spell, anthropic_of):
     """Anthropic's own accumulator follows the events and raises for one out of order."""
     engine = ScriptedEngine(spell(MESSAGE))
