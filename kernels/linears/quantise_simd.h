@@ -127,7 +127,8 @@ FD_INLINE void transform(float *x) {
     for (int i = 0; i < GROUP; i++) vec_store(x + i * LANES, vec_mul(vec_load(x + i * LANES), vec_set1(1.0f / GROUP)));
 }
 
-/* Rounds a group of 4 bits, whose first column is `first` of x, and lets the columns after each take up its error. */
+/* Rounds a group to 4 bits, whose columns begin with `first` of x, and lets the columns after each take up its error.
+ */
 FD_INLINE void compensate(const fd_quantise_t *o, float *x, size_t first, const fit_t *fit, const bool levels,
                           float *errors, uint8_t *codes) {
     const vec_t inverse = inverse_of(fit->scale);
@@ -160,7 +161,7 @@ FD_INLINE void load_columns(const fd_quantise_t *o, size_t row, size_t rows, siz
     }
 }
 
-/* Rounds the group of x [GROUP][LANES] that is the matrix's `group`. */
+/* Rounds a group x [GROUP][LANES], each number to the nearest. */
 FD_INLINE void round_group(const fd_quantise_t *o, float *x, fit_t *fit, const bool levels, uint8_t *codes) {
     if (o->hadamard) transform(x);
     if (o->bits == 4) *fit = fit_group(x, levels);
@@ -174,7 +175,7 @@ FD_INLINE void round_group(const fd_quantise_t *o, float *x, fit_t *fit, const b
     }
 }
 
-/* Stores the results of a group of LANES rows, the matrix's `group`. */
+/* Stores what a group of up to LANES rows was rounded to; `group` is its place in the matrix. */
 FD_INLINE void store_group(const fd_quantise_t *o, size_t row, size_t rows, size_t group, const fit_t *fit,
                            const uint8_t *codes) {
     float scales[LANES], mins[LANES];

@@ -75,7 +75,7 @@ static inline void round_block(const float *x, uint32_t passes, float steps, int
         for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
             const int32_t high = (bits[i] + (1 << (FD_LINEAR_LOW_BITS - 1))) >> FD_LINEAR_LOW_BITS;
             q[i] = (int8_t)high;
-            low[i] = (int8_t)(bits[i] - (high << FD_LINEAR_LOW_BITS));
+            low[i] = (int8_t)(bits[i] - high * (1 << FD_LINEAR_LOW_BITS));
         }
     }
     *scale = most > 1e-30f ? most / steps : 0.0f;
