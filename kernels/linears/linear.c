@@ -73,8 +73,7 @@ fd_status_t fd_linear_run(const fd_linear_t *l, const fd_linear_ops_t *ops, cons
     work.rows.starts = (int32_t *)(work.rows.sums + blocks);
     for (uint32_t row = 0; row < rows; row += most) {
         work.n = rows - row < most ? rows - row : most;
-        work.rows.wide = l->passes == 2 && ops->worth_unpacking && work.n >= ops->worth_unpacking &&
-                         fd_linear_unpacks(l);
+        work.rows.wide = l->passes == 2 && ops->fewest_wide && work.n >= ops->fewest_wide && fd_linear_unpacks(l);
         work.rows.beside = ops->beside ? ops->beside(l, work.n) : 1;
         /* The rows that the last group lacks have scales and sums of 0. */
         if (work.n % work.rows.beside) memset(work.rows.scales, 0, 2 * blocks * sizeof(float));

@@ -93,8 +93,8 @@ static inline int32_t fd_linear_inputs(const int8_t *x) {
 /* One ISA's kernels. */
 typedef struct {
     const char *isa;
-    uint32_t wants_signed;    /* of transformed matrices of 8 bits, signed numbers */
-    uint32_t worth_unpacking; /* the fewest rows for which a vector of outputs is unpacked; 0: never */
+    uint32_t wants_signed; /* of transformed matrices of 8 bits, signed numbers */
+    uint32_t fewest_wide;  /* the fewest rows that are worth fd_linear_rows_t.wide; 0: never */
     /* Rounds the row x [ins] into row `row` of `out`. A block with an infinity or NaN gets the scale NaN. */
     void (*round_row)(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out);
     /* Writes the tile's outputs of all rows to the first outs of y [rows][stride]. */

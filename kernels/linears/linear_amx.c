@@ -207,7 +207,7 @@ static void tile_rows_amx(const fd_linear_t *l, uint32_t tile, const fd_linear_r
     _tile_release();
 }
 
-const fd_linear_ops_t fd_linear_ops_amx = {"amx", 0, ROWS_WORTH_UNPACKING, round_row, tile_rows_amx, rows_beside};
+const fd_linear_ops_t fd_linear_ops_amx = {"amx", 0, FEWEST_WIDE, round_row, tile_rows_amx, rows_beside};
 
 FD_END_TARGET
 #endif

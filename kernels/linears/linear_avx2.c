@@ -13,7 +13,7 @@ FD_BEGIN_TARGET(FD_AVX2)
 
 #include "linear_ivec256.h"
 
-enum { MAX_ROWS = 4, ROWS_WORTH_UNPACKING = 32 };
+enum { MAX_ROWS = 4, FEWEST_WIDE = 8, FEWEST_UNPACKED = 12 };
 
 /* x + y, computed at this point: gcc reorders sums, and then has more of them at once than registers. */
 FD_INLINE ivec_t ivec_sum(ivec_t x, ivec_t y) {
@@ -115,7 +115,7 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, co
 
 #include "linear_simd.h"
 
-const fd_linear_ops_t fd_linear_ops_avx2 = {"avx2", 1, ROWS_WORTH_UNPACKING, round_row, tile_rows, NULL};
+const fd_linear_ops_t fd_linear_ops_avx2 = {"avx2", 1, FEWEST_WIDE, round_row, tile_rows, NULL};
 
 FD_END_TARGET
 #endif

@@ -8,7 +8,7 @@ FD_BEGIN_TARGET(FD_AVX512 ",avx512vnni")
 
 #include "linear_vnni512.h"
 
-const fd_linear_ops_t fd_linear_ops_avx512vnni = {"avx512vnni", 0, ROWS_WORTH_UNPACKING, round_row, tile_rows, NULL};
+const fd_linear_ops_t fd_linear_ops_avx512vnni = {"avx512vnni", 0, FEWEST_WIDE, round_row, tile_rows, NULL};
 
 FD_END_TARGET
 #endif

@@ -20,7 +20,7 @@ FD_INLINE ivec_t dot_fours(ivec_t sum, ivec_t q, ivec_t x) {
 #include "linear_fours.h"
 #include "linear_simd.h"
 
-const fd_linear_ops_t fd_linear_ops_avxvnni = {"avxvnni", 0, ROWS_WORTH_UNPACKING, round_row, tile_rows, NULL};
+const fd_linear_ops_t fd_linear_ops_avxvnni = {"avxvnni", 0, FEWEST_WIDE, round_row, tile_rows, NULL};
 
 FD_END_TARGET
 #endif

@@ -5,7 +5,7 @@
 
 /* A vector of outputs is not unpacked for many rows: that was measured with AVX2 alone. Two passes over bytes take as
  * many instructions here as one over 16 bits. */
-enum { ROWS_WORTH_UNPACKING = 0 };
+enum { FEWEST_WIDE = 0, FEWEST_UNPACKED = 0 };
 FD_INLINE void widen_chunk(ivec_t q, uint32_t bits, uint8_t *to) {}
 
 FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return -l->zero; }

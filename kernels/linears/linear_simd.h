@@ -7,7 +7,8 @@
  *   dot_start         what a block's sums of LANES outputs start from
  *   dot_block         adds the products of a block's numbers with one pass over n rows of inputs to dot [n]
  *   dot_offset, dot_steps   see round_row.h
- *   ROWS_WORTH_UNPACKING      fd_linear_ops_t.worth_unpacking
+ *   FEWEST_WIDE               fd_linear_ops_t.fewest_wide
+ *   FEWEST_UNPACKED           the fewest rows of one pass for which numbers of 4 bits are unpacked; 0: never
  *   widen_chunk               makes a chunk of 16-bit numbers (WIDE)
  */
 #pragma once
@@ -225,9 +226,9 @@ static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_
     const size_t near = l->negated_sums ? 1024 : 4096;
     const uint32_t lines = FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8 / LINE;
     const tile_t packed = packed_tile(l, tile);
-    const uint32_t worth = ROWS_WORTH_UNPACKING;
-    const bool many = worth && rows_n >= worth && fd_linear_unpacks(l);
-    uint32_t row = many && (l->bits == 4 || rows->wide) ? many_rows(l, tile, rows, rows_n, y) : 0;
+    const uint32_t fewest = FEWEST_UNPACKED;
+    const bool unpack = fewest && rows_n >= fewest && l->bits == 4 && fd_linear_unpacks(l);
+    uint32_t row = unpack || (FEWEST_WIDE > 0 && rows->wide) ? many_rows(l, tile, rows, rows_n, y) : 0;
     ahead_t ahead = {near, lines, 0};
     if (rows_n - row >= 2 * MAX_ROWS) {
         ahead.distance = fd_linear_tile_bytes(l);
