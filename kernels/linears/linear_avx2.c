@@ -22,6 +22,7 @@ FD_INLINE ivec_t ivec_sum(ivec_t x, ivec_t y) {
     return x;
 }
 
+/* The same for sums of 16 bits. */
 FD_INLINE ivec_t ivec_sum_pairs(ivec_t x, ivec_t y) {
     x = _mm256_add_epi16(x, y);
     __asm__ volatile("" : "+x"(x));

@@ -10,5 +10,5 @@ typedef enum {
     HADAMARD, /* 8 bits, transformed; transformed matrices of 4 bits are NIBBLES or CODES */
     /* One vector of a tile's outputs, unpacked for many rows: a chunk has LANES outputs. */
     UNPACKED, /* 4 bits, in bytes */
-    WIDE      /* in 16 bits, for rows of 16 bits (fd_linear_rows_t.wide); those of 8 bits less 128 */
+    WIDE      /* 4 or 8 bits, in 16 bits, for wide rows (fd_linear_rows_t); 128 is subtracted from 8 bits */
 } kind_t;

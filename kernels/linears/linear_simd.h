@@ -92,10 +92,6 @@ FD_INLINE uint32_t block_bytes_of(const kind_t kind) {
     return FD_LINEAR_LANES * FD_LINEAR_BLOCK / (kind == NIBBLES || kind == CODES ? 2 : 1);
 }
 
-FD_INLINE tile_t packed_tile(const fd_linear_t *l, uint32_t tile) {
-    return (tile_t){tile, l->weights + tile * fd_linear_tile_bytes(l)};
-}
-
 /* One vector of a tile's outputs, from output `lane` on, or with `both` two of them, of `n` rows from `row` on; `n`,
  * `both`, `kind` and `form` are constants where this is inlined. */
 FD_INLINE void some_rows(const fd_linear_t *l, tile_t tile, uint32_t lane, const fd_linear_rows_t *rows, uint32_t row,
@@ -196,8 +192,8 @@ FD_INLINE void unpack_lanes(const fd_linear_t *l, const uint8_t *w, uint32_t lan
     }
 }
 
-/* Multiplies rows with a tile, of which each vector of outputs is unpacked once for all rows; except, unless the rows
- * are wide, the last ones that are no FULL_ROWS. Returns how many. */
+/* Multiplies rows with a tile and unpacks each vector of its outputs once for all of them. If the rows are not wide,
+ * the last n % FULL_ROWS rows are left to the caller. Returns how many rows are multiplied. */
 static __attribute__((noinline)) uint32_t many_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows,
                                                     uint32_t n, float *y) {
     _Alignas(LINE) uint8_t numbers[FD_LINEAR_MOST_UNPACKED * 16]; /* fits into the L2 cache */
@@ -225,7 +221,7 @@ static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_
     /* In bytes. Both distances are measured ones; only AVX2 has signed numbers. */
     const size_t near = l->negated_sums ? 1024 : 4096;
     const uint32_t lines = FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8 / LINE;
-    const tile_t packed = packed_tile(l, tile);
+    const tile_t packed = {tile, l->weights + tile * fd_linear_tile_bytes(l)};
     const uint32_t fewest = FEWEST_UNPACKED;
     const bool unpack = fewest && rows_n >= fewest && l->bits == 4 && fd_linear_unpacks(l);
     uint32_t row = unpack || (FEWEST_WIDE > 0 && rows->wide) ? many_rows(l, tile, rows, rows_n, y) : 0;

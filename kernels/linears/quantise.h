@@ -5,9 +5,9 @@
  * 8 bits are symmetric about zero. With 4 bits, scale and minimum start from shares of the group's range and are fitted
  * to the rounded numbers by least squares, and those with the smallest squared error are kept.
  *
- * With a factor, errors are compensated (GPTQ, Frantar et al., arXiv 2210.17323, algorithm 1): columns are rounded one
- * after another, and those that follow take up the error of a column. The factor is the upper Cholesky factor of the
- * inverse of the inputs' second moments.
+ * With a factor, errors are compensated (GPTQ, Frantar et al., arXiv 2210.17323, algorithm 1). Columns are rounded one
+ * after another, and the error of a rounded column is spread over the columns after it. The factor is the upper
+ * Cholesky factor of the inverse of the inputs' second moments.
  */
 #pragma once
 
