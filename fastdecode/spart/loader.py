@@ -225,6 +225,8 @@ class _Wanted:
         for name, out in zip(names, outs, strict=False):
             if "{e}" in name:
                 self.shapes |= {f"{name}.weight".replace("{e}", str(e)): (out, width) for e in range(n)}
+                if bias:
+                    self.shapes |= {f"{name}.bias".replace("{e}", str(e)): (out,) for e in range(n)}
             else:
                 self.shapes[name] = (n, width, sum(outs))
                 if bias:

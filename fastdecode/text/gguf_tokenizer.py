@@ -33,12 +33,26 @@ _QWEN35_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE, _BEHIND = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+#: Words of GPT-4o and gpt-oss: a capital behind a small letter begins another one.
+_GPT4O_WORDS = (
+    f"{_BEFORE}{_UPPER}*{_LOWER}+{_BEHIND}|{_BEFORE}{_UPPER}+{_LOWER}*{_BEHIND}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 #: Names in `tokenizer.ggml.pre`, grouped by the way in which a tokenizer cuts text into words.
 _DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _GPT2 = ("gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion")
 _LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "dbrx", "smaug-bpe", "falcon3", "pixtral")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan-dense")
 _QWEN35 = "qwen35"
+#: The words by the names of those that are cut by an expression.
+_WORDS = {
+    **dict.fromkeys(_LLAMA3, _LLAMA3_WORDS % "{1,3}"),
+    **dict.fromkeys(_QWEN2, _LLAMA3_WORDS % ""),
+    _QWEN35: _QWEN35_WORDS,
+    "gpt-4o": _GPT4O_WORDS,
+}
 
 
 class GGUFTokenizerError(ValueError):
@@ -92,9 +106,8 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
     elif pre in _GPT2:
         tokenizer.pre_tokenizer = plain
-    elif pre in _LLAMA3 or pre in _QWEN2 or pre == _QWEN35:
-        words = _QWEN35_WORDS if pre == _QWEN35 else _LLAMA3_WORDS % ("{1,3}" if pre in _LLAMA3 else "")
-        split = pre_tokenizers.Split(Regex(words), "isolated")
+    elif pre in _WORDS:
+        split = pre_tokenizers.Split(Regex(_WORDS[pre]), "isolated")
         rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, rest])
         if pre in ("qwen2", _QWEN35):

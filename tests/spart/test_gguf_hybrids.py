@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from models.checkpoints import VARIANTS, make_model
+from models.checkpoints import VARIANTS, YARN, make_model
 from models.gguf_made import write_gguf
 from models.mtp_made import MTPHead
 from models.quantised_checks import EXACT, error_of_logits
@@ -35,6 +35,7 @@ MODELS = {
     "qwen3-next": {},
     "qwen3-moe": {},
     "mixtral": {"sliding_window": None},
+    "gpt-oss": {"rope": {**YARN, "truncate": False, "beta_fast": 20.0, "beta_slow": 0.5}},
 }
 NEW_TOKENS, MOST_DRAFTS = 12, 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models.checkpoints import make_checkpoint, reference
+from models.gguf_made import write_gguf
 from models.quantised_checks import EXACT, error_of_logits, stored_numbers
 from models.quantised_made import e2m1, make_mxfp4
 from safetensors.torch import load_file, save_file
@@ -68,6 +69,20 @@ def test_experts_stay_in_4_bits(tmp_path):
             x = torch.randn(3, linears._linears[2].ins)
             exact = getattr(rounded.mlp, part)._linears[2](x)
             torch.testing.assert_close(linears._linears[2](x), exact, rtol=1e-3, atol=1e-3 * exact.abs().max().item())
+
+
+async def test_a_gguf_file_keeps_the_same_experts(tmp_path):
+    """llama.cpp has gate and up apart, and the numbers of a block in another order."""
+    directory, path = make_mxfp4(tmp_path / "m"), tmp_path / "m.gguf"
+    theirs = reference(directory)
+    write_gguf(path, theirs, {"_exps": "MXFP4", "": "F32"})
+    ours, published = (load_model(file, dtype="fp32") for file in (path, directory))
+    assert ours.weight_bytes == published.weight_bytes
+    for one, other in zip(ours.weights.layers, published.weights.layers, strict=True):
+        for part in ("_up", "_down"):
+            pairs = zip(getattr(one.mlp, part)._linears, getattr(other.mlp, part)._linears, strict=True)
+            assert all(torch.equal(stored_numbers(a), stored_numbers(b)) for a, b in pairs)
+    assert await error_of_logits(path, theirs, tmp_path) < EXACT
 
 
 def test_check_names_the_format(tmp_path):

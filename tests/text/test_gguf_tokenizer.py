@@ -13,6 +13,7 @@ from models.gguf_made import tokenizer_fields
 from models.tokenizers_made import CHATML, CORPUS, byte_level, metaspace
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
 from fastdecode.gguf.file import ModelSource
@@ -31,6 +32,7 @@ TEXTS = [
     "a<|im_start|>b<think>c",
     "Größe\u0301",
     "a\u0331\u0331\u0331 नमस्ते",
+    "helloWorld's NASAs IT'S ǅabc1234 //\n/x",
 ]
 _PLAIN = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _REST = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -47,6 +49,9 @@ PRE = {
         [pre_tokenizers.Split(Regex(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")), "isolated"), _REST]
     ),
     "qwen35": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"), _REST]),
+    "gpt-4o": pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS["gpt-4o"]), "isolated"), _REST]
+    ),
 }
 
 

@@ -22,6 +22,7 @@ FAMILIES = {
     "qwen35moe": (None, "Qwen3_5MoeForCausalLM"),
     "phi3": ("Phi3ForCausalLM", None),
     "granite": ("GraniteForCausalLM", None),
+    "gpt-oss": (None, "GptOssForCausalLM"),
 }
 #: Keys behind the architecture's name, and what config.json calls them.
 _KEYS = {
@@ -62,6 +63,8 @@ _FAMILY_KEYS = {
         "residual_scale": "residual_multiplier",
         "logit_scale": "logits_scaling",
     },
+    "gpt-oss": _EXPERT_KEYS
+    | {"attention.sliding_window": "sliding_window", "expert_feed_forward_length": "intermediate_size"},
 }
 #: Keys that repeat the tensors or the keys above, and keys that are read below.
 _OTHER_KEYS = {
@@ -71,6 +74,8 @@ _OTHER_KEYS = {
     "rope.scaling.type",
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
     "rope.scaling.finetuned",
 }
 #: The same for architectures with the gated delta rule. `rope.dimension_sections`: the three positions of images.
@@ -79,6 +84,8 @@ _DELTA_OTHER_KEYS = {"rope.dimension_sections", "ssm.inner_size", "attention.rec
 _SCALING_KEYS = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 _END_TOKENS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 
@@ -159,18 +166,17 @@ class _Metadata:
         }
         return raw | self._delta() if self._has_delta else raw
 
-    def _rope_scaling(self) -> dict[str, Any] | None:
+    def _rope_scaling(self) -> dict[str, Any]:
         # A factor without a type is a linear one, as in llama.cpp.
         kind = self.own.get("rope.scaling.type", "linear" if self.own.get("rope.scaling.factor") else "none")
         if not isinstance(kind, str):
             key = f"{self.architecture}.rope.scaling.type"
             raise CheckpointError(f"{self._file.path}: {key!r} is {kind!r}, not a string")
         if kind == "none":
-            return None
-        scaling = {"rope_type": kind, "factor": self.own.get("rope.scaling.factor")}
-        if original := self.own.get("rope.scaling.original_context_length"):
-            scaling["original_max_position_embeddings"] = original
-        return scaling
+            return {"rope_type": "default"}
+        scaling = {name: value for key, name in _SCALING_KEYS.items() if (value := self.own.get(key))}
+        # No key says whether YaRN rounds the ends of its ramp. gpt-oss is trained without it.
+        return {"factor": None, **scaling, "rope_type": kind, "truncate": self.architecture != "gpt-oss"}
 
     def _delta(self) -> dict[str, Any]:
         """The keys of config.json in which llama.cpp says otherwise what blocks with the gated delta rule are like."""
@@ -189,7 +195,7 @@ class _Metadata:
 
     def in_its_terms(self, sentence: str) -> str:
         """A sentence of make_config about config.json, with the file and its keys in place of config.json and its."""
-        for key, name in (self._keys | _SCALING_KEYS).items():
+        for key, name in reversed((self._keys | _SCALING_KEYS).items()):  # the last key of a name counts
             sentence = sentence.replace(repr(name), repr(f"{self.architecture}.{key}"))
         named = sentence.replace("config.json", str(self._file.path))
         return named if named != sentence else f"{self._file.path}: {sentence}"

@@ -3,7 +3,7 @@
 A layout differs from that of Hugging Face's checkpoints in these ways, each of which a Part undoes:
 
     Q and K of Llama and Granite   RoPE's pairs stand side by side, where Hugging Face has halves of a head
-    experts                        one tensor [experts, out, in] for each matrix of a layer
+    experts                        one tensor [experts, out, in] for each matrix of a layer, [experts, out] for a bias
     norms of Qwen3-Next, Qwen3.5   1 is added to the weights (ModelConfig.norm_offset is 0 for such a file)
     decay of the delta rule        -exp(A) in place of A
     convolution                    [channels, kernel] in place of [channels, 1, kernel]
@@ -45,6 +45,7 @@ NAMES = TensorNames(
     expert_down="ffn_down_exps.{e}",
 )
 _PHI3_NAMES = replace(NAMES, qkv=("attn_qkv",), up=("ffn_up",))
+_GPT_OSS_NAMES = replace(NAMES, mlp_norm="post_attention_norm", sinks="attn_sinks.weight")
 _DELTA_NAMES = DeltaNames(
     inputs=("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
     conv="ssm_conv1d",
@@ -68,6 +69,8 @@ def tensor_names(config: ModelConfig, architecture: str, drafts: int) -> TensorN
     MTP head."""
     if architecture == "phi3":
         return _PHI3_NAMES
+    if architecture == "gpt-oss":
+        return _GPT_OSS_NAMES
     if config.delta is None:
         return NAMES
     names = _QWEN3_5_NAMES
@@ -129,7 +132,8 @@ def _halves_of_heads(rows: int, heads: int) -> torch.Tensor:
 
 
 def _split_experts(parts: dict[str, Part], n: int) -> None:
-    """Replace each tensor [n, out, in] by the matrices of `n` experts, and one with gate over up by both."""
+    """Replace each tensor [n, out, in] by the matrices of `n` experts, each [n, out] by their biases, and one with gate
+    over up by both."""
     members = {
         "ffn_gate_exps": ("ffn_gate_exps",),
         "ffn_up_exps": ("ffn_up_exps",),
@@ -137,16 +141,18 @@ def _split_experts(parts: dict[str, Part], n: int) -> None:
         "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
     }
     for name in list(parts):
-        block, _, kind = name.removesuffix(".weight").rpartition(".")
+        module, _, end = name.rpartition(".")
+        block, _, kind = module.rpartition(".")
         tensor = parts[name].tensor
-        if kind not in members or len(tensor.shape) != 3 or tensor.shape[0] != n:
+        dimensions = {"weight": 3, "bias": 2}.get(end)
+        if kind not in members or len(tensor.shape) != dimensions or tensor.shape[0] != n:
             continue
         del parts[name]
         stems = members[kind]
-        shape = (tensor.shape[1] // len(stems), tensor.shape[2])
+        shape = (tensor.shape[1] // len(stems), *tensor.shape[2:])
         size = len(tensor.data) // (n * len(stems))
         for i in range(n * len(stems)):
-            one = f"{block}.{stems[i % len(stems)]}.{i // len(stems)}.weight"
+            one = f"{block}.{stems[i % len(stems)]}.{i // len(stems)}.{end}"
             parts[one] = Part(replace(tensor, name=one, shape=shape, data=tensor.data[i * size : (i + 1) * size]))
 
 

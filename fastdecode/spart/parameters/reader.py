@@ -126,9 +126,7 @@ class Parameters:
         """Does nothing."""
 
     def experts(self, names: Sequence[str], outs: Sequence[int], width: int, n: int, bias: bool) -> ExpertLinears:
-        biases = self.tensor(f"{names[0]}_bias", n, sum(outs)) if bias else None
-        if biases is not None and len(outs) > 1:
-            biases = biases[:, _in_turn(sum(outs)).to(self._device)]
+        biases = self._expert_biases(names, outs, n) if bias else None
         experts = make_experts(
             ((self._expert(names, outs, e), None if biases is None else biases[e]) for e in range(n)),
             self._device,
@@ -137,6 +135,15 @@ class Parameters:
         self._progress.update(n * sum(outs) * width)
         return_free_memory()
         return experts
+
+    def _expert_biases(self, names: Sequence[str], outs: Sequence[int], n: int) -> torch.Tensor:
+        """The biases of all experts [n, sum of outs]."""
+        if "{e}" in names[0]:
+            ends = [(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)]
+            own = [[self.tensor(name.replace("{e}", str(e)), out) for name, out in ends] for e in range(n)]
+            return torch.stack([torch.cat(each) for each in own])
+        biases = self.tensor(f"{names[0]}_bias", n, sum(outs))
+        return biases[:, _in_turn(sum(outs)).to(self._device)] if len(outs) > 1 else biases
 
     def _expert(self, names: Sequence[str], outs: Sequence[int], index: int) -> list[torch.Tensor | Quantised]:
         """The matrices of an expert, rows over rows."""

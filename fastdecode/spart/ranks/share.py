@@ -66,7 +66,8 @@ class CutCheckpoint(Checkpoint):
         # The ranks' summands are added, so only one of them may have the bias.
         self._added = tuple(f"{name}.bias" for name in (names.o, names.down))
         if names.expert_down is not None:
-            self._added += (f"{names.expert_down}_bias",)
+            down, n = names.expert_down, config.experts.n if config.experts else 0
+            self._added += (f"{down}_bias", *(f"{down}.bias".replace("{e}", str(e)) for e in range(n)))
 
     def _parts(self, name: str, size: int) -> tuple[slice, ...]:
         """The rank's parts of the axis, of `size`, in which the tensor `name` is cut."""
@@ -78,7 +79,7 @@ class CutCheckpoint(Checkpoint):
             cut = (*names.delta.inputs, names.delta.conv, names.delta.decay, names.delta.decay_bias, names.delta.out)
             if name.removesuffix(".weight").endswith(cut):
                 return _delta_parts(config.delta, delta_heads_of_rank(config.delta, share.rank, share.n), size)
-        if names.sinks is not None and module.endswith(names.sinks):
+        if names.sinks is not None and name.endswith(names.sinks):
             return (q_heads,)
         if module.endswith(names.qkv) and len(names.qkv) == 1:
             n_q, n_kv = config.n_q_heads * config.head_size, config.n_kv_heads * config.head_size

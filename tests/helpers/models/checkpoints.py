@@ -40,7 +40,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 _LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.0, 1.1, 1.2, 1.5, 2.0],
@@ -69,7 +69,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama-mqa": ("llama", {"num_key_value_heads": 1, "head_dim": 24}, {}),
     "llama-llama3": ("llama", {"rope": _LLAMA3, "attention_bias": True, "mlp_bias": True}, {}),
     "llama-linear": ("llama", {"rope": {"rope_type": "linear", "factor": 2.0}}, {}),
-    "llama-yarn": ("llama", {"rope": _YARN}, {}),
+    "llama-yarn": ("llama", {"rope": YARN}, {}),
     "llama-bf16": ("llama", {"num_key_value_heads": 2}, {"dtype": torch.bfloat16}),
     "llama-fp16": ("llama", {"num_key_value_heads": 2}, {"dtype": torch.float16}),
     "mistral": ("mistral", {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 16}, {}),
@@ -89,7 +89,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3-moe-dense": ("qwen3_moe", {**_QWEN3_MOE, "mlp_only_layers": [2], "decoder_sparse_step": 2}, {}),
     "gpt-oss": (
         "gpt_oss",
-        {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "sliding_window": 16, "rope": _YARN},
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "sliding_window": 16,
+            "rope": {**YARN, "truncate": False},
+        },
         {},
     ),
     "qwen3-next": ("qwen3_next", {**_DELTA, **_QWEN3_MOE, "shared_expert_intermediate_size": 48}, {}),

@@ -31,6 +31,7 @@ _NAMES = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.experts.down_proj": "ffn_down_exps",
     "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+    "mlp.router": "ffn_gate_inp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
@@ -48,7 +49,13 @@ _NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 _ENDS = ("weight", "bias")
-_WHOLE_NAMES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
+_WHOLE_NAMES = {
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "sinks": "attn_sinks.weight",
+    "gate_up_proj_bias": "ffn_gate_up_exps.bias",
+    "down_proj_bias": "ffn_down_exps.bias",
+}
 #: The modules of an MTP head.
 _HEAD_MODULES = {
     "fc": "nextn.eh_proj",
@@ -64,6 +71,7 @@ _ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "gpt_oss": "gpt-oss",
 }
 
 
@@ -121,12 +129,14 @@ def stored_tensors(
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     if architecture in ("llama", "granite") and part in heads:
         return [(stored, interleave(values, heads[part]))]
+    if architecture == "gpt-oss" and "experts" in parts:
+        values = values.mT if values.ndim == 3 else values
     if part == "ffn_gate_up_exps" and not fused:
-        gate, up = values.chunk(2, dim=1)
+        gate, up = (values[:, 0::2], values[:, 1::2]) if architecture == "gpt-oss" else values.chunk(2, dim=1)
         return [(stored.replace("gate_up", "gate"), gate), (stored.replace("gate_up", "up"), up)]
     if part == "ffn_gate_inp_shexp":
         return [(stored, values[0])]
-    if part == "ffn_norm" and hasattr(config, "linear_num_key_heads"):
+    if part == "ffn_norm" and (architecture == "gpt-oss" or hasattr(config, "linear_num_key_heads")):
         return [(stored.replace("ffn_norm", "post_attention_norm"), values)]
     if "linear_attn" not in parts:
         return [(stored, values)]
@@ -195,6 +205,10 @@ def write_gguf(
             writer.add_expert_shared_feed_forward_length(size)
     if hasattr(config, "linear_num_key_heads"):
         _add_delta(writer, config)
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_sliding_window(config.sliding_window)
+        _add_yarn(writer, config.rope_parameters)
     if head is not None:
         writer.add_nextn_predict_layers(1)
     for key, value in (fields or {}).items():
@@ -208,7 +222,7 @@ def write_gguf(
             change, undo = _changes(name, config)
             for stored, places in stored_tensors(name, positions, config, legacy, fused):
                 wanted = next((kinds[key] for key in kinds if key and key in stored), kinds[""])
-                small = places.ndim == 1 or any(each in stored for each in ("ssm_conv1d", "ffn_gate_inp"))
+                small = places.ndim == 1 or any(each in stored for each in ("ssm_conv1d", "ffn_gate_inp", "bias"))
                 kind = Kind["F32" if small else wanted]
                 values = change(parameter.data.flatten()[places])
                 data = gguf.quants.quantize(values.numpy().astype(np.float32), kind)
@@ -237,6 +251,15 @@ def _add_delta(writer: gguf.GGUFWriter, config: Any) -> None:
     if any((i % interval == interval - 1) != (kind == "full_attention") for i, kind in enumerate(kinds)):
         recurrent = [kind == "linear_attention" for kind in kinds]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
+
+
+def _add_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "beta_fast" in rope:
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
 
 
 def _parameters(model: Any, head: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
