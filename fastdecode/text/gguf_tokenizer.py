@@ -35,10 +35,10 @@ _QWEN35_WORDS = (
 )
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE, _BEHIND = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-#: Words of GPT-4o and gpt-oss: a capital behind a small letter begins another one.
-_GPT4O_WORDS = (
-    f"{_BEFORE}{_UPPER}*{_LOWER}+{_BEHIND}|{_BEFORE}{_UPPER}+{_LOWER}*{_BEHIND}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+#: Words in which a capital behind a small letter begins another one; with an end and a number of digits.
+_CASED_WORDS = (
+    f"{_BEFORE}{_UPPER}*{_LOWER}+%s|{_BEFORE}{_UPPER}+{_LOWER}*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 #: Names in `tokenizer.ggml.pre`, grouped by the way in which a tokenizer cuts text into words.
 _DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
@@ -46,12 +46,15 @@ _GPT2 = ("gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillio
 _LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "dbrx", "smaug-bpe", "falcon3", "pixtral")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan-dense")
 _QWEN35 = "qwen35"
+#: Those of tokenizers that take a word whole if the vocabulary has it, and begin a text with a token.
+_WHOLE = (*_LLAMA3, "tekken")
 #: The words by the names of those that are cut by an expression.
 _WORDS = {
     **dict.fromkeys(_LLAMA3, _LLAMA3_WORDS % "{1,3}"),
     **dict.fromkeys(_QWEN2, _LLAMA3_WORDS % ""),
     _QWEN35: _QWEN35_WORDS,
-    "gpt-4o": _GPT4O_WORDS,
+    "gpt-4o": _CASED_WORDS % (_BEHIND, _BEHIND, "{1,3}"),
+    "tekken": _CASED_WORDS % ("", "", ""),
 }
 
 
@@ -101,7 +104,7 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
     pre = fields.get("tokenizer.ggml.pre", "gpt-2")
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _LLAMA3))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE))
     if pre in _DIGIT_BY_DIGIT:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
     elif pre in _GPT2:
@@ -151,7 +154,7 @@ def _merges_of_scores(
 
 def _add_ends(tokenizer: Tokenizer, fields: dict[str, Any], config: dict[str, Any], kind: str) -> None:
     """Let the tokenizer put the begin and end tokens around a text, where the file says so."""
-    begins = fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or fields.get("tokenizer.ggml.pre") in _LLAMA3)
+    begins = fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or fields.get("tokenizer.ggml.pre") in _WHOLE)
     first = config.get("bos_token") if begins else None
     last = config.get("eos_token") if fields.get("tokenizer.ggml.add_eos_token", False) else None
     if first is None and last is None:

@@ -16,8 +16,9 @@ from tokenizers import Tokenizer as Backend
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
-from fastdecode.gguf.file import ModelSource
+from fastdecode.gguf.file import GGUFFile, ModelSource
 from fastdecode.text.chat_template import ChatTemplateError
+from fastdecode.text.gguf_tokenizer import read_tokenizer
 from fastdecode.text.tokenizer import Tokenizer, TokenizerError
 
 pytestmark = pytest.mark.quick
@@ -49,9 +50,10 @@ PRE = {
         [pre_tokenizers.Split(Regex(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")), "isolated"), _REST]
     ),
     "qwen35": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"), _REST]),
-    "gpt-4o": pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS["gpt-4o"]), "isolated"), _REST]
-    ),
+    **{
+        name: pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), "isolated"), _REST])
+        for name in ("gpt-4o", "tekken")
+    },
 }
 
 
@@ -82,7 +84,9 @@ def test_byte_level_tokenizers(pre, tmp_path):
     }
     theirs = Tokenizer.from_dir(directory)
     ours = Tokenizer.from_dir(write(tmp_path / "t.gguf", fields))
+    cut, _, _ = read_tokenizer(GGUFFile(tmp_path / "t.gguf"))
     for text in TEXTS:
+        assert cut.pre_tokenizer.pre_tokenize_str(text) == PRE[pre].pre_tokenize_str(text)
         for special in (True, False):
             ids = theirs.encode(text, add_special_tokens=special)
             assert ours.encode(text, add_special_tokens=special) == ids
