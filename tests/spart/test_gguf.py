@@ -101,6 +101,24 @@ async def test_logits_of_each_family(name, tmp_path):
     await assert_logits(path, theirs, tmp_path, QUANTISED if name == "qwen2" else EXACT)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "more"),
+    [
+        ("mistral3", "mistral-full", []),
+        ("qwen2vl", "qwen2", ["sections"]),
+        ("qwen3vl", "qwen3", ["sections", "deepstack"]),
+        ("qwen3vlmoe", "qwen3-moe", ["sections", "deepstack"]),
+    ],
+)
+async def test_logits_of_text_parts(architecture, name, more, tmp_path):
+    """llama.cpp gives the text parts of models that see images names of their own."""
+    keys = {"sections": ("rope.dimension_sections", [3, 3, 2, 0]), "deepstack": ("n_deepstack_layers", 3)}
+    fields = {f"{architecture}.{key}": value for key, value in map(keys.__getitem__, more)}
+    theirs, path = make_model(name), tmp_path / "m.gguf"
+    write_gguf(path, theirs, "F32", fields, architecture=architecture)
+    await assert_logits(path, theirs, tmp_path, EXACT)
+
+
 def test_memory_holds_the_numbers_of_the_file(tmp_path):
     theirs = make_model("llama-gqa")
     write_gguf(tmp_path / "m.gguf", theirs, "Q4_0")

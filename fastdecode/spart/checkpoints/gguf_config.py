@@ -23,6 +23,10 @@ FAMILIES = {
     "phi3": ("Phi3ForCausalLM", None),
     "granite": ("GraniteForCausalLM", None),
     "gpt-oss": (None, "GptOssForCausalLM"),
+    "mistral3": ("LlamaForCausalLM", None),
+    "qwen2vl": ("Qwen2ForCausalLM", None),
+    "qwen3vl": ("Qwen3ForCausalLM", None),
+    "qwen3vlmoe": (None, "Qwen3MoeForCausalLM"),
 }
 #: Keys behind the architecture's name, and what config.json calls them.
 _KEYS = {
@@ -53,6 +57,7 @@ _SHARED_KEYS = {"expert_shared_feed_forward_length": "shared_expert_intermediate
 _FAMILY_KEYS = {
     "llama": _EXPERT_KEYS,
     "qwen3moe": _EXPERT_KEYS,
+    "qwen3vlmoe": _EXPERT_KEYS,
     "qwen3next": _EXPERT_KEYS | _SHARED_KEYS | _DELTA_KEYS,
     "qwen35": _DELTA_KEYS,
     "qwen35moe": _EXPERT_KEYS | _SHARED_KEYS | _DELTA_KEYS,
@@ -80,6 +85,9 @@ _OTHER_KEYS = {
 }
 #: The same for architectures with the gated delta rule. `rope.dimension_sections`: the three positions of images.
 _DELTA_OTHER_KEYS = {"rope.dimension_sections", "ssm.inner_size", "attention.recurrent_layers", "nextn_predict_layers"}
+#: Architectures of the text parts of models that see images, and the same for them: also the layers that images enter.
+_SEEING = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
+_VISION_OTHER_KEYS = {"rope.dimension_sections", "n_deepstack_layers"}
 #: The keys of RoPE's scaling, and what config.json calls them in `rope_scaling`.
 _SCALING_KEYS = {
     "rope.scaling.factor": "factor",
@@ -129,7 +137,8 @@ class _Metadata:
         self.own = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
         self._keys = _KEYS | _FAMILY_KEYS.get(architecture, {})
         self._has_delta = "ssm.conv_kernel" in self._keys
-        others = _OTHER_KEYS | _DELTA_OTHER_KEYS if self._has_delta else _OTHER_KEYS
+        others = _OTHER_KEYS | (_DELTA_OTHER_KEYS if self._has_delta else set())
+        others |= _VISION_OTHER_KEYS if architecture in _SEEING else set()
         if unknown := sorted(key for key in self.own if key not in self._keys and key not in others):
             raise CheckpointError(f"{file.path}: the key {prefix + unknown[0]!r} is not understood")
         #: Blocks behind those of the model, which hold an MTP head.

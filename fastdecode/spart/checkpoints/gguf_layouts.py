@@ -2,7 +2,7 @@
 
 A layout differs from that of Hugging Face's checkpoints in these ways, each of which a Part undoes:
 
-    Q and K of Llama and Granite   RoPE's pairs stand side by side, where Hugging Face has halves of a head
+    Q and K of Llama and others    RoPE's pairs stand side by side, where Hugging Face has halves of a head
     experts                        one tensor [experts, out, in] for each matrix of a layer, [experts, out] for a bias
     norms of Qwen3-Next, Qwen3.5   1 is added to the weights (ModelConfig.norm_offset is 0 for such a file)
     decay of the delta rule        -exp(A) in place of A
@@ -23,7 +23,7 @@ from fastdecode.gguf.file import GGUFTensor
 from fastdecode.spart.checkpoints.config import DeltaNames, DeltaRule, ModelConfig, MTPNames, TensorNames
 
 #: Architectures whose files hold Q and K with RoPE's pairs side by side.
-_INTERLEAVED = ("llama", "granite")
+_INTERLEAVED = ("llama", "mistral3", "granite")
 #: Architectures whose files have the V heads of the delta rule in another order.
 _TILED = ("qwen35", "qwen35moe")
 

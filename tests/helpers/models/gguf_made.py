@@ -170,14 +170,16 @@ def write_gguf(
     head: Any = None,
     legacy: bool = False,
     fused: bool = False,
+    architecture: str | None = None,
 ) -> None:
     """Write transformers' `model`, and give it the weights that the file has.
 
     `kinds`: the type of all matrices, or of those whose GGUF names contain a key ("": of the others). `more` adds what
-    else the file shall have. `head` is an MTPHead. `legacy` and `fused`: see stored_tensors.
+    else the file shall have. `head` is an MTPHead. `legacy` and `fused`: see stored_tensors. `architecture`: that of
+    the file, if it is not that of the model's type.
     """
     config = model.config
-    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
+    architecture = architecture or _ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
