@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from nodes.forked import run
 from nodes.rnode_process import RNodeProcess
 from transformers import AutoModelForCausalLM
 
@@ -20,11 +21,11 @@ from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart.linears.dense16 import multiplies_bf16
 
-BENCH = [sys.executable, "-m", "fastdecode.bench.cli"]
+BENCH = ["-m", "fastdecode.bench.cli"]
 
 
 def bench(*argv: str) -> str:
-    done = subprocess.run([*BENCH, *argv], capture_output=True, text=True)
+    done = run(*BENCH, *argv)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -128,7 +129,7 @@ def test_a_permuted_model_computes_the_same_with_other_weights(tmp_path):
     ],
 )
 def test_a_bad_call_is_one_sentence(argv, sentence):
-    done = subprocess.run([*BENCH, *argv], capture_output=True, text=True)
+    done = run(*BENCH, *argv)
     assert done.returncode == 1
     assert sentence in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from nodes.forked import run
 
 from fastdecode.bench.contenders import PeerRun, SplitSystem
 from fastdecode.bench.decode_cell import Limits, Measured, take_turns
@@ -23,12 +24,12 @@ from fastdecode.bench.load import Cell, PeerLoad
 from fastdecode.bench.peers import Command, Peer
 from fastdecode.demo import model_dir
 
-BENCH = [sys.executable, "-m", "fastdecode.bench.cli", "decode", "--steps", "2", "--rounds", "2"]
+BENCH = ["-m", "fastdecode.bench.cli", "decode", "--steps", "2", "--rounds", "2"]
 LOAD = PeerLoad(model_dir(), "auto", torch.float32, torch.device("cpu"), 1, 2, 40, 4)
 
 
 def decode(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*BENCH, *argv], capture_output=True, text=True)
+    return run(*BENCH, *argv)
 
 
 def test_a_sweep_keeps_its_cells_and_goes_on_with_those_it_lacks(tmp_path: Path) -> None:
@@ -72,7 +73,9 @@ def test_an_interrupted_sweep_prints_what_it_has(tmp_path: Path) -> None:
     contexts = [16, 24, 32, 40, 48]
     options = [option for context in contexts for option in ("--context", str(context))]
     argv = ["--batch", "1", *options, "--out", str(out), "--rounds", "1000000"]
-    process = subprocess.Popen([*BENCH, *argv, "--cell-seconds", "5"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, *BENCH, *argv, "--cell-seconds", "5"], stdout=subprocess.PIPE, text=True
+    )
     while not out.exists():
         assert process.poll() is None
         time.sleep(0.1)

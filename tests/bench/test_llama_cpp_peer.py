@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import gguf
@@ -13,6 +11,7 @@ import pytest
 import torch
 from models.checkpoints import make_checkpoint, reference
 from models.gguf_made import gguf_name, interleave
+from nodes.forked import run
 
 from fastdecode.bench.llama_cpp_file import gguf_of
 from fastdecode.bench.load import PeerLoad
@@ -44,8 +43,8 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path):
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
 @pytest.mark.parametrize("weights", ["dense", "int8", "int4"])
 def test_llama_cpp_decodes_beside_the_split_system(weights):
-    command = [sys.executable, "-m", "fastdecode.bench.cli", "decode", "--json", "--model", str(model_dir())]
+    command = ["-m", "fastdecode.bench.cli", "decode", "--json", "--model", str(model_dir())]
     command += ["--batch", "2", "--context", "40", "--steps", "4", "--rounds", "2", "--weights", weights]
-    run = subprocess.run([*command, "--peer", "llama.cpp"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout)["peers"]["llama.cpp"]["tokens_per_s"] > 0
+    done = run(*command, "--peer", "llama.cpp")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["peers"]["llama.cpp"]["tokens_per_s"] > 0

@@ -6,14 +6,13 @@ import argparse
 import asyncio
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from nodes.forked import run
 
 from fastdecode.bench.soak import _Soak
 from fastdecode.bench.soaking.load import KnownRequest, SoakClient, Tally
@@ -21,10 +20,10 @@ from fastdecode.bench.soaking.load import KnownRequest, SoakClient, Tally
 
 @pytest.mark.timeout(400)
 def test_three_s_nodes_share_an_r_node_and_are_killed(tmp_path):
-    command = [sys.executable, "-m", "fastdecode.bench.cli", "soak", "--minutes", "0.15", "--kill-every", "5", "--json"]
-    run = subprocess.run([*command, "--logs", tmp_path], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    seen = json.loads(run.stdout)
+    command = ["-m", "fastdecode.bench.cli", "soak", "--minutes", "0.15", "--kill-every", "5", "--json"]
+    done = run(*command, "--logs", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
     assert seen["faults"] == [] and len(seen["snodes"]) == 3
     for row in seen["snodes"]:
         assert row["equal"] > 0 and row["wrong"] == row["failed"] == 0
@@ -40,10 +39,10 @@ def test_three_s_nodes_share_an_r_node_and_are_killed(tmp_path):
 
 def test_a_soak_that_finds_a_fault_says_so(tmp_path):
     """An R-node that refuses its memory ends at start, and the soak with an error."""
-    command = [sys.executable, "-m", "fastdecode.bench.cli", "soak", "--snodes", "1", "--kv-memory", "50KiB"]
-    run = subprocess.run([*command, "--logs", tmp_path], capture_output=True, text=True, check=False)
-    assert run.returncode == 1
-    assert "a node ended at start" in run.stderr and "--kv-memory" in run.stderr
+    command = ["-m", "fastdecode.bench.cli", "soak", "--snodes", "1", "--kv-memory", "50KiB"]
+    done = run(*command, "--logs", str(tmp_path))
+    assert done.returncode == 1
+    assert "a node ended at start" in done.stderr and "--kv-memory" in done.stderr
 
 
 async def test_kills_that_are_late_end_with_the_soak():

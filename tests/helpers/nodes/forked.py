@@ -93,19 +93,23 @@ class Forked:
         self.send_signal(signal.SIGTERM)
 
 
-def run_script(script: Path, *arguments: str, seconds: float = 380, env: dict[str, str] | None = None) -> Any:
-    """The JSON that a script with a model prints. Fails with the script's standard error."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = Forked([str(script), *arguments], MODELS, stdout=out.fileno(), stderr=err.fileno(), env=env)
+def run(*command: str, seconds: float = 380, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a process with a model to its end, as subprocess.run does with captured output."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = Forked(list(command), MODELS, stdout=out.fileno(), stderr=err.fileno(), env=env)
         try:
             status = process.wait(seconds)
         finally:
             process.kill()
-            err.seek(0)
-            errors = err.read().decode()
-        assert status == 0, errors
-        out.seek(0)
-        return json.loads(out.read())
+        written = [(file.seek(0), file.read())[1] for file in (out, err)]
+        return subprocess.CompletedProcess(command, status, *written)
+
+
+def run_script(script: Path, *arguments: str, seconds: float = 380, env: dict[str, str] | None = None) -> Any:
+    """The JSON that a script with a model prints. Fails with the script's standard error."""
+    done = run(str(script), *arguments, seconds=seconds, env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @functools.cache
