@@ -36,7 +36,7 @@ from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Data, Shape
 from fastdecode.bench.shapes import SHAPES
 from fastdecode.daemon.machine import available_memory, usable_cpus
-from fastdecode.daemon.option_values import size_option
+from fastdecode.daemon.option_values import count, size_option
 from fastdecode.daemon.roofline import Roofline, huge_pages
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
@@ -61,28 +61,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, action="append", help=f"{help_text} (repeatable)", **how)
 
     repeatable("--kv-dtype", "KV-cache format; default: fp16, bf16, int8, int4", choices=KV_DTYPES)
-    repeatable("--group", "query heads for each KV head; default: 1, 4, 8", type=int)
-    repeatable("--context", "cached tokens of each sequence; default: 512, 4096, 32768", type=int)
-    repeatable("--head-size", "elements of a head; default: 64, 128", type=int)
-    add("--kv-heads", type=int, default=8)
-    add("--v-size", type=int, help="elements of a V head; default: --head-size")
+    repeatable("--group", "query heads for each KV head; default: 1, 4, 8", type=count)
+    repeatable("--context", "cached tokens of each sequence; default: 512, 4096, 32768", type=count)
+    repeatable("--head-size", "elements of a head; default: 64, 128", type=count)
+    add("--kv-heads", type=count, default=8)
+    add("--v-size", type=count, help="elements of a V head; default: --head-size")
     repeatable("--v", "V is stored beside K, or is the first elements of K (latent attention); default: stored; peers "
         "run neither this nor --v-size", choices=("stored", "in-k"))  # fmt: skip
-    add("--index-heads", type=int, metavar="N", help="attend to all tokens and, in turns, to the tokens that an "
+    add("--index-heads", type=count, metavar="N", help="attend to all tokens and, in turns, to the tokens that an "
         "indexer of N heads selects (trained sparse attention); means --v in-k and --kv-heads 1")  # fmt: skip
-    add("--index-size", type=int, default=128, help="elements of an index head; default: 128")
-    add("--index-topk", type=int, default=2048, help="tokens that the indexer selects; default: 2048")
+    add("--index-size", type=count, default=128, help="elements of an index head; default: 128")
+    add("--index-topk", type=count, default=2048, help="tokens that the indexer selects; default: 2048")
     add("--model", choices=SHAPES,
         help="the heads of a well-known model, in place of --group, --head-size and --kv-heads")  # fmt: skip
     add("--kv-bytes", type=size_option, default=2 << 30, metavar="SIZE", help="KV of each cell and peer; default: 2GiB")
     add("--scattered", action="store_true",
         help="no two pages of a sequence are adjacent (of the peers only fastdecode has pages)")  # fmt: skip
     repeatable("--part", "what to measure; default: all", choices=PARTS)
-    add("--threads", type=int, help="threads of the sweep; default: one for each usable core")
+    add("--threads", type=count, help="threads of the sweep; default: one for each usable core")
     add("--isa", help="instruction set, such as avx2; default: the best")
-    add("--rounds", type=int, default=7, help="judging rounds of each cell; default: 7")
-    add("--fills", type=int, default=1, help="how often the caches of a cell with peers are filled, each time for a "
-        "share of the rounds; default: 1 (the physical pages that a process gets change its speed)")  # fmt: skip
+    add("--rounds", type=count, default=7, help="judging rounds of each cell; default: 7")
+    add("--fills", type=count, default=1, help="how often the caches of a cell with peers are filled, each time for "
+        "a share of the rounds; default: 1 (the physical pages that a process gets change its speed)")  # fmt: skip
     add("--judge-below", type=float, default=50.0, metavar="GBPS",
         help="rounds with a lower roofline judge; default: 50")  # fmt: skip
     repeatable("--peer", "peer to run; default: all installed ones", choices=[*PEERS, "none"])
@@ -110,13 +110,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         args.v, args.kv_heads = ["in-k"], 1
     cpus = usable_cpus()
     threads = args.threads or len(cpus)
-    if not 1 <= threads <= len(cpus):
+    if threads > len(cpus):
         raise ValueError(f"--threads {threads}: this process may run on {len(cpus)} CPUs")
-    sizes = ("group", "context", "head_size", "v_size", "index_heads", "index_size", "index_topk")
-    for name in ("rounds", "fills", "kv_heads", *sizes):
-        values = getattr(args, name)
-        if any(v < 1 for v in (values if isinstance(values, list) else [values]) if v is not None):
-            raise ValueError(f"--{name.replace('_', '-')} is not a positive number")
     parts = args.part or PARTS
     wanted = list(PEERS) if args.peer is None else [name for name in args.peer if name != "none"]
     if args.v or args.v_size:

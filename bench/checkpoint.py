@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from fastdecode.bench.shapes import SHAPES, ModelShape
 from fastdecode.daemon.config_files import find_model
+from fastdecode.daemon.option_values import count
 from fastdecode.demo import model_dir
 from fastdecode.gguf.file import find_gguf
 from fastdecode.spart.checkpoints.families import make_config
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--family", choices=FAMILIES, default="llama", help="of random weights (llama)")
     add("--model", choices=SHAPES, default="llama-125m", help="shape; default: %(default)s")
     for size in fields(ModelShape):
-        add("--" + size.name.replace("_", "-"), type=int, metavar="N", help="default: the model's")
+        add("--" + size.name.replace("_", "-"), type=count, metavar="N", help="default: the model's")
     add("--dtype", choices=TORCH_DTYPES, default="bf16")
     add("--seed", type=int, default=0)
 

@@ -23,6 +23,7 @@ import uvloop
 from fastdecode.bench.compare_servers import DEMO, PEERS, servers
 from fastdecode.bench.options import keep, print_result, read_kept
 from fastdecode.bench.serving import client, report, workload
+from fastdecode.daemon.option_values import count
 
 COMMAND = ("compare", "configurations of a server and its peers beside each other, in turns")
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE", help="trace, as for fastdecode-bench serve")
     add("--lengths", action="append", metavar="IN/OUT", type=_lengths, help="in place of a trace: a closed loop of "
         "requests of IN prompt and OUT output tokens (repeatable)")  # fmt: skip
-    add("--requests", type=int, default=64, metavar="N", help="requests of a closed loop's run")
+    add("--requests", type=count, default=64, metavar="N", help="requests of a closed loop's run")
     add("--model", action="append", metavar="PATH", help=f"as for fastdecode-node (repeatable); {DEMO}: its demo model")
     add("--configuration", action="append", metavar="NAME=OPTIONS", type=_configuration,
         help="options of fastdecode-node (repeatable); default: both schedules, greedy=--schedule greedy and "
@@ -47,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--peer-options", default="", metavar="OPTIONS", help="options of the peers' servers")
     add("--options", default="", metavar="OPTIONS", help="further options of every node")
     add("--share", type=float, default=0.8, help="arrivals, as a part of the capacity")
-    add("--concurrency", type=int, default=32, metavar="N",
+    add("--concurrency", type=count, default=32, metavar="N",
         help="requests in progress in a closed loop, and while capacity is measured")  # fmt: skip
-    add("--runs", type=int, default=5, metavar="N", help="runs of each configuration")
+    add("--runs", type=count, default=5, metavar="N", help="runs of each configuration")
     add("--run-seconds", type=float, default=40.0, metavar="S",
         help="seconds in which a run's requests arrive, or after which a closed loop's run is cut off")  # fmt: skip
     add("--scale-lengths", type=float, default=1.0, metavar="F", help="multiply the trace's lengths by F")
-    add("--max-tokens", type=int, default=1000, metavar="N",
+    add("--max-tokens", type=count, default=1000, metavar="N",
         help="cut requests to N tokens, prompt and output together")  # fmt: skip
     add("--slo-ttft", type=float, default=5.0, metavar="S", help="objective: first token within S seconds")
     add("--slo-tbt", type=float, default=0.25, metavar="S",

@@ -31,6 +31,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.device_plan import node_device
 from fastdecode.daemon.embedded import EmbeddedRNode
 from fastdecode.daemon.machine import total_memory, usable_cpus
+from fastdecode.daemon.option_values import count
 from fastdecode.daemon.options import WEIGHTS
 from fastdecode.daemon.roofline import Roofline
 from fastdecode.daemon.split import split_machine
@@ -51,27 +52,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
     add("--weights", choices=WEIGHTS, default="auto", help="as for fastdecode-node")
-    add("--batch", action="append", type=int, metavar="N",
+    add("--batch", action="append", type=count, metavar="N",
         help="sequences that decode at once, over all mini-batches (repeatable); default: 32")  # fmt: skip
-    add("--context", action="append", type=int, metavar="N",
+    add("--context", action="append", type=count, metavar="N",
         help="cached tokens of each sequence (repeatable); default: 512")  # fmt: skip
-    add("--steps", type=int, default=16, help="tokens decoded of each sequence in a round")
-    add("--rounds", type=int, default=7)
+    add("--steps", type=count, default=16, help="tokens decoded of each sequence in a round")
+    add("--rounds", type=count, default=7)
     add("--cell-seconds", type=float, default=60.0, metavar="S",
         help="time of fastdecode in a cell, and of each peer, filling included (60)")  # fmt: skip
     add("--load-seconds", type=float, default=300.0, metavar="S",
         help="time in which a peer loads the model, once for all cells (300)")  # fmt: skip
-    add("--mini-batches", type=int, help="default: by the rule of fastdecode-node --tune off")
+    add("--mini-batches", type=count, help="default: by the rule of fastdecode-node --tune off")
     add("--r-node", action="append", metavar="URL", help="R-node to use (repeatable); default: an embedded one")
     add("--kv-dtype", action="append", choices=KV_DTYPES, help="KV format (repeatable); default: fp16")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
-    add("--threads", type=int, help="attention threads of the embedded R-node; default: by that rule")
-    add("--s-threads", type=int, help="threads of the S-Part on a CPU; default: by that rule")
+    add("--threads", type=count, help="attention threads of the embedded R-node; default: by that rule")
+    add("--s-threads", type=count, help="threads of the S-Part on a CPU; default: by that rule")
     add("--cpus", help="CPUs of the attention threads, for example 1 or 4-7")
     add("--spin-us", type=int, help="microseconds that a waiter spins before it sleeps")
     add("--peer", action="append", choices=sorted(PEERS), default=[], help="also run this peer (repeatable)")
-    add("--ranks", type=int, default=2, metavar="N",
+    add("--ranks", type=count, default=2, metavar="N",
         help="of --peer ranks, the same system with --tensor-parallel N on the same cores (2)")  # fmt: skip
     add("--out", type=Path, metavar="FILE", help="keep every cell in FILE, and measure only what it lacks")
     add("--plot", type=Path, metavar="FILE", help="PNG: ratio to the best peer by batch and context")

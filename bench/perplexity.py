@@ -24,7 +24,7 @@ from fastdecode.bench.options import print_result
 from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode
-from fastdecode.daemon.option_values import format_bytes
+from fastdecode.daemon.option_values import count, format_bytes
 from fastdecode.daemon.options import WEIGHTS
 from fastdecode.daemon.split import split_machine
 from fastdecode.demo import heldout_text
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
     add("--text", type=Path, metavar="FILE", help="text; default: the demo model's held-out text")
-    add("--length", type=int, default=512, help="tokens of each sequence")
-    add("--sequences", type=int, default=64, help="how many, cut from the beginning of the text")
+    add("--length", type=count, default=512, help="tokens of each sequence")
+    add("--sequences", type=count, default=64, help="how many, cut from the beginning of the text")
     add("--kv-dtype", action="append", choices=KV_DTYPES,
         help="format to measure (repeatable); default: all, or with --weights fp32")  # fmt: skip
     add("--weights", action="append", choices=WEIGHTS, help="format of the weights to measure (repeatable), each with "

@@ -20,6 +20,7 @@ import torch
 from torch import distributed
 
 from fastdecode.bench.options import numbers, print_result
+from fastdecode.daemon.option_values import count
 from fastdecode.spart.ranks.reduction import Reduction, create_segment
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.threads import set_threads
@@ -34,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=numbers, default=[2, 4], metavar="N,...", help="numbers of processes (2,4)")
     add("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64], metavar="N,...", help="(1,2,4,8,16,32,64)")
-    add("--width", type=int, default=4096, help="numbers of a row")
+    add("--width", type=count, default=4096, help="numbers of a row")
     add("--dtype", choices=sorted(TORCH_DTYPES), default="fp32")
-    add("--threads", type=int, default=1, help="of a rank")
+    add("--threads", type=count, default=1, help="of a rank")
     add("--seconds", type=float, default=0.1, help="duration of each way, number of rows and round")
-    add("--rounds", type=int, default=5)
+    add("--rounds", type=count, default=5)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ import uvloop
 
 from fastdecode.bench.serving import client, report, workload
 from fastdecode.bench.serving.options import add_load_arguments, load_requests
+from fastdecode.daemon.option_values import count
 
 COMMAND = ("serve", "latency and throughput of a running OpenAI-compatible server under load")
 
@@ -28,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME", help="model to ask for; default: the first that the server lists")
     add("--api-key-file", type=Path, metavar="FILE", help="file with the key to present")
     add_load_arguments(parser)
-    add("--concurrency", type=int, metavar="N", help="at most N requests under way (closed loop); default: no limit")
+    add("--concurrency", type=count, metavar="N",
+        help="at most N requests under way (closed loop); default: no limit")  # fmt: skip
     add("--token-ids", type=_range, default=(3, 1000), metavar="A-B", help="ids that prompts are drawn from (3-1000)")
     add("--timeout", type=float, default=600.0, metavar="S", help="give a request up after S seconds")
     add("--deadline", type=float, metavar="S", help="end a run after S seconds and keep what came")

@@ -28,7 +28,7 @@ from fastdecode.bench.options import print_result
 from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode
-from fastdecode.daemon.option_values import format_bytes
+from fastdecode.daemon.option_values import count, format_bytes
 from fastdecode.daemon.options import WEIGHTS
 from fastdecode.daemon.split import Split
 from fastdecode.spart import SPart, choose_device, choose_dtype
@@ -54,16 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pages", action="append", choices=("huge", "small"),
         help="memory of weights on a CPU (repeatable), each with each format; default: huge")  # fmt: skip
     add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="as for fastdecode-node")
-    add("--lora", type=int, metavar="N", help="time one random adapter for all sequences, then N adapters and the base "
-        "model in equal shares, then the base model alone")  # fmt: skip
+    add("--lora", type=count, metavar="N", help="time one random adapter for all sequences, then N adapters and the "
+        "base model in equal shares, then the base model alone")  # fmt: skip
     add("--products", action="append", type=products.shape, metavar="OUTSxINS", help="in place of a model's steps, "
         "time products with a bf16 matrix of this shape (repeatable), beside oneDNN's and the speed at which the "
         "threads read memory")  # fmt: skip
-    add("--batch", action="append", type=int,
+    add("--batch", action="append", type=count,
         help="sequences, or rows of --products (repeatable); default: 1 and 32, or seven from 1 to 2048")  # fmt: skip
-    add("--threads", type=int, help="threads of the S-Part; default: all cores")
-    add("--steps", type=int, default=10, help="steps of each cell in a round")
-    add("--rounds", type=int, default=5)
+    add("--threads", type=count, help="threads of the S-Part; default: all cores")
+    add("--steps", type=count, default=10, help="steps of each cell in a round")
+    add("--rounds", type=count, default=5)
 
 
 def run(args: argparse.Namespace) -> None:

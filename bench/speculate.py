@@ -26,7 +26,7 @@ from tqdm import tqdm
 from fastdecode.bench.options import print_result
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode
-from fastdecode.daemon.option_values import guesses, mtp_drafts
+from fastdecode.daemon.option_values import count, guesses, mtp_drafts
 from fastdecode.daemon.split import Split
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.options import EngineOptions
@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--speculate", type=_suffix_guesses, default=8, metavar="suffix:K", help="as for fastdecode-node")
     add("--prose", type=Path, metavar="FILE", help="text to quote; default: fastdecode's README")
     add("--code", type=Path, metavar="FILE", help="code to edit; default: a file of fastdecode")
-    add("--tokens", type=int, default=200, help="tokens to generate")
-    add("--threads", type=int, help="threads of the S-Part; default: all cores")
-    add("--rounds", type=int, default=5)
+    add("--tokens", type=count, default=200, help="tokens to generate")
+    add("--threads", type=count, help="threads of the S-Part; default: all cores")
+    add("--rounds", type=count, default=5)
 
 
 def _suffix_guesses(text: str) -> int:

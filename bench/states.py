@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
+from fastdecode.daemon.option_values import count
 from fastdecode.spart.checkpoints.config import DeltaRule
 from fastdecode.spart.states.delta import DeltaBlock, DeltaWeights, state_tensors
 from fastdecode.spart.states.pool import StatePool, StateRows
@@ -31,13 +32,13 @@ _WARM_UP = 2  # rounds
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastdecode-bench states`."""
     add = parser.add_argument
-    add("--k-heads", type=int, default=16)
-    add("--v-heads", type=int, default=32)
-    add("--head-size", type=int, default=128)
-    add("--sequences", action="append", type=int, help="rows of a call (repeatable); default: 1, 8 and 32")
-    add("--bytes", type=int, default=512 << 20, help="of all states (512 MiB); more than caches hold")
-    add("--threads", type=int, help="default: all cores")
-    add("--rounds", type=int, default=9)
+    add("--k-heads", type=count, default=16)
+    add("--v-heads", type=count, default=32)
+    add("--head-size", type=count, default=128)
+    add("--sequences", action="append", type=count, help="rows of a call (repeatable); default: 1, 8 and 32")
+    add("--bytes", type=count, default=512 << 20, help="of all states (512 MiB); more than caches hold")
+    add("--threads", type=count, help="default: all cores")
+    add("--rounds", type=count, default=9)
 
 
 def run(args: argparse.Namespace) -> None:

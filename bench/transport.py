@@ -35,7 +35,7 @@ from fastdecode.bench.perftest import TOOLS, Perftest
 from fastdecode.bench.perftest import installed as perftest_installed
 from fastdecode.bench.rnode_child import RNodeChild
 from fastdecode.bench.transport_peers import PEERS, EchoProcess, installed
-from fastdecode.daemon.option_values import format_bytes
+from fastdecode.daemon.option_values import count, format_bytes
 from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, blocks_for
 from fastdecode.region.geometry import Geometry, geometry_tuple
@@ -72,14 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--payload", **bytes_, help="bytes each way (repeatable)")
     add("--out", **bytes_, default=[], help="bytes out, none back (repeatable)")
     add("--stream", **bytes_, default=[], help="bytes out, several calls in flight (repeatable)")
-    add("--rows", type=int, default=64, help="rows of the layer call")
-    add("--heads", type=int, default=32, help="its query heads")
-    add("--kv-heads", type=int, default=8)
-    add("--head-size", type=int, default=128)
+    add("--rows", type=count, default=64, help="rows of the layer call")
+    add("--heads", type=count, default=32, help="its query heads")
+    add("--kv-heads", type=count, default=8)
+    add("--head-size", type=count, default=128)
     add("--spin-us", type=int, default=20000,
         help="microseconds that a waiter spins before it sleeps, on both sides")  # fmt: skip
     add("--seconds", type=float, default=0.2, help="duration of each case, transport and round")
-    add("--rounds", type=int, default=5)
+    add("--rounds", type=count, default=5)
     add("--cpus", type=_two_cpus, metavar="A,B",
         help="pin the waiting thread to CPU A and the answering process to CPU B")  # fmt: skip
     add("--plot", type=Path, metavar="FILE", help="plot latency and throughput over the payload")

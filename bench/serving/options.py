@@ -7,17 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from fastdecode.bench.serving import workload
+from fastdecode.daemon.option_values import count
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that `load_requests` reads, and --rate, --burstiness, --seed, --slo-ttft and --slo-tbt."""
     add = parser.add_argument
     add("--trace", type=Path, metavar="FILE", help="Azure, BurstGPT (CSV) or Mooncake (JSON lines) trace, may be .gz")
-    add("--requests", type=int, default=100, metavar="N", help="number of requests; of a trace, the first N")
-    add("--input-tokens", type=int, metavar="N", help="prompt tokens of every request; default: the trace's, or 256")
-    add("--output-tokens", type=int, metavar="N", help="output tokens of every request; default: the trace's, or 64")
+    add("--requests", type=count, default=100, metavar="N", help="number of requests; of a trace, the first N")
+    add("--input-tokens", type=count, metavar="N", help="prompt tokens of a request; default: the trace's, or 256")
+    add("--output-tokens", type=count, metavar="N", help="output tokens of a request; default: the trace's, or 64")
     add("--scale-lengths", type=float, default=1.0, metavar="F", help="multiply the trace's lengths by F")
-    add("--max-tokens", type=int, metavar="N", help="cut requests to at most N tokens, prompt and output together")
+    add("--max-tokens", type=count, metavar="N", help="cut requests to at most N tokens, prompt and output together")
     arrivals = parser.add_mutually_exclusive_group()
     arrivals.add_argument("--rate", type=_rates, metavar="R[,R...]", help="requests a second; several make a sweep")
     arrivals.add_argument("--speed-up", type=float, metavar="F", help="the trace's own arrivals, F times as fast")
@@ -31,9 +32,6 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_requests(args: argparse.Namespace) -> list[workload.LoadRequest]:
     """The requests at the trace's own arrivals, or all at once. Raises ValueError, OSError."""
-    for name in ("requests", "input_tokens", "output_tokens"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
     if args.trace is None:
         if args.speed_up is not None:
             raise ValueError("--speed-up needs a --trace")

@@ -134,6 +134,13 @@ def test_a_bad_call_is_one_sentence(argv, sentence):
     assert sentence in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("argv", [["decode", "--batch", "0"], ["attention", "--rounds", "-1"]])
+def test_a_number_that_is_not_positive_is_refused_by_the_name_of_its_option(argv, capsys):
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert f"{argv[1]}: {argv[2]} is not a positive number" in capsys.readouterr().err
+
+
 SWEEP = ["--part", "sweep"]
 CELL = ["--context", "130", "--head-size", "16", "--kv-heads", "2", "--kv-bytes", "256KiB", "--rounds", "3"]
 
