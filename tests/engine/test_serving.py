@@ -21,7 +21,6 @@ from models.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
 from models.greedy import is_greedy
 from models.spart_steps import staged_bytes
 from nodes.rnode_process import RNodeProcess
-from quick import quick
 from wire.cut_proxy import CutProxy
 
 from fastdecode.engine.scheduling import deadline
@@ -160,11 +159,25 @@ def judge(family):
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 300, 600, 17, 5]
 
 
+#: A scheme, R-nodes and mini-batches: every pair of values.
+SPLITS = [("shm", 1, 1), ("shm", 3, 2), ("shm", 1, 3), ("tcp", 3, 1), ("tcp", 1, 2), ("tcp", 3, 3)]
+
+
+def families_in_splits() -> list[tuple[str, str, int, int]]:
+    """Each family over both transports, two of them in all splits."""
+    families = [*FAMILIES, "llama-llama3", "qwen3.5", "qwen3-next"]
+    whole = ("llama-gqa", "qwen3.5")
+    return [
+        (family, *split)
+        for i, family in enumerate(families)
+        for split in (SPLITS if family in whole else (SPLITS[i % 3], SPLITS[3 + i % 3]))
+    ]
+
+
 @pytest.mark.parametrize(
-    ("scheme", "n_nodes", "mini_batches"),  # every pair of values
-    [("shm", 1, 1), ("shm", 3, 2), ("shm", 1, 3), ("tcp", 3, 1), ("tcp", 1, 2), ("tcp", 3, 3)],
+    ("family", "scheme", "n_nodes", "mini_batches"),
+    [pytest.param(*case, marks=[pytest.mark.quick] * (case[0] == "llama-gqa")) for case in families_in_splits()],
 )
-@pytest.mark.parametrize("family", quick([*FAMILIES, "llama-llama3", "qwen3.5", "qwen3-next"], "llama-gqa"))
 async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches, shm_nodes, tcp_nodes):
     model, judge = loaded(family), judge_of(family)
     nodes = {"shm": shm_nodes, "tcp": tcp_nodes}[scheme][:n_nodes]

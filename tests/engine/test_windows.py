@@ -50,8 +50,9 @@ def greedy(n: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
 
 
-@pytest.mark.parametrize("scheme", ["shm", "tcp"])
-@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("model_type", "scheme"), [("mistral", "shm"), ("gemma2", "tcp"), ("gemma3_text", "shm"), ("gpt_oss", "tcp")]
+)
 async def test_tokens_equal_transformers_where_pages_are_short(model_type, scheme, checkpoints, tmp_path):
     """Contexts many windows long, prompts that share beginnings, choices, and more sequences than there is room for."""
     directory, n_new, rng = save_model(model_type, checkpoints), 40, random.Random(3)

@@ -222,8 +222,10 @@ async def test_several_tokens_at_once_attend_causally_on_the_r_node(variant, tmp
     assert max(error for t in texts for error in t.errors) < EXACT
 
 
-@pytest.mark.parametrize("scheme", ["shm", "tcp"])
-@pytest.mark.parametrize("variant", [*FAMILIES, *STATEFUL, "gpt-oss"])
+@pytest.mark.parametrize(
+    ("variant", "scheme"),
+    [("llama-gqa", "tcp"), ("qwen3.5", "tcp"), *((variant, "shm") for variant in (*FAMILIES, *STATEFUL, "gpt-oss"))],
+)
 async def test_any_mixture_of_work_gives_the_same_logits(variant, scheme, tmp_path):
     """Twelve texts on three R-nodes in two mini-batches whose layers are interleaved: prompts in chunks, single tokens,
     several tokens, in random combinations."""
