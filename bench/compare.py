@@ -20,7 +20,7 @@ from typing import Any
 
 import uvloop
 
-from fastdecode.bench.compare_servers import DEMO, PEERS, servers
+from fastdecode.bench.compare_servers import DEMO, PEERS, Load, servers
 from fastdecode.bench.options import keep, print_result, read_kept
 from fastdecode.bench.serving import client, report, workload
 from fastdecode.daemon.option_values import count
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--configuration", action="append", metavar="NAME=OPTIONS", type=_configuration,
         help="options of fastdecode-node (repeatable); default: both schedules, greedy=--schedule greedy and "
         "stable=--schedule stable; for a closed loop fastdecode=")  # fmt: skip
-    add("--peer", action="append", choices=PEERS, default=[], help="also this system's server (repeatable)")
+    add("--peer", action="append", choices=sorted(PEERS), default=[], help="also this system's server (repeatable)")
     add("--peer-options", default="", metavar="OPTIONS", help="options of the peers' servers")
     add("--options", default="", metavar="OPTIONS", help="further options of every node")
     add("--share", type=float, default=0.8, help="arrivals, as a part of the capacity")
@@ -106,6 +106,8 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     requests: list[workload.LoadRequest] = []
     if args.trace:
         requests = workload.scaled(workload.read_trace(args.trace), args.scale_lengths, args.max_tokens)
+    sizes = [sum(map(int, lengths.split("/"))) for lengths in args.lengths or []]
+    load = Load(args.concurrency, max(sizes, default=args.max_tokens))
     begun = time.monotonic()
     for model in args.model or [DEMO]:
         kept = result["models"].setdefault(Path(model).name, {"capacity_per_s": {}, "runs": []})
@@ -113,7 +115,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         missing = [one for one in everything if not _has(kept, *one)]
         if not missing or _late(args, begun):
             continue
-        async with servers(model, args.options, configurations) as started:
+        async with servers(model, args.options, configurations, load) as started:
             for name, server in started.items():
                 if args.lengths:  # both to warm up, and to see that the server answers
                     await _load(args, server, [_WARM_UP] * args.concurrency, -1, concurrency=None, deadline=None)
@@ -123,8 +125,8 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             for n, lengths, name in missing:
                 if _late(args, begun):
                     break
-                load = f", {lengths} tokens" if lengths else ""
-                print(f"{Path(model).name}, run {n + 1} of {args.runs}{load}, {name}", file=sys.stderr)
+                size = f", {lengths} tokens" if lengths else ""
+                print(f"{Path(model).name}, run {n + 1} of {args.runs}{size}, {name}", file=sys.stderr)
                 if lengths:
                     row = {"lengths": lengths} | await _closed_loop(args, started[name], lengths, n)
                 else:

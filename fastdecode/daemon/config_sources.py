@@ -22,9 +22,9 @@ _PREFIX = "FASTDECODE_"
 _OTHER_VARIABLES = frozenset(
     _PREFIX + name
     for name in (
-        *("CALLS", "CLUSTER_EVENTS", "COMPILED", "CYCLES", "FUZZ_S", "ISA", "LONG_CONTEXT", "NAMESPACES"),
-        *("OTHER_PYTHON", "RDMA_ALL", "RDMA_HOST", "RDMA_VM", "RDMA_WIRE", "SLOW", "STEPS", "STREAMS", "VLLM_PYTHON"),
-        "WRITE_DOCS",
+        *("CALLS", "CLUSTER_EVENTS", "COMPILED", "CYCLES", "FUZZ_S", "ISA", "LLAMA_SERVER", "LONG_CONTEXT"),
+        *("NAMESPACES", "OTHER_PYTHON", "RDMA_ALL", "RDMA_HOST", "RDMA_VM", "RDMA_WIRE", "SLOW", "STEPS", "STREAMS"),
+        *("VLLM_PYTHON", "WRITE_DOCS"),
     )
 )
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")

