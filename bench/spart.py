@@ -27,6 +27,7 @@ from fastdecode.bench import products
 from fastdecode.bench.options import print_result
 from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.decoding import DecodeShape, kv_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode
 from fastdecode.daemon.option_values import count, format_bytes
 from fastdecode.daemon.options import WEIGHTS
@@ -131,7 +132,8 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
                 adapters = _make_adapters(Path(stack.enter_context(TemporaryDirectory())), backend, args.lora or 0)
                 with small_pages() if pages == "small" else contextlib.nullcontext():
                     model = backend.load(device, dtype, weights=weights, adapters=adapters)
-                hello = model.hello(1, max(batches), "fp32", 1 << 29, sum(batches))
+                cached = DecodeShape(sum(batches), 1, (1 + args.rounds) * (_WARM_UP + args.steps), 1, "fp16")
+                hello = model.hello(1, max(batches), "fp16", kv_bytes(model, cached), sum(batches))
                 for used, uses in _uses(len(adapters)).items():
                     link = await connect(node.url, hello, None)
                     stack.push_async_callback(link.close)
