@@ -16,7 +16,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_files import CHAT_MODEL, is_chat_model
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.tls import server_tls
-from fastdecode.gguf.file import ModelSource
+from fastdecode.gguf.file import ModelSource, model_name
 from fastdecode.service.client import EngineClient
 from fastdecode.text.tokenizer import Tokenizer
 
@@ -90,11 +90,11 @@ def _sampling_defaults(config: NodeConfig, path: Path) -> SamplingDefaults:
 
 
 def _default_names(config: NodeConfig, path: Path) -> tuple[str, ...]:
-    """The model's names in the API: that of its directory, or of its file without ".gguf", and `chat` besides for that
-    model. A model of the hub has its name there."""
+    """The model's names in the API: that of its directory or file, and `chat` besides for that model. A model of the
+    hub has its name there."""
     if config.model is None:
         return ("fastdecode-demo",)
-    name = path.resolve().name.removesuffix(".gguf")
+    name = model_name(path.resolve())
     if is_chat_model(config.model):
         return (name, CHAT_MODEL)
     return (name if path == config.model else str(config.model),)

@@ -1,12 +1,15 @@
-"""GGUFFile: the metadata and the table of tensors of a GGUF file, version 2 or 3. ModelSource: the files of a model.
+"""GGUFFile: the metadata and the table of tensors of a GGUF file, version 2 or 3, which may be split into several.
+ModelSource: the files of a model.
 
-The file is mapped and every offset and length in it is checked against its size before it is used, so that a file that
-was cut off is refused at once. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Each file is mapped and every offset and length in it is checked against its size before it is used, so that a file that
+was cut off is refused at once. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the names and the
+`split.` fields of split files are those that llama.cpp's llama-gguf-split writes.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +27,8 @@ _MOST_DIMENSIONS = 4
 _LENGTH = struct.Struct("<Q")
 #: More of either than any model has; a larger number means a damaged file.
 _MOST_ENTRIES = 1 << 20
+#: The name of a split file: of the model, the file's number from 1 on, and how many there are.
+_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 class TensorType(NamedTuple):
@@ -82,13 +87,39 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file. `fields` has the metadata by key, `tensors` the tensors by name."""
+    """A GGUF file, or the first one of a split model with all others. `fields` has the metadata by key, `tensors` the
+    tensors by name."""
 
     def __init__(self, path: str | Path):
         """Raises GGUFError."""
-        self.path = Path(path)
+        first = _File(Path(path))
+        self.path, self.fields, self.tensors = first.path, first.fields, first.tensors
+        n = first.whole("split.count") or 1
+        self.paths = split_paths(self.path) if n > 1 else [self.path]
+        if len(self.paths) != n:
+            raise GGUFError(f"{path} is one of {n} files, and its name does not end with -00001-of-{n:05}.gguf")
+        if first.whole("split.no"):
+            raise GGUFError(f"{path} is not the first of {n} files; name {self.paths[0]}")
+        for number, other in enumerate(self.paths[1:], 1):
+            file = _File(other)
+            if (file.whole("split.no"), file.whole("split.count")) != (number, n):
+                raise GGUFError(f"{other} does not say that it is number {number + 1} of {n} files")
+            if twice := file.tensors.keys() & self.tensors.keys():
+                raise GGUFError(f"{other} is damaged: an earlier file has the tensor {min(twice)!r}, too")
+            self.tensors |= file.tensors
+        claimed, found = first.whole("split.tensors.count"), len(self.tensors)
+        if n > 1 and claimed != found:
+            raise GGUFError(f"{path} is damaged: it claims {claimed} tensors in {n} files, which have {found}")
+
+
+class _File:
+    """The metadata and the tensors of a single file."""
+
+    def __init__(self, path: Path):
+        """Raises GGUFError."""
+        self.path = path
         try:
-            with self.path.open("rb") as file:
+            with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise GGUFError(f"{path} cannot be read: {error}") from None
@@ -101,6 +132,13 @@ class GGUFFile:
             raise GGUFError(f"{path} is cut off: its header ends after {len(self._map)} bytes") from None
         except UnicodeDecodeError:
             raise GGUFError(f"{path} is damaged: a name in its header is not text") from None
+
+    def whole(self, key: str) -> int:
+        """A field that is a whole number; 0 without it. Raises GGUFError."""
+        value = self.fields.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise GGUFError(f"{self.path}: the key {key!r} is {value!r}, not a whole number")
+        return value
 
     def _read(self) -> None:
         if self._map[:4] != _MAGIC:
@@ -227,8 +265,22 @@ def pointer_fault(path: Path) -> str | None:
     return f"{path} is a Git LFS pointer and not the file itself; `git lfs pull` or `hf download` gets the file"
 
 
+def split_paths(path: Path) -> list[Path]:
+    """All files of a split model, of which `path` is one by its name; `path` alone if it is none."""
+    if (name := _SPLIT_NAME.fullmatch(path.name)) is None:
+        return [path]
+    return [path.with_name(f"{name[1]}-{number:05}-of-{name[3]}.gguf") for number in range(1, int(name[3]) + 1)]
+
+
+def model_name(path: Path) -> str:
+    """The name of a directory, or of a GGUF file without its ending and its number among split files."""
+    name = _SPLIT_NAME.fullmatch(path.name)
+    return name[1] if name else path.name.removesuffix(".gguf")
+
+
 def find_gguf(path: str | Path) -> Path | None:
-    """The GGUF file that `path` means: itself, or the only one in a directory that has no config.json; else None.
+    """The GGUF file that `path` means: itself, or the only one in a directory that has no config.json; else None. Split
+    files count as one, of which the first is meant. llama.cpp's files for images (mmproj) do not count.
 
     Raises GGUFError for a directory with several.
     """
@@ -237,7 +289,8 @@ def find_gguf(path: str | Path) -> Path | None:
         return path
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    files = sorted(path.glob("*.gguf"))
+    models = [file for file in path.glob("*.gguf") if not file.name.startswith("mmproj")]
+    files = sorted({split_paths(file)[0] for file in models})
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
         raise GGUFError(f"{path} has {len(files)} GGUF files; name one of them: {names}")
@@ -246,7 +299,7 @@ def find_gguf(path: str | Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A Hugging Face directory with safetensors, or one GGUF file with config, tokenizer and weights."""
+    """A Hugging Face directory with safetensors, or a GGUF file with config, tokenizer and weights."""
 
     path: Path  # as it was named: a directory or a GGUF file
     gguf: GGUFFile | None  # None: a directory without one
@@ -262,5 +315,5 @@ class ModelSource:
     @property
     def weight_bytes(self) -> int:
         """The size of the files that hold the weights."""
-        files = self.path.glob("*.safetensors") if self.gguf is None else [self.gguf.path]
+        files = self.path.glob("*.safetensors") if self.gguf is None else self.gguf.paths
         return sum(file.stat().st_size for file in files)

@@ -300,7 +300,7 @@ def test_a_count_of_tensors_that_is_one_too_small_names_the_tensor_left_out(mode
         ({"general.alignment": 24}, "m.gguf is damaged: 'general.alignment' is 24, not a power of two of at least 8"),
         ({"general.alignment": 4}, "m.gguf is damaged: 'general.alignment' is 4, not a power of two of at least 8"),
         ({"split.count": "3"}, "m.gguf: the key 'split.count' is '3', not a whole number"),
-        ({"split.count": 3}, "m.gguf is one of 3 parts"),
+        ({"split.count": 3}, "m.gguf is one of 3 files, and its name does not end with -00001-of-00003.gguf"),
         ({"llama.rope.scaling.type": ["a"]}, "m.gguf: 'llama.rope.scaling.type' is ['a'], not a string"),
         ({"llama.rope.scaling.type": "linear"}, "m.gguf: 'llama.rope.scaling.factor' is None, not a number"),
         ({"llama.rope.scaling.type": "su"}, "m.gguf: RoPE scaling 'su' is not supported"),

@@ -131,8 +131,6 @@ class _Metadata:
             raise CheckpointError(
                 f"{file.path}: architecture {architecture!r} is not known; known are {', '.join(FAMILIES)}"
             )
-        if (parts := self._whole(fields, "split.count")) > 1:
-            raise CheckpointError(f"{file.path} is one of {parts} parts; join them with llama-gguf-split")
         self.architecture, prefix = architecture, f"{architecture}."
         self.own = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
         self._keys = _KEYS | _FAMILY_KEYS.get(architecture, {})

@@ -171,16 +171,17 @@ def write_gguf(
     legacy: bool = False,
     fused: bool = False,
     architecture: str | None = None,
+    split: int = 0,
 ) -> None:
     """Write transformers' `model`, and give it the weights that the file has.
 
     `kinds`: the type of all matrices, or of those whose GGUF names contain a key ("": of the others). `more` adds what
     else the file shall have. `head` is an MTPHead. `legacy` and `fused`: see stored_tensors. `architecture`: that of
-    the file, if it is not that of the model's type.
+    the file, if it is not that of the model's type. With `split` there are several files, each with as many tensors.
     """
     config = model.config
     architecture = architecture or _ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + (head is not None))
