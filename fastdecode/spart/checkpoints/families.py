@@ -7,7 +7,7 @@ in transformers. A key that would change the model's output and is not understoo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,15 @@ from fastdecode.spart.checkpoints.config import (
     check_layers,
 )
 from fastdecode.spart.checkpoints.config_json import ConfigJson, end_token_ids
+from fastdecode.spart.checkpoints.llama_like import (
+    LLAMA_NAMES,
+    biases_of,
+    checked_types,
+    equal_heads,
+    llama_like,
+    typed_windows,
+    window_of,
+)
 from fastdecode.spart.checkpoints.quantisation import parse_quantisation
 
 
@@ -91,78 +100,18 @@ def _text_part(config: ConfigJson) -> ConfigJson:
 
 # -- Llama and its relatives ------------------------------------------------------------------------------------------
 
-LLAMA_NAMES = TensorNames(
-    embedding="model.embed_tokens",
-    block="model.layers.{i}.",
-    attention_norm="input_layernorm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
-    o="self_attn.o_proj",
-    mlp_norm="post_attention_layernorm",
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-    final_norm="model.norm",
-)
-
-
-def _llama_like(
-    config: ConfigJson,
-    kv_heads: int | None,
-    head_size: int,
-    max_positions: int,
-    window: int = 0,
-    norm_eps: float = 1e-6,
-    **rope: Any,
-) -> dict[str, Any]:
-    """The fields that Llama and its relatives have in common. The arguments are the defaults of absent keys, but for
-    `window`, which all layers have, and `rope`, further arguments of ConfigJson.rope. `kv_heads` None: as many as there
-    are query heads."""
-    max_positions = config.size("max_position_embeddings", max_positions)
-    head_size = config.size("head_dim", head_size)
-    return {
-        "intermediate_size": config.size("intermediate_size"),
-        "n_kv_heads": config.size("num_key_value_heads", kv_heads or config.size("num_attention_heads")),
-        "head_size": head_size,
-        "max_positions": max_positions,
-        "windows": (window,) * config.size("num_hidden_layers"),
-        "softmax_scale": head_size**-0.5,
-        "rope": config.rope(max_positions, **rope),
-        "activation": config.activation("hidden_act", "silu"),
-        "norm": "rms",
-        "norm_eps": config.number("rms_norm_eps", norm_eps),
-        "tied": config.flag("tie_word_embeddings", False),
-        "embed_size": config.size("hidden_size"),
-        "names": LLAMA_NAMES,
-    }
-
-
-def _equal_heads(config: ConfigJson) -> int:
-    """The head size of a config.json without `head_dim`."""
-    return max(1, config.size("hidden_size") // config.size("num_attention_heads"))
-
-
-def _biases(config: ConfigJson, default: bool = False) -> dict[str, bool]:
-    """Whether attention's projections have biases."""
-    return dict.fromkeys(("qkv_bias", "o_bias"), config.flag("attention_bias", default))
-
 
 def _llama(config: ConfigJson) -> dict[str, Any]:
-    biases = {**_biases(config), "mlp_bias": config.flag("mlp_bias", False)}
-    return biases | _llama_like(config, None, _equal_heads(config), 2048)
+    biases = {**biases_of(config), "mlp_bias": config.flag("mlp_bias", False)}
+    return biases | llama_like(config, None, equal_heads(config), 2048)
 
 
 def _mistral(config: ConfigJson) -> dict[str, Any]:
-    return _llama_like(config, 8, _equal_heads(config), 131072, window=_window(config, 4096))
-
-
-def _window(config: ConfigJson, absent: int | None = None) -> int:
-    """`sliding_window`: 0 means full attention. `absent` is the default of an absent key; None and null mean 0."""
-    return 0 if config.raw.get("sliding_window", absent) is None else config.size("sliding_window", absent)
+    return llama_like(config, 8, equal_heads(config), 131072, window=window_of(config, 4096))
 
 
 def _qwen_window(config: ConfigJson) -> int:
-    return _window(config, 4096) if config.flag("use_sliding_window", False) else 0
+    return window_of(config, 4096) if config.flag("use_sliding_window", False) else 0
 
 
 def _qwen_windows(config: ConfigJson) -> tuple[int, ...]:
@@ -173,33 +122,17 @@ def _qwen_windows(config: ConfigJson) -> tuple[int, ...]:
     if types is None:
         first = config.size("max_window_layers", 28, least=0)
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
-    return _typed_windows(types, window, n_layers)
-
-
-def _typed_windows(types: Any, window: int, n_layers: int) -> tuple[int, ...]:
-    """The windows of layers whose `layer_types` are `types`."""
-    sizes = {"full_attention": 0, "sliding_attention": window}
-    return tuple(sizes[kind] for kind in _checked_types(types, sizes, n_layers))
-
-
-def _checked_types(types: Any, known: Collection[str], n_layers: int) -> list[str]:
-    """The `layer_types` of `n_layers` layers. Raises CheckpointError for one that is not `known`."""
-    if not isinstance(types, list) or len(types) < n_layers:
-        raise CheckpointError(f"config.json: 'layer_types' is {types!r}, not a list of the {n_layers} layers' types")
-    for kind in types:
-        if not isinstance(kind, str) or kind not in known:
-            raise CheckpointError(f"config.json: layer type {kind!r} is not one of {', '.join(known)}")
-    return types[:n_layers]
+    return typed_windows(types, window, n_layers)
 
 
 def _qwen2(config: ConfigJson) -> dict[str, Any]:
-    common = _llama_like(config, None, _equal_heads(config), 32768)
+    common = llama_like(config, None, equal_heads(config), 32768)
     return {**common, "windows": _qwen_windows(config), "qkv_bias": True}
 
 
 def _qwen3(config: ConfigJson) -> dict[str, Any]:
-    common = _llama_like(config, None, 128, 32768)
-    return {**common, **_biases(config), "windows": _qwen_windows(config), "qk_norm": True}
+    common = llama_like(config, None, 128, 32768)
+    return {**common, **biases_of(config), "windows": _qwen_windows(config), "qk_norm": True}
 
 
 PHI3_NAMES = replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
@@ -217,7 +150,7 @@ def _phi3(config: ConfigJson) -> dict[str, Any]:
             raise CheckpointError(f"RoPE scaling {kind!r} is not supported for Phi-3; known are default, longrope")
     trained_on = config.size("original_max_position_embeddings", 4096)
     config = ConfigJson(raw | {"original_max_position_embeddings": trained_on})
-    common = _llama_like(config, None, _equal_heads(config), 4096, _window(config), norm_eps=1e-5, partial=True)
+    common = llama_like(config, None, equal_heads(config), 4096, window_of(config), norm_eps=1e-5, partial=True)
     return {**common, "names": PHI3_NAMES}
 
 
@@ -259,17 +192,17 @@ def _experts(config: ConfigJson, n: int, used: int, intermediate_size: int, **op
 
 
 def _mixtral(config: ConfigJson) -> dict[str, Any]:
-    common = _llama_like(config, 8, _equal_heads(config), 131072, _window(config), norm_eps=1e-5, theta=1e6)
+    common = llama_like(config, 8, equal_heads(config), 131072, window_of(config), norm_eps=1e-5, theta=1e6)
     experts = _experts(config, 8, 2, common["intermediate_size"], renormalise=True)
     return {**common, "experts": experts, "names": MIXTRAL_NAMES}
 
 
 def _qwen3_moe(config: ConfigJson) -> dict[str, Any]:
-    common = _llama_like(config, 4, _equal_heads(config), 32768, window=_qwen_window(config))
+    common = llama_like(config, 4, equal_heads(config), 32768, window=_qwen_window(config))
     size = config.size("moe_intermediate_size", 768)
     renormalise = config.flag("norm_topk_prob", config.raw.get("model_type") == "qwen3_vl_moe_text")
     experts = _experts(config, 128, 8, size, renormalise=renormalise, dense_layers=_dense_layers(config))
-    return {**common, **_biases(config), "qk_norm": True, "experts": experts, "names": QWEN3_MOE_NAMES}
+    return {**common, **biases_of(config), "qk_norm": True, "experts": experts, "names": QWEN3_MOE_NAMES}
 
 
 def _dense_layers(config: ConfigJson) -> frozenset[int]:
@@ -280,14 +213,14 @@ def _dense_layers(config: ConfigJson) -> frozenset[int]:
 
 
 def _gpt_oss(config: ConfigJson) -> dict[str, Any]:
-    common = _llama_like(config, 8, 64, 131072, norm_eps=1e-5, theta=150000.0, scaling=_GPT_OSS_ROPE)
+    common = llama_like(config, 8, 64, 131072, norm_eps=1e-5, theta=150000.0, scaling=_GPT_OSS_ROPE)
     n_layers, size = len(common["windows"]), common["intermediate_size"]
     types = config.raw.get("layer_types") or ["sliding_attention", "full_attention"] * n_layers
     swiglu = config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
     return {
         **common,
-        **_biases(config, default=True),
-        "windows": _typed_windows(types, _window(config, 128), n_layers),
+        **biases_of(config, default=True),
+        "windows": typed_windows(types, window_of(config, 128), n_layers),
         "experts": _experts(config, 128, 4, size, renormalise=True, bias=True, clamped_swiglu=swiglu),
         "names": GPT_OSS_NAMES,
     }
@@ -339,8 +272,8 @@ def _qwen3_5(config: ConfigJson, kv_heads: int = 4, by_head: bool = False) -> di
     config = ConfigJson(config.raw | {"partial_rotary_factor": fraction})
     delta = _delta_rule(config, by_head)
     return {
-        **_biases(config),
-        **_llama_like(config, kv_heads, 256, 32768, partial=True),
+        **biases_of(config),
+        **llama_like(config, kv_heads, 256, 32768, partial=True),
         "windows": (0,) * (config.size("num_hidden_layers") - len(delta.blocks)),
         "delta": delta,
         "norm_offset": 1.0,
@@ -355,7 +288,7 @@ def _delta_rule(config: ConfigJson, by_head: bool) -> DeltaRule:
     types = config.raw.get("layer_types")
     if types is None:
         types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(n_blocks)]
-    types = _checked_types(types, ("full_attention", "linear_attention"), n_blocks)
+    types = checked_types(types, ("full_attention", "linear_attention"), n_blocks)
     delta = DeltaRule(
         blocks=frozenset(i for i, kind in enumerate(types) if kind == "linear_attention"),
         k_heads=config.size("linear_num_key_heads", 16),
