@@ -117,6 +117,7 @@ def test_models_of_other_blocks_have_no_joints(name, weights, has):
     [
         ("opt", "int8", "fp32", "RMS norms"),
         ("mixtral", "int8", "fp32", "experts"),
+        ("gemma3-capped", "int8", "fp32", "what its sublayers add"),
         ("llama-gqa", "dense", "fp32", "products of fp32 rows"),
         ("llama-gqa", "int8", "bf16", "products of bf16 rows"),
     ],

@@ -63,6 +63,8 @@ def test_both_spellings_of_rope_mean_the_same(name, copy):
     new = read_config(directory)
     raw = json.loads((directory / "config.json").read_text())
     rope = raw.get("rope_parameters") or {}
+    local = rope.get("sliding_attention")  # a table for each type of layers; 4 scaled only one of them
+    rope = rope.get("full_attention", rope)
     scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
     for kind in ("rope_type", "type"):  # before 4.43 it was "type"
         if scaling:
@@ -71,6 +73,8 @@ def test_both_spellings_of_rope_mean_the_same(name, copy):
         if rope:
             old["rope_theta"] = rope["rope_theta"]
             old["partial_rotary_factor"] = rope.get("partial_rotary_factor", 1.0)
+        if local:
+            old["rope_local_base_freq"] = local["rope_theta"]
         edit_config(directory, ("rope_parameters", "dtype"), **old)
         assert read_config(directory) == new
 

@@ -164,6 +164,8 @@ class TensorNames:
     final_norm: str
     q_norm: str | None = None  # read if ModelConfig.qk_norm
     k_norm: str | None = None
+    attention_post_norm: str | None = None  # read if ModelConfig.post_norms
+    mlp_post_norm: str | None = None
     positions: str | None = None  # learned positions, weight [position_offset + max_positions, hidden_size]
     project_in: str | None = None  # read if embed_size and hidden_size differ
     project_out: str | None = None
@@ -210,11 +212,13 @@ class ModelConfig(AttentionShape):
     tied: bool  # the LM head is the embedding, unless the checkpoint has a head that differs from it
     embed_size: int  # of the embedding; projected to hidden_size and back where they differ
     names: TensorNames
+    local_rope: Rope | None = None  # of the layers with a sliding window; None: that of the others
     position_offset: int = 0  # learned positions: the row of position 0
     experts: Experts | None = None
     delta: DeltaRule | None = None
     gated: bool = True  # MLP: down(act(gate(x)) * up(x)); False: down(act(up(x)))
     norm_first: bool = True  # False: a norm follows each residual addition instead (OPT-350m)
+    post_norms: bool = False  # the output of each sublayer is normalised, too, before it is added
     norm_affine: bool = True  # False: norms have no weight and no bias
     norm_offset: float = 0.0  # it is added to the weights of RMS norms
     final_norm: bool = True
@@ -222,6 +226,7 @@ class ModelConfig(AttentionShape):
     embed_scale: float = 1.0  # the embedding is multiplied by it
     residual_scale: float = 1.0  # the output of each sublayer is multiplied by it before it is added
     logit_divisor: float = 1.0  # the logits are divided by it
+    logit_softcap: float = 0.0  # a logit x becomes cap * tanh(x / cap); 0: the logits stay as they are
     quantisation: Quantisation | None = None  # of a checkpoint in safetensors
     output_gate: bool = False  # each Q head has a gate beside it, whose sigmoid multiplies the head's output
     qkv_bias: bool = False
@@ -240,8 +245,11 @@ class ModelConfig(AttentionShape):
                 f"head size {self.head_size} is not supported: it must be a multiple of {HEAD_SIZE_UNIT}, at most "
                 f"{MAX_HEAD_SIZE}"
             )
-        if self.rope is not None:
-            self._check_rope(self.rope)
+        for rope in (self.rope, self.local_rope):
+            if rope is not None:
+                self._check_rope(rope)
+        if self.local_rope is not None and (self.rope is None or self.local_rope.long_factors):
+            raise CheckpointError("RoPE of the layers with a sliding window alone, or LongRoPE there, is not supported")
 
     @property
     def n_blocks(self) -> int:

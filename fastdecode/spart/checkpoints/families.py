@@ -24,6 +24,7 @@ from fastdecode.spart.checkpoints.config import (
     check_layers,
 )
 from fastdecode.spart.checkpoints.config_json import ConfigJson, end_token_ids
+from fastdecode.spart.checkpoints.gemma import GEMMA3_DEFAULTS, gemma, gemma2, gemma3
 from fastdecode.spart.checkpoints.llama_like import (
     LLAMA_NAMES,
     biases_of,
@@ -42,6 +43,7 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     architecture, family = _family(config)
     if family != architecture:
         config = _text_part(config)
+    config = ConfigJson(_DEFAULTS.get(family, {}) | config.raw)
     n_blocks = config.size("num_hidden_layers")
     check_layers(n_blocks)  # before a list has an element for each
     fields = FAMILIES[family](config)
@@ -384,8 +386,13 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
     "GraniteForCausalLM": _granite,
+    "GemmaForCausalLM": gemma,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
     "OPTForCausalLM": _opt,
 }
+#: The defaults of absent keys that are read for every family alike; those without one must be there.
+_DEFAULTS: dict[str, dict[str, Any]] = {"Gemma3ForCausalLM": GEMMA3_DEFAULTS}
 
 #: Types that transformers makes models of a known family of, though their tensors have other names.
 _OTHER_TENSORS = frozenset(["exaone"])
@@ -405,4 +412,5 @@ TEXT_PARTS = {
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }

@@ -148,6 +148,8 @@ def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -
         return "a block has not RMS norms before attention and MLP, RoPE and a gated SiLU"
     if config.delta is not None or config.output_gate:
         return "a block keeps a state, or its heads have gates"
+    if config.post_norms or config.local_rope is not None:
+        return "a block normalises what its sublayers add, or layers with a window have RoPE of their own"
     if not all(isinstance(layer.mlp, MLP) for layer in layers):
         return "a layer has experts"
     if any(norm.weight is None for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)):

@@ -8,13 +8,14 @@ from typing import Protocol
 
 import torch
 
+from fastdecode.spart.checkpoints.config import Rope
 from fastdecode.spart.decoder.block_ops import RowHeads, split_gate
 from fastdecode.spart.decoder.cuda_ops import make_block_ops
 from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.joints import make_joints
 from fastdecode.spart.decoder.rope import RotaryEmbedding
 from fastdecode.spart.decoder.timeline import StepClock
-from fastdecode.spart.decoder.weights import Block, Layer, Model, StateBlock
+from fastdecode.spart.decoder.weights import Block, Layer, Model, Norm, StateBlock
 from fastdecode.spart.exchange import Exchange, RowExchange
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prefill.heads import multiply_heads
@@ -62,8 +63,7 @@ class DecoderLayers:
         self.layers = model.weights.layers
         self.ops = make_block_ops(config, model.device, model.dtype)
         self.joints = make_joints(config, self.layers, self.ops, model.reduction)
-        rope, dtype = config.rope, self.ops.angle_dtype
-        self.rope = RotaryEmbedding(rope, config.head_size, model.device, dtype) if rope else None
+        self.rope, self.local_rope = (self._rotary(rope) for rope in (config.rope, config.local_rope))
         #: The blocks with a state before each layer, and behind the last one, with their rules.
         self.between: list[list[tuple[StateBlock, DeltaBlock]]] = [[]]
         rules = count()
@@ -74,6 +74,11 @@ class DecoderLayers:
                 self.between[-1].append((block, rule))
             else:
                 self.between.append([])
+
+    def _rotary(self, rope: Rope | None) -> RotaryEmbedding | None:
+        model = self.model
+        size, dtype = model.config.head_size, self.ops.angle_dtype
+        return None if rope is None else RotaryEmbedding(rope, size, model.device, dtype)
 
     def summed(self, y: torch.Tensor) -> torch.Tensor:
         """The output of a sublayer, [n, hidden_size], from this rank's summand `y`, which is overwritten."""
@@ -107,8 +112,11 @@ class DecoderLayers:
     def head(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The logits of some rows of x [n, hidden_size]: [len(rows), vocab_size] in fp32 or the activation dtype."""
         logits = self.weights.head(self.head_inputs(x.index_select(0, rows)))
-        if self.model.config.logit_divisor != 1.0:
-            logits = logits.float().div_(self.model.config.logit_divisor)
+        config = self.model.config
+        if config.logit_divisor != 1.0:
+            logits = logits.float().div_(config.logit_divisor)
+        if cap := config.logit_softcap:
+            logits = logits.float().div_(cap).tanh_().mul_(cap)
         return logits
 
 
@@ -136,6 +144,7 @@ class DecoderPass:
         self._o = exchange.o
         self.heads = RowHeads(exchange.q, exchange.kv, c)
         self._angles = layers.rope.angles(positions, self._long) if layers.rope else None
+        self._local_angles = layers.local_rope.angles(positions) if layers.local_rope else None
         self._layers, self._between = layers.layers, layers.between
         self._joints, self._joint_rows = layers.joints, None
         if layers.joints is not None and adapters is None and self._angles is not None:
@@ -263,7 +272,7 @@ class DecoderPass:
         qkv = adapted_product(layer.qkv, h, self._adapters)
         if self._config.output_gate:
             qkv, self._gate = split_gate(qkv, self._config)
-        self._ops.write_heads(qkv, layer, self._angles, self.heads)
+        self._ops.write_heads(qkv, layer, self._local_angles if layer.local else self._angles, self.heads)
         if (balance := layer.balance) is not None:
             if balance.q is not None and balance.k is not None:
                 multiply_heads(self.heads.q_heads, balance.q)
@@ -295,14 +304,20 @@ class DecoderPass:
 
     def _end_block(self, block: Block, mixed: torch.Tensor) -> None:
         """Add the output of attention, or of what the block has in its place, to the residual stream; then the MLP."""
-        summed = self._decoder.summed
-        mixed = summed(mixed)
+        mixed = self._sublayer_output(mixed, block.attention_post_norm)
         if self._config.norm_first:
             h = self._ops.add_norm(self.x, mixed, block.mlp_norm)
-            self.x.add_(summed(self._mlp(block.mlp, h)), alpha=self._config.residual_scale)
+            y = self._sublayer_output(self._mlp(block.mlp, h), block.mlp_post_norm)
+            self.x.add_(y, alpha=self._config.residual_scale)
         else:
             self.x = self._ops.add_norm(self.x, mixed, block.attention_norm)
-            self.x = self._ops.add_norm(self.x, summed(self._mlp(block.mlp, self.x)), block.mlp_norm)
+            y = self._sublayer_output(self._mlp(block.mlp, self.x), block.mlp_post_norm)
+            self.x = self._ops.add_norm(self.x, y, block.mlp_norm)
+
+    def _sublayer_output(self, y: torch.Tensor, post_norm: Norm | None) -> torch.Tensor:
+        """What a sublayer adds to the residual stream, from this rank's summand `y` of it, which is overwritten."""
+        y = self._decoder.summed(y)
+        return y if post_norm is None else self._ops.norm(y.contiguous(), post_norm)
 
     def _mlp(self, mlp: MLP | Mixture, h: torch.Tensor) -> torch.Tensor:
         """h [n, hidden_size] -> [n, hidden_size]."""

@@ -48,6 +48,8 @@ class Block:
     attention_norm: Norm  # before attention, or before what the block has in its place
     mlp_norm: Norm
     mlp: MLP | Mixture
+    attention_post_norm: Norm | None  # of the output of attention, or of what the block has in its place
+    mlp_post_norm: Norm | None
 
     @property
     def mixing(self) -> tuple[Linear, Linear]:
@@ -76,6 +78,7 @@ class Layer(Block):
     k_norm: torch.Tensor | None
     o: Linear
     sinks: torch.Tensor | None  # [n_q_heads]
+    local: bool = False  # RoPE is that of layers with a sliding window
     balance: Balance | None = None
 
     @property
@@ -216,7 +219,7 @@ class Blueprint:
             head=head,
         )
         for i in range(c.n_blocks):
-            weights.blocks.append(self._block(reader, i))
+            weights.blocks.append(self._block(reader, i, len(weights.layers)))
             reader.block_read(weights, i)
         if c.mtp:
             weights.mtp = self._mtp(reader)
@@ -233,7 +236,8 @@ class Blueprint:
             final_norm=self._norm(reader, names.final_norm),
         )
 
-    def _block(self, reader: ParameterReader, index: int) -> Block:
+    def _block(self, reader: ParameterReader, index: int, layer: int) -> Block:
+        """The block `index`, which is the layer `layer` if it attends."""
         c = self._config
         block = c.names.block.replace("{i}", str(index))
         has_experts = c.experts is not None and index not in c.experts.dense_layers
@@ -241,18 +245,23 @@ class Blueprint:
         if c.delta is not None and index in c.delta.blocks:
             common = self._common(reader, block, has_experts, at_end)
             return StateBlock(**common, delta=self._delta(reader, c.delta, block))
-        return self._attending(reader, block, has_experts, at_end)
+        local = c.local_rope is not None and c.windows[layer] > 0
+        return self._attending(reader, block, has_experts, at_end, local)
 
     def _common(self, reader: ParameterReader, block: str, has_experts: bool, at_end: bool) -> dict[str, Any]:
         """The parameters that blocks of every kind have. `at_end`: the block is one of the first or last of a model."""
-        names = self._config.names
+        c, names = self._config, self._config.names
         return {
             "attention_norm": self._norm(reader, f"{block}{names.attention_norm}"),
+            "attention_post_norm": self._norm(reader, f"{block}{names.attention_post_norm}") if c.post_norms else None,
             "mlp_norm": self._norm(reader, f"{block}{names.mlp_norm}"),
+            "mlp_post_norm": self._norm(reader, f"{block}{names.mlp_post_norm}") if c.post_norms else None,
             "mlp": self._mixture(reader, block) if has_experts else self._mlp(reader, block, at_end),
         }
 
-    def _attending(self, reader: ParameterReader, block: str, has_experts: bool, at_end: bool = False) -> Layer:
+    def _attending(
+        self, reader: ParameterReader, block: str, has_experts: bool, at_end: bool = False, local: bool = False
+    ) -> Layer:
         c, names = self._config, self._config.names
         q_size, kv_size = c.n_q_heads * c.head_size, c.n_kv_heads * c.head_size
         sizes = [2 * q_size if c.output_gate else q_size, kv_size, kv_size]
@@ -264,6 +273,7 @@ class Blueprint:
             k_norm=self._head_norm(reader, f"{block}{names.k_norm}") if c.qk_norm else None,
             o=_block_linear(reader, [f"{block}{names.o}"], [c.hidden_size], q_size, c.o_bias),
             sinks=reader.tensor(f"{block}{names.sinks}", c.n_q_heads) if names.sinks else None,
+            local=local,
         )
 
     def _delta(self, reader: ParameterReader, rule: DeltaRule, block: str) -> DeltaWeights:

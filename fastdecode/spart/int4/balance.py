@@ -170,9 +170,12 @@ def _second_moments(
     model, n_kv = layers.model, layers.model.config.n_kv_heads
     layer_pass = prompt_pass(layers, [tokens])
     moments = []
-    turn = _turns(model.config.rope, model.config.head_size, later)
+    turn_by_rope, turn_by_local_rope = (
+        _turns(rope, model.config.head_size, later) for rope in (model.config.rope, model.config.local_rope)
+    )
     for i, layer in enumerate(model.weights.layers):
         layer_pass.project(layer)
+        turn = turn_by_local_rope if layer.local else turn_by_rope
         of_queries, of_keys, of_values = _weights(layer_pass.heads, model.config.softmax_scale)
         queries, keys = (
             _moments(heads, n_kv, weights) + _moments(turn(heads), n_kv, weights)
@@ -208,8 +211,8 @@ def _weights(heads: RowHeads, scale: float) -> tuple[torch.Tensor, torch.Tensor,
     O of a query is the sum of values times shares of attention, and the errors of two tokens are independent. So the
     error of a value counts by the sum of the squares of its shares. The error of a score moves O by the token's share
     times the distance between the token's value and O. Keys and queries count by the square root of the sum of the
-    squares of these products, because without the root a handful of tokens would decide. Sinks, windows and biases of
-    the scores are left out.
+    squares of these products, because without the root a handful of tokens would decide. Sinks, windows, caps and
+    biases of the scores are left out.
     """
     n_kv = heads.k_heads.shape[1]
     queries = heads.q_heads.unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3).float()

@@ -59,6 +59,13 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
     "rope": {"partial_rotary_factor": 0.5},
 }
+_GEMMA = {"num_key_value_heads": 2, "head_dim": 24, "sliding_window": 16, "query_pre_attn_scalar": 40}
+_NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+_LOCAL_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+}
 _FOUR_K_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 _STATE_LAST = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
 
@@ -129,6 +136,36 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {}),
+    "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 32, "attention_bias": True}, {}),
+    "gemma2": (
+        "gemma2",
+        {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+        {},
+    ),
+    "gemma2-uncapped": (
+        "gemma2",
+        {
+            **(_GEMMA | _NO_CAPS),
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+        {},
+    ),
+    "gemma3": ("gemma3_text", {**_GEMMA, "head_dim": 32, "layer_types": _LOCAL_GLOBAL, "rope": _GEMMA3_ROPE}, {}),
+    "gemma3-capped": (
+        "gemma3_text",
+        {
+            **_GEMMA,
+            "rope": _GEMMA3_ROPE,
+            "sliding_window_pattern": 2,
+            "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "hidden_activation": "silu",
+        },
+        {},
+    ),
     "opt": ("opt", {}, {}),
     "opt-projected": ("opt", {"word_embed_proj_dim": 48, "do_layer_norm_before": False}, {}),
     "opt-old": ("opt", {"_remove_final_layer_norm": True, "enable_bias": False, "activation_function": "gelu"}, {}),
@@ -142,6 +179,8 @@ FAMILIES = (
     "qwen3",
     "phi3",
     "granite",
+    "gemma2",
+    "gemma3",
     "opt",
 )
 #: Models whose layers keep states.
@@ -180,7 +219,8 @@ def make_model(name: str, seed: int = 0) -> Any:
                     base = 1.0 if "norm" in parameter_name and parameter_name.endswith("weight") else 0.0
                     parameter.normal_(base, 0.2)
                 elif "embed" in parameter_name:
-                    parameter.normal_(0.0, 1.0)
+                    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)  # of Gemma
+                    parameter.normal_(0.0, 1.0 / scale)
                 else:  # keeps activations near one, and their logits a few units apart
                     parameter.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5)
     model.generation_config.update(do_sample=False, eos_token_id=[1], bos_token_id=0, pad_token_id=2)
@@ -201,6 +241,7 @@ def beside_vision(directory: Path, target: Path) -> Any:
 
     text = reference(directory)
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2}  # Gemma's names
     tied = text.config.tie_word_embeddings
     config = AutoConfig.for_model(
         text.config.model_type.removesuffix("_text"),
@@ -268,7 +309,8 @@ def _config(family: str, overrides: dict[str, Any]) -> Any:
     if family == "opt":
         common |= {"ffn_dim": 128}
     else:
-        rope = {"rope_type": "default", "rope_theta": 10000.0, **(rope or {})}
+        if not any(kind in (rope or {}) for kind in _LOCAL_GLOBAL):  # else each type of layers has its own
+            rope = {"rope_type": "default", "rope_theta": 10000.0, **(rope or {})}
         common |= {"intermediate_size": 96, "rope_parameters": rope}
     return AutoConfig.for_model(family, **(common | overrides))
 

@@ -1,0 +1,132 @@
+"""The families of Gemma 1, 2 and 3."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from fastdecode.spart.checkpoints.config import CheckpointError, Rope
+from fastdecode.spart.checkpoints.config_json import ConfigJson
+from fastdecode.spart.checkpoints.llama_like import LLAMA_NAMES, biases_of, llama_like, typed_windows, window_of
+from fastdecode.transports.base import LayerOptions
+
+GEMMA2_NAMES = replace(
+    LLAMA_NAMES,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+#: What Gemma3TextConfig says of keys that the published configuration of Gemma 3 4B lacks.
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+#: Bits of the mantissa, the first one included, by ConfigJson.dtype.
+_MANTISSA = {"fp32": 24, "fp16": 11, "bf16": 8}
+
+
+def gemma(config: ConfigJson) -> dict[str, Any]:
+    """The activation has two keys, and "gelu" in the first is an old name of GELU by tanh."""
+    if config.raw.get("hidden_act") == "gelu":
+        config = ConfigJson(config.raw | {"hidden_act": "gelu_pytorch_tanh"})
+    activation = config.activation("hidden_act", "gelu_pytorch_tanh")
+    other = config.raw.get("hidden_activation") or activation  # which some versions of transformers prefer
+    if other != activation:
+        raise CheckpointError(f"config.json: 'hidden_act' is {activation!r}, 'hidden_activation' {other!r}")
+    return {**_common(config, 16, 8192), "activation": activation}
+
+
+def gemma2(config: ConfigJson) -> dict[str, Any]:
+    common = _with_post_norms(config, 8192, 2)
+    cap = _softcap(config, "attn_logit_softcapping", 50.0)
+    softcaps = (cap,) * len(common["windows"]) if cap else ()
+    return {
+        **common,
+        "options": LayerOptions(softcaps=softcaps),
+        "logit_softcap": _softcap(config, "final_logit_softcapping", 30.0),
+    }
+
+
+def gemma3(config: ConfigJson) -> dict[str, Any]:
+    """The text part."""
+    if _softcap(config, "attn_logit_softcapping"):  # which transformers ignores, though its configuration has it
+        cap = config.raw["attn_logit_softcapping"]
+        raise CheckpointError(f"config.json: 'attn_logit_softcapping' is {cap!r}, which is not supported for Gemma 3")
+    rope, local_rope = _ropes(config)
+    plain = ConfigJson(config.raw | {"rope_scaling": None, "rope_parameters": None})
+    return {
+        **_with_post_norms(plain, 131072, 6),
+        "rope": rope,
+        "local_rope": local_rope,
+        "qk_norm": True,
+        "logit_softcap": _softcap(config, "final_logit_softcapping"),
+    }
+
+
+def _common(config: ConfigJson, kv_heads: int, max_positions: int) -> dict[str, Any]:
+    """What all of them have in common. `kv_heads` and `max_positions` are the defaults of absent keys."""
+    if config.raw.get("use_bidirectional_attention"):
+        raise CheckpointError("config.json: 'use_bidirectional_attention' is set; tokens here see none behind them")
+    return {
+        **llama_like(config, kv_heads, 256, max_positions),
+        **biases_of(config),
+        "norm_offset": 1.0,
+        "embed_scale": _rounded(config.size("hidden_size") ** 0.5, config.dtype()),
+        "tied": config.flag("tie_word_embeddings", True),
+    }
+
+
+def _with_post_norms(config: ConfigJson, max_positions: int, pattern: int) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common. `pattern`: without keys for it, one of so many layers sees all tokens."""
+    n_layers = config.size("num_hidden_layers")
+    types = config.raw.get("layer_types")
+    if types is None:
+        pattern = config.size("sliding_window_pattern", pattern)
+        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n_layers)]
+    windowed = isinstance(types, list) and "sliding_attention" in types
+    window = window_of(config, 4096) if windowed else 0
+    if windowed and not window:
+        raise CheckpointError("config.json: 'sliding_window' is null, and layers have a sliding window")
+    return {
+        **_common(config, 4, max_positions),
+        "windows": typed_windows(types, window, n_layers),
+        "softmax_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "activation": config.activation("hidden_activation", "gelu_pytorch_tanh"),
+        "post_norms": True,
+        "names": GEMMA2_NAMES,
+    }
+
+
+def _ropes(config: ConfigJson) -> tuple[Rope, Rope]:
+    """RoPE of the layers that see all tokens, and of those with a sliding window.
+
+    transformers 5 writes a table for each type of layers in `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`
+    for the first, and `rope_local_base_freq` for the others.
+    """
+    tables = ConfigJson(config.table("rope_parameters"))
+    full, local = (tables.table(kind) for kind in ("full_attention", "sliding_attention"))
+    if others := sorted(tables.raw.keys() - {"full_attention", "sliding_attention"}):
+        raise CheckpointError(f"config.json: 'rope_parameters' has {others[0]!r}, which is no type of layers")
+    full = {"rope_theta": config.number("rope_theta", 1e6), **full, **config.table("rope_scaling")}
+    local = {"rope_theta": config.number("rope_local_base_freq", 1e4), **local}
+    max_positions = config.size("max_position_embeddings", 131072)
+    rope, local_rope = (
+        ConfigJson(config.raw | {"rope_scaling": None, "rope_parameters": table}).rope(max_positions)
+        for table in (full, local)
+    )
+    return rope, local_rope
+
+
+def _softcap(config: ConfigJson, name: str, absent: float | None = None) -> float:
+    """The cap under a key, 0 for null. `absent` is the default of an absent key; None means null."""
+    return 0.0 if config.raw.get(name, absent) is None else config.number(name, absent or 0.0)
+
+
+def _rounded(value: float, dtype: str) -> float:
+    """The number of a dtype that is nearest to a positive value: transformers multiplies embeddings by such a one."""
+    mantissa, exponent = math.frexp(value)
+    bits = _MANTISSA[dtype]
+    return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
