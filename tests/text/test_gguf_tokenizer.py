@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,39 @@ def test_sentence_piece_tokenizers(tmp_path):
         assert ours.encode(text, add_special_tokens=False) == ids
         assert ours.encode(text) == [tokens.index("<s>"), *ids]
         assert ours.decode(ids) == theirs.decode(ids)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+def test_sentence_piece_without_a_space_before_texts_is_that_of_llama_cpp(tmp_path):
+    """As Gemma's: tokens of several spaces and line breaks that the user has defined, and bytes of other characters."""
+    import llama_cpp
+
+    kinds = dict.fromkeys(("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), 3)
+    kinds |= {"<unk>": 2, **dict.fromkeys(("\n\n", "  ", "   ", "<h1>"), 4), **{f"<0x{i:02X}>": 6 for i in range(256)}}
+    pieces = ["th", "the", "▁the", "▁t", "he", "▁q", "qu", "▁qu", "ic", "ick", "▁quick", "uick", "▁b", "ro", "wn", "▁▁"]
+    tokens = [*kinds, *pieces, *"\n▁abcdefghijklmnopqrstuvwxyz.,!ü"]
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(i) if token not in kinds else 0.0 for i, token in enumerate(tokens)],
+        "tokenizer.ggml.token_type": [kinds.get(token, 1) for token in tokens],
+        "tokenizer.ggml.bos_token_id": tokens.index("<bos>"),
+        "tokenizer.ggml.eos_token_id": tokens.index("<eos>"),
+        "tokenizer.ggml.unknown_token_id": tokens.index("<unk>"),
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    path = write(tmp_path / "t.gguf", fields)
+    ours, theirs = Tokenizer.from_dir(path), llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    for text in (
+        *("the quick brown", " the", "the  quick\n\nbrown", "   <h1>ü the", "    quick", "日本 the", "a\nb", "▁▁the"),
+        *("<start_of_turn>the\n\n\n", "<end_of_turn>\n<start_of_turn>the\n", "The.,!  ", "the \n\n  the"),
+    ):
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == theirs.tokenize(text.encode(), add_bos=False, special=True)
+        assert ours.encode(text) == [tokens.index("<bos>"), *ids]
+        assert ours.decode(ids, skip_special_tokens=False) == text.replace("▁", " ")
+    theirs.close()
 
 
 @pytest.mark.parametrize(

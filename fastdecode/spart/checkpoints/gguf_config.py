@@ -7,6 +7,7 @@ from typing import Any
 
 from fastdecode.gguf.file import GGUFFile, GGUFTensor
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, Rope
+from fastdecode.spart.checkpoints.config_json import ConfigJson
 from fastdecode.spart.checkpoints.families import make_config
 from fastdecode.spart.checkpoints.gguf import ROPE_FACTORS, float_tensor
 from fastdecode.spart.checkpoints.gguf_layouts import NAMES, tensor_names
@@ -21,6 +22,9 @@ FAMILIES = {
     "qwen35": ("Qwen3_5ForCausalLM", None),
     "qwen35moe": (None, "Qwen3_5MoeForCausalLM"),
     "phi3": ("Phi3ForCausalLM", None),
+    "gemma": ("GemmaForCausalLM", None),
+    "gemma2": ("Gemma2ForCausalLM", None),
+    "gemma3": ("Gemma3ForCausalLM", None),
     "granite": ("GraniteForCausalLM", None),
     "gpt-oss": (None, "GptOssForCausalLM"),
     "mistral3": ("LlamaForCausalLM", None),
@@ -52,6 +56,11 @@ _DELTA_KEYS = {
     "ssm.time_step_rank": "linear_num_value_heads",
     "full_attention_interval": "full_attention_interval",
 }
+_GEMMA_KEYS = {
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 _SHARED_KEYS = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 #: More such keys, which only these architectures' families read.
 _FAMILY_KEYS = {
@@ -62,6 +71,8 @@ _FAMILY_KEYS = {
     "qwen35": _DELTA_KEYS,
     "qwen35moe": _EXPERT_KEYS | _SHARED_KEYS | _DELTA_KEYS,
     "phi3": {"attention.sliding_window": "sliding_window"},
+    "gemma2": _GEMMA_KEYS | {"attn_logit_softcapping": "attn_logit_softcapping"},
+    "gemma3": _GEMMA_KEYS | {"rope.freq_base_swa": "rope_local_base_freq"},
     "granite": {
         "attention.scale": "attention_multiplier",
         "embedding_scale": "embedding_multiplier",
@@ -95,6 +106,8 @@ _SCALING_KEYS = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
+#: The number of layers of the largest model of an architecture, whose scores llama.cpp scales otherwise.
+_LARGEST = {"gemma2": 46, "gemma3": 62}
 _END_TOKENS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 
 
@@ -109,9 +122,10 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     tensors = file.tensors
     if config.delta is not None:
         by_head = any(name.endswith(".ssm_in.weight") for name in tensors)
-        config = replace(config, delta=replace(config.delta, by_head=by_head), norm_offset=0.0)
+        config = replace(config, delta=replace(config.delta, by_head=by_head))
     return replace(
         config,
+        norm_offset=0.0,
         names=tensor_names(config, metadata.architecture, metadata.drafts),
         rope=_rope(file, config),
         qkv_bias=any(name.endswith(".attn_q.bias") for name in tensors),
@@ -171,6 +185,8 @@ class _Metadata:
             "rope_scaling": self._rope_scaling(),
             "norm_topk_prob": True,
         }
+        if self.architecture.startswith("gemma"):
+            raw |= self._gemma(ConfigJson(raw))
         return raw | self._delta() if self._has_delta else raw
 
     def _rope_scaling(self) -> dict[str, Any]:
@@ -184,6 +200,21 @@ class _Metadata:
         scaling = {name: value for key, name in _SCALING_KEYS.items() if (value := self.own.get(key))}
         # No key says whether YaRN rounds the ends of its ramp. gpt-oss is trained without it.
         return {"factor": None, **scaling, "rope_type": kind, "truncate": self.architecture != "gpt-oss"}
+
+    def _gemma(self, config: ConfigJson) -> dict[str, Any]:
+        """What llama.cpp takes for granted of the architectures of Gemma."""
+        heads, n_blocks = config.size("num_attention_heads"), config.size("num_hidden_layers")
+        equal = max(1, config.size("hidden_size") // heads)
+        size = config.size("head_dim", equal)
+        implied: dict[str, Any] = {
+            "head_dim": size,
+            "num_key_value_heads": config.size("num_key_value_heads", heads),
+            "rope_theta": config.number("rope_theta", 10000.0),
+            "query_pre_attn_scalar": equal if n_blocks == _LARGEST.get(self.architecture) else size,
+        }
+        if self.architecture == "gemma3" and not config.raw.get("sliding_window"):
+            implied["sliding_window_pattern"] = 1  # all layers see all tokens
+        return implied
 
     def _delta(self) -> dict[str, Any]:
         """The keys of config.json in which llama.cpp says otherwise what blocks with the gated delta rule are like."""

@@ -4,7 +4,8 @@ A layout differs from that of Hugging Face's checkpoints in these ways, each of 
 
     Q and K of Llama and others    RoPE's pairs stand side by side, where Hugging Face has halves of a head
     experts                        one tensor [experts, out, in] for each matrix of a layer, [experts, out] for a bias
-    norms of Qwen3-Next, Qwen3.5   1 is added to the weights (ModelConfig.norm_offset is 0 for such a file)
+    norms of Qwen3-Next, Qwen3.5,  1 is added to the weights (ModelConfig.norm_offset is 0 for such a file)
+        Gemma
     decay of the delta rule        -exp(A) in place of A
     convolution                    [channels, kernel] in place of [channels, 1, kernel]
     V heads of Qwen3.5             the first V head of each K head, then the second of each, and so on
@@ -46,6 +47,7 @@ NAMES = TensorNames(
 )
 _PHI3_NAMES = replace(NAMES, qkv=("attn_qkv",), up=("ffn_up",))
 _GPT_OSS_NAMES = replace(NAMES, mlp_norm="post_attention_norm", sinks="attn_sinks.weight")
+_GEMMA2_NAMES = replace(NAMES, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm")
 _DELTA_NAMES = DeltaNames(
     inputs=("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
     conv="ssm_conv1d",
@@ -71,6 +73,8 @@ def tensor_names(config: ModelConfig, architecture: str, drafts: int) -> TensorN
         return _PHI3_NAMES
     if architecture == "gpt-oss":
         return _GPT_OSS_NAMES
+    if config.post_norms:
+        return _GEMMA2_NAMES
     if config.delta is None:
         return NAMES
     names = _QWEN3_5_NAMES

@@ -47,6 +47,8 @@ _NAMES = {
     "linear_attn.out_proj": "ssm_out",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _ENDS = ("weight", "bias")
 _WHOLE_NAMES = {
@@ -72,6 +74,7 @@ _ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "gpt_oss": "gpt-oss",
+    "gemma3_text": "gemma3",
 }
 
 
@@ -136,7 +139,9 @@ def stored_tensors(
         return [(stored.replace("gate_up", "gate"), gate), (stored.replace("gate_up", "up"), up)]
     if part == "ffn_gate_inp_shexp":
         return [(stored, values[0])]
-    if part == "ffn_norm" and (architecture == "gpt-oss" or hasattr(config, "linear_num_key_heads")):
+    if "post_attention_layernorm" in parts and (
+        hasattr(config, "linear_num_key_heads") or architecture in ("gemma2", "gemma3", "gpt-oss")
+    ):
         return [(stored.replace("ffn_norm", "post_attention_norm"), values)]
     if "linear_attn" not in parts:
         return [(stored, values)]
@@ -156,7 +161,8 @@ def _changes(name: str, config: Any) -> tuple[Callable[[Any], Any], Callable[[An
     """What llama.cpp does to the values of a parameter, and how it is undone."""
     if name.endswith("A_log"):
         return lambda x: -x.exp(), lambda x: (-x).log()
-    if hasattr(config, "linear_num_key_heads") and "norm" in name and "linear_attn" not in name:
+    adds = hasattr(config, "linear_num_key_heads") or config.model_type.startswith("gemma")
+    if adds and "norm" in name and "linear_attn" not in name:
         return lambda x: x + 1, lambda x: x - 1
     return lambda x: x, lambda x: x
 
@@ -188,12 +194,14 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
     if intermediate_size := getattr(config, "intermediate_size", None):
         writer.add_feed_forward_length(intermediate_size)
     if head_dim := getattr(config, "head_dim", None):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    if architecture in ("gemma2", "gemma3"):
+        _add_gemma(writer, config)
     if architecture == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -237,6 +245,18 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_gemma(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    if config.attn_logit_softcapping is not None:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    full = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if full["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(full["factor"])
 
 
 def _add_delta(writer: gguf.GGUFWriter, config: Any) -> None:

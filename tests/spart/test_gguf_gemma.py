@@ -1,0 +1,133 @@
+"""GGUF files of Gemma, whose architectures imply much, against transformers and llama.cpp."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from models.checkpoints import VARIANTS, make_checkpoint, make_model
+from models.gguf_made import tokenizer_fields, write_gguf
+from models.spart_steps import EXACT, GREEDY, linked, run, text
+
+from fastdecode.spart import CheckpointError, ModelConfig, SPart, load_model, read_config
+from fastdecode.spart.checkpoints.config import Rope
+from fastdecode.spart.decoder.block_ops import ACTIVATIONS
+from fastdecode.spart.step.batch import Chunk, StepBatch
+
+#: What llama.cpp takes for granted: every sixth layer of Gemma 3 sees all tokens, every second one of Gemma 2, layers
+#: with a window have 10,000 as the base of RoPE, and scores are divided by the root of the head size.
+_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+IMPLIED: dict[str, dict[str, Any]] = {
+    "gemma": {"attention_bias": False},
+    "gemma2": {"query_pre_attn_scalar": 24},
+    "gemma3": {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": None, "rope": _ROPE},
+}
+
+
+@pytest.fixture(params=IMPLIED)
+def model(request, monkeypatch):
+    """A model of transformers."""
+    family, config, storage = VARIANTS[request.param]
+    monkeypatch.setitem(VARIANTS, request.param, (family, config | IMPLIED[request.param], storage))
+    return make_model(request.param)
+
+
+async def logits(path: Path, tokens: list[int], tmp_path: Path) -> torch.Tensor:
+    """The logits after a prompt, and after each of 8 tokens behind it."""
+    loaded = load_model(path, dtype="fp32")
+    async with linked(loaded, tmp_path) as links:
+        spart = SPart(loaded, links)
+        chunks = [Chunk(0, 0, 1, 0, tokens[:-8], True, GREEDY)]
+        chunks += [Chunk(0, 0, 1, i, tokens[i : i + 1], False, GREEDY) for i in range(len(tokens) - 8, len(tokens))]
+        return torch.cat([run(spart.step(StepBatch(0, [chunk]), keep_logits=True)).logits for chunk in chunks])
+
+
+async def test_logits_are_those_of_transformers(model, tmp_path):
+    write_gguf(tmp_path / "m.gguf", model, "F32")
+    tokens = text(50)
+    got = await logits(tmp_path / "m.gguf", tokens, tmp_path)
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0, -9:]
+    assert (got - want).abs().max() < EXACT * want.std()
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+async def test_logits_are_those_of_llama_cpp(model, tmp_path, monkeypatch):
+    import llama_cpp
+
+    monkeypatch.setitem(ACTIVATIONS, "gelu_pytorch_tanh", _gelu_of_a_table)
+    write_gguf(tmp_path / "m.gguf", model, "F32", tokenizer_fields(make_checkpoint("llama-gqa")))
+    tokens = text(50)
+    got = await logits(tmp_path / "m.gguf", tokens, tmp_path)
+    floats = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    theirs = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=64, logits_all=True, verbose=False, n_threads=2, **floats)
+    theirs.eval(tokens)
+    want = torch.from_numpy(np.array(theirs.scores[len(tokens) - 9 : len(tokens)]))
+    theirs.close()
+    assert (got - want).abs().max() < 3e-3 * want.std()
+    assert got.argmax(1).tolist() == want.argmax(1).tolist()
+
+
+def _gelu_of_a_table(x: torch.Tensor) -> torch.Tensor:
+    """GELU as llama.cpp has it on a CPU, a table by numbers in fp16. Without it the logits differ six times as much."""
+    return F.gelu(x.half().float(), approximate="tanh").half().float()
+
+
+# ---- metadata alone ----
+
+
+def config_of(path: Path, architecture: str, n_layers: int, **fields: int | float) -> ModelConfig:
+    """The configuration of a file without the tensors of blocks."""
+    writer = gguf.GGUFWriter(path, architecture)
+    sizes = {"context_length": 512, "embedding_length": 96, "feed_forward_length": 64, "block_count": n_layers}
+    sizes |= {"attention.head_count": 4, "attention.key_length": 32, "attention.layer_norm_rms_epsilon": 1e-6}
+    for key, value in (sizes | fields).items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{architecture}.{key}", value)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 96), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_config(path)
+
+
+def test_the_largest_models_scale_scores_by_the_hidden_size(tmp_path):
+    """The published ones of 27 billion parameters, which llama.cpp knows by their number of layers."""
+    for architecture, n_layers in (("gemma2", 46), ("gemma3", 62)):
+        config = config_of(tmp_path / "m.gguf", architecture, n_layers)
+        assert config.softmax_scale == pytest.approx((96 // 4) ** -0.5)
+        assert config_of(tmp_path / "m.gguf", architecture, n_layers - 1).softmax_scale == pytest.approx(32**-0.5)
+
+
+def test_what_keys_say_goes_before_what_is_implied(tmp_path):
+    config = config_of(tmp_path / "m.gguf", "gemma2", 3)
+    assert (config.windows, config.options.softcaps, config.logit_softcap) == ((4096, 0, 4096), (50.0,) * 3, 30.0)
+    fields = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "attention.sliding_window": 8}
+    config = config_of(tmp_path / "m.gguf", "gemma2", 3, **fields)
+    assert (config.windows, config.options.softcaps, config.logit_softcap) == ((8, 0, 8), (5.0,) * 3, 6.0)
+    config = config_of(tmp_path / "m.gguf", "gemma3", 3)
+    assert (config.windows, config.rope) == ((0, 0, 0), Rope())  # llama.cpp takes no window from the architecture
+    fields = {"attention.sliding_window": 8, "attention.sliding_window_pattern": 2, "rope.freq_base_swa": 700.0}
+    config = config_of(tmp_path / "m.gguf", "gemma3", 3, **fields, **{"rope.freq_base": 800.0})
+    assert (config.windows, config.rope, config.local_rope) == ((8, 0, 8), Rope(800.0), Rope(700.0))
+    assert config.norm_offset == 0 and config.embed_scale == pytest.approx(96**0.5)
+
+
+def test_what_is_not_understood_is_named(tmp_path):
+    for key in ("gemma3.attn_logit_softcapping", "gemma2.rope.freq_base_swa", "gemma.attention.sliding_window"):
+        architecture, _, rest = key.partition(".")
+        with pytest.raises(CheckpointError, match=re.escape(f"the key {key!r} is not understood")):
+            config_of(tmp_path / "m.gguf", architecture, 3, **{rest: 8})
+    message = re.escape("'gemma2.attention.sliding_window_pattern' is 0, not a positive whole number")
+    with pytest.raises(CheckpointError, match=message):
+        config_of(tmp_path / "m.gguf", "gemma2", 3, **{"attention.sliding_window_pattern": 0})
