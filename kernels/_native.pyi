@@ -287,7 +287,7 @@ class RowOps:
         threads: int,
         /,
     ) -> None: ...
-    def gate(self, x: int, out: int, rows: int, width: int, threads: int, /) -> None: ...
+    def gate(self, x: int, out: int, rows: int, width: int, gelu: bool, threads: int, /) -> None: ...
     def rope(
         self,
         qkv: int,
@@ -310,8 +310,9 @@ class RowOps:
     ) -> None: ...
 
 #: The rows of a step: the addresses of x and o, the address and the stride of Q, the same of K and V, the addresses of
-#: cos and sin, their pairs, the number of rows, and of threads. The addresses of Q to sin are 0 if no layer follows.
-_JointStep = tuple[int, int, int, int, int, int, int, int, int, int, int]
+#: cos and sin and of those of local layers, their pairs, the number of rows, and of threads. The addresses behind that
+#: of o are 0 if no layer follows.
+_JointStep = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int]
 
 #: A prompt's chunk: its first row in the step, its rows, the position of the first one, and for each layer the address
 #: of the blocks' words, the words of a head, the window and the segment (0: no such limit).
@@ -333,11 +334,13 @@ class Joints:
         head_size: int,
         eps: float,
         residual_scale: float,
+        gelu: bool,
         layers: tuple[tuple[object, ...], ...],
         reduction: RankReduction | None,
     ) -> Joints:
-        """A layer is the addresses of the weights of its attention norm, MLP norm, Q norm and K norm, 0 for none, and
-        the linears of QKV, O, up and down: tuples of QuantisedLinear, or of one Dense16Linear. A `reduction` sums the
+        """A layer is the addresses of the weights of its attention norm, MLP norm, Q norm, K norm, and norms of the
+        outputs of O and down, 0 for none; whether its RoPE has the local angles; and the linears of QKV, O, up and
+        down: tuples of QuantisedLinear, or of one Dense16Linear. `gelu`: see fd_gate_rows_t. A `reduction` sums the
         outputs of O and down over all ranks; `q_heads`, `kv_heads` and `inner` are then those of this rank.
 
         Raises ValueError if the ISA has no row operations for the dtype, or linears of other sizes or dtypes.

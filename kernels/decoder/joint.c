@@ -28,12 +28,16 @@ static fd_status_t multiply(const fd_joints_t *j, fd_loop_kind_t kind, const fd_
     return status;
 }
 
-/* A product whose outputs the ranks sum. */
+/* A product that ends a part of a block: the ranks sum its outputs, which are then normalised if there are weights. */
 static fd_status_t multiply_and_sum(const fd_joints_t *j, fd_loop_kind_t kind, const fd_products_t *p, const void *x,
-                                    size_t rows, void *y, unsigned threads) {
-    const fd_status_t status = multiply(j, kind, p, x, rows, y, threads);
-    if (status != FD_OK || !j->reduction) return status;
-    return fd_reduction_sum(j->reduction, y, rows * j->hidden, j->act_dtype, threads);
+                                    size_t rows, void *y, const void *post_norm, unsigned threads) {
+    fd_status_t status = multiply(j, kind, p, x, rows, y, threads);
+    if (status == FD_OK && j->reduction)
+        status = fd_reduction_sum(j->reduction, y, rows * j->hidden, j->act_dtype, threads);
+    if (status != FD_OK || !post_norm) return status;
+    const fd_norm_rows_t o = {.x = y, .out = y, .weight = post_norm, .eps = j->eps, .width = j->hidden};
+    fd_norm_rows(j->ops, &o, rows, threads);
+    return FD_OK;
 }
 
 /* Adds `y` to the residual stream, unless it is NULL, and writes its norm to `out`. */
@@ -50,12 +54,14 @@ fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows
     fd_status_t status;
     if (layer > 0) {
         const fd_joint_layer_t *l = &j->layers[layer - 1];
-        if ((status = multiply_and_sum(j, FD_LOOP_O, &l->o, r->o, r->rows, a, threads)) != FD_OK) return status;
+        status = multiply_and_sum(j, FD_LOOP_O, &l->o, r->o, r->rows, a, l->attention_post_norm, threads);
+        if (status != FD_OK) return status;
         norm(j, r, a, l->mlp_norm, b, threads);
         if (multiply(j, FD_LOOP_UP, &l->up, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
-        const fd_gate_rows_t gate = {a, b, j->inner};
+        const fd_gate_rows_t gate = {a, b, j->inner, j->gelu};
         fd_gate_rows(j->ops, &gate, r->rows, threads);
-        if ((status = multiply_and_sum(j, FD_LOOP_DOWN, &l->down, b, r->rows, a, threads)) != FD_OK) return status;
+        status = multiply_and_sum(j, FD_LOOP_DOWN, &l->down, b, r->rows, a, l->mlp_post_norm, threads);
+        if (status != FD_OK) return status;
         block = a;
     }
     if (layer == j->n_layers) { /* nothing wants the norm */
@@ -71,8 +77,8 @@ fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows
         .k_norm = l->k_norm,
         .q = r->q,
         .kv = r->kv,
-        .cos = r->cos,
-        .sin = r->sin,
+        .cos = l->local ? r->local_cos : r->cos,
+        .sin = l->local ? r->local_sin : r->sin,
         .eps = j->eps,
         .q_stride = r->q_stride,
         .kv_stride = r->kv_stride,

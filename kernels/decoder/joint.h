@@ -1,6 +1,7 @@
 /* What an S-Part on a CPU computes between the attention of two layers, in one call: the rest of a block from its O
  * rows, then Q, K and V of the next block. The blocks have Llama's architecture: RMS norms before attention and
- * MLP, a gated SiLU, RoPE.
+ * MLP, a gated SiLU, RoPE; or Gemma's, which also normalises what a block adds, has a gated GELU, and may turn the
+ * heads of some layers by other angles.
  *
  * A single row's products take microseconds, less than Python takes to ask for them.
  */
@@ -28,6 +29,9 @@ typedef struct {
 typedef struct {
     const void *attention_norm, *mlp_norm; /* [hidden] */
     const void *q_norm, *k_norm;           /* [head_size], or NULL */
+    /* [hidden], or NULL: of the outputs of `o` and `down`, before they are added to the residual stream. */
+    const void *attention_post_norm, *mlp_post_norm;
+    bool local; /* RoPE turns its heads by the local angles */
     fd_products_t qkv, o, up, down;
 } fd_joint_layer_t;
 
@@ -37,6 +41,7 @@ typedef struct {
     size_t number_bytes; /* of an activation */
     size_t hidden, inner, q_heads, kv_heads, head_size;
     float eps, scale; /* of the norms; of what a block adds to the residual stream */
+    bool gelu;        /* see fd_gate_rows_t */
     size_t n_layers;
     const fd_joint_layer_t *layers;
     /* NULL, or what sums the outputs of `o` and `down` over the ranks that share the heads and the MLP's columns. */
@@ -50,6 +55,7 @@ typedef struct {
     void *q, *kv; /* rows stand q_stride and kv_stride numbers apart */
     size_t q_stride, kv_stride;
     const float *cos, *sin; /* [rows][pairs] */
+    const float *local_cos, *local_sin;
     size_t pairs, rows;
 } fd_joint_rows_t;
 

@@ -3,6 +3,7 @@
  */
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -10,7 +11,7 @@
 #include "region/formats.h"
 
 /* x [rows][width] += scale * y, unless y is NULL; out = x / sqrt(mean(x^2) + eps) * weight [width] (RMS norm, Zhang and
- * Sennrich, arXiv 1910.07467). Everything is in the activation dtype. */
+ * Sennrich, arXiv 1910.07467). Everything is in the activation dtype. `out` may be x. */
 typedef struct {
     void *x, *out;
     const void *y, *weight;
@@ -18,11 +19,13 @@ typedef struct {
     size_t width;
 } fd_norm_rows_t;
 
-/* A row of x [2 * width] is gate, up; out [width] = silu(gate) * up. */
+/* A row of x [2 * width] is gate, up; out [width] = act(gate) * up. The activation is SiLU, or with `gelu` GELU by
+ * tanh. */
 typedef struct {
     const void *x;
     void *out;
     size_t width;
+    bool gelu;
 } fd_gate_rows_t;
 
 /* A row of qkv is Q heads, K heads, V heads. Q goes to q; K and then V go to kv; rows stand `q_stride` and `kv_stride`

@@ -50,26 +50,43 @@ FD_INLINE void norm_rows(const uint32_t dtype, const fd_norm_rows_t *o, size_t r
     }
 }
 
-/* x / (1 + e^-x), computed with e^-|x|. The order of the operands keeps NaN. */
-FD_INLINE vec_t silu(vec_t x) {
-    const vec_t e = vec_exp2_of_float(vec_mul(vec_abs(x), vec_set1(-LOG2_E)));
+/* x / (1 + e^-z) for a z with the sign of x, computed with e^-|z|. The order of the operands keeps NaN. */
+FD_INLINE vec_t times_sigmoid(vec_t x, vec_t z) {
+    const vec_t e = vec_exp2_of_float(vec_mul(vec_abs(z), vec_set1(-LOG2_E)));
     const vec_t numerator = vec_fma(vec_min(vec_zero(), x), e, vec_max(vec_zero(), x));
     return vec_div(numerator, vec_add(vec_set1(1.0f), e));
 }
 
-FD_INLINE void gate_rows(const uint32_t dtype, const fd_gate_rows_t *o, size_t row, size_t n) {
+FD_INLINE vec_t silu(vec_t x) { return times_sigmoid(x, x); }
+
+/* x (1 + tanh(u)) / 2 = x / (1 + e^-2u) with 2u = x (GELU_1 + GELU_3 x^2): the approximation of GELU (Hendrycks and
+ * Gimpel, arXiv 1606.08415) with GELU_1 = 2 sqrt(2 / pi) and GELU_3 = 0.044715 GELU_1. */
+#define GELU_1 1.5957691216057308f
+#define GELU_3 0.0713548162726009f
+FD_INLINE vec_t gelu(vec_t x) {
+    return times_sigmoid(x, vec_mul(x, vec_fma(vec_mul(x, x), vec_set1(GELU_3), vec_set1(GELU_1))));
+}
+
+FD_INLINE void gate_rows_by(const uint32_t dtype, const bool by_gelu, const fd_gate_rows_t *o, size_t row, size_t n) {
     const size_t width = o->width;
     for (size_t r = row; r < row + n; r++) {
         const void *gate = at(dtype, o->x, 2 * r * width), *up = at(dtype, gate, width);
         void *out = (void *)at(dtype, o->out, r * width);
         size_t i = 0;
-        for (; i + LANES <= width; i += LANES)
-            store(dtype, out, i, vec_mul(silu(load(dtype, gate, i)), load(dtype, up, i)));
+        for (; i + LANES <= width; i += LANES) {
+            const vec_t g = load(dtype, gate, i);
+            store(dtype, out, i, vec_mul(by_gelu ? gelu(g) : silu(g), load(dtype, up, i)));
+        }
         for (; i < width; i++) {
-            const float g = load_one(dtype, gate, i);
-            store_one(dtype, out, i, g / (1.0f + expf(-g)) * load_one(dtype, up, i));
+            const float g = load_one(dtype, gate, i), z = by_gelu ? g * (GELU_1 + GELU_3 * g * g) : g;
+            store_one(dtype, out, i, g / (1.0f + expf(-z)) * load_one(dtype, up, i));
         }
     }
+}
+
+FD_INLINE void gate_rows(const uint32_t dtype, const fd_gate_rows_t *o, size_t row, size_t n) {
+    if (o->gelu) gate_rows_by(dtype, true, o, row, n);
+    else gate_rows_by(dtype, false, o, row, n);
 }
 
 /* The head x, normalised and with RoPE, to `to`; x and `to` do not overlap. */

@@ -42,10 +42,13 @@ static bool read_products(PyObject *parts, uint32_t act, size_t ins, size_t outs
 static bool read_layer(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *layer) {
     const uint32_t act = j->act_dtype;
     PyObject *qkv, *out, *up, *down;
+    int local;
     if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "a layer is a tuple");
-    if (!PyArg_ParseTuple(o, "KKKKOOOO", FD_ADDRESS(layer->attention_norm), FD_ADDRESS(layer->mlp_norm),
-                          FD_ADDRESS(layer->q_norm), FD_ADDRESS(layer->k_norm), &qkv, &out, &up, &down))
+    if (!PyArg_ParseTuple(o, "KKKKKKpOOOO", FD_ADDRESS(layer->attention_norm), FD_ADDRESS(layer->mlp_norm),
+                          FD_ADDRESS(layer->q_norm), FD_ADDRESS(layer->k_norm), FD_ADDRESS(layer->attention_post_norm),
+                          FD_ADDRESS(layer->mlp_post_norm), &local, &qkv, &out, &up, &down))
         return false;
+    layer->local = local;
     const size_t q = j->q_heads * j->head_size, kv = j->kv_heads * j->head_size;
     return read_products(qkv, act, j->hidden, q + 2 * kv, &layer->qkv) &&
            read_products(out, act, q, j->hidden, &layer->o) &&
@@ -54,16 +57,19 @@ static bool read_layer(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *laye
 }
 
 static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"act_dtype", "hidden",         "inner",  "q_heads",   "kv_heads", "head_size",
-                           "eps",       "residual_scale", "layers", "reduction", NULL};
+    static char *keys[] = {"act_dtype", "hidden",         "inner", "q_heads", "kv_heads",  "head_size",
+                           "eps",       "residual_scale", "gelu",  "layers",  "reduction", NULL};
     fd_joints_t j = {0};
     PyObject *layers, *reduction;
     fd_isa_t isa;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnnffO!O", keys, &j.act_dtype, &j.hidden, &j.inner, &j.q_heads,
-                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &PyTuple_Type, &layers, &reduction) ||
+    int gelu;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnnffpO!O", keys, &j.act_dtype, &j.hidden, &j.inner, &j.q_heads,
+                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &gelu, &PyTuple_Type, &layers,
+                                     &reduction) ||
         !fd_py_choose_isa(NULL, &isa) || (reduction != Py_None && !(j.reduction = fd_py_reduction(reduction))))
         return NULL;
     const size_t most = 1u << 24;
+    j.gelu = gelu;
     j.ops = fd_row_ops(isa, j.act_dtype);
     if (!j.ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
     if (!j.hidden || !j.inner || !j.q_heads || !j.kv_heads || !j.head_size || j.hidden > most || j.inner > most ||
@@ -99,13 +105,14 @@ typedef struct {
     unsigned threads;
 } step_t;
 
-/* Reads x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads, and makes room for the rows. */
+/* Reads x, o, q, q_stride, kv, kv_stride, cos, sin, local_cos, local_sin, pairs, rows, threads, and makes room for the
+ * rows. */
 static bool read_step(joints_t *self, PyObject *tuple, step_t *step) {
     fd_joint_rows_t *r = &step->rows;
     Py_ssize_t rows;
-    if (!PyArg_ParseTuple(tuple, "KKKnKnKKnnI", FD_ADDRESS(r->x), FD_ADDRESS(r->o), FD_ADDRESS(r->q), &r->q_stride,
-                          FD_ADDRESS(r->kv), &r->kv_stride, FD_ADDRESS(r->cos), FD_ADDRESS(r->sin), &r->pairs, &rows,
-                          &step->threads))
+    if (!PyArg_ParseTuple(tuple, "KKKnKnKKKKnnI", FD_ADDRESS(r->x), FD_ADDRESS(r->o), FD_ADDRESS(r->q), &r->q_stride,
+                          FD_ADDRESS(r->kv), &r->kv_stride, FD_ADDRESS(r->cos), FD_ADDRESS(r->sin),
+                          FD_ADDRESS(r->local_cos), FD_ADDRESS(r->local_sin), &r->pairs, &rows, &step->threads))
         return false;
     if (rows < 0) return FD_PY_FAIL(PyExc_ValueError, "%zd rows", rows);
     r->rows = (size_t)rows;

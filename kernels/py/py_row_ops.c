@@ -45,7 +45,10 @@ static PyObject *gate(row_ops_t *self, PyObject *args) {
     fd_gate_rows_t o;
     size_t rows;
     unsigned threads;
-    if (!PyArg_ParseTuple(args, "KKnnI", FD_ADDRESS(o.x), FD_ADDRESS(o.out), &rows, &o.width, &threads)) return NULL;
+    int gelu;
+    if (!PyArg_ParseTuple(args, "KKnnpI", FD_ADDRESS(o.x), FD_ADDRESS(o.out), &rows, &o.width, &gelu, &threads))
+        return NULL;
+    o.gelu = gelu;
     FD_WITHOUT_GIL(fd_gate_rows(self->ops, &o, rows, threads));
     Py_RETURN_NONE;
 }
@@ -65,7 +68,7 @@ static PyObject *rope(row_ops_t *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"supports", supports, METH_VARARGS | METH_STATIC, "Whether the ISA has operations for a dtype."},
     {"norm", (PyCFunction)norm, METH_VARARGS, "Add and normalise rows (fd_norm_rows_t)."},
-    {"gate", (PyCFunction)gate, METH_VARARGS, "SiLU-gate rows (fd_gate_rows_t)."},
+    {"gate", (PyCFunction)gate, METH_VARARGS, "Gate rows (fd_gate_rows_t)."},
     {"rope", (PyCFunction)rope, METH_VARARGS, "Normalise and turn the heads of rows (fd_rope_rows_t)."},
     {NULL, NULL, 0, NULL},
 };

@@ -18,7 +18,8 @@ from models.spart_steps import EXACT, GREEDY, linked, run, text
 
 from fastdecode.spart import CheckpointError, ModelConfig, SPart, load_model, read_config
 from fastdecode.spart.checkpoints.config import Rope
-from fastdecode.spart.decoder.block_ops import ACTIVATIONS
+from fastdecode.spart.decoder import layer_pass
+from fastdecode.spart.decoder.block_ops import ACTIVATIONS, BlockOps
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
 #: What llama.cpp takes for granted: every sixth layer of Gemma 3 sees all tokens, every second one of Gemma 2, layers
@@ -66,6 +67,7 @@ async def test_logits_are_those_of_llama_cpp(model, tmp_path, monkeypatch):
     import llama_cpp
 
     monkeypatch.setitem(ACTIVATIONS, "gelu_pytorch_tanh", _gelu_of_a_table)
+    monkeypatch.setattr(layer_pass, "make_block_ops", lambda config, _, dtype: BlockOps(config, dtype))
     write_gguf(tmp_path / "m.gguf", model, "F32", tokenizer_fields(make_checkpoint("llama-gqa")))
     tokens = text(50)
     got = await logits(tmp_path / "m.gguf", tokens, tmp_path)

@@ -40,6 +40,8 @@ MODELS = {
     ("qwen3", "int4"): True,  # with norms of the heads
     ("granite", "int8"): True,  # what a block adds is scaled
     ("phi3-longrope", "int8"): True,
+    ("gemma", "int8"): True,  # with GELU
+    ("gemma3", "int4"): True,  # with norms of what a block adds, and two kinds of RoPE
     ("mixtral", "int8"): False,
     ("opt", "int8"): False,
 }
@@ -117,7 +119,6 @@ def test_models_of_other_blocks_have_no_joints(name, weights, has):
     [
         ("opt", "int8", "fp32", "RMS norms"),
         ("mixtral", "int8", "fp32", "experts"),
-        ("gemma3-capped", "int8", "fp32", "what its sublayers add"),
         ("llama-gqa", "dense", "fp32", "products of fp32 rows"),
         ("llama-gqa", "int8", "bf16", "products of bf16 rows"),
     ],
@@ -189,22 +190,25 @@ def random_layers(config: ModelConfig, n: int, rank: int) -> list[Layer]:
             o=share(hidden, q, columns=True),
             sinks=None,
             mlp=MLP(share(2 * inner, hidden, (inner, inner)), share(hidden, inner, columns=True)),
+            attention_post_norm=norm() if config.post_norms else None,
+            mlp_post_norm=norm() if config.post_norms else None,
+            local=config.local_rope is not None and i == 0,
         )
-        for _ in range(2)
+        for i in range(2)
     ]
 
 
 def pass_joints(config: ModelConfig, n: int, rank: int, reduction: Reduction | None) -> list[torch.Tensor]:
     """The rank's Q and KV rows of both layers, and the residual stream behind them, which all ranks have."""
     layers, cut_config = random_layers(config, n, rank), cut(config, n)
-    joints = LayerJoints(cut_config, layers, "fp32", reduction)
+    joints = LayerJoints(cut_config, layers, "fp32", reduction, gelu=config.activation != "silu")
     generator, rows, pairs = torch.Generator().manual_seed(2), 5, config.head_size // 2
     x = torch.randn(rows, config.hidden_size, generator=generator)
     o = torch.randn(rows, config.n_q_heads * config.head_size, generator=generator).chunk(n, dim=1)[rank].contiguous()
-    angles = torch.randn(2, rows, 1, pairs, generator=generator).unbind()
+    angles, local_angles = torch.randn(2, 2, rows, 1, pairs, generator=generator).unbind()
     q = torch.empty_like(o)
     kv = torch.empty(rows, 2 * cut_config.n_kv_heads * config.head_size)
-    joint_rows, results = joints.rows(x, o, angles, RowHeads(q, kv, cut_config)), []
+    joint_rows, results = joints.rows(x, o, angles, RowHeads(q, kv, cut_config), local_angles), []
     for joint in range(len(layers) + 1):
         assert joint_rows.run(joint)
         results += [q.clone(), *kv.clone().chunk(2, dim=1)]
@@ -212,9 +216,10 @@ def pass_joints(config: ModelConfig, n: int, rank: int, reduction: Reduction | N
 
 
 @pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_ranks_compute_what_one_computes(n):
-    config = replace(read_config(make_checkpoint("llama-gqa")), n_q_heads=8, n_kv_heads=4, residual_scale=0.5)
+def test_ranks_compute_what_one_computes(n, name):
+    config = replace(read_config(make_checkpoint(name)), n_q_heads=8, n_kv_heads=4, residual_scale=0.5)
     whole = pass_joints(config, 1, 0, None)
     with ThreadPoolExecutor(n) as pool:
         ranks = list(pool.map(partial(pass_joints, config, n), range(n), make_reductions(n)))

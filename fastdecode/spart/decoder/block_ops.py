@@ -130,12 +130,12 @@ class VectorOps:
         )
         return out
 
-    def silu_gate(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows x [..., 2 * width] are gate, up -> silu(gate) * up."""
+    def gate(self, x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
+        """The rows x [..., 2 * width] are gate, up -> silu(gate) * up, or with `gelu` that of GELU by tanh."""
         assert x.is_contiguous() and x.dtype is self.dtype
         width = x.shape[-1] // 2
         out = x.new_empty(*x.shape[:-1], width)
-        self._native.gate(x.data_ptr(), out.data_ptr(), out.numel() // width, width, pool_threads())
+        self._native.gate(x.data_ptr(), out.data_ptr(), out.numel() // width, width, gelu, pool_threads())
         return out
 
     def write_heads(
@@ -171,21 +171,22 @@ class VectorOps:
 
 
 class NativeBlockOps(BlockOps):
-    """The operations of models with RMS norms, RoPE or SiLU by kernels/decoder, on a CPU."""
+    """The operations of models with RMS norms, RoPE, SiLU or GELU by tanh by kernels/decoder, on a CPU."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         """Raises ValueError for a dtype that VectorOps does not support."""
         super().__init__(config, dtype)
         self.vectors = VectorOps(dtype)
         self._rms = config.norm == "rms"
-        self._silu = gates_by_silu(config)
+        self.gelu = gates_by(config, "gelu_pytorch_tanh", "gelu_new")
+        self._gates = self.gelu or gates_by(config, "silu")
         self.angle_dtype = torch.float32
         self.act_dtype = ACT_NAMES[dtype]
 
     @property
-    def llama(self) -> bool:
+    def complete(self) -> bool:
         """Whether kernels/decoder has the norms and the activation of the model's blocks."""
-        return self._rms and self._silu
+        return self._rms and self._gates
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if self._rms and norm.weight is not None:
@@ -198,7 +199,7 @@ class NativeBlockOps(BlockOps):
         return super().add_norm(x, y, norm)
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        return self.vectors.silu_gate(x) if self._silu else super().activate(x)
+        return self.vectors.gate(x, self.gelu) if self._gates else super().activate(x)
 
     def write_heads(
         self, qkv: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor] | None, out: RowHeads
@@ -214,10 +215,10 @@ def address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def gates_by_silu(config: ModelConfig) -> bool:
-    """Whether the MLPs of a model compute silu(gate) * up."""
+def gates_by(config: ModelConfig, *activations: str) -> bool:
+    """Whether the MLPs of a model compute act(gate) * up with one of these activations."""
     clamped = config.experts is not None and config.experts.clamped_swiglu is not None
-    return config.gated and config.activation == "silu" and not clamped
+    return config.gated and config.activation in activations and not clamped
 
 
 #: Activation function by the name that config.json gives it. A function may overwrite its argument.

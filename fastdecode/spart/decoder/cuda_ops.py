@@ -16,7 +16,7 @@ import torch
 from fastdecode.kernels.gpu.cupy_kernels import KernelError, load_kernels
 from fastdecode.spart.block_kernels import BLOCK_THREADS, MOST_HEAD, SOURCE
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, VectorOps, address_of, gates_by_silu
+from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, VectorOps, address_of, gates_by
 from fastdecode.spart.decoder.weights import Layer, Norm
 from fastdecode.spart.served import ACT_NAMES, act_code
 
@@ -50,7 +50,7 @@ class CudaBlockOps(BlockOps):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, launch: Launch):
         super().__init__(config, dtype)
         self._launch, self._dtype, self._code = launch, dtype, act_code(dtype)
-        self._rms, self._silu = config.norm == "rms", gates_by_silu(config)
+        self._rms, self._silu = config.norm == "rms", gates_by(config, "silu")
         self._eps, self._scale = (_bits(x) for x in (config.norm_eps, config.residual_scale))
         self.angle_dtype = torch.float32
 

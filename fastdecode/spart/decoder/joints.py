@@ -1,7 +1,8 @@
 """LayerJoints: what a CPU computes between the attention of two layers, in one call of kernels/decoder.
 
 The call does what BlockOps and the linears do one by one, in the same order and with the same results. A model has
-joints if its blocks are Llama's (RMS norms, RoPE, a gated SiLU) and kernels/ computes all of their products.
+joints if its blocks are Llama's or Gemma's (RMS norms, RoPE, a gated SiLU or GELU) and kernels/ computes all of their
+products.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
+from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, address_of
 from fastdecode.spart.decoder.experts import MLP
 from fastdecode.spart.decoder.weights import Layer
 from fastdecode.spart.linears.base import Linear
@@ -29,10 +30,16 @@ class LayerJoints:
     """The joints of a model's layers: joint i is between the attention of layers i - 1 and i."""
 
     def __init__(
-        self, config: ModelConfig, layers: Sequence[Layer], act_dtype: str, reduction: Reduction | None = None
+        self,
+        config: ModelConfig,
+        layers: Sequence[Layer],
+        act_dtype: str,
+        reduction: Reduction | None = None,
+        gelu: bool = False,
     ):
-        """The layers of a model for which why_no_joints returned None, and the dtype of its activations. Where a
-        `reduction` sums over ranks, `config` counts the heads and the MLP's columns of this rank.
+        """The layers of a model for which why_no_joints returned None, and the dtype of its activations. `gelu`: they
+        have GELU in place of SiLU. Where a `reduction` sums over ranks, `config` counts the heads and the MLP's columns
+        of this rank.
 
         Raises ValueError if the sizes of its linears are not those of `config`.
         """
@@ -46,21 +53,31 @@ class LayerJoints:
             config.head_size,
             config.norm_eps,
             config.residual_scale,
+            gelu,
             tuple(map(_native_layer, layers)),
             None if reduction is None else reduction.native,
         )
 
     def rows(
-        self, x: torch.Tensor, o: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], out: RowHeads
+        self,
+        x: torch.Tensor,
+        o: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        out: RowHeads,
+        local_angles: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> JointRows | None:
         """The rows of a step: x [n, hidden_size] is the residual stream, o [n, q_heads * head_size] the O rows, and
-        `angles` are cos and sin, fp32 [n, 1, pairs]. None if they do not lie as the joints need them."""
-        dense = (x, o, *angles)
+        `angles` are cos and sin, fp32 [n, 1, pairs]; `local_angles` those of `local` layers. None if they do not lie as
+        the joints need them."""
+        cos, sin = angles
+        local_cos, local_sin = angles if local_angles is None else local_angles
+        dense = (x, o, cos, sin, local_cos, local_sin)
         if not all(tensor.is_contiguous() for tensor in dense) or len(o) != len(x) or len(out.q) != len(x):
             return None
+        if local_cos.shape != cos.shape:
+            return None
         assert x.dtype is o.dtype is out.q.dtype is out.kv.dtype
-        assert angles[0].dtype is angles[1].dtype is torch.float32
-        cos, sin = angles
+        assert all(tensor.dtype is torch.float32 for tensor in dense[2:])
         projected = (
             out.q.data_ptr(),
             out.q.stride(0),
@@ -68,6 +85,8 @@ class LayerJoints:
             out.kv.stride(0),
             cos.data_ptr(),
             sin.data_ptr(),
+            local_cos.data_ptr(),
+            local_sin.data_ptr(),
             cos.shape[-1],
         )
         return JointRows(self._native, self._layers, x, o, projected)
@@ -77,8 +96,9 @@ class LayerJoints:
         return JointRows(self._native, self._layers, x, o)
 
 
-#: The addresses and the distances of the rows of Q and of K and V, the addresses of cos and sin, and their pairs.
-_Projected = tuple[int, int, int, int, int, int, int]
+#: The addresses and the distances of the rows of Q and of K and V, the addresses of cos and sin and of those of local
+#: layers, and their pairs.
+_Projected = tuple[int, int, int, int, int, int, int, int, int]
 
 
 class JointRows:
@@ -90,7 +110,7 @@ class JointRows:
         layers: tuple[Layer, ...],
         x: torch.Tensor,
         o: torch.Tensor,
-        projected: _Projected = (0, 0, 0, 0, 0, 0, 0),
+        projected: _Projected = (0, 0, 0, 0, 0, 0, 0, 0, 0),
     ):
         self._native, self._layers = native, layers
         self._step = (x.data_ptr(), o.data_ptr(), *projected, len(x), pool_threads())
@@ -125,9 +145,9 @@ def _linears(layer: Layer) -> tuple[Linear, ...]:
 
 def _native_layer(layer: Layer) -> tuple[object, ...]:
     """The layer as _native.Joints wants it."""
-    weights = layer.attention_norm.weight, layer.mlp_norm.weight, layer.q_norm, layer.k_norm
-    addresses = [0 if weight is None else weight.data_ptr() for weight in weights]
-    return *addresses, *(linear.native for linear in _linears(layer))
+    post_norms = (None if norm is None else norm.weight for norm in (layer.attention_post_norm, layer.mlp_post_norm))
+    weights = layer.attention_norm.weight, layer.mlp_norm.weight, layer.q_norm, layer.k_norm, *post_norms
+    return *map(address_of, weights), layer.local, *(linear.native for linear in _linears(layer))
 
 
 def _computes(linear: Linear, act_dtype: str) -> bool:
@@ -144,12 +164,10 @@ def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -
     """
     if not isinstance(ops, NativeBlockOps):
         return "kernels/decoder has no row operations for this device"
-    if not ops.llama or not config.norm_first or config.rope is None:
-        return "a block has not RMS norms before attention and MLP, RoPE and a gated SiLU"
+    if not ops.complete or not config.norm_first or config.rope is None:
+        return "a block has not RMS norms before attention and MLP, RoPE and a gated SiLU or GELU"
     if config.delta is not None or config.output_gate:
         return "a block keeps a state, or its heads have gates"
-    if config.post_norms or config.local_rope is not None:
-        return "a block normalises what its sublayers add, or layers with a window have RoPE of their own"
     if not all(isinstance(layer.mlp, MLP) for layer in layers):
         return "a layer has experts"
     if any(norm.weight is None for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)):
@@ -168,4 +186,4 @@ def make_joints(
         log.debug("the decoder runs operation by operation: %s", reason)
         return None
     assert isinstance(ops, NativeBlockOps)
-    return LayerJoints(config, layers, ops.act_dtype, reduction)
+    return LayerJoints(config, layers, ops.act_dtype, reduction, ops.gelu)

@@ -148,7 +148,7 @@ class DecoderPass:
         self._layers, self._between = layers.layers, layers.between
         self._joints, self._joint_rows = layers.joints, None
         if layers.joints is not None and adapters is None and self._angles is not None:
-            self._joint_rows = layers.joints.rows(self.x, self._o, self._angles, self.heads)
+            self._joint_rows = layers.joints.rows(self.x, self._o, self._angles, self.heads, self._local_angles)
 
     def layers(self, clock: StepClock | None = None, timeout: float = 0.0) -> Generator[None, None, None]:
         """See LayerPass. `clock` None: the device itself waits for the R-nodes."""

@@ -48,8 +48,8 @@ class Block:
     attention_norm: Norm  # before attention, or before what the block has in its place
     mlp_norm: Norm
     mlp: MLP | Mixture
-    attention_post_norm: Norm | None  # of the output of attention, or of what the block has in its place
-    mlp_post_norm: Norm | None
+    attention_post_norm: Norm | None = None  # of the output of attention, or of what the block has in its place
+    mlp_post_norm: Norm | None = None
 
     @property
     def mixing(self) -> tuple[Linear, Linear]:

@@ -62,7 +62,7 @@ def _is_mlp(module: torch.nn.Module) -> bool:
 
 def _mlp(ops: VectorOps, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     product = module.gate_proj.product
-    return lambda x: module.down_proj(ops.silu_gate(product.whole(x)))
+    return lambda x: module.down_proj(ops.gate(product.whole(x)))
 
 
 def _try(module: Any, width: int, dtype: torch.dtype, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
