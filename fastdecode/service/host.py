@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from fastdecode.engine.state.request import EngineError, GenerationFailed, TokenEvent
+from fastdecode.engine.state.request import EngineError, GenerationFailed, NotReady, TokenEvent
 from fastdecode.service import messages
 from fastdecode.service.client import Cancel, EngineClient, Request
 from fastdecode.service.messages import FROM_API, Connection, Failure, FromApi
@@ -135,10 +135,8 @@ class EngineHost:
             hosted.cancel = await self._engine.submit(request, self, hosted.first)
         except Exception as error:
             self._forget(hosted)
-            if not isinstance(error, EngineError):  # a bug, which must not leave the client waiting
-                log.exception("a request could not be queued")
-                error = GenerationFailed("internal error; the server's log says more")
-            self._connection.send(messages.Submitted(hosted.first, Failure.from_error(error)))
+            failure = _failure(error, "a request could not be queued", GenerationFailed)
+            self._connection.send(messages.Submitted(hosted.first, failure))
         else:
             self._connection.send(messages.Submitted(hosted.first, None))
 
@@ -199,11 +197,25 @@ class EngineHost:
             hosted.cancel(number - first, keep_seconds)
 
     async def _answer(self, ask: messages.Ask) -> None:
-        result = await getattr(self._engine, ask.method)(*ask.arguments)
-        self._connection.send(messages.AskResult(ask.question, msgspec.Raw(msgspec.msgpack.encode(result))))
+        try:
+            result = msgspec.msgpack.encode(await getattr(self._engine, ask.method)(*ask.arguments))
+        except Exception as error:
+            failure = _failure(error, f"the engine could not tell its {ask.method}", NotReady)
+            self._connection.send(messages.AskFailed(ask.question, failure))
+        else:
+            self._connection.send(messages.AskResult(ask.question, msgspec.Raw(result)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _failure(error: Exception, what: str, kind: type[EngineError]) -> Failure:
+    """What the API process gets for an error. One that is no EngineError is a bug, which must not leave the client
+    waiting: it is logged as `what`, and told as an error of class `kind`."""
+    if not isinstance(error, EngineError):
+        log.error("%s", what, exc_info=error)
+        error = kind("internal error; the server's log says more")
+    return Failure.from_error(error)

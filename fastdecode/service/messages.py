@@ -160,6 +160,13 @@ class AskResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     result: msgspec.Raw  # of the method
 
 
+class AskFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to an Ask whose method has failed."""
+
+    question: int
+    failure: Failure
+
+
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Refuse new requests, let the running ones go on for `seconds`, and answer Drained."""
 
@@ -174,7 +181,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """To be answered with a HeartbeatAnswer. An API process whose event loop hangs does not answer."""
 
 
-FromEngine = EngineLimits | Submitted | Step | AskResult | Drain | Close | Heartbeat
+FromEngine = EngineLimits | Submitted | Step | AskResult | AskFailed | Drain | Close | Heartbeat
 FROM_ENGINE: Decoder[FromEngine] = Decoder(FromEngine)
 
 

@@ -141,6 +141,8 @@ class RemoteEngine:
                 _settle(self._queueing.get(first), failure and failure.error)
             case messages.AskResult(question, result):
                 _settle(self._questions.get(question), result)
+            case messages.AskFailed(question, failure):
+                _settle(self._questions.get(question), failure.error)
             case messages.EngineLimits():
                 self.max_model_len, self.max_queued = message.max_model_len, message.max_queued
                 self._hello.set_result(None)

@@ -24,6 +24,7 @@ from fastdecode.engine.state.request import (
     PromptTooLong,
     TokenEvent,
 )
+from fastdecode.service import remote
 from fastdecode.text.output.dialogue import Dialogue
 from fastdecode.text.tokenizer import Tokenizer
 
@@ -598,3 +599,16 @@ async def test_closing_ends_the_remaining_streams_with_an_error(tokenizer, spell
             await asking
         assert caught.value.code == "shutting_down"
     assert engine.streams[0].cancelled.is_set()
+
+
+async def test_metrics_that_fail_in_the_engine_are_answered_without_a_wait(tokenizer, monkeypatch):
+    engine = ScriptedEngine()
+
+    async def fail():
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(engine, "metrics", fail)
+    monkeypatch.setattr(remote, "_ANSWER_SECONDS", 3600.0)
+    async with served(engine, tokenizer) as client, client.http.get("/metrics") as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (503, "not_ready") and "log" in error["message"]
