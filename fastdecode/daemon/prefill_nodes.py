@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import asdict
 
 from fastdecode.daemon.discovery import NodeSet, readings
@@ -29,7 +30,7 @@ from fastdecode.transports import handshake, tcp
 from fastdecode.transports.base import CallRefused, Hello, LinkDown, LinkRefused, TransportError
 from fastdecode.transports.connections import ConnectionServer, send_last
 from fastdecode.transports.frames import MAX_FRAME_AFTER_AUTH, FrameSocket
-from fastdecode.transports.messages import Entrust, ErrorMessage, Ok, PromptMessage, ProtocolError, decode, encode
+from fastdecode.transports.messages import Entrust, ErrorMessage, Ok, PromptMessage, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +115,10 @@ class RemotePrefillNodes:
             self._waiting[url] -= len(order.tokens)
 
     async def _ask(self, url: str, order: PrefillOrder) -> None:
-        message = PromptMessage(**order._asdict() | {"tokens": array("I", order.tokens).tobytes()})
+        fields = order._asdict() | {"tokens": array("I", order.tokens).tobytes()}
         try:
-            decode(encode(message))
-        except ProtocolError as error:  # a client may have sent a long cache_salt, which is no failure of the S-node
+            message = msgspec.convert(fields, PromptMessage)
+        except msgspec.ValidationError as error:  # a client's cache_salt may be long, which is no failure of the S-node
             raise CallRefused(Status.BAD_CALL, str(error)) from None
         conn = await tcp.dial_url(url)
         try:

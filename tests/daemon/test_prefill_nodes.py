@@ -14,6 +14,7 @@ from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from nodes.node_process import fetch
 from nodes.rnode_process import RNodeProcess
 
+from fastdecode.daemon import prefill_nodes
 from fastdecode.daemon.discovery import FileSet
 from fastdecode.daemon.prefill_nodes import PrefillServer, RemotePrefillNodes, model_digest
 from fastdecode.engine.migration.prefill_client import PrefillOrder
@@ -21,8 +22,9 @@ from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.state.request import Overloaded, PromptTooLong, SamplingParams
 from fastdecode.region.geometry import Geometry
 from fastdecode.spart import SPart, load_model
-from fastdecode.transports import tcp
+from fastdecode.transports import frames, messages, tcp
 from fastdecode.transports.base import Hello, LinkDown, TransportError
+from fastdecode.transports.messages import PromptMessage
 from fastdecode.transports.registry import connect
 
 SECRET, MODEL = b"0123456789abcdef", "ab" * 32
@@ -85,6 +87,17 @@ async def test_an_order_that_no_s_node_takes_is_no_failure_of_one(serve):
     with pytest.raises(LinkDown, match="cache_salt"):
         await nodes.prefill(ORDER._replace(cache_salt="x" * 5000))
     assert nodes.ready() and not worker.orders
+
+
+@pytest.mark.quick
+async def test_a_prompt_is_not_encoded_before_its_salt_is_checked(serve, monkeypatch):
+    """A prompt may have a hundred thousand tokens, and the event loop encodes it."""
+    encoded, encode = [], messages.encode
+    for module in (messages, frames, prefill_nodes):
+        monkeypatch.setattr(module, "encode", lambda m: (encoded.append(m.TYPE), encode(m))[1], raising=False)
+    nodes = RemotePrefillNodes([await serve(ScriptedWorker())], MODEL, SECRET)
+    await nodes.prefill(ORDER)
+    assert encoded.count(PromptMessage.TYPE) == 1
 
 
 @pytest.mark.quick
