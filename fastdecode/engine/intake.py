@@ -66,7 +66,7 @@ class Intake:
             seq = make(
                 request_id=request_id,
                 order=self._arrivals,
-                tokens=list(prompt_ids),
+                tokens=[*prompt_ids, *before],
                 seed=secrets.randbits(64) if seed is None else seed,
                 request=request,
                 rules=rules and rules.copy(),
@@ -76,9 +76,10 @@ class Intake:
                 choice=output if isinstance(output, OutletChoice) else None,
                 arrived=self._clock(),
             )
-            seq.constraints = constraints(params, seq.end_tokens, self._spart.config.vocab_size)
-            for token in before:
-                seq.append(token)
+            seq.constraints = constraints(params, seq.end_tokens, self._spart.config.vocab_size, before)
+            if seq.rules is not None:
+                for token in before:
+                    seq.rules.generated(token)
             self._arrivals += 1
             yield seq
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.state.request import InvalidGrammar, Outlet, OutletChoice, Output
 from fastdecode.service.client import Cancel, EngineStatus, Report, Request
 from fastdecode.service.metrics import Metrics
-from fastdecode.text.grammar import GrammarCompiler, GrammarError, GrammarsUnavailable
+from fastdecode.text.grammar import GrammarCompiler, GrammarError, GrammarSpec, GrammarsUnavailable, LLGrammar
 from fastdecode.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LocalEngine:
     async def submit(self, request: Request, outlet: Outlet, first: int) -> Cancel:
         params, spec = request.params, request.grammar
         if spec is not None:
-            compiling = partial(self._grammars.compile, spec)
+            compiling = partial(self._compile, spec, [tokens for tokens in request.generated if tokens])
             try:
                 grammar = await asyncio.get_running_loop().run_in_executor(self._compiling, compiling)
             except GrammarError as error:
@@ -61,6 +61,10 @@ class LocalEngine:
                 cancel(i)
             raise
         return cancel
+
+    def _compile(self, spec: GrammarSpec, pasts: list[list[int]]) -> LLGrammar:
+        """A grammar for texts that begin with these tokens. Raises GrammarError."""
+        return self._grammars.compile(spec).continuing(pasts)
 
     def choice_ended(self, reason: str, seconds: float) -> None:
         self._metrics.choice_ended(reason, seconds)

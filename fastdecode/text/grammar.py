@@ -11,9 +11,9 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, Literal
@@ -34,6 +34,7 @@ JSON_WHITE_SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,32}"
 #: A longer grammar is refused, in characters.
 MAX_GRAMMAR_LENGTH = 256 * 1024
 _CACHED = 64  # compiled grammars kept for the next request
+_TOKENS_AT_ONCE = 256  # of a text that has begun, for which llguidance holds the GIL
 
 
 class GrammarError(ValueError):
@@ -214,10 +215,29 @@ class LLGrammar:
     after: int | None  # the tokens of the GrammarSpec
     unless: int | None
     thread: _MaskThread
+    behind: Mapping[tuple[int, ...], LLGrammar] = field(default_factory=dict)  # by a text's tokens: what follows them
 
-    def start(self) -> LLGrammarState:
-        """The state before the first token of a new text."""
-        return LLGrammarState(self)
+    def start(self, past: Sequence[int] = ()) -> LLGrammarState:
+        """The state of a text behind the tokens `past`, which `continuing` must have got."""
+        return LLGrammarState(self.behind[tuple(past)] if past else self)
+
+    def continuing(self, pasts: Iterable[Sequence[int]]) -> LLGrammar:
+        """This grammar, which can also start behind these tokens. May be called in any thread, and takes long."""
+        return replace(self, behind={tuple(past): self._following(past) for past in pasts if past})
+
+    def _following(self, past: Sequence[int]) -> LLGrammar:
+        """The grammar of what may follow `past`."""
+        begin, after = 0, self.after
+        if self.unless is not None and past[0] != self.unless:
+            after = None
+        if after is not None:
+            begin = past.index(after) + 1 if after in past else len(past)
+            after = None if after in past else after
+        matcher = self.matcher.deep_copy()
+        for first in range(begin, len(past), _TOKENS_AT_ONCE):
+            if not matcher.consume_tokens(past[first : first + _TOKENS_AT_ONCE]):
+                break  # the state's mask says why
+        return replace(self, matcher=matcher, after=after, unless=None)
 
 
 class LLGrammarState:

@@ -13,7 +13,10 @@ import pytest
 from engines.api_client import MODEL
 from engines.json_schemas import SCHEMAS, fault
 
-from fastdecode.text.grammar import GrammarCompiler, GrammarSpec
+from fastdecode.engine.state.request import SamplingParams
+from fastdecode.service.client import Request
+from fastdecode.service.local import LocalEngine
+from fastdecode.text.grammar import GrammarCompiler, GrammarSpec, LLGrammarState
 
 pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
@@ -226,6 +229,35 @@ def test_a_compiled_grammar_is_used_again_with_a_state_of_its_own(tokenizer):
     assert a in allowed(second) and b not in allowed(second)
     first.advance(b)
     assert allowed(first) == {1}
+
+
+async def test_the_old_tokens_of_a_continued_stream_take_no_steps_in_the_event_loop(engine, tokenizer, monkeypatch):
+    """A long output would keep the loop from all other clients."""
+    [a], [b] = tokenizer.encode_all(["a", "b"], add_special_tokens=False)
+    stepped = []
+    advance = LLGrammarState.advance
+    monkeypatch.setattr(LLGrammarState, "advance", lambda state, token: (stepped.append(token), advance(state, token)))
+
+    class Texts:
+        """An Outlet."""
+
+        def __init__(self):
+            self.tokens_of, self.ended = {0: [], 1: []}, asyncio.Event()
+
+        def tokens(self, numbers, tokens):
+            for number, token in zip(numbers, tokens, strict=True):
+                self.tokens_of[number].append(token)
+
+        def event(self, number, event):
+            self.tokens_of[number].append(event.token)
+            self.ended.set() if all(tokens[-1:] == [1] for tokens in self.tokens_of.values()) else None
+
+    texts, spec = Texts(), GrammarSpec("regex", "a{300}b|b")
+    request = Request("id", [[3, 4, 5]], SamplingParams(max_tokens=400), 2, spec, generated=[[a] * 300, []])
+    await LocalEngine(engine, tokenizer, MODEL).submit(request, texts, 0)
+    await asyncio.wait_for(texts.ended.wait(), 60)
+    assert texts.tokens_of[0] == [b, 1]
+    assert len(stepped) <= sum(map(len, texts.tokens_of.values()))
 
 
 def allowed(state):

@@ -112,6 +112,33 @@ def test_a_matcher_that_fails_takes_no_other_with_it(caplog):
     assert [state.broken for state in states] == [False, True, False]  # no fault of a request
 
 
+@pytest.mark.parametrize(
+    ("after", "unless", "past"),
+    [
+        (None, None, "ab"),
+        (None, None, "ax"),
+        (ord("|"), None, "xy|ab"),
+        (ord("|"), None, "xy"),
+        (ord("|"), ord("["), "[x|ab"),
+        (ord("|"), ord("["), "[x"),
+        (ord("|"), ord("["), "ab"),
+    ],
+)
+def test_a_text_that_has_begun_continues_as_if_each_token_had_been_drawn(after, unless, past):
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer, tokens = llguidance.LLTokenizer("byte"), list(past.encode())
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_regex("[ab]+c"), log_level=0)
+    thread = _MaskThread(_BatchUpdate(llguidance.LLExecutor(num_threads=1)))
+    grammar = LLGrammar(matcher, tokenizer.vocab_size, after, unless, thread)
+    stepped, begun = grammar.start(), grammar.continuing([tokens]).start(tokens)
+    for token in tokens:
+        stepped.advance(token)
+    rows = np.full((2, -(-tokenizer.vocab_size // 32)), -1, np.int32)
+    for state, row in zip((stepped, begun), rows, strict=True):
+        state.fill(row)
+    assert (rows[0] == rows[1]).all() and (stepped.fault is None) == (begun.fault is None) == ("ax" not in past)
+
+
 def test_a_mask_that_could_not_be_computed_is_no_fault_of_the_request():
     class State:
         fault, broken = None, True
@@ -120,7 +147,7 @@ def test_a_mask_that_could_not_be_computed_is_no_fault_of_the_request():
             row[:] = 0
 
     class Grammar:
-        def start(self):
+        def start(self, past):
             return State()
 
     found = constraints(SamplingParams(grammar=Grammar()), [], 64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 class TokenConstraints:
     """The constraints of one sequence; a TokenMask of the S-Part (spart/step/masks.py)."""
 
-    def __init__(self, params: SamplingParams, end_tokens: Iterable[int], vocab_size: int):
+    def __init__(self, params: SamplingParams, end_tokens: Iterable[int], vocab_size: int, past: Sequence[int] = ()):
         """`end_tokens` end the sequence; they are forbidden until it has `params.min_tokens` tokens. All token ids of
-        `params` must be within the vocabulary."""
-        self._generated = 0
+        `params` must be within the vocabulary. `past`: the tokens that the output has already."""
+        self._generated = len(past)
         self._min_tokens = params.min_tokens
         self._early_ends = _clearing_bits(end_tokens, vocab_size) if params.min_tokens else None
         self._allowed = _bits(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
         self._never, self._bad_words = _sorted_words(params.bad_words, vocab_size)
         self._longest = max((len(word) - 1 for word in params.bad_words), default=0)
-        self._recent: list[int] = []  # the last tokens generated, as many as a bad word may begin with
-        self._grammar = params.grammar.start() if params.grammar is not None else None
+        self._recent = list(past[-self._longest :]) if self._longest else []  # as many tokens as a bad word begins with
+        self._grammar = params.grammar.start(past) if params.grammar is not None else None
         self.allow_nothing = False  # the request itself allows no next token
 
     @property
@@ -71,9 +71,11 @@ class TokenConstraints:
         return self._grammar.fault if self._grammar is not None else None
 
 
-def constraints(params: SamplingParams, end_tokens: Iterable[int], vocab_size: int) -> TokenConstraints | None:
-    """The constraints of `params`; None if there are none."""
-    found = TokenConstraints(params, end_tokens, vocab_size)
+def constraints(
+    params: SamplingParams, end_tokens: Iterable[int], vocab_size: int, past: Sequence[int] = ()
+) -> TokenConstraints | None:
+    """The constraints of `params` behind the tokens `past` of the output; None if there are none."""
+    found = TokenConstraints(params, end_tokens, vocab_size, past)
     return found if found.active else None
 
 

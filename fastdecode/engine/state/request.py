@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -92,7 +92,9 @@ class GrammarState(Protocol):
 class Grammar(Protocol):
     """A compiled grammar. It allows an end token where the text may end."""
 
-    def start(self) -> GrammarState: ...
+    def start(self, past: Sequence[int] = ()) -> GrammarState:
+        """The state of a text behind the tokens `past`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
