@@ -16,6 +16,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from fastdecode.gguf.file import GGUFFile
 
 _CONTROL, _USER_DEFINED = 3, 4  # values in tokenizer.ggml.token_type
+#: Keys with lists, and what these hold.
+_LISTS: dict[str, type] = {
+    "tokenizer.ggml.tokens": str,
+    "tokenizer.ggml.token_type": int,
+    "tokenizer.ggml.merges": str,
+    "tokenizer.ggml.scores": float,
+}
+_KINDS = {str: "texts", int: "whole numbers", float: "floating-point numbers"}
+_LONGEST_TOKEN = 4096  # characters; a longer one means a damaged file
 #: Tokens that end a turn wherever a vocabulary has them, as llama.cpp knows them (src/llama-vocab.cpp).
 END_OF_TURN = frozenset(
     {
@@ -71,6 +80,10 @@ def read_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any], dict[str,
     kind, tokens = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise GGUFTokenizerError(f"{file.path} has no tokenizer")
+    for key, each in _LISTS.items():
+        entries = fields.get(key, [])
+        if not isinstance(entries, list) or not all(isinstance(entry, each) for entry in entries):
+            raise GGUFTokenizerError(f"{file.path} is damaged: {key!r} is no list of {_KINDS[each]}")
     vocabulary = {token: i for i, token in reversed(list(enumerate(tokens)))}
     if kind == "gpt2":
         tokenizer = _byte_level(fields, vocabulary)
@@ -89,7 +102,7 @@ def read_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any], dict[str,
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
     ids = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    config = {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and i < len(tokens)}
+    config = {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
     _add_ends(tokenizer, fields, config, kind)
     return tokenizer, config, _templates(fields)
 
@@ -126,6 +139,10 @@ def _sentence_piece(fields: dict[str, Any], tokens: Sequence[str], vocabulary: d
     scores = fields.get("tokenizer.ggml.scores", [])
     if len(scores) != len(tokens):
         raise GGUFTokenizerError(f"the tokenizer has {len(tokens)} tokens and {len(scores)} scores")
+    if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
+        raise GGUFTokenizerError(f"the unknown token is {unknown!r}, and the tokenizer has {len(tokens)} tokens")
+    if (longest := max(map(len, tokens))) > _LONGEST_TOKEN:  # merges take time with the square of it
+        raise GGUFTokenizerError(f"the tokenizer has a token of {longest} characters")
     merges = _merges_of_scores(tokens, scores, vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
     space = fields.get("tokenizer.ggml.add_space_prefix", True)

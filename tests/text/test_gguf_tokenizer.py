@@ -158,6 +158,13 @@ def test_sentence_piece_without_a_space_before_texts_is_that_of_llama_cpp(tmp_pa
     theirs.close()
 
 
+_SENTENCE_PIECE = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": ["a", "b"],
+    "tokenizer.ggml.scores": [0.0, 0.0],
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -170,8 +177,18 @@ def test_sentence_piece_without_a_space_before_texts_is_that_of_llama_cpp(tmp_pa
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b"]}, "2 tokens and 0 scores"),
         (
             {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": 1},
+            r"/t\.gguf is damaged: 'tokenizer\.ggml\.token_type' is no list of whole numbers",
+        ),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": [1, 2]},
+            r"'tokenizer\.ggml\.merges' is no list of texts",
+        ),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": ["a b"]},
             r"the tokenizer in /[^ ]*/t\.gguf cannot be read",
         ),
+        (_SENTENCE_PIECE | {"tokenizer.ggml.unknown_token_id": 2}, "the unknown token is 2, and the tokenizer has 2"),
+        (_SENTENCE_PIECE | {"tokenizer.ggml.tokens": ["a", "b" * 5000]}, "has a token of 5000 characters"),
     ],
 )
 def test_tokenizers_that_are_not_understood_are_named(fields, message, tmp_path):
