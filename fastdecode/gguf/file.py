@@ -199,6 +199,8 @@ class _File:
         if not 1 <= n_dimensions <= _MOST_DIMENSIONS:
             raise GGUFError(f"{self.path} is damaged: tensor {name!r} has {n_dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(n_dimensions))[::-1]
+        if 0 in shape:
+            raise GGUFError(f"{self.path} is damaged: tensor {name!r} has no numbers, its shape is {list(shape)}")
         return name, shape, self._number("I"), self._number("Q")
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, everything: np.ndarray) -> GGUFTensor:

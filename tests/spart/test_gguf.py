@@ -282,6 +282,14 @@ def test_offsets_that_no_writer_gives_are_refused(good, tmp_path, by, message):
         load_model(tmp_path / "m.gguf")
 
 
+def test_a_tensor_without_numbers_is_refused(good, tmp_path):
+    """It takes no bytes of the file, so nothing bounds its other sizes, for which memory would be taken."""
+    name = b"blk.0.attn_q.weight" + struct.pack("<I", 2)
+    old, new = struct.pack("<QQ", 64, 64), struct.pack("<QQ", 0, 2**40)
+    with pytest.raises(CheckpointError, match=r"'blk\.0\.attn_q\.weight' has no numbers"):
+        load_model(patched(good, tmp_path / "m.gguf", name + old, name + new))
+
+
 @pytest.mark.parametrize(("model", "last"), [("llama-gqa", "output_norm"), ("llama-mha", "output")])
 def test_a_count_of_tensors_that_is_one_too_small_names_the_tensor_left_out(model, last, tmp_path):
     """Without its head a model would be taken for one whose head is the embedding."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,24 @@ def test_what_does_not_fit_is_named(made: Any, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(decay.tobytes(), (-decay).tobytes()))
     with pytest.raises(CheckpointError, match=r"'blk\.0\.ssm_a' has numbers that are not -exp"):
         load_model(path)
+
+
+@pytest.mark.parametrize(
+    "stored", ["ssm_a", "ssm_dt.bias", "ssm_conv1d.weight", "attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight"]
+)
+def test_a_block_of_other_sizes_than_the_first_is_refused_before_weights_are_read(
+    stored: str, made: Any, tmp_path: Path
+) -> None:
+    path, name = tmp_path / "m.gguf", f"blk.2.{stored}".encode()
+    write_gguf(path, made("qwen3.5-moe", **CUT), "F32")
+    data = bytearray(path.read_bytes())
+    at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    [n_dimensions] = struct.unpack_from("<I", data, at)
+    rows = at + 4 + 8 * (n_dimensions - 1)
+    struct.pack_into("<Q", data, rows, struct.unpack_from("<Q", data, rows)[0] - 1)
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"'blk\.2\.{stored}' has shape"):
+        check_tensors(open_source(path), read_config(path))
 
 
 def test_damaged_headers_end_in_a_sentence(made: Any, tmp_path: Path) -> None:

@@ -42,12 +42,10 @@ class GGUFCheckpoint(Checkpoint):
     def tensor(self, name: str) -> torch.Tensor:
         part = self._parts[name]
         values = float_tensor(part.tensor)
-        values = values.flatten() if part.negative_exp else values
+        values = values if part.reshaped is None else values.reshape(part.reshaped)
         values = values if part.rows is None else values[part.rows]
         values = values if part.inputs is None else values[:, part.inputs]
-        if part.negative_exp:
-            values = _logarithm(part, values)
-        return values if part.reshaped is None else values.reshape(part.reshaped)
+        return _logarithm(part, values) if part.negative_exp else values
 
     def matrix(self, name: str) -> torch.Tensor | Quantised:
         part = self._parts[name]

@@ -148,11 +148,10 @@ def _split_experts(parts: dict[str, Part], n: int) -> None:
         module, _, end = name.rpartition(".")
         block, _, kind = module.rpartition(".")
         tensor = parts[name].tensor
-        dimensions = {"weight": 3, "bias": 2}.get(end)
-        if kind not in members or len(tensor.shape) != dimensions or tensor.shape[0] != n:
+        stems, dimensions = members.get(kind), {"weight": 3, "bias": 2}.get(end)
+        if stems is None or len(tensor.shape) != dimensions or tensor.shape[0] != n or tensor.shape[1] % len(stems):
             continue
         del parts[name]
-        stems = members[kind]
         shape = (tensor.shape[1] // len(stems), *tensor.shape[2:])
         size = len(tensor.data) // (n * len(stems))
         for i in range(n * len(stems)):
@@ -177,12 +176,12 @@ def _undo_delta(parts: dict[str, Part], rule: DeltaRule, tiled: bool) -> None:
     channels = None if values is None else torch.cat([torch.arange(before), before + values])
     for i in rule.blocks:
         block = f"blk.{i}."
-        if (both := parts.pop(f"{block}ssm_ba.weight", None)) and not rule.by_head:
+        both = parts.get(f"{block}ssm_ba.weight")
+        if both and not rule.by_head and both.shape[0] == 2 * rule.v_heads:
+            del parts[f"{block}ssm_ba.weight"]
             beta, decay = torch.arange(2 * rule.v_heads).view(rule.k_heads, 2, -1).unbind(1)
             parts[f"{block}ssm_beta.weight"] = replace(both, rows=beta.flatten())
             parts[f"{block}ssm_alpha.weight"] = replace(both, rows=decay.flatten())
-        elif both:
-            parts[f"{block}ssm_ba.weight"] = both
         changes: dict[str, dict[str, Any]] = {
             "attn_qkv.weight": {"rows": channels},
             "attn_gate.weight": {"rows": values},
@@ -195,10 +194,22 @@ def _undo_delta(parts: dict[str, Part], rule: DeltaRule, tiled: bool) -> None:
             changes |= {"ssm_beta.weight": {"rows": heads}, "ssm_alpha.weight": {"rows": heads}}
         for name, change in changes.items():
             if part := parts.get(block + name):
-                parts[block + name] = replace(part, **change)
+                parts[block + name] = _changed(part, **change)
     for name, part in parts.items():
         if name.endswith("ffn_gate_inp_shexp.weight"):  # a vector, or a matrix of one row
-            parts[name] = replace(part, reshaped=(1, part.tensor.shape[-1]))
+            parts[name] = _changed(part, reshaped=(1, part.tensor.shape[-1]))
+
+
+def _changed(part: Part, **change: Any) -> Part:
+    """A tensor of the file with another layout; as it is if it has not as many rows, columns or numbers."""
+    changed = replace(part, **change)
+    shape = part.tensor.shape if changed.reshaped is None else changed.reshaped
+    suits = (
+        [n for n in shape if n != 1] == [n for n in part.tensor.shape if n != 1]
+        and (changed.rows is None or len(changed.rows) == shape[0])
+        and (changed.inputs is None or (len(shape) == 2 and len(changed.inputs) == shape[1]))
+    )
+    return changed if suits else part
 
 
 def _tiled_heads(rule: DeltaRule) -> torch.Tensor:
