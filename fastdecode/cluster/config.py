@@ -163,8 +163,8 @@ class ClusterConfig:
         ):
             if not 0 <= seconds < math.inf:
                 raise ClusterError(f"{key}: {seconds} is not a time in seconds")
-        if min(self.s_nodes.gpus, self.prefill_nodes.gpus) < 0:
-            raise ClusterError("gpus must not be negative")
+        if not all(0 <= group.gpus < math.inf for group in (self.s_nodes, self.prefill_nodes)):
+            raise ClusterError("gpus must be a number that is not negative")
         if self.tls.certfile is None and self.tls != TlsConfig():
             raise ClusterError("tls: keyfile and ca are nothing without certfile")
         if self.router.count < 1:
@@ -228,7 +228,9 @@ class ClusterConfig:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ClusterError(f"{path}: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except RecursionError:
+            raise ClusterError(f"{path} is nested too deeply") from None
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, a date that is none
             raise ClusterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
         try:
             return _made(cls, content or {}, "")

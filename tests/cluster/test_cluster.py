@@ -81,9 +81,12 @@ def test_a_file_is_a_configuration(tmp_path):
         ("router: {count: 0}", "router: count must be at least 1"),
         ("r-nodes: {drain-seconds: -5}", "r-nodes: drain-seconds: -5 is not a time in seconds"),
         ("start-seconds: .inf", "start-seconds: inf is not a time in seconds"),
-        ("s-nodes: {gpus: -1}", "gpus must not be negative"),
+        ("s-nodes: {gpus: -1}", "gpus must be a number that is not negative"),
+        ("prefill-nodes: {gpus: .nan}", "gpus must be a number that is not negative"),
         ("ray-address: '10.0.0.1:65536'", "ray-address: '10.0.0.1:65536' does not end with a TCP port"),
         ("a: [", "is not YAML"),
+        ("start-seconds: 2026-13-01", "is not YAML: month must be in 1..12"),
+        pytest.param("[" * 5000, "is nested too deeply", id="deep"),
     ],
 )
 def test_a_bad_file_is_refused_with_a_reason(text, why, tmp_path, capsys):
