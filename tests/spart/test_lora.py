@@ -238,6 +238,14 @@ def test_a_factor_that_is_not_finite_is_refused_by_name(factor, directories, tmp
         load_model(make_checkpoint("llama-gqa"), adapters=[read_adapter("a", directory)])
 
 
+def test_a_factor_that_its_scale_makes_infinite_is_refused_by_name(directories, tmp_path):
+    directory = Path(shutil.copytree(directories[0], tmp_path / "a"))
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 1e300}))
+    with pytest.raises(CheckpointError, match=r"adapter 'a': tensor '.*lora_B\.weight' has numbers that are not"):
+        load_model(make_checkpoint("llama-gqa"), adapters=[read_adapter("a", directory)])
+
+
 def test_missing_files_are_named(directories, tmp_path):
     with pytest.raises(CheckpointError, match=r"no adapter_config\.json"):
         read_adapter("a", tmp_path)

@@ -90,9 +90,9 @@ class Adapter:
         try:
             with open_safetensors(self.directory / _WEIGHTS) as file:
                 a, b = (require_finite(file.get_tensor(name), name).float() for name in names)
+            return a, require_finite(b * self.modules[module].scale, names[1])
         except CheckpointError as error:
             raise CheckpointError(f"adapter {self.name!r}: {error}") from None
-        return a, b * self.modules[module].scale
 
 
 def read_adapter(name: str, directory: Path) -> Adapter:
