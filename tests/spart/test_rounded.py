@@ -127,6 +127,7 @@ NAME = "model.layers.1.mlp.down_proj.weight.0"
         (lambda t: t.update({f"{NAME}.codes": t[f"{NAME}.codes"][0]}), "are no rounded matrix"),
         (lambda t: t[f"{NAME}.scales"].fill_(torch.nan), f"tensor '{NAME}.scales' has numbers that are not finite"),
         (lambda t: t.update({"model.x.codes": t[f"{NAME}.codes"]}), "not used"),
+        (lambda t: t.update({f"a.weight.{'9' * 5000}.codes": t[f"{NAME}.codes"]}), "not used"),
         (lambda t: t.update({"model.x.0.codes": t[f"{NAME}.codes"]}), "rounded matrices that are no linear's"),
         (lambda t: t.update({f"{NAME[:-1]}2.codes": t[f"{NAME}.codes"]}), r"lacks the tensor .*1\.codes"),
     ],

@@ -39,8 +39,9 @@ from fastdecode.spart.linears.quantised import (
 )
 
 METHOD = "fastdecode"
-_PART = re.compile(r"(.+)\.(\d+)\.codes")
-_EXPERT = re.compile(r"(.+)\.(\d+)")
+# Names with longer numbers are those of no part and no expert: there would be too many before them.
+_PART = re.compile(r"(.+)\.([0-9]{1,5})\.codes")
+_EXPERT = re.compile(r"(.+)\.([0-9]{1,5})")
 _FILE_BYTES = 256 << 20  # a file of weights gets no more matrices once it has so many
 #: Files of a model that are no weights.
 _COPIED = (".json", ".jinja", ".model", ".txt", ".md")
