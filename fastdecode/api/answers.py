@@ -9,6 +9,8 @@ from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
+import orjson
+
 from fastdecode.api.choices import Choice, Piece, TokenLogprob
 from fastdecode.api.errors import ApiError
 from fastdecode.engine.state.request import TokenScore
@@ -67,13 +69,17 @@ class Answer(ABC):
         """Whether every text that a choice gets from now on, until its last piece, means its `text_delta`."""
         return False
 
-    def whole(self, pieces: dict[int, Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request without `stream`. `pieces[i]` is the text of choice i."""
-        return self._head | {
-            "object": self.object,
-            "choices": [self.choice(index, pieces[index]) for index in sorted(pieces)],
-            "usage": usage,
-        }
+    def whole(
+        self,
+        pieces: dict[int, Piece],
+        usage: dict[str, Any],
+        more: Callable[[int], dict[str, Any]] = lambda index: {},
+    ) -> dict[str, Any]:
+        """The answer to a request without `stream`. `pieces[i]` is the text of choice i, and `more(i)` has further
+        fields of it. Choices are JSON already: the log-probabilities of all of them take much memory as objects."""
+        encoded = [orjson.dumps(self.choice(index, pieces[index]) | more(index)) for index in sorted(pieces)]
+        choices = [orjson.Fragment(choice) for choice in encoded]
+        return self._head | {"object": self.object, "choices": choices, "usage": usage}
 
     def begin(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """The events of a stream before its first token. `usage` has the prompt's tokens."""
@@ -313,7 +319,12 @@ class ItemAnswer(Answer):
     def text_delta(self, index: int, text: str) -> dict[str, Any]:
         raise NotImplementedError(f"a delta of a {self.object} depends on its items")
 
-    def whole(self, pieces: dict[int, Piece], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(
+        self,
+        pieces: dict[int, Piece],
+        usage: dict[str, Any],
+        more: Callable[[int], dict[str, Any]] = lambda index: {},
+    ) -> dict[str, Any]:
         self.deltas(0, pieces[0])
         return self._body(usage)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +32,8 @@ from fastdecode.text.detokenizer import ByteDetokenizer, Detokenizer
 
 #: Tokens of a continued stream that are fed to its choice in one turn of the event loop.
 _REPLAYED_AT_ONCE = 1000
+#: An answer with the log-probabilities of more tokens is encoded in a thread.
+_INLINE_SCORED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Runs:
     _delivery: TokenDelivery = field(default_factory=TokenDelivery)
     _texts: dict[int, bytes] = field(default_factory=dict)  # of tokens, in JSON; see FastPath
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _encoding: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "answers"))
 
     def __post_init__(self) -> None:
         self._idle.set()
@@ -265,13 +269,28 @@ class Runs:
                     whole[index].append(piece)
         counts = usage(run.choices, generation.candidates)
         chosen = _best(run.choices, generation.candidates, generation.n)
-        body = answer.whole({i: whole[choice.index] for i, choice in enumerate(chosen)}, counts)
-        if (top := generation.prompt_logprobs) is not None:
-            for i, choice in enumerate(chosen):
-                prompt = prepared.prompts[i // generation.n]
-                within = body if answer.has_one_prompt else body["choices"][i]
-                within["prompt_logprobs"] = answer.prompt_logprobs(choice.prompt_scores, prompt, top)
-        return json_response(body, headers={"X-Request-Id": request_id(request) or answer.id})
+        shown = {i: whole[choice.index] for i, choice in enumerate(chosen)}
+        top = generation.prompt_logprobs
+
+        def scores(i: int) -> dict[str, Any]:
+            """The prompt's log-probabilities, which choice i has."""
+            prompt = prepared.prompts[i // generation.n]
+            return {"prompt_logprobs": answer.prompt_logprobs(chosen[i].prompt_scores, prompt, top or 0)}
+
+        def encode() -> bytes:
+            if top is None:
+                return orjson.dumps(answer.whole(shown, counts))
+            if answer.has_one_prompt:
+                return orjson.dumps(answer.whole(shown, counts) | scores(0))
+            return orjson.dumps(answer.whole(shown, counts, scores))
+
+        n_scored = sum(len(piece.logprobs) for piece in shown.values()) + sum(len(c.prompt_scores) for c in chosen)
+        if n_scored <= _INLINE_SCORED:
+            body = encode()
+        else:
+            body = await asyncio.get_running_loop().run_in_executor(self._encoding, encode)
+        headers = {"X-Request-Id": request_id(request) or answer.id}
+        return web.Response(body=body, headers=headers, content_type="application/json")
 
     async def _write(self, events: Events, prepared: PreparedRequest, run: Run) -> None:
         """Write a stream to its end."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 
 import openai
 import orjson
@@ -15,6 +16,7 @@ from engines.scripted_engine import ScriptedEngine
 from models import tokenizers_made
 
 from fastdecode.api import fields
+from fastdecode.api.answers import CompletionAnswer
 from fastdecode.api.errors import ApiError
 from fastdecode.engine.state.request import (
     GenerationFailed,
@@ -612,3 +614,24 @@ async def test_metrics_that_fail_in_the_engine_are_answered_without_a_wait(token
     async with served(engine, tokenizer) as client, client.http.get("/metrics") as response:
         error = (await response.json())["error"]
         assert (response.status, error["code"]) == (503, "not_ready") and "log" in error["message"]
+
+
+@pytest.mark.parametrize(("n", "in_loop"), [(10, True), (150, False)])
+async def test_log_probabilities_of_many_tokens_are_encoded_outside_the_event_loop(
+    tokenizer, spell, monkeypatch, n, in_loop
+):
+    """Those of a thousand prompts took so long that the engine's process took the API's for hung."""
+    threads, choice = set(), CompletionAnswer.choice
+
+    def watched(answer, index, piece):
+        threads.add(threading.current_thread())
+        return choice(answer, index, piece)
+
+    monkeypatch.setattr(CompletionAnswer, "choice", watched)
+    [token] = spell("a")
+    script = [TokenEvent(token, -1.5, [(token, -1.5)]) for _ in range(n)]
+    async with served(ScriptedEngine(list(script), list(script)), tokenizer) as client:
+        answer = await client.openai.completions.create(**ASK, n=2, logprobs=1, max_tokens=n)
+    for given in answer.choices:
+        assert given.text == "a" * n and given.logprobs.token_logprobs == [-1.5] * n
+    assert [thread is threading.main_thread() for thread in threads] == [in_loop]
