@@ -63,8 +63,9 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def from_engine(error: EngineError, prompt_param: str | None = None) -> ApiError:
-    """The HTTP answer to an error of the engine. `prompt_param` is the request's field that holds the prompt."""
+def from_engine(error: EngineError, prompt_param: str | None = None, mask_param: str | None = None) -> ApiError:
+    """The HTTP answer to an error of the engine. `prompt_param` is the request's field that holds the prompt, and
+    `mask_param` one that forbids tokens."""
     message = str(error)
     match error:
         case engine_errors.PromptTooLong():
@@ -78,18 +79,18 @@ def from_engine(error: EngineError, prompt_param: str | None = None) -> ApiError
         case engine_errors.NotReady():
             return ApiError(503, message, code="not_ready", headers={"Retry-After": "5"})
         case engine_errors.NothingAllowed():
-            return ApiError(400, message, code="invalid_value")
+            return ApiError(400, message, param=mask_param, code="invalid_value")
         case engine_errors.GenerationFailed():
             return ApiError(500, message, code="generation_failed")
     return ApiError(500, message)
 
 
-def from_exception(error: Exception, what: str) -> ApiError:
-    """The HTTP answer to whatever ended `what`. A bug is logged."""
+def from_exception(error: Exception, what: str, mask_param: str | None = None) -> ApiError:
+    """The HTTP answer to whatever ended `what`. A bug is logged. `mask_param`: see from_engine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineError):
-        return from_engine(error)
+        return from_engine(error, mask_param=mask_param)
     log.error("%s failed", what, exc_info=error)
     return ApiError(500, "internal error; the server's log says more", code="internal_error")
 

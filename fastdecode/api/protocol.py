@@ -100,6 +100,13 @@ class Generation:
         """Choices of a prompt that are generated."""
         return self.best_of or self.n
 
+    @property
+    def mask_param(self) -> str | None:
+        """The request's field that forbids most tokens; None: there is none."""
+        if self.grammar is not None:
+            return self.grammar.param
+        return "allowed_token_ids" if self.sampling.allowed_token_ids else "bad_words" if self.bad_words else None
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:

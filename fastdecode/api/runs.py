@@ -263,10 +263,13 @@ class Runs:
         """Answer in one body, once all choices have ended. Raises ApiError and what ends the generation."""
         generation, answer = prepared.generation, prepared.answer
         whole: dict[int, Piece] = {choice.index: Piece() for choice in run.choices}
-        while (ready := await run.pieces()) is not None:
-            for index, pieces in ready.items():
-                for piece in pieces:
-                    whole[index].append(piece)
+        try:
+            while (ready := await run.pieces()) is not None:
+                for index, pieces in ready.items():
+                    for piece in pieces:
+                        whole[index].append(piece)
+        except EngineError as error:
+            raise from_engine(error, answer.prompt_param, generation.mask_param) from None
         counts = usage(run.choices, generation.candidates)
         chosen = _best(run.choices, generation.candidates, generation.n)
         shown = {i: whole[choice.index] for i, choice in enumerate(chosen)}
@@ -311,7 +314,7 @@ class Runs:
         except ConnectionError:
             raise
         except Exception as error:
-            failure = from_exception(error, "a stream")
+            failure = from_exception(error, "a stream", generation.mask_param)
             log_error(failure)
             await events.fail(answer.failure(failure))
             return

@@ -153,8 +153,9 @@ def _is_within(ref: str, root: Any) -> bool:
 
 
 def plain_reason(message: str) -> str:
-    """llguidance's message as one sentence, without lines of the grammar that was made from the schema."""
-    lines = message.split("failed to compile JSON schema: ")[-1].splitlines()
+    """llguidance's message as one sentence, without the state of its parser and lines of the grammar that was made from
+    the schema."""
+    lines = message.partition("<state>")[0].split("failed to compile JSON schema: ")[-1].splitlines()
     text = "\n".join(line for line in lines if not re.match(r"\s*(\d+ \||\^+\s*$)", line))
     if found := re.match(r"Unimplemented keys: \[(.*)\]", text):
         return f"the keyword {found[1]} cannot be followed"
@@ -168,4 +169,6 @@ def plain_reason(message: str) -> str:
         return f"the $ref {found[1]} is outside the schema"
     if found := re.match(r"Pointer '(.*?)' does not exist", text):
         return f"the $ref #{found[1]} points to nothing"
+    if text.strip() == "NoExtensionBias":
+        return "no text follows the grammar"
     return " ".join(text.split())[:500]

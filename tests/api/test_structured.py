@@ -202,6 +202,22 @@ async def test_two_thousand_choices(client):
     assert body["choices"][0]["text"] in choices
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("guided_json", {"$ref": "#"}, "guided_json: no text follows the grammar$"),
+        ("guided_regex", "(a?){500}a{500}", "allow no next token: lexer error: too many expressions constructed$"),
+    ],
+)
+async def test_a_grammar_that_fails_is_told_by_its_field_and_not_by_its_parsers_state(client, name, value, message):
+    status, body = await client.post("/v1/completions", ASK | {name: value})
+    assert (status, body["error"]["param"]) == (400, name) and re.search(message, body["error"]["message"])
+    with pytest.raises(openai.APIError, match=message) as caught:
+        async for _ in await client.openai.completions.create(**ASK, stream=True, extra_body={name: value}):
+            pass
+    assert caught.value.param == name
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("keyword", [{"propertyNames": {"type": "string"}}, {"uniqueItems": False}], ids=str)
 async def test_a_keyword_that_demands_nothing_is_accepted(client, keyword):
