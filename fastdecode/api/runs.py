@@ -215,7 +215,11 @@ class Runs:
         """Bring a run to where its stream is to be continued. `log` gets the events that the client has had. Raises
         ApiError (400)."""
         answer = prepared.answer
-        stream = ChoiceStream(log, answer, prepared.generation, run, self._texts) if log is not None else None
+        stream = (
+            ChoiceStream(log, answer, prepared.generation, run, self._texts, self._encoding)
+            if log is not None
+            else None
+        )
         longest = max((len(past.tokens) for past in resume.choices), default=0)
         if len(resume.choices) > len(run.choices) or longest >= self.engine.max_model_len:
             raise not_resumable()
@@ -298,7 +302,7 @@ class Runs:
     async def _write(self, events: Events, prepared: PreparedRequest, run: Run) -> None:
         """Write a stream to its end."""
         generation, answer = prepared.generation, prepared.answer
-        stream = ChoiceStream(events, answer, generation, run, self._texts)
+        stream = ChoiceStream(events, answer, generation, run, self._texts, self._encoding)
         if run.stream_key is not None:
             head = {"id": answer.id, "created": answer.created, "seed": generation.sampling.seed}
             events.write(mark(head | {"key": run.stream_key}))
@@ -345,10 +349,19 @@ class ChoiceStream:
     which is the event of a stand-in for the text.
     """
 
-    def __init__(self, events: Events, answer: Answer, generation: Generation, run: Run, token_texts: dict[int, bytes]):
-        """`token_texts`: see FastPath."""
+    def __init__(
+        self,
+        events: Events,
+        answer: Answer,
+        generation: Generation,
+        run: Run,
+        token_texts: dict[int, bytes],
+        encoding: ThreadPoolExecutor,
+    ):
+        """`token_texts`: see FastPath. `encoding` encodes what takes long."""
         self._events, self._answer, self._generation, self._run = events, answer, generation, run
-        self._token_texts = token_texts
+        self._token_texts, self._encoding = token_texts, encoding
+        self._busy = False  # a piece is being encoded, which must not be overtaken
         self._templates: dict[int, tuple[bytes, bytes]] = {}  # by the choice's index: what stands around the text
         self._without_fast_path: dict[int, ByteDetokenizer] = {}
         if run.stream_key is None:  # else each event is followed by its token
@@ -361,14 +374,23 @@ class ChoiceStream:
         while (ready := await run.pieces(keep_alive_seconds - events.quiet_seconds)) is not None:
             for index, pieces in ready.items():
                 for piece in pieces:
-                    self.write(index, piece)
+                    if len(piece.logprobs) <= _INLINE_SCORED:
+                        self.write(index, piece)
+                        continue
+                    self._busy = True  # of an echoed prompt
+                    made = await asyncio.get_running_loop().run_in_executor(
+                        self._encoding, self._events_of, index, piece
+                    )
+                    self._busy = False
+                    events.write(made)
             if events.quiet_seconds >= keep_alive_seconds:
                 events.keep_alive()
             await events.drain()
 
     def _offer(self, index: int, piece: Piece) -> bool:
-        """Write a piece at once, unless the client leaves too much unread: then this returns False."""
-        if self._events.full:
+        """Write a piece at once, unless the client leaves too much unread or this may take long: then this returns
+        False."""
+        if self._events.full or self._busy or len(piece.logprobs) > _INLINE_SCORED:
             return False
         self.write(index, piece)
         # If its events differ in the text alone from now on, a choice gets a fast path.

@@ -25,6 +25,7 @@ from fastdecode.engine.state.request import (
     Overloaded,
     PromptTooLong,
     TokenEvent,
+    TokenScore,
 )
 from fastdecode.service import remote
 from fastdecode.text.output.dialogue import Dialogue
@@ -635,3 +636,25 @@ async def test_log_probabilities_of_many_tokens_are_encoded_outside_the_event_lo
     for given in answer.choices:
         assert given.text == "a" * n and given.logprobs.token_logprobs == [-1.5] * n
     assert [thread is threading.main_thread() for thread in threads] == [in_loop]
+
+
+@pytest.mark.parametrize("n", [10, 300])
+async def test_the_log_probabilities_of_a_long_echo_are_encoded_outside_the_loop_and_overtaken_by_nothing(
+    tokenizer, spell, monkeypatch, n
+):
+    threads, logprobs = set(), CompletionAnswer._logprobs
+
+    def watched(answer, entries):
+        if len(entries) >= n:
+            threads.add(threading.current_thread() is threading.main_thread())
+        return logprobs(answer, entries)
+
+    monkeypatch.setattr(CompletionAnswer, "_logprobs", watched)
+    [a], answer = spell("a"), spell("bcdefgh")
+    first = TokenEvent(answer[0], -1.5, prompt_scores=[TokenScore(-0.5, 1, [])] * (n - 1))
+    script = [first, *(TokenEvent(token, -1.5) for token in answer[1:])]
+    ask = {"prompt": [a] * n, "echo": True, "logprobs": 1, "max_tokens": len(answer)}
+    async with served(ScriptedEngine(script), tokenizer) as client:
+        text, _, _ = await completion_stream(client, **ask)
+    assert text == "a" * n + "bcdefgh"
+    assert threads == {n <= 256}
