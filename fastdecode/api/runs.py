@@ -377,12 +377,10 @@ class ChoiceStream:
                     if len(piece.logprobs) <= _INLINE_SCORED:
                         self.write(index, piece)
                         continue
-                    self._busy = True  # of an echoed prompt
-                    made = await asyncio.get_running_loop().run_in_executor(
-                        self._encoding, self._events_of, index, piece
-                    )
+                    self._busy = True  # with an echoed prompt, or with many unread tokens
+                    loop = asyncio.get_running_loop()
+                    events.write(await loop.run_in_executor(self._encoding, self._marked, index, piece))
                     self._busy = False
-                    events.write(made)
             if events.quiet_seconds >= keep_alive_seconds:
                 events.keep_alive()
             await events.drain()
@@ -403,8 +401,11 @@ class ChoiceStream:
 
     def write(self, index: int, piece: Piece) -> None:
         """Write the events of a piece of a choice, and the mark behind them."""
+        self._events.write(self._marked(index, piece))
+
+    def _marked(self, index: int, piece: Piece) -> bytes:
         events = self._events_of(index, piece)
-        self._events.write(events + token_mark(index, piece.tokens) if piece.tokens else events)
+        return events + token_mark(index, piece.tokens) if piece.tokens else events
 
     def _events_of(self, index: int, piece: Piece) -> bytes:
         """The events of a piece of a choice; b"" if there are none."""

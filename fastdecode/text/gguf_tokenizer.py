@@ -44,7 +44,8 @@ _QWEN35_WORDS = (
 )
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE, _BEHIND = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-#: Words in which a capital behind a small letter begins another one; with an end and a number of digits.
+#: Words in which a capital behind a small letter begins another one. %s: what may end a word (twice), and how many
+#: digits are one word.
 _CASED_WORDS = (
     f"{_BEFORE}{_UPPER}*{_LOWER}+%s|{_BEFORE}{_UPPER}+{_LOWER}*%s"
     r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -51,7 +51,7 @@ def greedy(n: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "scheme"), [("mistral", "shm"), ("gemma2", "tcp"), ("gemma3_text", "shm"), ("gpt_oss", "tcp")]
+    ("model_type", "scheme"), [("mistral", "shm"), ("cohere2", "tcp"), ("gemma3_text", "shm"), ("gpt_oss", "tcp")]
 )
 async def test_tokens_equal_transformers_where_pages_are_short(model_type, scheme, checkpoints, tmp_path):
     """Contexts many windows long, prompts that share beginnings, choices, and more sequences than there is room for."""

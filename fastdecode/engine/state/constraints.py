@@ -25,7 +25,8 @@ class TokenConstraints:
         self._allowed = _bits(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
         self._never, self._bad_words = _sorted_words(params.bad_words, vocab_size)
         self._longest = max((len(word) - 1 for word in params.bad_words), default=0)
-        self._recent = list(past[-self._longest :]) if self._longest else []  # as many tokens as a bad word begins with
+        #: The last tokens, as many as the longest bad word has before its last one.
+        self._recent = list(past[-self._longest :]) if self._longest else []
         self._grammar = params.grammar.start(past) if params.grammar is not None else None
         self.allow_nothing = False  # the request itself allows no next token
 

@@ -171,7 +171,7 @@ class VectorOps:
 
 
 class NativeBlockOps(BlockOps):
-    """The operations of models with RMS norms, RoPE, SiLU or GELU by tanh by kernels/decoder, on a CPU."""
+    """The operations on a CPU: kernels/decoder computes RMS norms, RoPE, and the gates of SiLU and of GELU by tanh."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         """Raises ValueError for a dtype that VectorOps does not support."""

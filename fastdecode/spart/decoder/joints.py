@@ -165,7 +165,7 @@ def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -
     if not isinstance(ops, NativeBlockOps):
         return "kernels/decoder has no row operations for this device"
     if not ops.complete or not config.norm_first or config.rope is None:
-        return "a block has not RMS norms before attention and MLP, RoPE and a gated SiLU or GELU"
+        return "a block lacks RMS norms before attention and MLP, RoPE, or a gated SiLU or GELU"
     if config.delta is not None or config.output_gate:
         return "a block keeps a state, or its heads have gates"
     if not all(isinstance(layer.mlp, MLP) for layer in layers):
