@@ -24,7 +24,7 @@ from fastdecode.daemon.tasks import cancel, run_until, wait_until
 from fastdecode.engine.migration.prefill_client import PrefillOrder
 from fastdecode.engine.migration.prefill_worker import PrefillWorker
 from fastdecode.engine.state.request import EngineError, InvalidParameter, InvalidPrompt
-from fastdecode.gguf.file import split_paths
+from fastdecode.gguf.file import find_gguf, split_paths
 from fastdecode.region.contract import Status
 from fastdecode.transports import handshake, tcp
 from fastdecode.transports.base import CallRefused, Hello, LinkDown, LinkRefused, TransportError
@@ -53,8 +53,9 @@ def model_digest(path: Path, hello: Hello, balance: str = "") -> str:
     g = hello.geometry
     shape = (g.n_layers, g.n_q_heads, g.n_kv_heads, g.head_size, g.v_size, g.v_in_k, g.index_heads, g.index_size)
     digest.update(repr((shape, hello.kv_dtype, hello.windows, hello.softmax_scale, hello.layers)).encode())
-    kinds = ("config.json", "*.safetensors", "*.gguf", "*.bin")
-    files = split_paths(path) if path.is_file() else sorted(f for kind in kinds for f in path.glob(kind))
+    kinds = ("config.json", "*.safetensors", "*.bin")
+    gguf = find_gguf(path)
+    files = split_paths(gguf) if gguf is not None else sorted(f for kind in kinds for f in path.glob(kind))
     for file in files:
         size = file.stat().st_size
         digest.update(size.to_bytes(8, "little"))

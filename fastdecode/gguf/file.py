@@ -28,7 +28,7 @@ _LENGTH = struct.Struct("<Q")
 #: More of either than any model has; a larger number means a damaged file.
 _MOST_ENTRIES = 1 << 20
 #: The name of a split file: of the model, the file's number from 1 on, and how many there are.
-_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_SPLIT_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 class TensorType(NamedTuple):
@@ -94,20 +94,20 @@ class GGUFFile:
         """Raises GGUFError."""
         first = _File(Path(path))
         self.path, self.fields, self.tensors = first.path, first.fields, first.tensors
-        n = first.whole("split.count") or 1
+        n = first.whole_number("split.count") or 1
         self.paths = split_paths(self.path) if n > 1 else [self.path]
         if len(self.paths) != n:
             raise GGUFError(f"{path} is one of {n} files, and its name does not end with -00001-of-{n:05}.gguf")
-        if first.whole("split.no"):
+        if first.whole_number("split.no"):
             raise GGUFError(f"{path} is not the first of {n} files; name {self.paths[0]}")
         for number, other in enumerate(self.paths[1:], 1):
             file = _File(other)
-            if (file.whole("split.no"), file.whole("split.count")) != (number, n):
+            if (file.whole_number("split.no"), file.whole_number("split.count")) != (number, n):
                 raise GGUFError(f"{other} does not say that it is number {number + 1} of {n} files")
             if twice := file.tensors.keys() & self.tensors.keys():
                 raise GGUFError(f"{other} is damaged: an earlier file has the tensor {min(twice)!r}, too")
             self.tensors |= file.tensors
-        claimed, found = first.whole("split.tensors.count"), len(self.tensors)
+        claimed, found = first.whole_number("split.tensors.count"), len(self.tensors)
         if n > 1 and claimed != found:
             raise GGUFError(f"{path} is damaged: it claims {claimed} tensors in {n} files, which have {found}")
 
@@ -133,12 +133,9 @@ class _File:
         except UnicodeDecodeError:
             raise GGUFError(f"{path} is damaged: a name in its header is not text") from None
 
-    def whole(self, key: str) -> int:
-        """A field that is a whole number; 0 without it. Raises GGUFError."""
-        value = self.fields.get(key, 0)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise GGUFError(f"{self.path}: the key {key!r} is {value!r}, not a whole number")
-        return value
+    def whole_number(self, key: str) -> int:
+        """The field `key`, 0 without it. Raises GGUFError."""
+        return whole_number(self.fields, key, self.path)
 
     def _read(self) -> None:
         if self._map[:4] != _MAGIC:
@@ -255,6 +252,14 @@ class _File:
         return _SCALARS[kind]
 
 
+def whole_number(fields: dict[str, Any], key: str, path: Path) -> int:
+    """A field of the file `path` that is a whole number; 0 without it. Raises GGUFError."""
+    value = fields.get(key, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise GGUFError(f"{path}: the key {key!r} is {value!r}, not a whole number")
+    return value
+
+
 def pointer_fault(path: Path) -> str | None:
     """A sentence if the file is a pointer of Git LFS in place of the file that it stands for; else None."""
     try:
@@ -269,7 +274,8 @@ def pointer_fault(path: Path) -> str | None:
 
 def split_paths(path: Path) -> list[Path]:
     """All files of a split model, of which `path` is one by its name; `path` alone if it is none."""
-    if (name := _SPLIT_NAME.fullmatch(path.name)) is None:
+    name = _SPLIT_NAME.fullmatch(path.name)
+    if name is None or not int(name[3]):
         return [path]
     return [path.with_name(f"{name[1]}-{number:05}-of-{name[3]}.gguf") for number in range(1, int(name[3]) + 1)]
 
@@ -282,7 +288,7 @@ def model_name(path: Path) -> str:
 
 def find_gguf(path: str | Path) -> Path | None:
     """The GGUF file that `path` means: itself, or the only one in a directory that has no config.json; else None. Split
-    files count as one, of which the first is meant. llama.cpp's files for images (mmproj) do not count.
+    files count as one, and the first of them is returned. llama.cpp's files for images (mmproj) do not count.
 
     Raises GGUFError for a directory with several.
     """

@@ -38,7 +38,8 @@ def _kept_bytes(model: ServedModel, rows: int) -> int:
     """Bytes that a step keeps between layers: the residual stream, Q, KV and O rows (twice with prompts), angles."""
     shape, (hidden, _) = model.config, model.widths
     q, kv, o = shape.row_sizes
-    return rows * (model.dtype.itemsize * (hidden + 2 * (q + o) + kv + shape.head_size) + 16)
+    angles = torch.float32.itemsize * 2 * shape.head_size  # twice, for layers with a RoPE of their own
+    return rows * (model.dtype.itemsize * (hidden + 2 * (q + o) + kv) + angles + 16)
 
 
 def _layer_bytes(model: ServedModel, rows: int) -> int:

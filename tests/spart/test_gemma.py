@@ -52,13 +52,6 @@ def test_what_a_published_configuration_lacks_are_the_defaults_of_its_class():
     assert config.softmax_scale == 1 / 16
 
 
-def test_embeddings_are_scaled_by_a_number_of_the_checkpoints_dtype():
-    assert make_config(GEMMA3_4B).embed_scale == 50.5  # of sqrt(2560) = 50.596...
-    assert config_of("gemma2", hidden_size=3072).embed_scale == pytest.approx(3072**0.5, rel=1e-7)
-    assert config_of("gemma2", hidden_size=3072, dtype="float16").embed_scale == 55.4375
-    assert config_of("gemma2", hidden_size=3072, dtype="bfloat16").embed_scale == 55.5
-
-
 def test_without_types_of_layers_the_pattern_says_which_see_all_tokens():
     assert config_of("gemma2", layer_types=...).windows == (16, 0, 16)
     assert config_of("gemma3", layer_types=...).windows == (16, 16, 16)

@@ -53,6 +53,12 @@ async def logits(path: Path, tokens: list[int], tmp_path: Path) -> torch.Tensor:
         return torch.cat([run(spart.step(StepBatch(0, [chunk]), keep_logits=True)).logits for chunk in chunks])
 
 
+def test_files_without_a_dtype_of_their_own_are_computed_in_bf16(model, tmp_path):
+    """Activations of Gemma may exceed the range of fp16."""
+    write_gguf(tmp_path / "m.gguf", model, "F16")
+    assert read_config(tmp_path / "m.gguf").dtype == "bf16"
+
+
 async def test_logits_are_those_of_transformers(model, tmp_path):
     write_gguf(tmp_path / "m.gguf", model, "F32")
     tokens = text(50)

@@ -43,6 +43,14 @@ MODELS = {
     "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "vocab_size": 151936},
     "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "vocab_size": 32768, "sliding_window": 1024},
     "opt": OPT,
+    "gemma3": {
+        **LLAMA,
+        "architectures": ["Gemma3ForCausalLM"],
+        "head_dim": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262144,
+    },
     "qwen3.5": {
         **LLAMA,
         "architectures": ["Qwen3_5ForCausalLM"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +23,6 @@ GEMMA3_DEFAULTS = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-#: Bits of the mantissa, the first one included, by ConfigJson.dtype.
-_MANTISSA = {"fp32": 24, "fp16": 11, "bf16": 8}
 
 
 def gemma(config: ConfigJson) -> dict[str, Any]:
@@ -74,13 +71,13 @@ def _common(config: ConfigJson, kv_heads: int, max_positions: int) -> dict[str, 
         **llama_like(config, kv_heads, 256, max_positions),
         **biases_of(config),
         "norm_offset": 1.0,
-        "embed_scale": _rounded(config.size("hidden_size") ** 0.5, config.dtype()),
+        "embed_scale": config.size("hidden_size") ** 0.5,
         "tied": config.flag("tie_word_embeddings", True),
     }
 
 
 def _with_post_norms(config: ConfigJson, max_positions: int, pattern: int) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common. `pattern`: without keys for it, one of so many layers sees all tokens."""
+    """What Gemma 2 and 3 have in common. `pattern`: where no key says so, every `pattern`-th layer sees all tokens."""
     n_layers = config.size("num_hidden_layers")
     types = config.raw.get("layer_types")
     if types is None:
@@ -123,10 +120,3 @@ def _ropes(config: ConfigJson) -> tuple[Rope, Rope]:
 def _softcap(config: ConfigJson, name: str, absent: float | None = None) -> float:
     """The cap under a key, 0 for null. `absent` is the default of an absent key; None means null."""
     return 0.0 if config.raw.get(name, absent) is None else config.number(name, absent or 0.0)
-
-
-def _rounded(value: float, dtype: str) -> float:
-    """The number of a dtype that is nearest to a positive value: transformers multiplies embeddings by such a one."""
-    mantissa, exponent = math.frexp(value)
-    bits = _MANTISSA[dtype]
-    return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)

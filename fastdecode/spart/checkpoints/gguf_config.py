@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fastdecode.gguf.file import GGUFFile, GGUFTensor
+from fastdecode.gguf.file import GGUFError, GGUFFile, GGUFTensor, whole_number
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, Rope
 from fastdecode.spart.checkpoints.config_json import ConfigJson
 from fastdecode.spart.checkpoints.families import make_config
@@ -96,8 +96,9 @@ _OTHER_KEYS = {
 }
 #: The same for architectures with the gated delta rule. `rope.dimension_sections`: the three positions of images.
 _DELTA_OTHER_KEYS = {"rope.dimension_sections", "ssm.inner_size", "attention.recurrent_layers", "nextn_predict_layers"}
-#: Architectures of the text parts of models that see images, and the same for them: also the layers that images enter.
+#: Architectures of the text parts of models that see images.
 _SEEING = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
+#: Further keys of these that do not change text: RoPE's three positions, and the number of layers that images enter.
 _VISION_OTHER_KEYS = {"rope.dimension_sections", "n_deepstack_layers"}
 #: The keys of RoPE's scaling, and what config.json calls them in `rope_scaling`.
 _SCALING_KEYS = {
@@ -106,7 +107,8 @@ _SCALING_KEYS = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-#: The number of layers of the largest model of an architecture, whose scores llama.cpp scales otherwise.
+#: The number of layers of the largest model of an architecture, in which llama.cpp scales scores by the hidden size
+#: over the heads in place of the head size.
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 _END_TOKENS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 
@@ -154,14 +156,14 @@ class _Metadata:
         if unknown := sorted(key for key in self.own if key not in self._keys and key not in others):
             raise CheckpointError(f"{file.path}: the key {prefix + unknown[0]!r} is not understood")
         #: Blocks behind those of the model, which hold an MTP head.
-        self.drafts = self._whole(self.own, "nextn_predict_layers") if self._has_delta else 0
+        self.drafts = self._whole_number("nextn_predict_layers") if self._has_delta else 0
 
-    def _whole(self, fields: dict[str, Any], key: str) -> int:
-        """A whole number; 0 without the key. Raises CheckpointError."""
-        value = fields.get(key, 0)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise CheckpointError(f"{self._file.path}: the key {key!r} is {value!r}, not a whole number")
-        return value
+    def _whole_number(self, key: str) -> int:
+        """The key `key` of the architecture, 0 without it. Raises CheckpointError."""
+        try:
+            return whole_number(self.own, key, self._file.path)
+        except GGUFError as error:
+            raise CheckpointError(str(error)) from None
 
     def config_json(self) -> dict[str, Any]:
         """What config.json would say. Raises CheckpointError."""
@@ -177,7 +179,7 @@ class _Metadata:
             raise CheckpointError(f"{path}: {experts} experts are not understood in {self.architecture}")
         raw |= {
             "architectures": [family],
-            "dtype": _dtype(tensors),
+            "dtype": _dtype(tensors, self.architecture),
             "vocab_size": tensors["token_embd.weight"].shape[0],
             "tie_word_embeddings": f"{NAMES.head}.weight" not in tensors,
             "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
@@ -219,11 +221,11 @@ class _Metadata:
     def _delta(self) -> dict[str, Any]:
         """The keys of config.json in which llama.cpp says otherwise what blocks with the gated delta rule are like."""
         own = self.own
-        n_blocks = self._whole(own, "block_count") - self.drafts
+        n_blocks = self._whole_number("block_count") - self.drafts
         more: dict[str, Any] = {"num_hidden_layers": n_blocks}
-        if v_heads := self._whole(own, "ssm.time_step_rank"):
-            more["linear_value_head_dim"] = self._whole(own, "ssm.inner_size") // v_heads
-        size, turned = self._whole(own, "attention.key_length"), self._whole(own, "rope.dimension_count")
+        if v_heads := self._whole_number("ssm.time_step_rank"):
+            more["linear_value_head_dim"] = self._whole_number("ssm.inner_size") // v_heads
+        size, turned = self._whole_number("attention.key_length"), self._whole_number("rope.dimension_count")
         if size and turned:
             more["partial_rotary_factor"] = turned / size
         recurrent = own.get("attention.recurrent_layers")
@@ -249,11 +251,13 @@ class _Metadata:
                 )
 
 
-def _dtype(tensors: dict[str, GGUFTensor]) -> str:
+def _dtype(tensors: dict[str, GGUFTensor], architecture: str) -> str:
     """The dtype of the matrices that are not quantised. Small ones are in F32 in every file. fp16 if all others are
-    quantised: a GPU then computes in fp16."""
-    kinds = {tensor.type.name for tensor in tensors.values() if len(tensor.shape) > 1}
-    return "float32" if kinds == {"F32"} else "bfloat16" if kinds - {"F32"} == {"BF16"} else "float16"
+    quantised: a GPU then computes in it. bf16 for Gemma, whose activations may exceed fp16."""
+    kinds = {tensor.type.name for tensor in tensors.values() if len(tensor.shape) > 1} - {"F32"}
+    if not kinds:
+        return "float32"
+    return "bfloat16" if kinds == {"BF16"} or architecture.startswith("gemma") else "float16"
 
 
 def _rope(file: GGUFFile, config: ModelConfig) -> Rope | None:

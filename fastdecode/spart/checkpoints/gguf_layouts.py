@@ -201,7 +201,7 @@ def _undo_delta(parts: dict[str, Part], rule: DeltaRule, tiled: bool) -> None:
 
 
 def _changed(part: Part, **change: Any) -> Part:
-    """A tensor of the file with another layout; as it is if it has not as many rows, columns or numbers."""
+    """The part with another layout; unchanged if the tensor has another number of rows, columns or elements."""
     changed = replace(part, **change)
     shape = part.tensor.shape if changed.reshaped is None else changed.reshaped
     suits = (

@@ -64,6 +64,8 @@ class DecoderLayers:
         self.ops = make_block_ops(config, model.device, model.dtype)
         self.joints = make_joints(config, self.layers, self.ops, model.reduction)
         self.rope, self.local_rope = (self._rotary(rope) for rope in (config.rope, config.local_rope))
+        #: A number of the dtype that embeddings have, as in transformers' code for Gemma.
+        self._embed_scale = torch.tensor(config.embed_scale, dtype=model.dtype).item()
         #: The blocks with a state before each layer, and behind the last one, with their rules.
         self.between: list[list[tuple[StateBlock, DeltaBlock]]] = [[]]
         rules = count()
@@ -94,8 +96,8 @@ class DecoderLayers:
         """tokens [n], positions [n] -> the residual stream before the first layer, [n, hidden_size]."""
         w = self.weights
         x = w.embedding(tokens)
-        if self.model.config.embed_scale != 1.0:
-            x.mul_(self.model.config.embed_scale)
+        if self._embed_scale != 1.0:
+            x.mul_(self._embed_scale)
         if w.project_in is not None:
             x = w.project_in(x)
         if w.positions is not None:

@@ -136,7 +136,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {}),
-    "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 32, "attention_bias": True}, {}),
+    # The root of the hidden size, which multiplies embeddings, is none of bf16's numbers.
+    "gemma": (
+        "gemma",
+        {"hidden_size": 80, "num_key_value_heads": 1, "head_dim": 32, "attention_bias": True},
+        {"dtype": torch.bfloat16},
+    ),
     "gemma2": (
         "gemma2",
         {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
