@@ -80,7 +80,7 @@ async def run(
     is given up: the answers so far are kept.
     """
     gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # servers close idle connections when they like
     limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 30.0))
     answers: list[TimedAnswer] = []
     samples: list[dict[str, float]] = []
