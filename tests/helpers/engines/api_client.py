@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -111,3 +112,21 @@ async def accept_all() -> None:
     not made by then would stay open (python/cpython#109564)."""
     for _ in range(6):
         await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def raw_request(port, path, body):
+    """Send a request on a new socket, for a client that disconnects."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+    sock.connect(("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=2**16)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
