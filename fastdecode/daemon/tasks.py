@@ -13,8 +13,9 @@ _T = TypeVar("_T")
 
 async def run_until(work: Coroutine[Any, Any, _T], stop: Awaitable[object]) -> asyncio.Task[_T]:
     """Run `work` to its end, or cancel it once `stop` is done. Returns its task, which has ended: `cancelled()` says
-    that `stop` came first. A future `stop` stays as it is; a coroutine is cancelled once `work` has ended."""
-    task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop)
+    that `stop` came first. A future `stop` stays as it is; a coroutine begins before `work`, and is cancelled once
+    `work` has ended."""
+    stopping, task = asyncio.ensure_future(stop), asyncio.ensure_future(work)
     try:
         await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -14,6 +14,7 @@ import pytest
 from models.checkpoints import make_checkpoint
 from nodes.node_process import NODE, START_SECONDS, complete, fetch, gone, traces, until
 
+from fastdecode.daemon.tasks import run_until
 from fastdecode.demo import model_dir
 
 
@@ -278,3 +279,14 @@ def test_check_says_what_fits_of_a_model():
     run = subprocess.run([*NODE, "--check", "--model", str(model_dir())], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "by the native backend" in run.stdout and "KV int8" in run.stdout and "per token" in run.stdout
+
+
+async def test_a_signal_is_waited_for_before_anything_is_said():
+    """A SIGTERM right after the first line of the log ended the process before it had a handler for it."""
+    begun = []
+
+    async def begin(name):
+        begun.append(name)
+
+    await run_until(begin("the work"), begin("the wait for a signal"))
+    assert begun == ["the wait for a signal", "the work"]
