@@ -20,6 +20,9 @@ from fastdecode.text.tokenizer import Tokenizer
 Event = dict[str, Any]
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
 
+#: Further fields of a choice, by its index.
+Fields = Callable[[int], dict[str, Any]]
+
 
 class Answer(ABC):
     """The shape of one endpoint's answer.
@@ -69,15 +72,12 @@ class Answer(ABC):
         """Whether every text that a choice gets from now on, until its last piece, means its `text_delta`."""
         return False
 
-    def whole(
-        self,
-        pieces: dict[int, Piece],
-        usage: dict[str, Any],
-        more: Callable[[int], dict[str, Any]] = lambda index: {},
-    ) -> dict[str, Any]:
+    def whole(self, pieces: dict[int, Piece], usage: dict[str, Any], more: Fields | None = None) -> dict[str, Any]:
         """The answer to a request without `stream`. `pieces[i]` is the text of choice i, and `more(i)` has further
         fields of it. Choices are JSON already: the log-probabilities of all of them take much memory as objects."""
-        encoded = [orjson.dumps(self.choice(index, pieces[index]) | more(index)) for index in sorted(pieces)]
+        encoded = [
+            orjson.dumps(self.choice(index, pieces[index]) | (more(index) if more else {})) for index in sorted(pieces)
+        ]
         choices = [orjson.Fragment(choice) for choice in encoded]
         return self._head | {"object": self.object, "choices": choices, "usage": usage}
 
@@ -319,12 +319,7 @@ class ItemAnswer(Answer):
     def text_delta(self, index: int, text: str) -> dict[str, Any]:
         raise NotImplementedError(f"a delta of a {self.object} depends on its items")
 
-    def whole(
-        self,
-        pieces: dict[int, Piece],
-        usage: dict[str, Any],
-        more: Callable[[int], dict[str, Any]] = lambda index: {},
-    ) -> dict[str, Any]:
+    def whole(self, pieces: dict[int, Piece], usage: dict[str, Any], more: Fields | None = None) -> dict[str, Any]:
         self.deltas(0, pieces[0])
         return self._body(usage)
 

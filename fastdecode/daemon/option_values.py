@@ -57,7 +57,7 @@ def _in_range(low: _N, high: float, fault: str) -> Callable[[str], _N]:
 
 _ENDLESS = sys.float_info.max
 positive = _in_range(1, _ENDLESS, "is not a positive number")
-count = argument(positive)  # of things of which there must be at least one
+count = argument(positive)  # how many there are of something that must not be missing
 non_negative = _in_range(0, _ENDLESS, "is negative")
 port = _in_range(0, 65535, "is not a TCP port (0 to 65535; 0: any free one)")
 seconds = _in_range(0.0, _ENDLESS, "is not a time in seconds")

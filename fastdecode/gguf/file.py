@@ -2,8 +2,8 @@
 ModelSource: the files of a model.
 
 Each file is mapped and every offset and length in it is checked against its size before it is used, so that a file that
-was cut off is refused at once. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the names and the
-`split.` fields of split files are those that llama.cpp's llama-gguf-split writes.
+was cut off is refused at once. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Split files have the
+names and the fields `split.*` that llama.cpp's llama-gguf-split gives them.
 """
 
 from __future__ import annotations

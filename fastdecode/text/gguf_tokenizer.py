@@ -56,9 +56,9 @@ _GPT2 = ("gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillio
 _LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "dbrx", "smaug-bpe", "falcon3", "pixtral")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan-dense")
 _QWEN35 = "qwen35"
-#: Those of tokenizers that take a word whole if the vocabulary has it, and begin a text with a token.
+#: The tokenizers that keep a word whole if the vocabulary has it, and put a token before a text.
 _WHOLE = (*_LLAMA3, "tekken")
-#: The words by the names of those that are cut by an expression.
+#: The expression that cuts a text into words, by the tokenizer's name.
 _WORDS = {
     **dict.fromkeys(_LLAMA3, _LLAMA3_WORDS % "{1,3}"),
     **dict.fromkeys(_QWEN2, _LLAMA3_WORDS % ""),

@@ -410,7 +410,7 @@ async def test_variables_for_the_models_own_chat_template(tmp_path, spell):
 async def test_log_probabilities_of_many_tokens_are_encoded_outside_the_event_loop(
     tokenizer, spell, monkeypatch, n, in_loop
 ):
-    """Those of a thousand prompts took so long that the engine's process took the API's for hung."""
+    """The log-probabilities of a thousand prompts took so long that the engine's process ended the API's as hung."""
     threads, choice = set(), CompletionAnswer.choice
 
     def watched(answer, index, piece):
