@@ -25,6 +25,13 @@ def tokenizer(checkpoint):
     return Tokenizer.from_dir(checkpoint)
 
 
+@pytest.fixture(scope="module")
+def spell(tokenizer):
+    """A function: text -> token ids, one for each byte."""
+    ids = {tokenizer.token_bytes(i): i for i in range(len(tokenizer.tokens_from(0)))}
+    return lambda text: [ids[bytes([b])] for b in text.encode()]
+
+
 @pytest.fixture
 async def engine(checkpoint, tmp_path):
     async with real_engine(checkpoint, tmp_path) as engine:

@@ -32,13 +32,6 @@ def tokenizer(tmp_path_factory):
     )
 
 
-@pytest.fixture(scope="module")
-def spell(tokenizer):
-    """A function: text -> token ids, one for each byte."""
-    ids = {tokenizer.token_bytes(i): i for i in range(len(tokenizer.tokens_from(0)))}
-    return lambda text: [ids[bytes([b])] for b in text.encode()]
-
-
 # -- clients that disconnect ------------------------------------------------------------------------------------------
 
 

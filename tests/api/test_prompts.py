@@ -12,7 +12,6 @@ from engines.api_client import MODEL, served
 from engines.real_engine import real_engine
 from engines.scripted_engine import ScriptedEngine
 from models import tokenizers_made
-from models.checkpoints import VOCAB_SIZE
 
 from fastdecode.api.defaults import SamplingDefaults
 from fastdecode.engine.state.request import TokenEvent
@@ -30,12 +29,6 @@ async def client(checkpoint, tokenizer, tmp_path):
         served(engine, tokenizer) as client,
     ):
         yield client
-
-
-@pytest.fixture(scope="module")
-def spell(tokenizer):
-    ids = {tokenizer.token_bytes(i): i for i in range(VOCAB_SIZE)}
-    return lambda text: [ids[bytes([b])] for b in text.encode()]
 
 
 def prompt_logprobs(model, ids):

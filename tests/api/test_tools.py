@@ -62,12 +62,6 @@ def tokenizer(tmp_path_factory):
     return Tokenizer.from_dir(write_tokenizer(tmp_path_factory.mktemp("tok"), chat_template=TEMPLATE + "<tool_call>"))
 
 
-@pytest.fixture(scope="module")
-def spell(tokenizer):
-    ids = {tokenizer.token_bytes(i): i for i in range(VOCAB_SIZE)}
-    return lambda text: [ids[bytes([b])] for b in text.encode()]
-
-
 def ended(tokens):
     """The script of a text that ends by itself."""
     from fastdecode.engine.state.request import TokenEvent
