@@ -310,7 +310,7 @@ class RowOps:
     ) -> None: ...
 
 #: The rows of a step: the addresses of x and o, the address and the stride of Q, the same of K and V, the addresses of
-#: cos and sin and of those of local layers, their pairs, the number of rows, and of threads. The addresses behind that
+#: cos and sin and of the second ones, their pairs, the number of rows, and of threads. The addresses behind that
 #: of o are 0 if no layer follows.
 _JointStep = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int]
 
@@ -339,7 +339,7 @@ class Joints:
         reduction: RankReduction | None,
     ) -> Joints:
         """A layer is the addresses of the weights of its attention norm, MLP norm, Q norm, K norm, and norms of the
-        outputs of O and down, 0 for none; whether its RoPE has the local angles; and the linears of QKV, O, up and
+        outputs of O and down, 0 for none; whether its RoPE has the second angles; and the linears of QKV, O, up and
         down: tuples of QuantisedLinear, or of one Dense16Linear. `gelu`: see fd_gate_rows_t. A `reduction` sums the
         outputs of O and down over all ranks; `q_heads`, `kv_heads` and `inner` are then those of this rank.
 

@@ -31,7 +31,7 @@ typedef struct {
     const void *q_norm, *k_norm;           /* [head_size], or NULL */
     /* [hidden], or NULL: of the outputs of `o` and `down`, before they are added to the residual stream. */
     const void *attention_post_norm, *mlp_post_norm;
-    bool local; /* RoPE turns its heads by the local angles */
+    bool second_rope; /* RoPE turns its heads by the second angles */
     fd_products_t qkv, o, up, down;
 } fd_joint_layer_t;
 
@@ -54,8 +54,7 @@ typedef struct {
     void *o;      /* [rows][q_heads * head_size] */
     void *q, *kv; /* rows stand q_stride and kv_stride numbers apart */
     size_t q_stride, kv_stride;
-    const float *cos, *sin; /* [rows][pairs] */
-    const float *local_cos, *local_sin;
+    fd_angles_t angles, second_angles;
     size_t pairs, rows;
 } fd_joint_rows_t;
 

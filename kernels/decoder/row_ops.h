@@ -28,13 +28,18 @@ typedef struct {
     bool gelu;
 } fd_gate_rows_t;
 
+/* RoPE's angles: fp32 [rows][pairs]. */
+typedef struct {
+    const float *cos, *sin;
+} fd_angles_t;
+
 /* A row of qkv is Q heads, K heads, V heads. Q goes to q; K and then V go to kv; rows stand `q_stride` and `kv_stride`
  * elements apart there. Q and K heads are normalised if there are weights [head_size] for them, and their halves (a, b)
- * of the first 2 * pairs elements become (a cos - b sin, b cos + a sin). cos and sin are fp32 [rows][pairs]. */
+ * of the first 2 * pairs elements become (a cos - b sin, b cos + a sin). */
 typedef struct {
     const void *qkv, *q_norm, *k_norm;
     void *q, *kv;
-    const float *cos, *sin;
+    fd_angles_t angles;
     float eps;
     size_t q_stride, kv_stride, q_heads, kv_heads, head_size, pairs;
 } fd_rope_rows_t;

@@ -42,13 +42,13 @@ static bool read_products(PyObject *parts, uint32_t act, size_t ins, size_t outs
 static bool read_layer(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *layer) {
     const uint32_t act = j->act_dtype;
     PyObject *qkv, *out, *up, *down;
-    int local;
+    int second_rope;
     if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "a layer is a tuple");
     if (!PyArg_ParseTuple(o, "KKKKKKpOOOO", FD_ADDRESS(layer->attention_norm), FD_ADDRESS(layer->mlp_norm),
                           FD_ADDRESS(layer->q_norm), FD_ADDRESS(layer->k_norm), FD_ADDRESS(layer->attention_post_norm),
-                          FD_ADDRESS(layer->mlp_post_norm), &local, &qkv, &out, &up, &down))
+                          FD_ADDRESS(layer->mlp_post_norm), &second_rope, &qkv, &out, &up, &down))
         return false;
-    layer->local = local;
+    layer->second_rope = second_rope;
     const size_t q = j->q_heads * j->head_size, kv = j->kv_heads * j->head_size;
     return read_products(qkv, act, j->hidden, q + 2 * kv, &layer->qkv) &&
            read_products(out, act, q, j->hidden, &layer->o) &&
@@ -105,14 +105,15 @@ typedef struct {
     unsigned threads;
 } step_t;
 
-/* Reads x, o, q, q_stride, kv, kv_stride, cos, sin, local_cos, local_sin, pairs, rows, threads, and makes room for the
- * rows. */
+/* Reads x, o, q, q_stride, kv, kv_stride, cos, sin, second cos, second sin, pairs, rows, threads, and makes room for
+ * the rows. */
 static bool read_step(joints_t *self, PyObject *tuple, step_t *step) {
     fd_joint_rows_t *r = &step->rows;
     Py_ssize_t rows;
     if (!PyArg_ParseTuple(tuple, "KKKnKnKKKKnnI", FD_ADDRESS(r->x), FD_ADDRESS(r->o), FD_ADDRESS(r->q), &r->q_stride,
-                          FD_ADDRESS(r->kv), &r->kv_stride, FD_ADDRESS(r->cos), FD_ADDRESS(r->sin),
-                          FD_ADDRESS(r->local_cos), FD_ADDRESS(r->local_sin), &r->pairs, &rows, &step->threads))
+                          FD_ADDRESS(r->kv), &r->kv_stride, FD_ADDRESS(r->angles.cos), FD_ADDRESS(r->angles.sin),
+                          FD_ADDRESS(r->second_angles.cos), FD_ADDRESS(r->second_angles.sin), &r->pairs, &rows,
+                          &step->threads))
         return false;
     if (rows < 0) return FD_PY_FAIL(PyExc_ValueError, "%zd rows", rows);
     r->rows = (size_t)rows;

@@ -48,7 +48,7 @@ def test_what_a_published_configuration_lacks_are_the_defaults_of_its_class():
     assert (config.bos_token_id, config.eos_token_ids, config.tied) == (2, (1, 106), True)
     assert config.windows == tuple(0 if i % 6 == 5 else 1024 for i in range(34))
     assert config.rope == Rope(theta=1e6, kind="linear", factor=8.0)
-    assert config.local_rope == Rope(theta=1e4)
+    assert config.second_rope == Rope(theta=1e4)
     assert config.softmax_scale == 1 / 16
 
 
@@ -105,18 +105,18 @@ def test_what_is_not_understood_is_named(variant, changes, message):
 def test_balanced_heads_are_turned_by_the_rope_of_their_layer():
     """A token of a text counts at a later position, too. The first layer has a window, the second one none."""
     model, tokens = load_model(make_checkpoint("gemma3"), dtype="fp32"), torch.tensor(text(30))
-    assert [layer.local for layer in model.weights.layers] == [True, False, True]
+    assert [layer.second_rope for layer in model.weights.layers] == [True, False, True]
     later = torch.arange(30) * 11
 
-    def keys(rope: Rope | None, local_rope: Rope | None) -> list[torch.Tensor]:
+    def keys(rope: Rope | None, second_rope: Rope | None) -> list[torch.Tensor]:
         layers = DecoderLayers(model)
-        model.config, kept = replace(model.config, rope=rope, local_rope=local_rope), model.config
+        model.config, kept = replace(model.config, rope=rope, second_rope=second_rope), model.config
         with torch.inference_mode():
             moments = [of_keys for _, of_keys, _ in _second_moments(layers, tokens, later)]
         model.config = kept
         return moments
 
-    rope, local = model.config.rope, model.config.local_rope
-    found, by_rope, by_local = keys(rope, local), keys(rope, rope), keys(local, local)
-    assert torch.equal(found[0], by_local[0]) and not torch.equal(found[0], by_rope[0])
-    assert torch.equal(found[1], by_rope[1]) and not torch.equal(found[1], by_local[1])
+    rope, second = model.config.rope, model.config.second_rope
+    found, by_rope, by_second = keys(rope, second), keys(rope, rope), keys(second, second)
+    assert torch.equal(found[0], by_second[0]) and not torch.equal(found[0], by_rope[0])
+    assert torch.equal(found[1], by_rope[1]) and not torch.equal(found[1], by_second[1])

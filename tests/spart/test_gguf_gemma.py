@@ -127,7 +127,7 @@ def test_what_keys_say_goes_before_what_is_implied(tmp_path):
     assert (config.windows, config.rope) == ((0, 0, 0), Rope())  # llama.cpp takes no window from the architecture
     fields = {"attention.sliding_window": 8, "attention.sliding_window_pattern": 2, "rope.freq_base_swa": 700.0}
     config = config_of(tmp_path / "m.gguf", "gemma3", 3, **fields, **{"rope.freq_base": 800.0})
-    assert (config.windows, config.rope, config.local_rope) == ((8, 0, 8), Rope(800.0), Rope(700.0))
+    assert (config.windows, config.rope, config.second_rope) == ((8, 0, 8), Rope(800.0), Rope(700.0))
     assert config.norm_offset == 0 and config.embed_scale == pytest.approx(96**0.5)
 
 

@@ -42,6 +42,7 @@ MODELS = {
     ("phi3-longrope", "int8"): True,
     ("gemma", "int8"): True,  # with GELU
     ("gemma3", "int4"): True,  # with norms of what a block adds, and two kinds of RoPE
+    ("smollm3", "int8"): True,  # with layers whose heads are not turned
     ("mixtral", "int8"): False,
     ("opt", "int8"): False,
 }
@@ -192,7 +193,7 @@ def random_layers(config: ModelConfig, n: int, rank: int) -> list[Layer]:
             mlp=MLP(share(2 * inner, hidden, (inner, inner)), share(hidden, inner, columns=True)),
             attention_post_norm=norm() if config.post_norms else None,
             mlp_post_norm=norm() if config.post_norms else None,
-            local=config.local_rope is not None and i == 0,
+            second_rope=config.second_rope is not None and i == 0,
         )
         for i in range(2)
     ]
@@ -205,10 +206,10 @@ def pass_joints(config: ModelConfig, n: int, rank: int, reduction: Reduction | N
     generator, rows, pairs = torch.Generator().manual_seed(2), 5, config.head_size // 2
     x = torch.randn(rows, config.hidden_size, generator=generator)
     o = torch.randn(rows, config.n_q_heads * config.head_size, generator=generator).chunk(n, dim=1)[rank].contiguous()
-    angles, local_angles = torch.randn(2, 2, rows, 1, pairs, generator=generator).unbind()
+    angles, second_angles = torch.randn(2, 2, rows, 1, pairs, generator=generator).unbind()
     q = torch.empty_like(o)
     kv = torch.empty(rows, 2 * cut_config.n_kv_heads * config.head_size)
-    joint_rows, results = joints.rows(x, o, angles, RowHeads(q, kv, cut_config), local_angles), []
+    joint_rows, results = joints.rows(x, o, angles, RowHeads(q, kv, cut_config), second_angles), []
     for joint in range(len(layers) + 1):
         assert joint_rows.run(joint)
         results += [q.clone(), *kv.clone().chunk(2, dim=1)]

@@ -44,9 +44,9 @@ def check_layers(n_layers: int) -> None:
 class Rope:
     """Rotary position embedding (Su et al., arXiv 2104.09864) and how it is scaled to a longer context.
 
-    `kind` is "default", "linear" (positions divided by `factor`), "llama3" (Llama 3.1), "yarn" (Peng et al., arXiv
-    2309.00071) or "factors" (each pair's frequency divided by its own; with `long_factors` it is LongRoPE, Ding et al.,
-    arXiv 2402.13753).
+    `kind` is "default", "none" (no pair is turned), "linear" (positions divided by `factor`), "llama3" (Llama 3.1),
+    "yarn" (Peng et al., arXiv 2309.00071) or "factors" (each pair's frequency divided by its own; with `long_factors`
+    it is LongRoPE, Ding et al., arXiv 2402.13753).
     """
 
     theta: float = 10000.0
@@ -212,7 +212,8 @@ class ModelConfig(AttentionShape):
     tied: bool  # the LM head is the embedding, unless the checkpoint has a head that differs from it
     embed_size: int  # of the embedding; projected to hidden_size and back where they differ
     names: TensorNames
-    local_rope: Rope | None = None  # of the layers with a sliding window; None: that of the others
+    second_rope: Rope | None = None  # in place of `rope` in the layers that `second_rope_layers` names
+    second_rope_layers: frozenset[int] = frozenset()
     position_offset: int = 0  # learned positions: the row of position 0
     experts: Experts | None = None
     delta: DeltaRule | None = None
@@ -245,11 +246,11 @@ class ModelConfig(AttentionShape):
                 f"head size {self.head_size} is not supported: it must be a multiple of {HEAD_SIZE_UNIT}, at most "
                 f"{MAX_HEAD_SIZE}"
             )
-        for rope in (self.rope, self.local_rope):
+        for rope in (self.rope, self.second_rope):
             if rope is not None:
                 self._check_rope(rope)
-        if self.local_rope is not None and (self.rope is None or self.local_rope.long_factors):
-            raise CheckpointError("RoPE of the layers with a sliding window alone, or LongRoPE there, is not supported")
+        if self.second_rope is not None and (self.rope is None or self.second_rope.long_factors):
+            raise CheckpointError("a RoPE of some layers alone, or LongRoPE there, is not supported")
 
     @property
     def n_blocks(self) -> int:

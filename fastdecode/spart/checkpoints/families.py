@@ -35,6 +35,7 @@ from fastdecode.spart.checkpoints.llama_like import (
     window_of,
 )
 from fastdecode.spart.checkpoints.quantisation import parse_quantisation
+from fastdecode.spart.checkpoints.smollm3 import smollm3
 
 
 def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -389,6 +390,7 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "GemmaForCausalLM": gemma,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "SmolLM3ForCausalLM": smollm3,
     "OPTForCausalLM": _opt,
 }
 #: The defaults of absent keys that are read for every family alike; those without one must be there.

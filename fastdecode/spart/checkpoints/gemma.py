@@ -52,12 +52,14 @@ def gemma3(config: ConfigJson) -> dict[str, Any]:
     if _softcap(config, "attn_logit_softcapping"):  # which transformers ignores, though its configuration has it
         cap = config.raw["attn_logit_softcapping"]
         raise CheckpointError(f"config.json: 'attn_logit_softcapping' is {cap!r}, which is not supported for Gemma 3")
-    rope, local_rope = _ropes(config)
+    rope, windowed_rope = _ropes(config)
     plain = ConfigJson(config.raw | {"rope_scaling": None, "rope_parameters": None})
+    common = _with_post_norms(plain, 131072, 6)
     return {
-        **_with_post_norms(plain, 131072, 6),
+        **common,
         "rope": rope,
-        "local_rope": local_rope,
+        "second_rope": windowed_rope,
+        "second_rope_layers": frozenset(i for i, window in enumerate(common["windows"]) if window),
         "qk_norm": True,
         "logit_softcap": _softcap(config, "final_logit_softcapping"),
     }
@@ -110,11 +112,11 @@ def _ropes(config: ConfigJson) -> tuple[Rope, Rope]:
     full = {"rope_theta": config.number("rope_theta", 1e6), **full, **config.table("rope_scaling")}
     local = {"rope_theta": config.number("rope_local_base_freq", 1e4), **local}
     max_positions = config.size("max_position_embeddings", 131072)
-    rope, local_rope = (
+    rope, windowed_rope = (
         ConfigJson(config.raw | {"rope_scaling": None, "rope_parameters": table}).rope(max_positions)
         for table in (full, local)
     )
-    return rope, local_rope
+    return rope, windowed_rope
 
 
 def _softcap(config: ConfigJson, name: str, absent: float | None = None) -> float:

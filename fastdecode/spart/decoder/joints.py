@@ -64,17 +64,17 @@ class LayerJoints:
         o: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         out: RowHeads,
-        local_angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+        second_angles: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> JointRows | None:
         """The rows of a step: x [n, hidden_size] is the residual stream, o [n, q_heads * head_size] the O rows, and
-        `angles` are cos and sin, fp32 [n, 1, pairs]; `local_angles` those of `local` layers. None if they do not lie as
-        the joints need them."""
+        `angles` are cos and sin, fp32 [n, 1, pairs]; `second_angles` those of layers with the second RoPE. None if they
+        do not lie as the joints need them."""
         cos, sin = angles
-        local_cos, local_sin = angles if local_angles is None else local_angles
-        dense = (x, o, cos, sin, local_cos, local_sin)
+        second_cos, second_sin = angles if second_angles is None else second_angles
+        dense = (x, o, cos, sin, second_cos, second_sin)
         if not all(tensor.is_contiguous() for tensor in dense) or len(o) != len(x) or len(out.q) != len(x):
             return None
-        if local_cos.shape != cos.shape:
+        if second_cos.shape != cos.shape:
             return None
         assert x.dtype is o.dtype is out.q.dtype is out.kv.dtype
         assert all(tensor.dtype is torch.float32 for tensor in dense[2:])
@@ -85,8 +85,8 @@ class LayerJoints:
             out.kv.stride(0),
             cos.data_ptr(),
             sin.data_ptr(),
-            local_cos.data_ptr(),
-            local_sin.data_ptr(),
+            second_cos.data_ptr(),
+            second_sin.data_ptr(),
             cos.shape[-1],
         )
         return JointRows(self._native, self._layers, x, o, projected)
@@ -96,8 +96,8 @@ class LayerJoints:
         return JointRows(self._native, self._layers, x, o)
 
 
-#: The addresses and the distances of the rows of Q and of K and V, the addresses of cos and sin and of those of local
-#: layers, and their pairs.
+#: The addresses and the distances of the rows of Q and of K and V, the addresses of cos and sin and of the second
+#: ones, and their pairs.
 _Projected = tuple[int, int, int, int, int, int, int, int, int]
 
 
@@ -147,7 +147,7 @@ def _native_layer(layer: Layer) -> tuple[object, ...]:
     """The layer as _native.Joints wants it."""
     post_norms = (None if norm is None else norm.weight for norm in (layer.attention_post_norm, layer.mlp_post_norm))
     weights = layer.attention_norm.weight, layer.mlp_norm.weight, layer.q_norm, layer.k_norm, *post_norms
-    return *map(address_of, weights), layer.local, *(linear.native for linear in _linears(layer))
+    return *map(address_of, weights), layer.second_rope, *(linear.native for linear in _linears(layer))
 
 
 def _computes(linear: Linear, act_dtype: str) -> bool:

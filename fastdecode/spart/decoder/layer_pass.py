@@ -63,7 +63,7 @@ class DecoderLayers:
         self.layers = model.weights.layers
         self.ops = make_block_ops(config, model.device, model.dtype)
         self.joints = make_joints(config, self.layers, self.ops, model.reduction)
-        self.rope, self.local_rope = (self._rotary(rope) for rope in (config.rope, config.local_rope))
+        self.rope, self.second_rope = (self._rotary(rope) for rope in (config.rope, config.second_rope))
         #: A number of the dtype that embeddings have, as in transformers' code for Gemma.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=model.dtype).item()
         #: The blocks with a state before each layer, and behind the last one, with their rules.
@@ -146,11 +146,11 @@ class DecoderPass:
         self._o = exchange.o
         self.heads = RowHeads(exchange.q, exchange.kv, c)
         self._angles = layers.rope.angles(positions, self._long) if layers.rope else None
-        self._local_angles = layers.local_rope.angles(positions) if layers.local_rope else None
+        self._second_angles = layers.second_rope.angles(positions) if layers.second_rope else None
         self._layers, self._between = layers.layers, layers.between
         self._joints, self._joint_rows = layers.joints, None
         if layers.joints is not None and adapters is None and self._angles is not None:
-            self._joint_rows = layers.joints.rows(self.x, self._o, self._angles, self.heads, self._local_angles)
+            self._joint_rows = layers.joints.rows(self.x, self._o, self._angles, self.heads, self._second_angles)
 
     def layers(self, clock: StepClock | None = None, timeout: float = 0.0) -> Generator[None, None, None]:
         """See LayerPass. `clock` None: the device itself waits for the R-nodes."""
@@ -274,7 +274,7 @@ class DecoderPass:
         qkv = adapted_product(layer.qkv, h, self._adapters)
         if self._config.output_gate:
             qkv, self._gate = split_gate(qkv, self._config)
-        self._ops.write_heads(qkv, layer, self._local_angles if layer.local else self._angles, self.heads)
+        self._ops.write_heads(qkv, layer, self._second_angles if layer.second_rope else self._angles, self.heads)
         if (balance := layer.balance) is not None:
             if balance.q is not None and balance.k is not None:
                 multiply_heads(self.heads.q_heads, balance.q)

@@ -16,6 +16,8 @@ def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     frequencies = 1.0 / rope.theta**exponents
     match rope.kind:
+        case "none":
+            return torch.zeros_like(frequencies)
         case "linear":
             return frequencies / rope.factor
         case "factors":

@@ -78,7 +78,7 @@ class Layer(Block):
     k_norm: torch.Tensor | None
     o: Linear
     sinks: torch.Tensor | None  # [n_q_heads]
-    local: bool = False  # RoPE is that of layers with a sliding window
+    second_rope: bool = False  # RoPE is ModelConfig.second_rope
     balance: Balance | None = None
 
     @property
@@ -245,8 +245,7 @@ class Blueprint:
         if c.delta is not None and index in c.delta.blocks:
             common = self._common(reader, block, has_experts, at_end)
             return StateBlock(**common, delta=self._delta(reader, c.delta, block))
-        local = c.local_rope is not None and c.windows[layer] > 0
-        return self._attending(reader, block, has_experts, at_end, local)
+        return self._attending(reader, block, has_experts, at_end, layer in c.second_rope_layers)
 
     def _common(self, reader: ParameterReader, block: str, has_experts: bool, at_end: bool) -> dict[str, Any]:
         """The parameters that blocks of every kind have. `at_end`: the block is one of the first or last of a model."""
@@ -260,7 +259,7 @@ class Blueprint:
         }
 
     def _attending(
-        self, reader: ParameterReader, block: str, has_experts: bool, at_end: bool = False, local: bool = False
+        self, reader: ParameterReader, block: str, has_experts: bool, at_end: bool = False, second_rope: bool = False
     ) -> Layer:
         c, names = self._config, self._config.names
         q_size, kv_size = c.n_q_heads * c.head_size, c.n_kv_heads * c.head_size
@@ -273,7 +272,7 @@ class Blueprint:
             k_norm=self._head_norm(reader, f"{block}{names.k_norm}") if c.qk_norm else None,
             o=_block_linear(reader, [f"{block}{names.o}"], [c.hidden_size], q_size, c.o_bias),
             sinks=reader.tensor(f"{block}{names.sinks}", c.n_q_heads) if names.sinks else None,
-            local=local,
+            second_rope=second_rope,
         )
 
     def _delta(self, reader: ParameterReader, rule: DeltaRule, block: str) -> DeltaWeights:

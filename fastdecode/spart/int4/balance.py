@@ -170,12 +170,10 @@ def _second_moments(
     model, n_kv = layers.model, layers.model.config.n_kv_heads
     layer_pass = prompt_pass(layers, [tokens])
     moments = []
-    turn_by_rope, turn_by_local_rope = (
-        _turns(rope, model.config.head_size, later) for rope in (model.config.rope, model.config.local_rope)
-    )
+    turns = [_turns(rope, model.config.head_size, later) for rope in (model.config.rope, model.config.second_rope)]
     for i, layer in enumerate(model.weights.layers):
         layer_pass.project(layer)
-        turn = turn_by_local_rope if layer.local else turn_by_rope
+        turn = turns[layer.second_rope]
         of_queries, of_keys, of_values = _weights(layer_pass.heads, model.config.softmax_scale)
         queries, keys = (
             _moments(heads, n_kv, weights) + _moments(turn(heads), n_kv, weights)

@@ -171,6 +171,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layer_interval": 2}, {}),
+    "smollm3-window": (
+        "smollm3",
+        {
+            "num_key_value_heads": 2,
+            "no_rope_layers": [0, 1, 1],
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+        {},
+    ),
     "opt": ("opt", {}, {}),
     "opt-projected": ("opt", {"word_embed_proj_dim": 48, "do_layer_norm_before": False}, {}),
     "opt-old": ("opt", {"_remove_final_layer_norm": True, "enable_bias": False, "activation_function": "gelu"}, {}),
@@ -186,6 +200,7 @@ FAMILIES = (
     "granite",
     "gemma2",
     "gemma3",
+    "smollm3",
     "opt",
 )
 #: Models whose layers keep states.
