@@ -27,6 +27,7 @@ FAMILIES = {
     "gemma3": ("Gemma3ForCausalLM", None),
     "granite": ("GraniteForCausalLM", None),
     "gpt-oss": (None, "GptOssForCausalLM"),
+    "smollm3": ("SmolLM3ForCausalLM", None),
     "mistral3": ("LlamaForCausalLM", None),
     "qwen2vl": ("Qwen2ForCausalLM", None),
     "qwen3vl": ("Qwen3ForCausalLM", None),

@@ -24,7 +24,7 @@ from fastdecode.gguf.file import GGUFTensor
 from fastdecode.spart.checkpoints.config import DeltaNames, DeltaRule, ModelConfig, MTPNames, TensorNames
 
 #: Architectures whose files hold Q and K with RoPE's pairs side by side.
-_INTERLEAVED = ("llama", "mistral3", "granite")
+_INTERLEAVED = ("llama", "mistral3", "granite", "smollm3")
 #: Architectures whose files have the V heads of the delta rule in another order.
 _TILED = ("qwen35", "qwen35moe")
 

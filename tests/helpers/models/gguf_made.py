@@ -130,7 +130,7 @@ def stored_tensors(
     architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     part = stored.split(".")[-2]
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    if architecture in ("llama", "granite") and part in heads:
+    if architecture in ("llama", "granite", "smollm3") and part in heads:
         return [(stored, interleave(values, heads[part]))]
     if architecture == "gpt-oss" and "experts" in parts:
         values = values.mT if values.ndim == 3 else values

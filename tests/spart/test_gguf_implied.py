@@ -1,4 +1,4 @@
-"""GGUF files of Gemma, whose architectures imply much, against transformers and llama.cpp."""
+"""GGUF files of architectures that imply what no key says, against transformers and llama.cpp."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from fastdecode.spart.decoder.block_ops import ACTIVATIONS, BlockOps
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
 #: What llama.cpp takes for granted: every sixth layer of Gemma 3 sees all tokens, every second one of Gemma 2, layers
-#: with a window have 10,000 as the base of RoPE, and scores are divided by the root of the head size.
+#: with a window have 10,000 as the base of RoPE, and scores are divided by the root of the head size. Every fourth layer
+#: of SmolLM3 has no RoPE.
 _ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -32,6 +33,7 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "gemma": {"attention_bias": False},
     "gemma2": {"query_pre_attn_scalar": 24},
     "gemma3": {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": None, "rope": _ROPE},
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
 }
 
 
@@ -53,9 +55,10 @@ async def logits(path: Path, tokens: list[int], tmp_path: Path) -> torch.Tensor:
         return torch.cat([run(spart.step(StepBatch(0, [chunk]), keep_logits=True)).logits for chunk in chunks])
 
 
-def test_files_without_a_dtype_of_their_own_are_computed_in_bf16(model, tmp_path):
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
+def test_files_without_a_dtype_of_their_own_are_computed_in_bf16(name, tmp_path):
     """Activations of Gemma may exceed the range of fp16."""
-    write_gguf(tmp_path / "m.gguf", model, "F16")
+    write_gguf(tmp_path / "m.gguf", make_model(name), "F16")
     assert read_config(tmp_path / "m.gguf").dtype == "bf16"
 
 
