@@ -294,8 +294,7 @@ class RowOps:
         q_norm: int,
         k_norm: int,
         eps: float,
-        cos: int,
-        sin: int,
+        angles: tuple[int, int, int, int],
         q: int,
         q_stride: int,
         kv: int,
@@ -309,10 +308,12 @@ class RowOps:
         /,
     ) -> None: ...
 
-#: The rows of a step: the addresses of x and o, the address and the stride of Q, the same of K and V, the addresses of
-#: cos and sin and of the second ones, their pairs, the number of rows, and of threads. The addresses behind that
-#: of o are 0 if no layer follows.
-_JointStep = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int]
+#: The addresses of an fd_angles_t.
+_Angles = tuple[int, int, int, int]
+#: The rows of a step: the addresses of x and o, the address and the stride of Q, the same of K and V, the angles and
+#: the second ones, their pairs, the number of rows, and of threads. The addresses behind that of o are 0 if no layer
+#: follows.
+_JointStep = tuple[int, int, int, int, int, int, _Angles, _Angles, int, int, int]
 
 #: A prompt's chunk: its first row in the step, its rows, the position of the first one, and for each layer the address
 #: of the blocks' words, the words of a head, the window and the segment (0: no such limit).

@@ -28,9 +28,10 @@ typedef struct {
     bool gelu;
 } fd_gate_rows_t;
 
-/* RoPE's angles: fp32 [rows][pairs]. */
+/* RoPE's cos and sin, fp32 [rows][pairs]: those that turn K heads, and those that turn Q heads, which may be the same.
+ * A factor in those of Q multiplies the elements that they turn. */
 typedef struct {
-    const float *cos, *sin;
+    const float *cos, *sin, *q_cos, *q_sin;
 } fd_angles_t;
 
 /* A row of qkv is Q heads, K heads, V heads. Q goes to q; K and then V go to kv; rows stand `q_stride` and `kv_stride`

@@ -121,14 +121,17 @@ FD_INLINE void rope_head(const uint32_t dtype, const fd_rope_rows_t *o, const vo
 
 FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t row, size_t n) {
     const size_t size = o->head_size, v_bytes = o->kv_heads * size * fd_act_bytes(dtype);
+    const fd_angles_t *angles = &o->angles;
     for (size_t r = row; r < row + n; r++) {
-        const float *cos = o->angles.cos + r * o->pairs, *sin = o->angles.sin + r * o->pairs;
+        const size_t first = r * o->pairs;
         const void *from = at(dtype, o->qkv, r * (o->q_heads + 2 * o->kv_heads) * size);
         void *q = (void *)at(dtype, o->q, r * o->q_stride), *kv = (void *)at(dtype, o->kv, r * o->kv_stride);
         for (size_t h = 0; h < o->q_heads; h++, from = at(dtype, from, size))
-            rope_head(dtype, o, from, o->q_norm, cos, sin, (void *)at(dtype, q, h * size));
+            rope_head(dtype, o, from, o->q_norm, angles->q_cos + first, angles->q_sin + first,
+                      (void *)at(dtype, q, h * size));
         for (size_t h = 0; h < o->kv_heads; h++, from = at(dtype, from, size))
-            rope_head(dtype, o, from, o->k_norm, cos, sin, (void *)at(dtype, kv, h * size));
+            rope_head(dtype, o, from, o->k_norm, angles->cos + first, angles->sin + first,
+                      (void *)at(dtype, kv, h * size));
         memcpy((void *)at(dtype, kv, o->kv_heads * size), from, v_bytes);
     }
 }

@@ -105,15 +105,14 @@ typedef struct {
     unsigned threads;
 } step_t;
 
-/* Reads x, o, q, q_stride, kv, kv_stride, cos, sin, second cos, second sin, pairs, rows, threads, and makes room for
+/* Reads x, o, q, q_stride, kv, kv_stride, angles, second angles, pairs, rows, threads, and makes room for
  * the rows. */
 static bool read_step(joints_t *self, PyObject *tuple, step_t *step) {
     fd_joint_rows_t *r = &step->rows;
     Py_ssize_t rows;
-    if (!PyArg_ParseTuple(tuple, "KKKnKnKKKKnnI", FD_ADDRESS(r->x), FD_ADDRESS(r->o), FD_ADDRESS(r->q), &r->q_stride,
-                          FD_ADDRESS(r->kv), &r->kv_stride, FD_ADDRESS(r->angles.cos), FD_ADDRESS(r->angles.sin),
-                          FD_ADDRESS(r->second_angles.cos), FD_ADDRESS(r->second_angles.sin), &r->pairs, &rows,
-                          &step->threads))
+    if (!PyArg_ParseTuple(tuple, "KKKnKn(KKKK)(KKKK)nnI", FD_ADDRESS(r->x), FD_ADDRESS(r->o), FD_ADDRESS(r->q),
+                          &r->q_stride, FD_ADDRESS(r->kv), &r->kv_stride, FD_ANGLES(r->angles),
+                          FD_ANGLES(r->second_angles), &r->pairs, &rows, &step->threads))
         return false;
     if (rows < 0) return FD_PY_FAIL(PyExc_ValueError, "%zd rows", rows);
     r->rows = (size_t)rows;

@@ -15,6 +15,8 @@
 #define FD_UINT64(number) ((unsigned long long *)&(number))
 #define FD_ADDRESS(pointer) FD_UINT64(pointer)
 _Static_assert(sizeof(void *) == sizeof(unsigned long long), "the unit K fills a pointer");
+/* The pointers of an fd_angles_t, a tuple "(KKKK)" in Python. */
+#define FD_ANGLES(a) FD_ADDRESS((a).cos), FD_ADDRESS((a).sin), FD_ADDRESS((a).q_cos), FD_ADDRESS((a).q_sin)
 
 /* Picks the ISA called `name`, else the one in FASTDECODE_ISA, else the best. */
 bool fd_py_choose_isa(const char *name, fd_isa_t *isa);

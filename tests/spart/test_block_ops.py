@@ -22,6 +22,7 @@ from fastdecode.spart.block_kernels import BLOCK_THREADS
 from fastdecode.spart.decoder import layer_pass
 from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
 from fastdecode.spart.decoder.cuda_ops import CudaBlockOps, Launch, make_block_ops
+from fastdecode.spart.decoder.rope import Angles
 from fastdecode.spart.decoder.weights import Norm
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
@@ -119,13 +120,13 @@ def test_heads_come_to_their_places(ops_class, dtype, config, pairs, normed):
     norms = [torch.randn(24).to(dtype) for _ in range(2)] if normed else [None, None]
     layer = SimpleNamespace(q_norm=norms[0], k_norm=norms[1])
     qkv = torch.randn(n, 5 * 24).to(dtype)
-    angles = torch.randn(n, 1, pairs)
-    cos, sin = angles.cos().to(ops.angle_dtype), angles.sin().to(ops.angle_dtype)
+    angles = Angles(*torch.randn(4, n, 1, pairs).clamp(-1, 1).to(ops.angle_dtype))
     slot_q, slot_kv = torch.full((n, 80), 7.0).to(dtype), torch.full((n, 56), 7.0).to(dtype)
-    ops.write_heads(qkv, layer, (cos, sin), RowHeads(slot_q[:, :72], slot_kv[:, :48], config))
+    ops.write_heads(qkv, layer, angles, RowHeads(slot_q[:, :72], slot_kv[:, :48], config))
 
     heads = qkv.double().view(n, 5, 24)
-    for i, norm in ((slice(3), norms[0]), (slice(3, 4), norms[1])):
+    of_q, of_k = (slice(3), norms[0], angles[2:]), (slice(3, 4), norms[1], angles[:2])
+    for i, norm, (cos, sin) in (of_q, of_k):
         if norm is not None:
             heads[:, i] = rms_norm(heads[:, i], norm, config.norm_eps)
         a, b = heads[:, i, :pairs].clone(), heads[:, i, pairs : 2 * pairs].clone()

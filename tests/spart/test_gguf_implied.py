@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +24,8 @@ from fastdecode.spart.decoder.block_ops import ACTIVATIONS, BlockOps
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
 #: What llama.cpp takes for granted: every sixth layer of Gemma 3 sees all tokens, every second one of Gemma 2, layers
-#: with a window have 10,000 as the base of RoPE, and scores are divided by the root of the head size. Every fourth layer
-#: of SmolLM3 has no RoPE.
+#: with a window have 10,000 as the base of RoPE, and scores are divided by the root of the head size. Every fourth
+#: layer of SmolLM3 has no RoPE. YaRN's mscale is 1 for Ministral 3.
 _ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -34,6 +35,7 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 24},
     "gemma3": {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": None, "rope": _ROPE},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
+    "ministral3": {},
 }
 
 
@@ -97,13 +99,14 @@ def _gelu_of_a_table(x: torch.Tensor) -> torch.Tensor:
 # ---- metadata alone ----
 
 
-def config_of(path: Path, architecture: str, n_layers: int, **fields: int | float) -> ModelConfig:
+def config_of(path: Path, architecture: str, n_layers: int, **fields: int | float | str) -> ModelConfig:
     """The configuration of a file without the tensors of blocks."""
     writer = gguf.GGUFWriter(path, architecture)
     sizes = {"context_length": 512, "embedding_length": 96, "feed_forward_length": 64, "block_count": n_layers}
     sizes |= {"attention.head_count": 4, "attention.key_length": 32, "attention.layer_norm_rms_epsilon": 1e-6}
     for key, value in (sizes | fields).items():
-        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{architecture}.{key}", value)
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{architecture}.{key}", value)
     writer.add_tensor("token_embd.weight", np.zeros((8, 96), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -132,6 +135,22 @@ def test_what_keys_say_goes_before_what_is_implied(tmp_path):
     config = config_of(tmp_path / "m.gguf", "gemma3", 3, **fields, **{"rope.freq_base": 800.0})
     assert (config.windows, config.rope, config.second_rope) == ((8, 0, 8), Rope(800.0), Rope(700.0))
     assert config.norm_offset == 0 and config.embed_scale == pytest.approx(96**0.5)
+
+
+def test_files_of_mistral_3_have_llama_cpps_defaults_and_those_of_ministral_3_a_scale_of_queries(tmp_path):
+    config = config_of(tmp_path / "m.gguf", "mistral3", 3)
+    assert (config.rope, config.n_kv_heads, config.head_size) == (Rope(), 4, 32)
+    scale = {"attention.temperature_scale": 0.25}
+    with pytest.raises(CheckpointError, match=r"'mistral3\.attention\.temperature_scale' is 0\.25, and RoPE has no"):
+        config_of(tmp_path / "m.gguf", "mistral3", 3, **scale)
+    yarn: dict[str, Any] = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    yarn["rope.scaling.original_context_length"] = 128
+    rope = config_of(tmp_path / "m.gguf", "mistral3", 3, **yarn).rope
+    assert (rope.query_beta, rope.attention_factor) == (0.0, pytest.approx(0.1 * math.log(4) + 1))
+    rope = config_of(
+        tmp_path / "m.gguf", "mistral3", 3, **yarn, **scale, **{"rope.scaling.yarn_log_multiplier": 1.0}
+    ).rope
+    assert (rope.query_beta, rope.original_max_positions, rope.attention_factor) == (0.25, 128, 1.0)
 
 
 def test_what_is_not_understood_is_named(tmp_path):

@@ -22,6 +22,7 @@ from fastdecode.spart.decoder.cuda_ops import make_block_ops
 from fastdecode.spart.decoder.experts import MLP
 from fastdecode.spart.decoder.joints import JointRows, LayerJoints, make_joints, why_no_joints
 from fastdecode.spart.decoder.layer_pass import DecoderPass
+from fastdecode.spart.decoder.rope import Angles
 from fastdecode.spart.decoder.weights import Balance, Layer, Norm
 from fastdecode.spart.linears.dense16 import Linear16
 from fastdecode.spart.ranks.reduction import Reduction
@@ -43,6 +44,7 @@ MODELS = {
     ("gemma", "int8"): True,  # with GELU
     ("gemma3", "int4"): True,  # with norms of what a block adds, and two kinds of RoPE
     ("smollm3", "int8"): True,  # with layers whose heads are not turned
+    ("ministral3", "int4"): True,  # with queries scaled by their position
     ("mixtral", "int8"): False,
     ("opt", "int8"): False,
 }
@@ -206,7 +208,7 @@ def pass_joints(config: ModelConfig, n: int, rank: int, reduction: Reduction | N
     generator, rows, pairs = torch.Generator().manual_seed(2), 5, config.head_size // 2
     x = torch.randn(rows, config.hidden_size, generator=generator)
     o = torch.randn(rows, config.n_q_heads * config.head_size, generator=generator).chunk(n, dim=1)[rank].contiguous()
-    angles, second_angles = torch.randn(2, 2, rows, 1, pairs, generator=generator).unbind()
+    angles, second_angles = (Angles(*each) for each in torch.randn(2, 4, rows, 1, pairs, generator=generator))
     q = torch.empty_like(o)
     kv = torch.empty(rows, 2 * cut_config.n_kv_heads * config.head_size)
     joint_rows, results = joints.rows(x, o, angles, RowHeads(q, kv, cut_config), second_angles), []

@@ -105,7 +105,7 @@ def assert_angles(raw: dict[str, Any], length: int, wanted: tuple[torch.Tensor, 
     embedding = RotaryEmbedding(rope, config.head_size, torch.device("cpu"), torch.float32)
     is_long = bool(rope.long_factors) and length > rope.original_max_positions
     ours = embedding.angles(torch.arange(length), torch.full((length,), int(is_long)) if rope.long_factors else None)
-    for got, want in zip(ours, wanted, strict=True):
+    for got, want in zip(ours[:2], wanted, strict=True):
         assert 2 * got.shape[-1] == want.shape[-1] == rope.width(config.head_size)
         # In fp32 the angle at position 2000 is known to 1e-4.
         torch.testing.assert_close(got[:, 0], want[:, : got.shape[-1]], atol=3e-4, rtol=0)
@@ -117,7 +117,7 @@ def test_angles_are_transformers_at_positions_in_any_order():
     ours = make_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
     embedding = RotaryEmbedding(ours.rope, ours.head_size, torch.device("cpu"), torch.float32)
     for positions in ([0], [16383], [16384, 1], [3, 20000], [4999], list(range(900, 1200))):
-        for got, want in zip(embedding.angles(torch.tensor(positions)), (cos, sin), strict=True):
+        for got, want in zip(embedding.angles(torch.tensor(positions))[:2], (cos, sin), strict=True):
             torch.testing.assert_close(got[:, 0], want[positions, : got.shape[-1]], atol=3e-3, rtol=0)
 
 

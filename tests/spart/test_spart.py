@@ -145,6 +145,11 @@ async def test_the_text_part_of_other_models_with_vision(model_type, tmp_path):
     await check_text_part(several_modes(model_type, tmp_path / "m"), tmp_path)
 
 
+async def test_the_text_part_of_ministral_3(tmp_path):
+    text_part = reference(make_checkpoint("ministral3")).config
+    await check_text_part(several_modes("mistral3", tmp_path / "m", text_part), tmp_path)
+
+
 async def test_stacks_of_experts_that_are_published_transposed(tmp_path):
     """As Qwen3-VL-MoE is published: [experts, in, gate and up] and [experts, in, out]."""
     theirs = several_modes("qwen3_vl_moe", tmp_path / "m")

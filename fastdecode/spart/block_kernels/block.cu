@@ -46,12 +46,14 @@ FD_KERNEL fd_add_norm(void *x, const void *y, const void *weight, void *out, uns
 
 /* Writes the heads of qkv [rows][(q_heads + 2 * kv_heads) * size] to q [rows][q_stride] and kv [rows][kv_stride], K
  * heads before V heads. Q and K heads are normalised by q_norm and k_norm [size], if these are not NULL, and turned by
- * the angles whose cosines and sines are cos and sin [rows][pairs]: elements i and i + pairs are a pair.
+ * the angles whose cosines and sines are cos and sin, of Q heads q_cos and q_sin, [rows][pairs] each: elements i and
+ * i + pairs are a pair.
  *
  *   grid    (rows, q_heads + 2 * kv_heads) */
 FD_KERNEL fd_write_heads(const void *qkv, const void *q_norm, const void *k_norm, const float *cos, const float *sin,
-                         void *q, void *kv, unsigned q_heads, unsigned kv_heads, unsigned size, unsigned pairs,
-                         unsigned q_stride, unsigned kv_stride, unsigned dtype, unsigned eps) {
+                         const float *q_cos, const float *q_sin, void *q, void *kv, unsigned q_heads, unsigned kv_heads,
+                         unsigned size, unsigned pairs, unsigned q_stride, unsigned kv_stride, unsigned dtype,
+                         unsigned eps) {
     __shared__ float head[FD_MOST_HEAD], sums[FD_BLOCK_THREADS];
     const fd_index_t row = blockIdx.x;
     const unsigned index = blockIdx.y;
@@ -80,7 +82,7 @@ FD_KERNEL fd_write_heads(const void *qkv, const void *q_norm, const void *k_norm
             float value = head[i];
             if (!is_v && i < 2 * pairs) {
                 const unsigned pair = i < pairs ? i : i - pairs;
-                const float c = cos[row * pairs + pair], s = sin[row * pairs + pair];
+                const float c = (is_q ? q_cos : cos)[row * pairs + pair], s = (is_q ? q_sin : sin)[row * pairs + pair];
                 value = i < pairs ? value * c - head[i + pairs] * s : value * c + head[i - pairs] * s;
             }
             fd_store(out, to + i, dtype, value);

@@ -54,6 +54,7 @@ class Rope:
     factor: float = 1.0
     fraction: float = 1.0  # of each head that RoPE turns: its first elements
     original_max_positions: int = 0  # llama3, yarn, LongRoPE: positions the model was trained on before scaling
+    query_beta: float = 0.0  # Q is multiplied by 1 + query_beta * log(1 + position // original_max_positions)
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn

@@ -84,12 +84,16 @@ class ConfigJson:
             raise WrongValue(f"config.json: dtype {name!r} is not one of {', '.join(DTYPES)}")
         return DTYPES[name]
 
+    def rope_table(self, default: dict[str, Any] | None = None) -> dict[str, Any]:
+        """`rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
+        return self.table("rope_scaling") or self.table("rope_parameters") or default or {}
+
     def rope(
         self, max_positions: int, theta: float = 10000.0, scaling: dict[str, Any] | None = None, partial: bool = False
     ) -> Rope:
         """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4). `theta` and
         `scaling` are the defaults. `partial`: the family may turn only the first elements of each head."""
-        raw = self.table("rope_scaling") or self.table("rope_parameters") or scaling or {}
+        raw = self.rope_table(scaling)
         kind = raw.get("rope_type") or raw.get("type") or "default"
         if not isinstance(kind, str):
             raise WrongValue(f"config.json: 'rope_type' is {kind!r}, not a name")

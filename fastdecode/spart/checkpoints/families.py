@@ -34,6 +34,7 @@ from fastdecode.spart.checkpoints.llama_like import (
     typed_windows,
     window_of,
 )
+from fastdecode.spart.checkpoints.ministral3 import ministral3
 from fastdecode.spart.checkpoints.quantisation import parse_quantisation
 from fastdecode.spart.checkpoints.smollm3 import smollm3
 
@@ -391,6 +392,7 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "SmolLM3ForCausalLM": smollm3,
+    "Ministral3ForCausalLM": ministral3,
     "OPTForCausalLM": _opt,
 }
 #: The defaults of absent keys that are read for every family alike; those without one must be there.
@@ -404,6 +406,7 @@ _EARLY_VISION = frozenset(["qwen2_vl", "qwen2_5_vl"])
 TEXT_PARTS = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_vl": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",

@@ -11,6 +11,7 @@ from fastdecode.spart.checkpoints.config_json import ConfigJson
 from fastdecode.spart.checkpoints.families import make_config
 from fastdecode.spart.checkpoints.gguf import ROPE_FACTORS, float_tensor
 from fastdecode.spart.checkpoints.gguf_layouts import NAMES, tensor_names
+from fastdecode.spart.checkpoints.llama_like import equal_heads
 
 #: The native family of each `general.architecture`; that of a mixture of experts, if it has another one.
 FAMILIES = {
@@ -28,7 +29,7 @@ FAMILIES = {
     "granite": ("GraniteForCausalLM", None),
     "gpt-oss": (None, "GptOssForCausalLM"),
     "smollm3": ("SmolLM3ForCausalLM", None),
-    "mistral3": ("LlamaForCausalLM", None),
+    "mistral3": ("Ministral3ForCausalLM", None),
     "qwen2vl": ("Qwen2ForCausalLM", None),
     "qwen3vl": ("Qwen3ForCausalLM", None),
     "qwen3vlmoe": (None, "Qwen3MoeForCausalLM"),
@@ -101,12 +102,16 @@ _DELTA_OTHER_KEYS = {"rope.dimension_sections", "ssm.inner_size", "attention.rec
 _SEEING = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 #: Further keys of these that do not change text: RoPE's three positions, and the number of layers that images enter.
 _VISION_OTHER_KEYS = {"rope.dimension_sections", "n_deepstack_layers"}
+#: Further keys of the architecture mistral3: of YaRN, and of the scale of queries.
+_MISTRAL_OTHER_KEYS = {"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"}
 #: The keys of RoPE's scaling, and what config.json calls them in `rope_scaling`.
 _SCALING_KEYS = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+    "attention.temperature_scale": "llama_4_scaling_beta",
 }
 #: The number of layers of the largest model of an architecture, in which llama.cpp scales scores by the hidden size
 #: over the heads in place of the head size.
@@ -154,6 +159,7 @@ class _Metadata:
         self._has_delta = "ssm.conv_kernel" in self._keys
         others = _OTHER_KEYS | (_DELTA_OTHER_KEYS if self._has_delta else set())
         others |= _VISION_OTHER_KEYS if architecture in _SEEING else set()
+        others |= _MISTRAL_OTHER_KEYS if architecture == "mistral3" else set()
         if unknown := sorted(key for key in self.own if key not in self._keys and key not in others):
             raise CheckpointError(f"{file.path}: the key {prefix + unknown[0]!r} is not understood")
         #: Blocks behind those of the model, which hold an MTP head.
@@ -187,6 +193,7 @@ class _Metadata:
             "eos_token_id": [fields[key] for key in _END_TOKENS if key in fields],
             "rope_scaling": self._rope_scaling(),
             "norm_topk_prob": True,
+            **self._implied(ConfigJson(raw)),
         }
         if self.architecture.startswith("gemma"):
             raw |= self._gemma(ConfigJson(raw))
@@ -198,23 +205,28 @@ class _Metadata:
         if not isinstance(kind, str):
             key = f"{self.architecture}.rope.scaling.type"
             raise CheckpointError(f"{self._file.path}: {key!r} is {kind!r}, not a string")
-        if kind == "none":
-            return {"rope_type": "default"}
         scaling = {name: value for key, name in _SCALING_KEYS.items() if (value := self.own.get(key))}
-        # No key says whether YaRN rounds the ends of its ramp. gpt-oss is trained without it.
-        return {"factor": None, **scaling, "rope_type": kind, "truncate": self.architecture != "gpt-oss"}
+        if kind == "none":
+            return {**scaling, "rope_type": "default"}
+        # llama.cpp takes it that mscale is 1. No key says whether YaRN rounds the ends of its ramp. gpt-oss is trained
+        # without it.
+        scaling = {"factor": None, "mscale": 1.0, **scaling}
+        return {**scaling, "rope_type": kind, "truncate": self.architecture != "gpt-oss"}
+
+    @staticmethod
+    def _implied(config: ConfigJson) -> dict[str, Any]:
+        """What llama.cpp takes for granted of every architecture."""
+        return {
+            "head_dim": config.size("head_dim", equal_heads(config)),
+            "num_key_value_heads": config.size("num_key_value_heads", config.size("num_attention_heads")),
+            "rope_theta": config.number("rope_theta", 10000.0),
+        }
 
     def _gemma(self, config: ConfigJson) -> dict[str, Any]:
-        """What llama.cpp takes for granted of the architectures of Gemma."""
-        heads, n_blocks = config.size("num_attention_heads"), config.size("num_hidden_layers")
-        equal = max(1, config.size("hidden_size") // heads)
-        size = config.size("head_dim", equal)
-        implied: dict[str, Any] = {
-            "head_dim": size,
-            "num_key_value_heads": config.size("num_key_value_heads", heads),
-            "rope_theta": config.number("rope_theta", 10000.0),
-            "query_pre_attn_scalar": equal if n_blocks == _LARGEST.get(self.architecture) else size,
-        }
+        """What llama.cpp takes for granted of the architectures of Gemma, too."""
+        is_largest = config.size("num_hidden_layers") == _LARGEST.get(self.architecture)
+        scale_of = equal_heads(config) if is_largest else config.size("head_dim")
+        implied: dict[str, Any] = {"query_pre_attn_scalar": scale_of}
         if self.architecture == "gemma3" and not config.raw.get("sliding_window"):
             implied["sliding_window_pattern"] = 1  # all layers see all tokens
         return implied

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from fastdecode.kernels import _native
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.rope import apply_rope
+from fastdecode.spart.decoder.rope import Angles, apply_rope
 from fastdecode.spart.decoder.weights import Layer, Norm
 from fastdecode.spart.served import ACT_NAMES, act_code
 from fastdecode.spart.threads import pool_threads
@@ -77,19 +77,17 @@ class BlockOps:
         """The input [n, width] of an MLP's `down` from the output of its `up`; `x` may be overwritten."""
         return self._activate(x)
 
-    def write_heads(
-        self, qkv: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor] | None, out: RowHeads
-    ) -> None:
-        """Write the heads of qkv [n, (q_heads + 2 * kv_heads) * head_size] to `out`, after the layer's norms and RoPE.
-        `angles` are cos and sin, [n, 1, pairs] each."""
+    def write_heads(self, qkv: torch.Tensor, layer: Layer, angles: Angles | None, out: RowHeads) -> None:
+        """Write the heads of qkv [n, (q_heads + 2 * kv_heads) * head_size] to `out`, after the layer's norms and RoPE,
+        if there are `angles`."""
         c = self._config
         heads = qkv.view(len(qkv), -1, c.head_size)
         q, k, v = torch.split(heads, [c.n_q_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = norm_heads(q, layer.q_norm, c.norm_eps), norm_heads(k, layer.k_norm, c.norm_eps)
         if angles is not None:
-            apply_rope(q, *angles, out=out.q_heads)
-            apply_rope(k, *angles, out=out.k_heads)
+            apply_rope(q, angles.q_cos, angles.q_sin, out=out.q_heads)
+            apply_rope(k, angles.cos, angles.sin, out=out.k_heads)
         else:
             out.q_heads.copy_(q)
             out.k_heads.copy_(k)
@@ -142,21 +140,19 @@ class VectorOps:
         self,
         qkv: torch.Tensor,
         norms: tuple[torch.Tensor | None, torch.Tensor | None],
-        angles: tuple[torch.Tensor, torch.Tensor],
+        angles: Angles,
         out: RowHeads,
         config: ModelConfig,
     ) -> None:
         """See BlockOps.write_heads; `norms` are the weights of the Q and K heads' norms, and `angles` are fp32."""
-        cos, sin = angles
         assert qkv.is_contiguous() and qkv.dtype is out.q.dtype is out.kv.dtype is self.dtype
-        assert cos.dtype is sin.dtype is torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+        assert all(x.dtype is torch.float32 and x.is_contiguous() for x in angles)
         self._native.rope(
             qkv.data_ptr(),
             address_of(norms[0]),
             address_of(norms[1]),
             config.norm_eps,
-            cos.data_ptr(),
-            sin.data_ptr(),
+            angles.addresses,
             out.q.data_ptr(),
             out.q.stride(0),
             out.kv.data_ptr(),
@@ -165,7 +161,7 @@ class VectorOps:
             config.n_q_heads,
             config.n_kv_heads,
             config.head_size,
-            cos.shape[-1],
+            angles.cos.shape[-1],
             pool_threads(),
         )
 
@@ -201,9 +197,7 @@ class NativeBlockOps(BlockOps):
     def activate(self, x: torch.Tensor) -> torch.Tensor:
         return self.vectors.gate(x, self.gelu) if self._gates else super().activate(x)
 
-    def write_heads(
-        self, qkv: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor] | None, out: RowHeads
-    ) -> None:
+    def write_heads(self, qkv: torch.Tensor, layer: Layer, angles: Angles | None, out: RowHeads) -> None:
         if angles is None:
             super().write_heads(qkv, layer, angles, out)
         else:

@@ -17,6 +17,7 @@ from fastdecode.kernels.gpu.cupy_kernels import KernelError, load_kernels
 from fastdecode.spart.block_kernels import BLOCK_THREADS, MOST_HEAD, SOURCE
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, VectorOps, address_of, gates_by
+from fastdecode.spart.decoder.rope import Angles
 from fastdecode.spart.decoder.weights import Layer, Norm
 from fastdecode.spart.served import ACT_NAMES, act_code
 
@@ -91,15 +92,12 @@ class CudaBlockOps(BlockOps):
             self._launch("fd_silu_gate", grid, (x.data_ptr(), out.data_ptr()), (width, self._code))
         return out
 
-    def write_heads(
-        self, qkv: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor] | None, out: RowHeads
-    ) -> None:
+    def write_heads(self, qkv: torch.Tensor, layer: Layer, angles: Angles | None, out: RowHeads) -> None:
         c = self._config
-        cos, sin = (None, None) if angles is None else angles
         assert qkv.is_contiguous() and qkv.dtype is out.q.dtype is out.kv.dtype is self._dtype
-        assert all(x is None or (x.dtype is torch.float32 and x.is_contiguous()) for x in (cos, sin))
-        tensors = qkv, layer.q_norm, layer.k_norm, cos, sin, out.q, out.kv
-        sizes = c.n_q_heads, c.n_kv_heads, c.head_size, 0 if cos is None else cos.shape[-1]
+        assert all(x.dtype is torch.float32 and x.is_contiguous() for x in angles or ())
+        tensors = qkv, layer.q_norm, layer.k_norm, *(angles or [None] * 4), out.q, out.kv
+        sizes = c.n_q_heads, c.n_kv_heads, c.head_size, angles.cos.shape[-1] if angles else 0
         numbers = *sizes, out.q.stride(0), out.kv.stride(0), self._code, self._eps
         self._launch("fd_write_heads", (len(qkv), c.n_q_heads + 2 * c.n_kv_heads), [*map(address_of, tensors)], numbers)
 

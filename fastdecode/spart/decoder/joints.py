@@ -17,6 +17,7 @@ from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, address_of
 from fastdecode.spart.decoder.experts import MLP
+from fastdecode.spart.decoder.rope import Angles
 from fastdecode.spart.decoder.weights import Layer
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.prefill.prompt_attention import NativePrompts
@@ -62,19 +63,18 @@ class LayerJoints:
         self,
         x: torch.Tensor,
         o: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        angles: Angles,
         out: RowHeads,
-        second_angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+        second_angles: Angles | None = None,
     ) -> JointRows | None:
         """The rows of a step: x [n, hidden_size] is the residual stream, o [n, q_heads * head_size] the O rows, and
-        `angles` are cos and sin, fp32 [n, 1, pairs]; `second_angles` those of layers with the second RoPE. None if they
+        `angles` are in fp32; `second_angles` those of layers with the second RoPE. None if they
         do not lie as the joints need them."""
-        cos, sin = angles
-        second_cos, second_sin = angles if second_angles is None else second_angles
-        dense = (x, o, cos, sin, second_cos, second_sin)
+        second = angles if second_angles is None else second_angles
+        dense = (x, o, *angles, *second)
         if not all(tensor.is_contiguous() for tensor in dense) or len(o) != len(x) or len(out.q) != len(x):
             return None
-        if second_cos.shape != cos.shape:
+        if second.cos.shape != angles.cos.shape:
             return None
         assert x.dtype is o.dtype is out.q.dtype is out.kv.dtype
         assert all(tensor.dtype is torch.float32 for tensor in dense[2:])
@@ -83,11 +83,9 @@ class LayerJoints:
             out.q.stride(0),
             out.kv.data_ptr(),
             out.kv.stride(0),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            second_cos.data_ptr(),
-            second_sin.data_ptr(),
-            cos.shape[-1],
+            angles.addresses,
+            second.addresses,
+            angles.cos.shape[-1],
         )
         return JointRows(self._native, self._layers, x, o, projected)
 
@@ -96,9 +94,10 @@ class LayerJoints:
         return JointRows(self._native, self._layers, x, o)
 
 
-#: The addresses and the distances of the rows of Q and of K and V, the addresses of cos and sin and of the second
+#: The addresses and the distances of the rows of Q and of K and V, the addresses of the angles and of the second
 #: ones, and their pairs.
-_Projected = tuple[int, int, int, int, int, int, int, int, int]
+_Projected = tuple[int, int, int, int, tuple[int, int, int, int], tuple[int, int, int, int], int]
+_NOTHING: _Projected = (0, 0, 0, 0, (0, 0, 0, 0), (0, 0, 0, 0), 0)
 
 
 class JointRows:
@@ -110,7 +109,7 @@ class JointRows:
         layers: tuple[Layer, ...],
         x: torch.Tensor,
         o: torch.Tensor,
-        projected: _Projected = (0, 0, 0, 0, 0, 0, 0, 0, 0),
+        projected: _Projected = _NOTHING,
     ):
         self._native, self._layers = native, layers
         self._step = (x.data_ptr(), o.data_ptr(), *projected, len(x), pool_threads())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -59,21 +60,44 @@ def _yarn(rope: Rope, frequencies: torch.Tensor, head_size: int) -> torch.Tensor
 _KEPT = 1 << 14  # positions whose angles a CPU looks up: 8 MiB with 64 pairs
 
 
+class Angles(NamedTuple):
+    """cos and sin that turn the heads of a step's rows, [n, 1, pairs] each, and those that turn Q in place of K. These
+    are the same tensors unless Q is scaled by its position: the scale is then a factor in them."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    q_cos: torch.Tensor
+    q_sin: torch.Tensor
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Those of the elements, for kernels/decoder."""
+        return self.cos.data_ptr(), self.sin.data_ptr(), self.q_cos.data_ptr(), self.q_sin.data_ptr()
+
+
 class RotaryEmbedding:
-    """cos and sin of the angles of a step's rows."""
+    """The angles of a step's rows."""
 
     def __init__(self, rope: Rope, head_size: int, device: torch.device, dtype: torch.dtype):
         sets = [rope, replace(rope, factors=rope.long_factors)] if rope.long_factors else [rope]
         self._frequencies = torch.stack([inverse_frequencies(one, head_size) for one in sets]).to(device)
-        self._scale = rope.attention_factor
+        self._rope, self._scale = rope, rope.attention_factor
         self._dtype = dtype
         self._first: tuple[torch.Tensor, torch.Tensor] | None = None  # on a CPU: the angles of the first positions
 
-    def angles(self, positions: torch.Tensor, long: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [n] -> cos and sin, each [n, 1, pairs] in the activation dtype. Computed in fp32.
+    def angles(self, positions: torch.Tensor, long: torch.Tensor | None = None) -> Angles:
+        """The angles at positions [n], in the activation dtype. Computed in fp32.
 
         `long` int64 [n] is 1 for rows that use the long factors; None: no row does.
         """
+        cos, sin = self._turned(positions, long)
+        if not self._rope.query_beta:
+            return Angles(cos, sin, cos, sin)
+        scale = 1 + self._rope.query_beta * torch.log1p(positions // self._rope.original_max_positions)[:, None, None]
+        return Angles(cos, sin, (cos * scale).to(self._dtype), (sin * scale).to(self._dtype))
+
+    def _turned(self, positions: torch.Tensor, long: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of all angles."""
         if long is not None or positions.device.type != "cpu" or not len(positions) or positions.max() >= _KEPT:
             return self._computed(positions, long)
         if self._first is None:

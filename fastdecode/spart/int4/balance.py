@@ -189,14 +189,13 @@ def _turns(rope: Rope | None, head_size: int, by: torch.Tensor) -> Callable[[tor
     """A function that turns heads [rows, heads, head_size] by `by` [rows] positions; without RoPE it does nothing."""
     if rope is None:
         return lambda heads: heads
-    angles = RotaryEmbedding(replace(rope, attention_factor=1.0), head_size, torch.device("cpu"), torch.float32).angles(
-        by
-    )
+    plain = replace(rope, attention_factor=1.0)
+    angles = RotaryEmbedding(plain, head_size, torch.device("cpu"), torch.float32).angles(by)
 
     def turn(heads: torch.Tensor) -> torch.Tensor:
         heads = heads.float().cpu()
         turned = torch.empty_like(heads)
-        apply_rope(heads, *angles, out=turned)
+        apply_rope(heads, angles.cos, angles.sin, out=turned)
         return turned
 
     return turn

@@ -41,6 +41,16 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+#: Queries at positions from 32 on are scaled.
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 32.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.25,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.0, 1.1, 1.2, 1.5, 2.0],
@@ -185,6 +195,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "ministral3": ("ministral3", {"num_key_value_heads": 2, "head_dim": 16, "rope": _MINISTRAL3_ROPE}, {}),
     "opt": ("opt", {}, {}),
     "opt-projected": ("opt", {"word_embed_proj_dim": 48, "do_layer_norm_before": False}, {}),
     "opt-old": ("opt", {"_remove_final_layer_norm": True, "enable_bias": False, "activation_function": "gelu"}, {}),
@@ -201,6 +212,7 @@ FAMILIES = (
     "gemma2",
     "gemma3",
     "smollm3",
+    "ministral3",
     "opt",
 )
 #: Models whose layers keep states.

@@ -75,6 +75,7 @@ _ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
+    "ministral3": "mistral3",
 }
 
 
@@ -130,7 +131,7 @@ def stored_tensors(
     architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     part = stored.split(".")[-2]
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    if architecture in ("llama", "granite", "smollm3") and part in heads:
+    if architecture in ("llama", "granite", "smollm3", "mistral3") and part in heads:
         return [(stored, interleave(values, heads[part]))]
     if architecture == "gpt-oss" and "experts" in parts:
         values = values.mT if values.ndim == 3 else values
@@ -220,6 +221,10 @@ def write_gguf(
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_sliding_window(config.sliding_window)
         _add_yarn(writer, config.rope_parameters)
+    if config.model_type == "ministral3":
+        _add_yarn(writer, config.rope_parameters)
+        writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
     if head is not None:
         writer.add_nextn_predict_layers(1)
     for key, value in (fields or {}).items():
