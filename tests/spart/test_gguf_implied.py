@@ -36,6 +36,7 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": None, "rope": _ROPE},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
     "ministral3": {},
+    "seed-oss": {},
 }
 
 

@@ -42,6 +42,10 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SEED_CODER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 #: `tokenizer.ggml.pre` -> the pre-tokenizer of the tokenizer.json that models of this name are published with.
 PRE = {
     "gpt-2": _PLAIN,
@@ -50,6 +54,7 @@ PRE = {
     "qwen2": pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")), "isolated"), _REST]
     ),
+    "seed-coder": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SEED_CODER), "isolated"), _REST]),
     "qwen35": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"), _REST]),
     **{
         name: pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), "isolated"), _REST])

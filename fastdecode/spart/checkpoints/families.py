@@ -114,6 +114,15 @@ def _mistral(config: ConfigJson) -> dict[str, Any]:
     return llama_like(config, 8, equal_heads(config), 131072, window=window_of(config, 4096))
 
 
+def _seed_oss(config: ConfigJson) -> dict[str, Any]:
+    return {
+        **llama_like(config, 8, 128, 524288),
+        "qkv_bias": config.flag("attention_bias", True),
+        "o_bias": config.flag("attention_out_bias", False),
+        "mlp_bias": config.flag("mlp_bias", False),
+    }
+
+
 def _qwen_window(config: ConfigJson) -> int:
     return window_of(config, 4096) if config.flag("use_sliding_window", False) else 0
 
@@ -393,6 +402,7 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "Gemma3ForCausalLM": gemma3,
     "SmolLM3ForCausalLM": smollm3,
     "Ministral3ForCausalLM": ministral3,
+    "SeedOssForCausalLM": _seed_oss,
     "OPTForCausalLM": _opt,
 }
 #: The defaults of absent keys that are read for every family alike; those without one must be there.

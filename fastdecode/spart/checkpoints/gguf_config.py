@@ -29,6 +29,7 @@ FAMILIES = {
     "granite": ("GraniteForCausalLM", None),
     "gpt-oss": (None, "GptOssForCausalLM"),
     "smollm3": ("SmolLM3ForCausalLM", None),
+    "seed_oss": ("SeedOssForCausalLM", None),
     "mistral3": ("Ministral3ForCausalLM", None),
     "qwen2vl": ("Qwen2ForCausalLM", None),
     "qwen3vl": ("Qwen3ForCausalLM", None),

@@ -46,7 +46,8 @@ NAMES = TensorNames(
     expert_down="ffn_down_exps.{e}",
 )
 _PHI3_NAMES = replace(NAMES, qkv=("attn_qkv",), up=("ffn_up",))
-_GPT_OSS_NAMES = replace(NAMES, mlp_norm="post_attention_norm", sinks="attn_sinks.weight")
+_SEED_OSS_NAMES = replace(NAMES, mlp_norm="post_attention_norm")
+_GPT_OSS_NAMES = replace(_SEED_OSS_NAMES, sinks="attn_sinks.weight")
 _GEMMA2_NAMES = replace(NAMES, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm")
 _DELTA_NAMES = DeltaNames(
     inputs=("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
@@ -71,6 +72,8 @@ def tensor_names(config: ModelConfig, architecture: str, drafts: int) -> TensorN
     MTP head."""
     if architecture == "phi3":
         return _PHI3_NAMES
+    if architecture == "seed_oss":
+        return _SEED_OSS_NAMES
     if architecture == "gpt-oss":
         return _GPT_OSS_NAMES
     if config.post_norms:

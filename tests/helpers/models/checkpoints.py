@@ -196,6 +196,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "ministral3": ("ministral3", {"num_key_value_heads": 2, "head_dim": 16, "rope": _MINISTRAL3_ROPE}, {}),
+    "seed-oss": ("seed_oss", {"num_key_value_heads": 2, "head_dim": 24}, {}),
+    "seed-oss-bias": (
+        "seed_oss",
+        {"num_key_value_heads": 2, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+        {},
+    ),
     "opt": ("opt", {}, {}),
     "opt-projected": ("opt", {"word_embed_proj_dim": 48, "do_layer_norm_before": False}, {}),
     "opt-old": ("opt", {"_remove_final_layer_norm": True, "enable_bias": False, "activation_function": "gelu"}, {}),

@@ -141,7 +141,7 @@ def stored_tensors(
     if part == "ffn_gate_inp_shexp":
         return [(stored, values[0])]
     if "post_attention_layernorm" in parts and (
-        hasattr(config, "linear_num_key_heads") or architecture in ("gemma2", "gemma3", "gpt-oss")
+        hasattr(config, "linear_num_key_heads") or architecture in ("gemma2", "gemma3", "gpt-oss", "seed_oss")
     ):
         return [(stored.replace("ffn_norm", "post_attention_norm"), values)]
     if "linear_attn" not in parts:
