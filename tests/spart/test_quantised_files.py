@@ -37,6 +37,7 @@ def test_numbers_that_are_rounded_again_move_by_half_a_step(name, tmp_path):
     theirs = make(tmp_path / "m", name)
     config = read_config(tmp_path / "m")
     checkpoint = open_checkpoint(ModelSource.open(tmp_path / "m"), config)
+    assert not any("scale" in each for each in checkpoint.names()), "a tensor that no parameter needs is a warning"
     for module in ("self_attn.k_proj", "mlp.down_proj"):
         matrix = checkpoint.matrix(f"model.layers.1.{module}.weight")
         want = theirs.get_submodule(f"model.layers.1.{module}").weight
@@ -161,8 +162,8 @@ def test_what_is_not_read_is_named(config, message, tmp_path):
         ("W4A16", {}, "weight_shape", lambda t: t[0]),
         ("fp8-blocks", {}, "weight_scale_inv", lambda t: t[:, :1]),
         ("fp8-blocks", {"weight_block_size": [64, 64]}, "weight_scale_inv", lambda t: t),
-        ("fp8-tensor", {}, "weight_scale", lambda t: t.expand(3, 1)),
-        ("fp8-tensor", {}, "weight_scale", lambda t: t.reshape(1)[:0]),
+        ("fp8-tensor", {}, "weight_scale_inv", lambda t: t.expand(3, 1)),
+        ("fp8-tensor", {}, "weight_scale_inv", lambda t: t.reshape(1)[:0]),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(name, config, tensor, change, tmp_path):

@@ -8,8 +8,8 @@ A module's weight is stored as several tensors, in the layouts that the tools pu
                         g_idx [in]
     awq                 qweight int32 [in, out / 8], qzeros [groups, out / 8], scales [groups, out]; the eight numbers
                         of a word in the order of _AWQ_ORDER
-    fp8                 weight fp8 [out, in]; weight_scale [], [1] or [out, 1], or weight_scale_inv, one for each
-                        block of a grid
+    fp8                 weight fp8 [out, in]; weight_scale [], [1] or [out, 1], or weight_scale_inv, [] or one for
+                        each block of a grid
     nvfp4               weight_packed uint8 [out, in / 2], two numbers of _FP4 each; weight_scale fp8 [out, in / 16];
                         weight_global_scale [1], which divides
     modelopt nvfp4      weight, weight_scale likewise; weight_scale_2 [], which multiplies
@@ -35,10 +35,15 @@ _TENSORS = {
     "packed": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale"),
     "nvfp4": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
-    "plain": ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx", "input_scale"),
+    "plain": (
+        *("weight", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx"),
+        *("input_scale", "activation_scale"),
+    ),
 }
-#: `weight_scale_inv` stands in for `weight_scale`. `input_scale` is not read: we round activations in smaller groups.
-_MAY_LACK = ("g_idx", "weight_scale_inv", "weight_zero_point", "weight_g_idx", "input_scale", "input_global_scale")
+#: Scales of activations, which are not read: we round these in smaller groups.
+_OF_ACTIVATIONS = ("input_scale", "input_global_scale", "activation_scale")
+#: `weight_scale_inv` stands in for `weight_scale`.
+_MAY_LACK = ("g_idx", "weight_scale_inv", "weight_zero_point", "weight_g_idx", *_OF_ACTIVATIONS)
 #: How the first tensor of a form is stored, in safetensors' spelling.
 _STORED_AS = {"packed": ("I32",), "nvfp4": ("U8",), "modelopt": ("U8",), "plain": ("I8", "F8_E4M3")}
 #: The numbers of NVFP4, then their negatives (E2M1; OCP Microscaling Formats 1.0, 5.3.3).

@@ -110,6 +110,13 @@ def fp8(weight: torch.Tensor, grid: int) -> tuple[dict, Any]:
     return {"weight": q, name: scales if grid else scales.reshape(())}, back
 
 
+def fp8_static(weight: torch.Tensor) -> tuple[dict, Any]:
+    """One scale for the whole, and one for activations, as Ministral 3 and Devstral Small 2 are published."""
+    tensors, back = fp8(weight, 0)
+    scale = tensors.pop("weight_scale")
+    return tensors | {"weight_scale_inv": scale, "activation_scale": torch.ones(())}, back
+
+
 def nvfp4(weight: torch.Tensor, modelopt: bool = False) -> tuple[dict, Any]:
     """E2M1 in groups of 16, by NVIDIA's recipe: the largest number of the matrix becomes 448 * 6."""
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -175,7 +182,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, float]] = {
     "W8-asymmetric": (compressed_tensors("int-quantized", _W8), lambda w: plain_int8(w, symmetric=False), EXACT),
     "FP8": (compressed_tensors("float-quantized", {"num_bits": 8, "type": "float"}), lambda w: fp8(w, 1), ROUNDED),
     "fp8-blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, lambda w: fp8(w, 32), ROUNDED),
-    "fp8-tensor": ({"quant_method": "fp8"}, lambda w: fp8(w, 0), ROUNDED),
+    "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_static, ROUNDED),
     "nvfp4": (
         compressed_tensors("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 16}),
         nvfp4,
