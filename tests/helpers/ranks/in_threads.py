@@ -71,16 +71,21 @@ class HFRanks(Ranks):
 async def decoded(
     ranks: Ranks, tmp_path: Path, adapter: int | None = None, kv_dtype: str = "fp32"
 ) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
-    """Prompts in one step, the longest in two, then tokens one by one: the tokens and logits of each sequence."""
+    """A part of a prompt alone, of which no token is drawn; its next part beside other prompts; then tokens one by one:
+    the tokens and logits of each other prompt's sequence."""
     vocab_size = ranks.models[0].config.vocab_size
     texts = [[token % vocab_size for token in text(n, seed=n)] for n in LENGTHS]
     logits: list[list[torch.Tensor]] = [[] for _ in texts]
     async with ranks.sparts(tmp_path, kv_dtype) as sparts:
         long = [token % vocab_size for token in text(90)]
-        first = [Chunk(0, len(texts), 1, 0, long, True, None, prompt_length=150, state=len(texts))]
+        parts = [
+            Chunk(0, len(texts), 1, start, long[start:end], True, None, prompt_length=150, state=len(texts))
+            for start, end in ((0, 40), (40, 90))
+        ]
+        ranks.each(lambda spart: run(spart.step(StepBatch(0, parts[:1]))), sparts)
         chunks = [
             Chunk(0, i, 1, 0, tokens, True, GREEDY, adapter=adapter, state=i) for i, tokens in enumerate(texts)
-        ] + first
+        ] + parts[1:]
         for _ in range(STEPS):
             batch = StepBatch(0, chunks)
             outputs = ranks.each(lambda spart: run(spart.step(batch, keep_logits=True)), sparts)  # noqa: B023
