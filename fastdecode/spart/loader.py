@@ -140,10 +140,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(out, in) of each linear of the model's blocks as the checkpoint stores it, by its name. These are the linears
-    that adapters may change."""
+    that adapters may change; an MTP head is not adapted."""
     wanted = _wanted(Blueprint(config, own_head=not config.tied))
-    first = config.names.block.partition("{i}")[0]
-    return {name: shape for name, shape in wanted.linears.items() if name.startswith(first)}
+    first, head = config.names.block.partition("{i}")[0], config.names.mtp
+    linears = {name: shape for name, shape in wanted.linears.items() if name.startswith(first)}
+    return linears if head is None else {name: linears[name] for name in linears if not name.startswith(head.block)}
 
 
 def parameter_count(config: ModelConfig) -> int:

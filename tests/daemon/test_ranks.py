@@ -181,6 +181,7 @@ def test_ranks_draft_with_the_head_of_the_model(name, backend, start, tmp_path):
     head.learn([theirs[0].tolist()], 60)
     path = head.save(directory, tmp_path / "m")
     options = ("--model", str(path), "--served-model-name", "fastdecode-demo", "--speculate", "mtp:2")
+    options += ("--backend", backend)
     node = start(*EMBEDDED, "--tensor-parallel", "2", "--mini-batches", "2", *options)
     with node.api() as api:
         answers = greedy(api, prompts, 40).choices

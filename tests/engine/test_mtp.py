@@ -27,8 +27,8 @@ from fastdecode.transports.registry import connect
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 LENGTHS = (3, 120, 150, 270)
-NATIVE = ("qwen3.5", "qwen3-next", "qwen3.5-moe")
-OF_TRANSFORMERS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa")
+NATIVE = ("qwen3.5", "qwen3-next", "qwen3.5-moe", "glm4-moe")
+OF_TRANSFORMERS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 
 
 async def tokens_of(stream):

@@ -41,7 +41,7 @@ def test_each_row_is_multiplied_with_its_experts_matrix(kind, has_grouped_mm, mo
     torch.testing.assert_close(linears(x, rows), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "glm4-moe"])
 def test_experts_are_quantised_and_a_row_does_not_depend_on_others(name):
     directory = make_checkpoint(name)
     dense, int8 = (load_model(directory, dtype="fp32", weights=weights) for weights in ("dense", "int8"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import VARIANTS, make_checkpoint, reference
+from models.checkpoints import CORRECTION, VARIANTS, make_checkpoint, reference
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
@@ -280,8 +280,9 @@ def test_every_number_of_the_checkpoint_is_loaded(name):
     """Sums of parameters, so that a tensor in the wrong half of a fused one would still have to be found elsewhere."""
     directory = make_checkpoint(name)
     model = load_model(directory, dtype="fp32")
-    theirs = sum(p.numel() for p in reference(directory).parameters())
-    assert model.parameters == theirs
+    theirs = reference(directory)
+    stored = [*theirs.parameters(), *(b for name, b in theirs.named_buffers() if name.endswith(CORRECTION))]
+    assert model.parameters == sum(tensor.numel() for tensor in stored)
 
 
 def test_a_sharded_checkpoint_has_several_files():

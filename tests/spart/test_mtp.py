@@ -10,13 +10,14 @@ from models.mtp_made import make_head
 from models.spart_steps import GREEDY, linked, run, text
 from ranks.in_threads import HFRanks, Ranks
 
-from fastdecode.spart import load_model
+from fastdecode.spart import load_model, read_config
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config import CheckpointError
+from fastdecode.spart.loader import block_linears
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
 PASSES = 3
-NATIVE = ("qwen3.5", "qwen3-next", "qwen3.5-moe")
+NATIVE = ("qwen3.5", "qwen3-next", "qwen3.5-moe", "glm4-moe")
 OF_TRANSFORMERS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 
 
@@ -82,8 +83,15 @@ async def test_only_the_drafts_that_are_wanted_are_made(name, tmp_path):
             assert list(sampled.drafts) == head.drafts(tokens, wanted)
 
 
+def test_adapters_do_not_change_a_head_among_the_layers():
+    config = read_config(make_checkpoint("glm4-moe"))
+    assert block_linears(config.with_mtp(2)) == block_linears(config)
+
+
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(CheckpointError, match=r"no MTP head to draft tokens: it lacks the tensor 'mtp\.pre_fc_norm"):
         load_model(make_checkpoint("qwen3.5"), device="cpu", mtp=1)
+    with pytest.raises(CheckpointError, match=r"lacks the tensor 'model\.layers\.3\.enorm\.weight'"):
+        load_model(make_checkpoint("glm4-moe"), device="cpu", mtp=1)
     with pytest.raises(CheckpointError, match="an MTP head of LlamaForCausalLM is not supported"):
         load_model(make_checkpoint("llama-gqa"), device="cpu", mtp=1)

@@ -31,6 +31,7 @@ CASES = [
     ("mixtral", "int4"),
     ("gpt-oss", "int4"),
     ("qwen3.5-moe", "int8"),
+    ("glm4-moe", "int4"),
 ]
 INDEX = "model.safetensors.index.json"
 

@@ -131,7 +131,7 @@ async def test_greedy_tokens_equal_transformers(variant, tmp_path):
         assert tokens == want[0].tolist()
 
 
-@pytest.mark.parametrize("variant", ["qwen3.5", "qwen3.5-moe", "gemma3"])
+@pytest.mark.parametrize("variant", ["qwen3.5", "qwen3.5-moe", "gemma3", "glm4-moe"])
 async def test_the_text_part_of_a_model_with_vision(variant, tmp_path):
     theirs = beside_vision(make_checkpoint(variant), tmp_path / "m")
     await check_text_part(theirs, tmp_path)

@@ -74,12 +74,15 @@ class Experts:
     """A mixture of experts in place of the MLP. The names of its tensors are in TensorNames."""
 
     n: int
-    used: int  # experts of each token: those to which the router gives the largest probabilities
+    used: int  # experts of each token: those to which the router gives the largest scores
     intermediate_size: int  # of each expert
-    renormalise: bool  # the probabilities of a token's experts are divided by their sum
+    renormalise: bool  # the scores of a token's experts are divided by their sum
+    sigmoid: bool = False  # a score is the sigmoid of the router's output; False: the softmax of all experts
+    single_router: bool = False  # the router computes in fp32, whatever the dtype of activations
+    scale: float = 1.0  # the outputs of a token's experts are multiplied by it, that of the shared expert is not
     bias: bool = False  # of the router and of the experts' linears
     dense_layers: frozenset[int] = frozenset()  # layers that have an MLP
-    shared_size: int = 0  # of an MLP that all tokens pass beside their experts, times a gate of its own; 0: none
+    shared_size: int = 0  # of an MLP that all tokens pass beside their experts; 0: none
     #: (alpha, limit) of gpt-oss, whose experts compute (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)).
     clamped_swiglu: tuple[float, float] | None = None
 
@@ -173,6 +176,7 @@ class TensorNames:
     head: str = "lm_head"  # weight [vocab_size, embed_size]
     sinks: str | None = None  # the tensor [n_q_heads] itself: each head's attention sink
     router: str | None = None
+    router_correction: str | None = None  # the tensor [experts] itself: added to scores, but only to choose experts
     #: The names of the experts' `up` and `down`. "{e}" stands for the expert's number; SafetensorsCheckpoint gives such
     #: names to experts that a file has in transformers' two tensors of a layer, too. A name without it is that of a
     #: tensor [experts, in, out] in which columns of gate and up alternate, whose bias has the same name and "_bias".
@@ -180,7 +184,7 @@ class TensorNames:
     expert_down: str | None = None
     shared_up: tuple[str, ...] = ()  # of Experts.shared_size: gate, up
     shared_down: str | None = None
-    shared_gate: str | None = None  # weight [1, hidden_size]
+    shared_gate: str | None = None  # weight [1, hidden_size]; None: the shared expert's output is added as it is
     delta: DeltaNames | None = None
     mtp: MTPNames | None = None  # read if ModelConfig.mtp
     #: The beginnings of the names of tensors that are left aside: those of drafts; "": of other parts than text.

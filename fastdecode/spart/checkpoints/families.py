@@ -25,6 +25,7 @@ from fastdecode.spart.checkpoints.config import (
 )
 from fastdecode.spart.checkpoints.config_json import ConfigJson, end_token_ids
 from fastdecode.spart.checkpoints.gemma import GEMMA3_DEFAULTS, gemma, gemma2, gemma3
+from fastdecode.spart.checkpoints.glm import glm4_moe
 from fastdecode.spart.checkpoints.llama_like import (
     LLAMA_NAMES,
     biases_of,
@@ -403,6 +404,7 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "SmolLM3ForCausalLM": smollm3,
     "Ministral3ForCausalLM": ministral3,
     "SeedOssForCausalLM": _seed_oss,
+    "Glm4MoeForCausalLM": glm4_moe,
     "OPTForCausalLM": _opt,
 }
 #: The defaults of absent keys that are read for every family alike; those without one must be there.
@@ -428,4 +430,5 @@ TEXT_PARTS = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
 }

@@ -12,6 +12,9 @@ from fastdecode.spart.checkpoints.config import Experts
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.linears.experts import ExpertLinears, ExpertRows
 
+#: The least sum by which scores are divided: sigmoids may all be 0.
+_LEAST = 1e-20
+
 
 @dataclass(slots=True)
 class MLP:
@@ -32,10 +35,14 @@ class MLP:
 @dataclass(slots=True)
 class SharedExpert:
     """An MLP that all tokens pass beside their experts. Its output is multiplied by the sigmoid of the product of
-    `gate` [1, hidden_size] and the token's row."""
+    `gate` [1, hidden_size] and the token's row, if there is a gate."""
 
     mlp: MLP
-    gate: torch.Tensor
+    gate: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.mlp.nbytes + (0 if self.gate is None else self.gate.nbytes)
 
 
 class Mixture:
@@ -47,14 +54,16 @@ class Mixture:
         config: Experts,
         router: torch.Tensor,
         router_bias: torch.Tensor | None,
+        correction: torch.Tensor | None,
         up: ExpertLinears,
         down: ExpertLinears,
         shared: SharedExpert | None = None,
     ):
-        """router [experts, hidden_size], router_bias [experts] or None. The rows of `up` are gate, up. The caller
-        computes the `shared` expert."""
+        """router [experts, hidden_size], in whose dtype it computes; router_bias [experts] or None; correction fp32
+        [experts] or None: what is added to scores to choose experts. The rows of `up` are gate, up. The caller computes
+        the `shared` expert."""
         self.shared = shared
-        self._config, self._router, self._router_bias = config, router, router_bias
+        self._config, self._router, self._router_bias, self._correction = config, router, router_bias, correction
         self._up, self._down = up, down
         self.load: torch.Tensor | None = None
 
@@ -67,10 +76,7 @@ class Mixture:
         if not len(x):  # the last layer of a rank, in a step that draws no token
             return torch.empty_like(x)
         used = self._config.used
-        scores = F.linear(x, self._router, self._router_bias).float().softmax(1)
-        shares, chosen = scores.topk(used, dim=1)
-        if self._config.renormalise:
-            shares /= shares.sum(1, keepdim=True)
+        shares, chosen = self.choose(x)
         experts, order = chosen.flatten().sort(stable=True)
         counts = experts.new_zeros(self._config.n).scatter_add_(0, experts, torch.ones_like(experts))
         if self.load is None:
@@ -81,6 +87,23 @@ class Mixture:
         results = torch.empty_like(results).index_copy_(0, order, results).view(len(x), used, -1)
         return torch.bmm(shares[:, None].to(x.dtype), results)[:, 0]
 
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of the rows x [n, hidden_size], int64 [n, used], and their shares in the output, fp32 [n, used].
+        On a GPU a captured step does so, too, without the host."""
+        config = self._config
+        outputs = F.linear(x.to(self._router.dtype), self._router, self._router_bias).float()
+        scores = outputs.sigmoid() if config.sigmoid else outputs.softmax(1)
+        if self._correction is None:
+            shares, chosen = scores.topk(config.used, dim=1)
+        else:
+            chosen = (scores + self._correction).topk(config.used, dim=1).indices
+            shares = scores.gather(1, chosen)
+        if config.renormalise:
+            shares /= shares.sum(1, keepdim=True).clamp_(min=_LEAST)
+        if config.scale != 1.0:
+            shares *= config.scale
+        return shares, chosen
+
     @property
     def pooled(self) -> bool:
         """Whether kernels/ computes the products of all experts."""
@@ -88,5 +111,5 @@ class Mixture:
 
     @property
     def nbytes(self) -> int:
-        shared = 0 if self.shared is None else self.shared.mlp.nbytes + self.shared.gate.nbytes
+        shared = 0 if self.shared is None else self.shared.nbytes
         return self._router.nbytes + self._up.nbytes + self._down.nbytes + shared

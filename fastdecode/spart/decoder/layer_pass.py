@@ -238,9 +238,10 @@ class DecoderPass:
         """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a
         prompt have no token drawn after them, and nothing else needs what the last layer makes of them. False if all
         rows are kept, as in a step without joints, unless ranks share the model: these sum the same rows, and one of
-        them may have joints. A step with adapters or states has joints at no rank."""
+        them may have joints. A step with adapters or states has joints at no rank, and an MTP head passes all rows."""
         has_joints = self._joint_rows is not None or self._decoder.model.reduction is not None
-        if not self._prompts or self._adapters is not None or self._states is not None or not has_joints:
+        passed = self._config.mtp or self._adapters is not None or self._states is not None
+        if not self._prompts or passed or not has_joints:
             return False
         self.x, self._o = self.x.index_select(0, rows), self._o.index_select(0, rows)
         if self._joints is not None and self._joint_rows is not None:
@@ -326,7 +327,8 @@ class DecoderPass:
         if isinstance(mlp, Mixture):
             y = mlp(h, self._ops.activate)
             if (shared := mlp.shared) is not None:
-                y += torch.sigmoid(h @ shared.gate.T) * self._mlp(shared.mlp, h)
+                of_shared = self._mlp(shared.mlp, h)
+                y += of_shared if shared.gate is None else torch.sigmoid(h @ shared.gate.T) * of_shared
             return y
         up = adapted_product(mlp.up, h, self._adapters)
         return adapted_product(mlp.down, self._ops.activate(up), self._adapters)

@@ -306,8 +306,9 @@ class Blueprint:
         n, size, bias = experts.n, experts.intermediate_size, experts.bias
         return Mixture(
             experts,
-            reader.tensor(f"{block}{names.router}.weight", n, hidden),
+            reader.tensor(f"{block}{names.router}.weight", n, hidden, single=experts.single_router),
             reader.tensor(f"{block}{names.router}.bias", n) if bias else None,
+            reader.tensor(f"{block}{names.router_correction}", n, single=True) if names.router_correction else None,
             reader.experts([f"{block}{name}" for name in names.expert_up], [size, size], hidden, n, bias),
             reader.experts([f"{block}{names.expert_down}"], [hidden], size, n, bias),
             self._shared_expert(reader, experts.shared_size, block) if experts.shared_size else None,
@@ -321,7 +322,7 @@ class Blueprint:
                 reader.linear(up, [size, size], hidden, bias=False, layer=True),
                 reader.linear(down, [hidden], size, bias=False, layer=True),
             ),
-            reader.tensor(f"{block}{names.shared_gate}.weight", 1, hidden),
+            reader.tensor(f"{block}{names.shared_gate}.weight", 1, hidden) if names.shared_gate else None,
         )
 
     def _projection(self, reader: ParameterReader, name: str | None, out: int, width: int) -> Linear | None:

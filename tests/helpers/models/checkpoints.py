@@ -58,6 +58,15 @@ _LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 _QWEN3_MOE = {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_GLM4_MOE = {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "rope": {"partial_rotary_factor": 0.5},
+}
 _DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 32,
@@ -202,6 +211,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_key_value_heads": 2, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
         {},
     ),
+    "glm4-moe": ("glm4_moe", {**_GLM4_MOE, "attention_bias": True}, {}),
+    "glm4-moe-qk-norm": (
+        "glm4_moe",
+        {
+            **_GLM4_MOE,
+            "use_qk_norm": True,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "tie_word_embeddings": True,
+            "rope": {"partial_rotary_factor": 0.25},
+        },
+        {},
+    ),
     "opt": ("opt", {}, {}),
     "opt-projected": ("opt", {"word_embed_proj_dim": 48, "do_layer_norm_before": False}, {}),
     "opt-old": ("opt", {"_remove_final_layer_norm": True, "enable_bias": False, "activation_function": "gelu"}, {}),
@@ -221,10 +244,12 @@ FAMILIES = (
     "ministral3",
     "opt",
 )
+#: The ending of the buffer that changes which experts a router chooses.
+CORRECTION = "e_score_correction_bias"
 #: Models whose layers keep states.
 STATEFUL = ("qwen3-next", "qwen3.5", "qwen3.5-last", "qwen3.5-moe")
 #: Mixtures of experts. Rounding may give a token other experts, so they have no budgets for smaller formats.
-MIXTURES = ("mixtral", "gpt-oss")
+MIXTURES = ("mixtral", "gpt-oss", "glm4-moe")
 
 
 def make_checkpoint(name: str, seed: int = 0) -> Path:
@@ -261,6 +286,9 @@ def make_model(name: str, seed: int = 0) -> Any:
                     parameter.normal_(0.0, 1.0 / scale)
                 else:  # keeps activations near one, and their logits a few units apart
                     parameter.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5)
+            for name, buffer in model.named_buffers():
+                if name.endswith(CORRECTION):
+                    buffer.normal_(0.0, 0.5)  # other experts than without it, whose scores are between 0 and 1
     model.generation_config.update(do_sample=False, eos_token_id=[1], bos_token_id=0, pad_token_id=2)
     return model.eval()
 
@@ -280,10 +308,13 @@ def beside_vision(directory: Path, target: Path) -> Any:
     text = reference(directory)
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
     vision |= {"num_hidden_layers": 1, "num_attention_heads": 2}  # Gemma's names
-    tied = text.config.tie_word_embeddings
+    tied, values, kind = text.config.tie_word_embeddings, text.config.to_dict(), text.config.model_type
+    if kind == "glm4_moe":
+        kind = values["model_type"] = "glm4v_moe_text"
+        values["rope_parameters"]["mrope_section"] = [3, 3, 2]
     config = AutoConfig.for_model(
-        text.config.model_type.removesuffix("_text"),
-        text_config=text.config.to_dict(),
+        kind.removesuffix("_text"),
+        text_config=values,
         vision_config={**vision, "patch_size": 4},
         tie_word_embeddings=tied,
     )

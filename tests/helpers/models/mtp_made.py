@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.checkpoints import reference
+from models.checkpoints import CORRECTION, reference
 
 
 class MTPHead(torch.nn.Module):
@@ -42,6 +42,9 @@ class MTPHead(torch.nn.Module):
                     torch.nn.init.normal_(parameter, 0.0, 0.2)
                 else:
                     torch.nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
+            for name, buffer in self.named_buffers():
+                if name.endswith(CORRECTION):
+                    torch.nn.init.normal_(buffer, 0.0, 0.5)
 
     def _attends(self, config: Any) -> int:
         """The number of a layer like that of the head."""
@@ -157,5 +160,8 @@ def make_head(directory: Path, seed: int = 0) -> MTPHead:
     """A random head of the checkpoint in `directory`."""
     model = reference(directory)
     model.requires_grad_(False)
-    kind = LayerHead if hasattr(model.config, "num_nextn_predict_layers") else MTPHead
-    return kind(model, seed)
+    return kind_of_head(model)(model, seed)
+
+
+def kind_of_head(model: Any) -> type[MTPHead]:
+    return LayerHead if hasattr(model.config, "num_nextn_predict_layers") else MTPHead

@@ -209,9 +209,24 @@ def make(directory: Path, name: str, source: str = "llama-mha", ignored: tuple[s
             tensors |= {f"{module_name}.{part}": tensor for part, tensor in parts.items()}
             with torch.no_grad():
                 module.weight.copy_(back)
+    for tensor_name in [key for key in tensors if ".experts." in key and key.endswith("_proj.weight")]:
+        parts, back = store(tensors.pop(tensor_name).float())
+        tensors |= {f"{tensor_name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+        with torch.no_grad():
+            _of_stack(theirs, tensor_name).copy_(back)
     save_file({k: v.contiguous() for k, v in tensors.items()}, directory / "model.safetensors")
     edit_config(directory, quantization_config=config)
     return theirs
+
+
+def _of_stack(theirs: Any, tensor_name: str) -> torch.Tensor:
+    """The matrix of one expert in transformers' two tensors of a layer."""
+    block, _, rest = tensor_name.partition(".experts.")
+    index, kind, _ = rest.split(".")
+    experts = theirs.get_submodule(f"{block}.experts")
+    if kind == "down_proj":
+        return experts.down_proj[int(index)]
+    return experts.gate_up_proj[int(index)].chunk(2)[kind == "up_proj"]
 
 
 def e2m1(code: int) -> float:

@@ -1,0 +1,135 @@
+"""GLM-4-MoE: its router, and what the configurations of its checkpoints mean."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from models.checkpoints import make_checkpoint, reference
+
+from fastdecode.spart import CheckpointError, ModelConfig, load_model
+from fastdecode.spart.checkpoints.families import make_config
+from fastdecode.spart.checkpoints.quantisation import parse_quantisation
+
+VARIANTS = ("glm4-moe", "glm4-moe-qk-norm")
+#: What the published config.json of GLM-4.6 in FP8 says, without what is read for every family alike.
+GLM_4_6 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "dtype": "bfloat16",
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 3,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+                "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    },
+}
+
+
+def config_of(**changes: Any) -> ModelConfig:
+    """The configuration of a variant's checkpoint with other values of some keys. ...: without the key."""
+    raw = json.loads((make_checkpoint("glm4-moe") / "config.json").read_text()) | changes
+    return make_config({key: value for key, value in raw.items() if value is not ...})
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_router_computes_in_fp32_and_is_corrected_only_to_choose(name, dtype):
+    ours, theirs = (
+        load_model(make_checkpoint(name), dtype=dtype).weights.blocks[-1].mlp,
+        reference(make_checkpoint(name)),
+    )
+    gate = theirs.model.layers[-1].mlp.gate
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.inference_mode():
+        shares, chosen = ours.choose(x)
+        _, wanted, experts = gate(x)
+        gate.e_score_correction_bias.zero_()
+        uncorrected = gate(x)[2].sort(dim=1).values
+    order, theirs_order = chosen.argsort(dim=1), experts.argsort(dim=1)
+    assert torch.equal(chosen.gather(1, order), experts.gather(1, theirs_order))
+    torch.testing.assert_close(shares.gather(1, order), wanted.gather(1, theirs_order))
+    assert (chosen.gather(1, order) != uncorrected).any(dim=1).float().mean() > 0.2
+
+
+def test_sigmoids_that_are_all_zero_leave_no_nan():
+    mixture = load_model(make_checkpoint("glm4-moe"), dtype="fp32").weights.blocks[-1].mlp
+    with torch.inference_mode():
+        mixture._router.abs_()
+        assert torch.equal(mixture.choose(torch.full((1, 64), -1e4))[0], torch.zeros(1, 3))
+
+
+def test_a_published_configuration():
+    config = make_config(GLM_4_6)
+    assert (config.n_layers, config.head_size, config.rope.theta, config.rope.fraction) == (92, 128, 1e6, 0.5)
+    assert (config.qk_norm, config.qkv_bias, config.o_bias, config.norm_eps) == (True, True, False, 1e-5)
+    experts = config.experts
+    assert (experts.n, experts.used, experts.intermediate_size, experts.shared_size) == (160, 8, 1536, 1536)
+    assert (experts.scale, experts.renormalise, experts.dense_layers) == (2.5, True, frozenset({0, 1, 2}))
+    assert config.quantisation == parse_quantisation(GLM_4_6["quantization_config"])
+
+
+def test_keys_that_are_absent_have_the_defaults_of_the_class():
+    absent = (
+        *("n_group", "topk_group", "n_shared_experts", "norm_topk_prob", "first_k_dense_replace", "attention_bias"),
+        *("use_qk_norm", "routed_scaling_factor", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"),
+    )
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = config_of(**dict.fromkeys(absent, ...), head_dim=..., rope_parameters=rope)
+    experts = config.experts
+    assert (experts.n, experts.used, experts.intermediate_size, experts.shared_size) == (128, 8, 1408, 1408)
+    assert (experts.scale, experts.renormalise, experts.dense_layers) == (1.0, True, frozenset({0}))
+    assert (config.head_size, config.qkv_bias, config.qk_norm, config.rope.fraction) == (16, False, False, 0.5)
+    assert config_of(first_k_dense_replace=9).experts.dense_layers == frozenset({0, 1, 2})
+    assert config_of(n_shared_experts=0).experts.shared_size == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 2}, "'n_group' is 2; experts in several groups are not supported"),
+        ({"topk_group": 2}, "'topk_group' is 2; experts in several groups are not supported"),
+        ({"routed_scaling_factor": 0}, "'routed_scaling_factor' is 0.0, not a positive"),
+        ({"first_k_dense_replace": -1}, "'first_k_dense_replace' is -1, not a whole number"),
+        ({"num_experts_per_tok": 7}, "7 experts for each token of 6"),
+    ],
+    ids=str,
+)
+def test_what_is_not_understood_is_named(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        config_of(**changes)
