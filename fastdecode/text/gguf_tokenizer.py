@@ -54,13 +54,14 @@ _CASED_WORDS = (
 _DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _GPT2 = ("gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion")
 _LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "dbrx", "smaug-bpe", "falcon3", "pixtral")
+_GLM4 = ("glm4", "chatglm-bpe")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan-dense")
 _QWEN35 = "qwen35"
 #: The tokenizers that keep a word whole if the vocabulary has it, and put a token before a text.
 _WHOLE = (*_LLAMA3, "tekken")
 #: The expression that cuts a text into words, by the tokenizer's name.
 _WORDS = {
-    **dict.fromkeys(_LLAMA3, _LLAMA3_WORDS % "{1,3}"),
+    **dict.fromkeys((*_LLAMA3, *_GLM4), _LLAMA3_WORDS % "{1,3}"),
     **dict.fromkeys(_QWEN2, _LLAMA3_WORDS % ""),
     _QWEN35: _QWEN35_WORDS,
     "seed-coder": (_LLAMA3_WORDS % "").replace(r"[\r\n]*", ""),  # signs take no ends of lines with them

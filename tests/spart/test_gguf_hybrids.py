@@ -14,7 +14,7 @@ import pytest
 import torch
 from models.checkpoints import VARIANTS, YARN, make_model
 from models.gguf_made import write_gguf
-from models.mtp_made import MTPHead
+from models.mtp_made import kind_of_head
 from models.quantised_checks import EXACT, error_of_logits
 from models.spart_steps import GREEDY, linked, run, text
 from quick import quick
@@ -37,6 +37,8 @@ MODELS = {
     "qwen3-moe": {},
     "mixtral": {"sliding_window": None},
     "gpt-oss": {"rope": {**YARN, "truncate": False, "beta_fast": 20.0, "beta_slow": 0.5}},
+    "glm4-moe": {},
+    "glm4-moe-qk-norm": {},
 }
 NEW_TOKENS, MOST_DRAFTS = 12, 2
 
@@ -67,7 +69,7 @@ async def greedy_tokens(model: Model, tmp_path: Path, drafts: int = 0) -> tuple[
     return tokens, made
 
 
-@pytest.mark.parametrize("name", quick(MODELS, "qwen3.5", "mixtral"))
+@pytest.mark.parametrize("name", quick(MODELS, "qwen3.5", "mixtral", "glm4-moe"))
 async def test_tokens_are_those_of_transformers(name: str, made: Any, tmp_path: Path) -> None:
     theirs = made(name, **MODELS[name])
     write_gguf(tmp_path / "m.gguf", theirs, "F32")
@@ -92,13 +94,13 @@ async def test_files_of_qwen3_next_whose_projections_stand_head_by_head(made: An
     assert await error_of_logits(tmp_path / "m.gguf", theirs, tmp_path) < EXACT / 10
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "glm4-moe"])
 async def test_the_mtp_head_of_a_file_drafts_what_transformers_modules_draft(
     name: str, made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs, path = made(name), tmp_path / "m.gguf"
     theirs.requires_grad_(False)
-    head = MTPHead(theirs)
+    head = kind_of_head(theirs)(theirs)
     write_gguf(path, theirs, "F32", head=head)
     with caplog.at_level(logging.INFO):
         load_model(path)

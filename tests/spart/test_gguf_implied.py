@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from models.checkpoints import VARIANTS, make_checkpoint, make_model
 from models.gguf_made import tokenizer_fields, write_gguf
-from models.spart_steps import EXACT, GREEDY, linked, run, text
+from models.llama_cpp_checks import last_logits, logits_of_llama_cpp, needs_llama_cpp
+from models.spart_steps import EXACT, text
 
-from fastdecode.spart import CheckpointError, ModelConfig, SPart, load_model, read_config
+from fastdecode.spart import CheckpointError, ModelConfig, read_config
 from fastdecode.spart.checkpoints.config import Rope
 from fastdecode.spart.decoder import layer_pass
 from fastdecode.spart.decoder.block_ops import ACTIVATIONS, BlockOps
-from fastdecode.spart.step.batch import Chunk, StepBatch
 
 #: What llama.cpp takes for granted: every sixth layer of Gemma 3 sees all tokens, every second one of Gemma 2, layers
 #: with a window have 10,000 as the base of RoPE, and scores are divided by the root of the head size. Every fourth
@@ -48,16 +47,6 @@ def model(request, monkeypatch):
     return make_model(request.param)
 
 
-async def logits(path: Path, tokens: list[int], tmp_path: Path) -> torch.Tensor:
-    """The logits after a prompt, and after each of 8 tokens behind it."""
-    loaded = load_model(path, dtype="fp32")
-    async with linked(loaded, tmp_path) as links:
-        spart = SPart(loaded, links)
-        chunks = [Chunk(0, 0, 1, 0, tokens[:-8], True, GREEDY)]
-        chunks += [Chunk(0, 0, 1, i, tokens[i : i + 1], False, GREEDY) for i in range(len(tokens) - 8, len(tokens))]
-        return torch.cat([run(spart.step(StepBatch(0, [chunk]), keep_logits=True)).logits for chunk in chunks])
-
-
 @pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
 def test_files_without_a_dtype_of_their_own_are_computed_in_bf16(name, tmp_path):
     """Activations of Gemma may exceed the range of fp16."""
@@ -68,26 +57,20 @@ def test_files_without_a_dtype_of_their_own_are_computed_in_bf16(name, tmp_path)
 async def test_logits_are_those_of_transformers(model, tmp_path):
     write_gguf(tmp_path / "m.gguf", model, "F32")
     tokens = text(50)
-    got = await logits(tmp_path / "m.gguf", tokens, tmp_path)
+    got = await last_logits(tmp_path / "m.gguf", tokens, tmp_path)
     with torch.no_grad():
         want = model(torch.tensor([tokens])).logits[0, -9:]
     assert (got - want).abs().max() < EXACT * want.std()
 
 
-@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+@needs_llama_cpp
 async def test_logits_are_those_of_llama_cpp(model, tmp_path, monkeypatch):
-    import llama_cpp
-
     monkeypatch.setitem(ACTIVATIONS, "gelu_pytorch_tanh", _gelu_of_a_table)
     monkeypatch.setattr(layer_pass, "make_block_ops", lambda config, _, dtype: BlockOps(config, dtype))
     write_gguf(tmp_path / "m.gguf", model, "F32", tokenizer_fields(make_checkpoint("llama-gqa")))
     tokens = text(50)
-    got = await logits(tmp_path / "m.gguf", tokens, tmp_path)
-    floats = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
-    theirs = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=64, logits_all=True, verbose=False, n_threads=2, **floats)
-    theirs.eval(tokens)
-    want = torch.from_numpy(np.array(theirs.scores[len(tokens) - 9 : len(tokens)]))
-    theirs.close()
+    got = await last_logits(tmp_path / "m.gguf", tokens, tmp_path)
+    want = logits_of_llama_cpp(tmp_path / "m.gguf", tokens)
     assert (got - want).abs().max() < 3e-3 * want.std()
     assert got.argmax(1).tolist() == want.argmax(1).tolist()
 

@@ -1,15 +1,21 @@
-"""GLM-4-MoE: its router, and what the configurations of its checkpoints mean."""
+"""GLM-4-MoE: its router, what the configurations of its checkpoints mean, and its GGUF files against llama.cpp."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
-from models.checkpoints import make_checkpoint, reference
+from models.checkpoints import make_checkpoint, make_model, reference
+from models.gguf_made import tokenizer_fields, write_gguf
+from models.llama_cpp_checks import last_logits, logits_of_llama_cpp, needs_llama_cpp
+from models.spart_steps import text
 
-from fastdecode.spart import CheckpointError, ModelConfig, load_model
+from fastdecode.spart import CheckpointError, ModelConfig, load_model, read_config
 from fastdecode.spart.checkpoints.families import make_config
 from fastdecode.spart.checkpoints.quantisation import parse_quantisation
 
@@ -133,3 +139,62 @@ def test_keys_that_are_absent_have_the_defaults_of_the_class():
 def test_what_is_not_understood_is_named(changes, message):
     with pytest.raises(CheckpointError, match=message):
         config_of(**changes)
+
+
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("name", VARIANTS)
+async def test_logits_are_those_of_llama_cpp(name, tmp_path):
+    path, tokens = tmp_path / "m.gguf", text(50)
+    write_gguf(path, make_model(name), "F32", tokenizer_fields(make_checkpoint(name), "glm4"))
+    got, want = await last_logits(path, tokens, tmp_path), logits_of_llama_cpp(path, tokens)
+    assert (got - want).abs().max() < 3e-3 * want.std()
+    assert got.argmax(1).tolist() == want.argmax(1).tolist()
+
+
+def metadata(path: Path, **fields: int | float | bool) -> ModelConfig:
+    """The configuration of a file without the tensors of blocks."""
+    writer = gguf.GGUFWriter(path, "glm4moe")
+    sizes = {"context_length": 512, "embedding_length": 96, "feed_forward_length": 64, "block_count": 4}
+    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 32}
+    sizes |= {"attention.layer_norm_rms_epsilon": 1e-5, "expert_count": 4, "expert_used_count": 2}
+    for key, value in (sizes | fields).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"glm4moe.{key}", value)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 96), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_config(path)
+
+
+def test_what_llama_cpp_takes_for_granted(tmp_path):
+    config = metadata(tmp_path / "m.gguf")
+    experts = config.experts
+    assert (experts.renormalise, experts.scale, experts.dense_layers) == (False, 1.0, frozenset())
+    assert (config.rope.fraction, config.qk_norm, config.n_layers) == (1.0, False, 4)
+    fields = {"expert_weights_norm": True, "expert_weights_scale": 2.5, "leading_dense_block_count": 1}
+    fields |= {"rope.dimension_count": 16, "expert_gating_func": 0, "expert_shared_count": 2, "nextn_predict_layers": 1}
+    config = metadata(tmp_path / "m.gguf", **fields, **{"expert_feed_forward_length": 48})
+    experts = config.experts
+    assert (experts.renormalise, experts.scale, experts.dense_layers) == (True, 2.5, frozenset({0}))
+    assert (config.rope.fraction, config.n_layers, experts.shared_size) == (0.5, 3, 96)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"expert_gating_func": 1}, r"m\.gguf: 'glm4moe\.expert_gating_func' is 1, not 2"),
+        ({"expert_group_count": 4}, r"'glm4moe\.expert_group_count' is 4; experts in several groups"),
+        ({"nextn_predict_layers": 9}, r"'glm4moe\.block_count' is -5, not a positive whole number"),
+        ({"rope.dimension_count": 10**6}, "a partial_rotary_factor of 31250 is not supported"),
+        ({"expert_unheard": 1}, r"the key 'glm4moe\.expert_unheard' is not understood"),
+    ],
+    ids=str,
+)
+def test_keys_of_a_file_that_are_not_understood_are_named(fields, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        metadata(tmp_path / "m.gguf", **fields)

@@ -50,6 +50,7 @@ _SEED_CODER = (
 PRE = {
     "gpt-2": _PLAIN,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _PLAIN]),
+    "glm4": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), _REST]),
     "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), _REST]),
     "qwen2": pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")), "isolated"), _REST]

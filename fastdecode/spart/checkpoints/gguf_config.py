@@ -34,6 +34,7 @@ FAMILIES = {
     "qwen2vl": ("Qwen2ForCausalLM", None),
     "qwen3vl": ("Qwen3ForCausalLM", None),
     "qwen3vlmoe": (None, "Qwen3MoeForCausalLM"),
+    "glm4moe": (None, "Glm4MoeForCausalLM"),
 }
 #: Keys behind the architecture's name, and what config.json calls them.
 _KEYS = {
@@ -64,6 +65,15 @@ _GEMMA_KEYS = {
     "attention.sliding_window_pattern": "sliding_window_pattern",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_GLM4_MOE_KEYS = _EXPERT_KEYS | {
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
 _SHARED_KEYS = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 #: More such keys, which only these architectures' families read.
 _FAMILY_KEYS = {
@@ -82,6 +92,7 @@ _FAMILY_KEYS = {
         "residual_scale": "residual_multiplier",
         "logit_scale": "logits_scaling",
     },
+    "glm4moe": _GLM4_MOE_KEYS,
     "gpt-oss": _EXPERT_KEYS
     | {"attention.sliding_window": "sliding_window", "expert_feed_forward_length": "intermediate_size"},
 }
@@ -97,14 +108,18 @@ _OTHER_KEYS = {
     "rope.scaling.yarn_beta_slow",
     "rope.scaling.finetuned",
 }
-#: The same for architectures with the gated delta rule. `rope.dimension_sections`: the three positions of images.
 _DELTA_OTHER_KEYS = {"rope.dimension_sections", "ssm.inner_size", "attention.recurrent_layers", "nextn_predict_layers"}
-#: Architectures of the text parts of models that see images.
-_SEEING = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
-#: Further keys of these that do not change text: RoPE's three positions, and the number of layers that images enter.
+#: Keys that do not change text: RoPE's three positions of images, and the number of layers that images enter.
 _VISION_OTHER_KEYS = {"rope.dimension_sections", "n_deepstack_layers"}
-#: Further keys of the architecture mistral3: of YaRN, and of the scale of queries.
-_MISTRAL_OTHER_KEYS = {"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"}
+#: Further ones that these architectures alone have.
+_FAMILY_OTHER_KEYS = {
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _DELTA_OTHER_KEYS),
+    **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), _VISION_OTHER_KEYS),
+    "glm4moe": {"rope.dimension_sections", "expert_gating_func", "nextn_predict_layers"},
+    "mistral3": {"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"},
+}
+#: What `expert_gating_func` says of scores that are sigmoids; 0 leaves it to the architecture.
+_SIGMOID = 2
 #: The keys of RoPE's scaling, and what config.json calls them in `rope_scaling`.
 _SCALING_KEYS = {
     "rope.scaling.factor": "factor",
@@ -158,13 +173,11 @@ class _Metadata:
         self.own = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
         self._keys = _KEYS | _FAMILY_KEYS.get(architecture, {})
         self._has_delta = "ssm.conv_kernel" in self._keys
-        others = _OTHER_KEYS | (_DELTA_OTHER_KEYS if self._has_delta else set())
-        others |= _VISION_OTHER_KEYS if architecture in _SEEING else set()
-        others |= _MISTRAL_OTHER_KEYS if architecture == "mistral3" else set()
+        others = _OTHER_KEYS | _FAMILY_OTHER_KEYS.get(architecture, set())
         if unknown := sorted(key for key in self.own if key not in self._keys and key not in others):
             raise CheckpointError(f"{file.path}: the key {prefix + unknown[0]!r} is not understood")
         #: Blocks behind those of the model, which hold an MTP head.
-        self.drafts = self._whole_number("nextn_predict_layers") if self._has_delta else 0
+        self.drafts = self._whole_number("nextn_predict_layers") if "nextn_predict_layers" in others else 0
 
     def _whole_number(self, key: str) -> int:
         """The key `key` of the architecture, 0 without it. Raises CheckpointError."""
@@ -176,12 +189,15 @@ class _Metadata:
     def config_json(self) -> dict[str, Any]:
         """What config.json would say. Raises CheckpointError."""
         path, fields, tensors = self._file.path, self._file.fields, self._file.tensors
-        raw: dict[str, Any] = {name: self.own[key] for key, name in self._keys.items() if key in self.own}
+        raw: dict[str, Any] = {"norm_topk_prob": True}
+        if self.architecture == "glm4moe":
+            raw = self._glm4_moe()
+        raw |= {name: self.own[key] for key, name in self._keys.items() if key in self.own}
         if "token_embd.weight" not in tensors or "num_attention_heads" not in raw:
             raise CheckpointError(
                 f"{path} holds no language model: it lacks 'token_embd.weight' or the number of heads"
             )
-        experts = raw.get("num_experts", 0)
+        experts = self.own.get("expert_count", 0)
         family = FAMILIES[self.architecture][bool(experts)]
         if family is None:
             raise CheckpointError(f"{path}: {experts} experts are not understood in {self.architecture}")
@@ -193,9 +209,10 @@ class _Metadata:
             "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": [fields[key] for key in _END_TOKENS if key in fields],
             "rope_scaling": self._rope_scaling(),
-            "norm_topk_prob": True,
             **self._implied(ConfigJson(raw)),
         }
+        if self.drafts:
+            raw["num_hidden_layers"] = self._whole_number("block_count") - self.drafts
         if self.architecture.startswith("gemma"):
             raw |= self._gemma(ConfigJson(raw))
         return raw | self._delta() if self._has_delta else raw
@@ -232,18 +249,33 @@ class _Metadata:
             implied["sliding_window_pattern"] = 1  # all layers see all tokens
         return implied
 
+    def _glm4_moe(self) -> dict[str, Any]:
+        """What llama.cpp takes for granted of GLM-4-MoE where a key is absent, and what only the tensors say. Raises
+        CheckpointError for another router."""
+        if self.own.get("expert_gating_func", 0) not in (0, _SIGMOID):
+            key = f"{self.architecture}.expert_gating_func"
+            raise CheckpointError(f"{self._file.path}: {key!r} is {self.own['expert_gating_func']!r}, not {_SIGMOID}")
+        return {
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "partial_rotary_factor": 1.0,
+            **self._partial_rope(),
+            "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in self._file.tensors),
+        }
+
+    def _partial_rope(self) -> dict[str, Any]:
+        """The part of a head that RoPE turns, if the file says so."""
+        size, turned = self._whole_number("attention.key_length"), self._whole_number("rope.dimension_count")
+        return {"partial_rotary_factor": turned / size} if size and turned else {}
+
     def _delta(self) -> dict[str, Any]:
         """The keys of config.json in which llama.cpp says otherwise what blocks with the gated delta rule are like."""
-        own = self.own
-        n_blocks = self._whole_number("block_count") - self.drafts
-        more: dict[str, Any] = {"num_hidden_layers": n_blocks}
+        own, more = self.own, self._partial_rope()
         if v_heads := self._whole_number("ssm.time_step_rank"):
             more["linear_value_head_dim"] = self._whole_number("ssm.inner_size") // v_heads
-        size, turned = self._whole_number("attention.key_length"), self._whole_number("rope.dimension_count")
-        if size and turned:
-            more["partial_rotary_factor"] = turned / size
         recurrent = own.get("attention.recurrent_layers")
         if isinstance(recurrent, list):
+            n_blocks = self._whole_number("block_count") - self.drafts
             more["layer_types"] = ["linear_attention" if each else "full_attention" for each in recurrent[:n_blocks]]
         return more
 

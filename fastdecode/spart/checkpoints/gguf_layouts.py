@@ -57,14 +57,14 @@ _DELTA_NAMES = DeltaNames(
     norm="ssm_norm",
     out="ssm_out",
 )
-_QWEN3_5_NAMES = replace(
+_GLM4_MOE_NAMES = replace(
     NAMES,
     mlp_norm="post_attention_norm",
+    router_correction="exp_probs_b.bias",
     shared_up=("ffn_gate_shexp", "ffn_up_shexp"),
     shared_down="ffn_down_shexp",
-    shared_gate="ffn_gate_inp_shexp",
-    delta=_DELTA_NAMES,
 )
+_QWEN3_5_NAMES = replace(_GLM4_MOE_NAMES, router_correction=None, shared_gate="ffn_gate_inp_shexp", delta=_DELTA_NAMES)
 
 
 def tensor_names(config: ModelConfig, architecture: str, drafts: int) -> TensorNames:
@@ -78,10 +78,10 @@ def tensor_names(config: ModelConfig, architecture: str, drafts: int) -> TensorN
         return _GPT_OSS_NAMES
     if config.post_norms:
         return _GEMMA2_NAMES
-    if config.delta is None:
-        return NAMES
-    names = _QWEN3_5_NAMES
-    if config.delta.by_head:
+    names = NAMES if config.delta is None else _QWEN3_5_NAMES
+    if architecture == "glm4moe":
+        names = _GLM4_MOE_NAMES
+    if config.delta is not None and config.delta.by_head:
         names = replace(names, delta=replace(_DELTA_NAMES, inputs=("ssm_in", "ssm_ba")))
     if not drafts:
         return names

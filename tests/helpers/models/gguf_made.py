@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from fastdecode.gguf.file import TYPES
+from models.checkpoints import CORRECTION
 
 #: Types whose numbers the package can make from floats.
 QUANTISABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -36,6 +37,9 @@ _NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
@@ -55,6 +59,7 @@ _WHOLE_NAMES = {
     "A_log": "ssm_a",
     "dt_bias": "ssm_dt.bias",
     "sinks": "attn_sinks.weight",
+    CORRECTION: "exp_probs_b.bias",
     "gate_up_proj_bias": "ffn_gate_up_exps.bias",
     "down_proj_bias": "ffn_down_exps.bias",
 }
@@ -76,6 +81,7 @@ _ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
     "ministral3": "mistral3",
+    "glm4_moe": "glm4moe",
 }
 
 
@@ -141,7 +147,8 @@ def stored_tensors(
     if part == "ffn_gate_inp_shexp":
         return [(stored, values[0])]
     if "post_attention_layernorm" in parts and (
-        hasattr(config, "linear_num_key_heads") or architecture in ("gemma2", "gemma3", "gpt-oss", "seed_oss")
+        hasattr(config, "linear_num_key_heads")
+        or architecture in ("gemma2", "gemma3", "gpt-oss", "seed_oss", "glm4moe")
     ):
         return [(stored.replace("ffn_norm", "post_attention_norm"), values)]
     if "linear_attn" not in parts:
@@ -217,6 +224,8 @@ def write_gguf(
             writer.add_expert_shared_feed_forward_length(size)
     if hasattr(config, "linear_num_key_heads"):
         _add_delta(writer, config)
+    if architecture == "glm4moe":
+        _add_glm4_moe(writer, config)
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_sliding_window(config.sliding_window)
@@ -281,6 +290,17 @@ def _add_delta(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
 
 
+def _add_glm4_moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+
+
 def _add_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(rope["factor"])
@@ -290,12 +310,18 @@ def _add_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
 
 
-def _parameters(model: Any, head: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _parameters(model: Any, head: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters of a model and of its MTP head, whose block stands behind those of the model."""
     tied = model.config.tie_word_embeddings
-    yield from ((name, p) for name, p in model.named_parameters() if not (tied and name.startswith("lm_head")))
-    for name, parameter in () if head is None else head.named_parameters():
+    yield from ((name, p) for name, p in _own(model) if not (tied and name.startswith("lm_head")))
+    for name, parameter in () if head is None else _own(head):
         yield name.replace("layers.0.", f"model.layers.{model.config.num_hidden_layers}."), parameter
+
+
+def _own(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a module that a checkpoint has."""
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(CORRECTION))
 
 
 def tokenizer_fields(directory: Path, pre: str = "gpt-2") -> dict[str, Any]:
