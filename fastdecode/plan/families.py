@@ -81,7 +81,12 @@ FAMILIES = (
     }),
     Family("gpt-oss 20B", "gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
     Family("gpt-oss 120B", "gpt_oss", {}),
-    Family("GLM-4.5-Air", "glm4_moe", {}),
+    Family("GLM-4.5-Air", "glm4_moe", {"head_dim": 128, "attention_bias": True}),
+    Family("GLM-4.5 to 4.7", "glm4_moe", {
+        "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92,
+        "head_dim": 128, "n_routed_experts": 160, "first_k_dense_replace": 3, "attention_bias": True,
+        "use_qk_norm": True,
+    }),
     Family("GLM-4.7-Flash", "glm4_moe_lite", {}),
     Family("DeepSeek-V2-Lite", "deepseek_v2", {
         "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
