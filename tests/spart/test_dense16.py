@@ -13,7 +13,7 @@ from models.checkpoints import make_checkpoint
 from fastdecode.kernels import _native
 from fastdecode.spart import load_model
 from fastdecode.spart.linears import dense16
-from fastdecode.spart.linears.dense import PackedLinear, make_dense, make_embedding
+from fastdecode.spart.linears.dense import DenseLinear, PackedLinear, make_dense, make_embedding
 from fastdecode.spart.linears.dense16 import Linear16, exact16
 
 pytestmark = pytest.mark.quick
@@ -170,13 +170,18 @@ def test_only_exact_numbers_become_16_bits(isa):
     narrow = exact16(exact)
     assert narrow is not None and narrow.dtype is torch.float16 and exact16(rounded) is None
     assert isinstance(make_dense(exact), Linear16) and make_embedding(exact).nbytes == 2 * exact.numel()
-    assert isinstance(make_dense(rounded), PackedLinear) and make_embedding(rounded).nbytes == rounded.nbytes
+    assert isinstance(make_dense(rounded), DenseLinear) and make_embedding(rounded).nbytes == rounded.nbytes
     assert torch.equal(make_embedding(exact)(torch.tensor([3, 1])), exact[[3, 1]])
+
+
+def test_large_weights_in_32_bits_are_packed():
+    assert isinstance(make_dense(matrix(256, 256, torch.float32)), PackedLinear)
+    assert isinstance(make_dense(matrix(256, 128, torch.float32)), DenseLinear)
 
 
 def test_without_vectors_weights_are_fp32(monkeypatch):
     monkeypatch.setenv("FASTDECODE_ISA", "scalar")
-    assert isinstance(make_dense(matrix(8, 8, torch.float16).float()), PackedLinear)
+    assert isinstance(make_dense(matrix(8, 8, torch.float16).float()), DenseLinear)
     with pytest.raises(ValueError, match="scalar has no products with 16-bit weights"):
         Linear16(matrix(8, 8, torch.float16))
 

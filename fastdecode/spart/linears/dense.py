@@ -30,11 +30,13 @@ class PackedLinear(Linear):
     """A linear for the CPU whose weight lies in the order that oneDNN's kernels read.
 
     F.linear packs the weight again at every call. For the few rows of a decode step that takes 1.4 times as long in
-    bf16, and several times as long for a wide LM head.
+    bf16, and several times as long for a wide LM head. In fp32 a small weight is better left as it is: oneDNN's calls
+    take longer than its product, and oneDNN compiles a kernel for each number of rows.
     """
 
     __slots__ = ("_bias", "_packed", "nbytes")
 
+    _SMALL = 1 << 18  # bytes
     _ROWS = 32  # the number of rows that the order is best for; it is right for any number
     nbytes: int
 
@@ -43,6 +45,12 @@ class PackedLinear(Linear):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, self._ROWS)
         self._bias = bias
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    @classmethod
+    def is_faster(cls, weight: torch.Tensor) -> bool:
+        """Whether the CPU can multiply a packed `weight`, and does so faster than the weight as it is."""
+        small = weight.dtype is torch.float32 and weight.nbytes < cls._SMALL
+        return not small and can_pack(weight.device, weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         n, rows = len(x), known_rows(len(x))
@@ -98,7 +106,7 @@ def make_dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear
         return Linear16(narrow, bias)
     if weight.dtype is torch.bfloat16 and multiplies_bf16(weight.device, weight.shape[1]):
         return Linear16(weight, bias, torch.bfloat16)
-    if can_pack(weight.device, weight.dtype):
+    if PackedLinear.is_faster(weight):
         return PackedLinear(weight, bias)
     return DenseLinear(weight, bias)
 
