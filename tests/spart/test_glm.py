@@ -154,8 +154,9 @@ async def test_logits_are_those_of_llama_cpp(name, tmp_path):
     assert got.argmax(1).tolist() == want.argmax(1).tolist()
 
 
-def metadata(path: Path, **fields: int | float | bool) -> ModelConfig:
-    """The configuration of a file without the tensors of blocks."""
+def metadata(path: Path, factors: int = 0, **fields: int | float | bool) -> ModelConfig:
+    """The configuration of a file without the tensors of blocks. `factors` is the number of RoPE's divisors, 0 for
+    none."""
     writer = gguf.GGUFWriter(path, "glm4moe")
     sizes = {"context_length": 512, "embedding_length": 96, "feed_forward_length": 64, "block_count": 4}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 32}
@@ -164,6 +165,8 @@ def metadata(path: Path, **fields: int | float | bool) -> ModelConfig:
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
         add(f"glm4moe.{key}", value)
     writer.add_tensor("token_embd.weight", np.zeros((8, 96), np.float32))
+    if factors:
+        writer.add_tensor("rope_freqs.weight", np.full(factors, 2, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -182,6 +185,13 @@ def test_what_llama_cpp_takes_for_granted(tmp_path):
     experts = config.experts
     assert (experts.renormalise, experts.scale, experts.dense_layers) == (True, 2.5, frozenset({0}))
     assert (config.rope.fraction, config.n_layers, experts.shared_size) == (0.5, 3, 96)
+
+
+def test_divisors_of_frequencies_leave_the_rest_of_a_head_as_it_is(tmp_path):
+    rope = metadata(tmp_path / "m.gguf", 8, **{"rope.dimension_count": 16}).rope
+    assert (rope.kind, rope.fraction, rope.factors) == ("factors", 0.5, (2.0,) * 8)
+    with pytest.raises(CheckpointError, match=r"'rope_freqs\.weight' does not fit the model's RoPE"):
+        metadata(tmp_path / "m.gguf", 16, **{"rope.dimension_count": 16})
 
 
 @pytest.mark.parametrize(

@@ -311,8 +311,8 @@ def _rope(file: GGUFFile, config: ModelConfig) -> Rope | None:
     if ROPE_FACTORS not in file.tensors or config.rope is None:
         return config.rope
     factors = float_tensor(file.tensors[ROPE_FACTORS])
-    if config.rope.kind != "default" or tuple(factors.shape) != (config.head_size // 2,):
+    if config.rope.kind != "default" or tuple(factors.shape) != (config.rope.width(config.head_size) // 2,):
         raise CheckpointError(f"{file.path}: {ROPE_FACTORS!r} does not fit the model's RoPE")
     if not bool((factors > 0).all()):
         raise CheckpointError(f"{file.path}: {ROPE_FACTORS!r} is {factors.tolist()}, not positive numbers")
-    return Rope(config.rope.theta, "factors", factors=tuple(factors.tolist()))
+    return replace(config.rope, kind="factors", factors=tuple(factors.tolist()))
