@@ -125,6 +125,14 @@ def test_keys_that_are_absent_have_the_defaults_of_the_class():
     assert config_of(n_shared_experts=0).experts.shared_size == 0
 
 
+def test_the_defaults_of_a_text_part_are_those_of_its_own_class():
+    text = {key: value for key, value in GLM_4_6.items() if key not in ("max_position_embeddings", "attention_bias")}
+    whole = {"architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe"}
+    config = make_config(whole | {"text_config": text | {"model_type": "glm4v_moe_text"}})
+    assert (config.max_positions, config.qkv_bias) == (65536, True)
+    assert config_of(max_position_embeddings=...).max_positions == 131072
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -26,10 +26,10 @@ def glm4_moe(config: ConfigJson) -> dict[str, Any]:
             raise CheckpointError(f"config.json: {name!r} is {groups}; experts in several groups are not supported")
     fraction = config.number("partial_rotary_factor", 0.5)
     config = ConfigJson(config.raw | {"partial_rotary_factor": fraction})
-    bias = config.flag("attention_bias", config.raw.get("model_type") == "glm4v_moe_text")
+    sees = config.raw.get("model_type") == "glm4v_moe_text"
     return {
-        **llama_like(config, 8, equal_heads(config), 131072, norm_eps=1e-5, partial=True),
-        "qkv_bias": bias,
+        **llama_like(config, 8, equal_heads(config), 65536 if sees else 131072, norm_eps=1e-5, partial=True),
+        "qkv_bias": config.flag("attention_bias", sees),
         "qk_norm": config.flag("use_qk_norm", False),
         "experts": _experts(config),
         "names": _with_head(config.size("num_hidden_layers")),
