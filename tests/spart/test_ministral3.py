@@ -46,9 +46,16 @@ def test_queries_are_scaled_as_in_transformers():
     torch.testing.assert_close(angles.q_sin, angles.sin * scale, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("kind", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}], ids=str)
+def test_queries_are_scaled_without_yarn_too(kind):
+    rope = config_of(rope_parameters=YARN | kind | {"llama_4_scaling_beta": 0.3}).rope
+    assert (rope.kind, rope.query_beta, rope.original_max_positions) == (kind["rope_type"], 0.3, 64)
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
+        (YARN | {"llama_4_scaling_beta": ""}, "'llama_4_scaling_beta' is '', not a number"),
         (YARN | {"llama_4_scaling_beta": -0.1}, "'llama_4_scaling_beta' is -0.1, not a positive number"),
         (YARN | {"llama_4_scaling_beta": "0.1"}, "'llama_4_scaling_beta' is '0.1', not a number"),
         ({"rope_type": "default", "llama_4_scaling_beta": 0.1}, "'llama_4_scaling_beta' is 0.1, and RoPE has no"),

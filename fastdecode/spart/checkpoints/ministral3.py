@@ -28,11 +28,10 @@ def ministral3(config: ConfigJson) -> dict[str, Any]:
 
 def _with_query_scale(rope: Rope, table: ConfigJson) -> Rope:
     """`rope` with what its table in config.json says of the scale of queries."""
-    if not table.raw.get("llama_4_scaling_beta"):
+    if table.raw.get("llama_4_scaling_beta") in (None, 0):
         return rope
-    beta = table.number("llama_4_scaling_beta", 0.0)
-    if not rope.original_max_positions:
-        raise CheckpointError(
-            f"config.json: 'llama_4_scaling_beta' is {beta:g}, and RoPE has no 'original_max_position_embeddings'"
-        )
-    return replace(rope, query_beta=beta)
+    beta, name = table.number("llama_4_scaling_beta", 0.0), "original_max_position_embeddings"
+    trained_on = rope.original_max_positions or table.size(name, 0, least=0)
+    if not trained_on:
+        raise CheckpointError(f"config.json: 'llama_4_scaling_beta' is {beta:g}, and RoPE has no {name!r}")
+    return replace(rope, query_beta=beta, original_max_positions=trained_on)
