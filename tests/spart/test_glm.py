@@ -214,5 +214,6 @@ def test_divisors_of_frequencies_leave_the_rest_of_a_head_as_it_is(tmp_path):
     ids=str,
 )
 def test_keys_of_a_file_that_are_not_understood_are_named(fields, message, tmp_path):
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as raised:
         metadata(tmp_path / "m.gguf", **fields)
+    assert str(raised.value).count("m.gguf") == 1

@@ -283,8 +283,9 @@ class _Metadata:
         """A sentence of make_config about config.json, with the file and its keys in place of config.json and its."""
         for key, name in reversed((self._keys | _SCALING_KEYS).items()):  # the last key of a name counts
             sentence = sentence.replace(repr(name), repr(f"{self.architecture}.{key}"))
-        named = sentence.replace("config.json", str(self._file.path))
-        return named if named != sentence else f"{self._file.path}: {sentence}"
+        path = str(self._file.path)
+        named = sentence.replace("config.json", path)
+        return named if named.startswith(path) else f"{path}: {named}"
 
     def check_heads(self, config: ModelConfig) -> None:
         """Raise CheckpointError if a key says another head size than that of the model."""
