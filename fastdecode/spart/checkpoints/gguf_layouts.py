@@ -46,8 +46,9 @@ NAMES = TensorNames(
     expert_down="ffn_down_exps.{e}",
 )
 _PHI3_NAMES = replace(NAMES, qkv=("attn_qkv",), up=("ffn_up",))
-_SEED_OSS_NAMES = replace(NAMES, mlp_norm="post_attention_norm")
-_GPT_OSS_NAMES = replace(_SEED_OSS_NAMES, sinks="attn_sinks.weight")
+#: Of the architectures that name the MLP's norm by the attention before it.
+_POST_ATTENTION_NAMES = replace(NAMES, mlp_norm="post_attention_norm")
+_GPT_OSS_NAMES = replace(_POST_ATTENTION_NAMES, sinks="attn_sinks.weight")
 _GEMMA2_NAMES = replace(NAMES, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm")
 _DELTA_NAMES = DeltaNames(
     inputs=("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
@@ -57,30 +58,26 @@ _DELTA_NAMES = DeltaNames(
     norm="ssm_norm",
     out="ssm_out",
 )
-_GLM4_MOE_NAMES = replace(
-    NAMES,
-    mlp_norm="post_attention_norm",
-    router_correction="exp_probs_b.bias",
-    shared_up=("ffn_gate_shexp", "ffn_up_shexp"),
-    shared_down="ffn_down_shexp",
+_SHARED_EXPERT_NAMES = replace(
+    _POST_ATTENTION_NAMES, shared_up=("ffn_gate_shexp", "ffn_up_shexp"), shared_down="ffn_down_shexp"
 )
-_QWEN3_5_NAMES = replace(_GLM4_MOE_NAMES, router_correction=None, shared_gate="ffn_gate_inp_shexp", delta=_DELTA_NAMES)
+_GLM4_MOE_NAMES = replace(_SHARED_EXPERT_NAMES, router_correction="exp_probs_b.bias")
+_QWEN3_5_NAMES = replace(_SHARED_EXPERT_NAMES, shared_gate="ffn_gate_inp_shexp", delta=_DELTA_NAMES)
+#: The names of the architectures that have others than NAMES.
+_OTHER_NAMES = {
+    "phi3": _PHI3_NAMES,
+    "seed_oss": _POST_ATTENTION_NAMES,
+    "gpt-oss": _GPT_OSS_NAMES,
+    **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2_NAMES),
+    "glm4moe": _GLM4_MOE_NAMES,
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _QWEN3_5_NAMES),
+}
 
 
 def tensor_names(config: ModelConfig, architecture: str, drafts: int) -> TensorNames:
     """The names of an architecture's tensors. `drafts`: the blocks of the file behind those of the model, which hold an
     MTP head."""
-    if architecture == "phi3":
-        return _PHI3_NAMES
-    if architecture == "seed_oss":
-        return _SEED_OSS_NAMES
-    if architecture == "gpt-oss":
-        return _GPT_OSS_NAMES
-    if config.post_norms:
-        return _GEMMA2_NAMES
-    names = NAMES if config.delta is None else _QWEN3_5_NAMES
-    if architecture == "glm4moe":
-        names = _GLM4_MOE_NAMES
+    names = _OTHER_NAMES.get(architecture, NAMES)
     if config.delta is not None and config.delta.by_head:
         names = replace(names, delta=replace(_DELTA_NAMES, inputs=("ssm_in", "ssm_ba")))
     if not drafts:
