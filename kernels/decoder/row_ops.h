@@ -28,8 +28,8 @@ typedef struct {
     bool gelu;
 } fd_gate_rows_t;
 
-/* RoPE's cos and sin, fp32 [rows][pairs]: those that turn K heads, and those that turn Q heads, which may be the same.
- * A factor in those of Q multiplies the elements that they turn. */
+/* RoPE's angles, fp32 [rows][pairs] each. cos and sin turn K heads; q_cos and q_sin turn Q heads, and may be the same
+ * pointers. A factor in q_cos and q_sin multiplies the elements of Q that RoPE turns. */
 typedef struct {
     const float *cos, *sin, *q_cos, *q_sin;
 } fd_angles_t;

@@ -79,7 +79,7 @@ class Experts:
     renormalise: bool  # the scores of a token's experts are divided by their sum
     sigmoid: bool = False  # a score is the sigmoid of the router's output; False: the softmax of all experts
     single_router: bool = False  # the router computes in fp32, whatever the dtype of activations
-    scale: float = 1.0  # the outputs of a token's experts are multiplied by it, that of the shared expert is not
+    scale: float = 1.0  # the outputs of a token's experts are multiplied by it; the shared expert's output is not
     bias: bool = False  # of the router and of the experts' linears
     dense_layers: frozenset[int] = frozenset()  # layers that have an MLP
     shared_size: int = 0  # of an MLP that all tokens pass beside their experts; 0: none

@@ -111,7 +111,7 @@ _OTHER_KEYS = {
 _DELTA_OTHER_KEYS = {"rope.dimension_sections", "ssm.inner_size", "attention.recurrent_layers", "nextn_predict_layers"}
 #: Keys that do not change text: RoPE's three positions of images, and the number of layers that images enter.
 _VISION_OTHER_KEYS = {"rope.dimension_sections", "n_deepstack_layers"}
-#: Further ones that these architectures alone have.
+#: Further keys like _OTHER_KEYS, which these architectures alone have.
 _FAMILY_OTHER_KEYS = {
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _DELTA_OTHER_KEYS),
     **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), _VISION_OTHER_KEYS),
@@ -226,8 +226,8 @@ class _Metadata:
         scaling = {name: value for key, name in _SCALING_KEYS.items() if (value := self.own.get(key))}
         if kind == "none":
             return {**scaling, "rope_type": "default"}
-        # llama.cpp takes it that mscale is 1. No key says whether YaRN rounds the ends of its ramp. gpt-oss is trained
-        # without it.
+        # llama.cpp assumes that mscale is 1. No key says whether YaRN rounds the ends of its ramp. gpt-oss was trained
+        # with ends that are not rounded.
         scaling = {"factor": None, "mscale": 1.0, **scaling}
         return {**scaling, "rope_type": kind, "truncate": self.architecture != "gpt-oss"}
 
@@ -264,7 +264,7 @@ class _Metadata:
         }
 
     def _partial_rope(self) -> dict[str, Any]:
-        """The part of a head that RoPE turns, if the file says so."""
+        """The part of a head that RoPE turns, if the file tells it."""
         size, turned = self._whole_number("attention.key_length"), self._whole_number("rope.dimension_count")
         return {"partial_rotary_factor": turned / size} if size and turned else {}
 

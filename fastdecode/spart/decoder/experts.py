@@ -59,9 +59,9 @@ class Mixture:
         down: ExpertLinears,
         shared: SharedExpert | None = None,
     ):
-        """router [experts, hidden_size], in whose dtype it computes; router_bias [experts] or None; correction fp32
-        [experts] or None: what is added to scores to choose experts. The rows of `up` are gate, up. The caller computes
-        the `shared` expert."""
+        """router [experts, hidden_size], whose product is in its own dtype; router_bias [experts] or None; correction
+        fp32 [experts] or None: numbers that are added to scores to choose experts. The rows of `up` are gate, up. The
+        caller computes the `shared` expert."""
         self.shared = shared
         self._config, self._router, self._router_bias, self._correction = config, router, router_bias, correction
         self._up, self._down = up, down
@@ -89,7 +89,7 @@ class Mixture:
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of the rows x [n, hidden_size], int64 [n, used], and their shares in the output, fp32 [n, used].
-        On a GPU a captured step does so, too, without the host."""
+        A GPU does so without waiting for the host, so captured steps may have it."""
         config = self._config
         outputs = F.linear(x.to(self._router.dtype), self._router, self._router_bias).float()
         scores = outputs.sigmoid() if config.sigmoid else outputs.softmax(1)

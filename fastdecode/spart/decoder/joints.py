@@ -68,8 +68,8 @@ class LayerJoints:
         second_angles: Angles | None = None,
     ) -> JointRows | None:
         """The rows of a step: x [n, hidden_size] is the residual stream, o [n, q_heads * head_size] the O rows, and
-        `angles` are in fp32; `second_angles` those of layers with the second RoPE. None if they
-        do not lie as the joints need them."""
+        `angles` are in fp32; `second_angles` are those of layers with the second RoPE. Returns None if they do not lie
+        as the joints need them."""
         second = angles if second_angles is None else second_angles
         dense = (x, o, *angles, *second)
         if not all(tensor.is_contiguous() for tensor in dense) or len(o) != len(x) or len(out.q) != len(x):

@@ -240,8 +240,8 @@ class DecoderPass:
         rows are kept, as in a step without joints, unless ranks share the model: these sum the same rows, and one of
         them may have joints. A step with adapters or states has joints at no rank, and an MTP head passes all rows."""
         has_joints = self._joint_rows is not None or self._decoder.model.reduction is not None
-        passed = self._config.mtp or self._adapters is not None or self._states is not None
-        if not self._prompts or passed or not has_joints:
+        all_pass = self._config.mtp or self._adapters is not None or self._states is not None
+        if not self._prompts or all_pass or not has_joints:
             return False
         self.x, self._o = self.x.index_select(0, rows), self._o.index_select(0, rows)
         if self._joints is not None and self._joint_rows is not None:

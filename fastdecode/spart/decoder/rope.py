@@ -61,8 +61,8 @@ _KEPT = 1 << 14  # positions whose angles a CPU looks up: 8 MiB with 64 pairs
 
 
 class Angles(NamedTuple):
-    """cos and sin that turn the heads of a step's rows, [n, 1, pairs] each, and those that turn Q in place of K. These
-    are the same tensors unless Q is scaled by its position: the scale is then a factor in them."""
+    """The angles of a step's rows, [n, 1, pairs] each: `cos` and `sin` turn K, `q_cos` and `q_sin` turn Q. Both are the
+    same tensors unless Q is scaled by its position: the scale is then a factor in `q_cos` and `q_sin`."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -71,7 +71,7 @@ class Angles(NamedTuple):
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:
-        """Those of the elements, for kernels/decoder."""
+        """The addresses of the four tensors' elements, for kernels/decoder."""
         return self.cos.data_ptr(), self.sin.data_ptr(), self.q_cos.data_ptr(), self.q_sin.data_ptr()
 
 
