@@ -69,6 +69,17 @@ class AttentionShape:
         return self.options.kv_layers or tuple(range(self.n_layers))
 
     @property
+    def storing_layers(self) -> tuple[int, ...]:
+        """The layers that store K and V of their own."""
+        return tuple(sorted(set(self.kv_layers)))
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether layers share K and V, the passes of an MTP head aside."""
+        n_layers = self.n_layers - self.mtp
+        return len(set(self.kv_layers[:n_layers])) < n_layers
+
+    @property
     def kv_dtypes(self) -> tuple[str, ...]:
         """The formats of the KV-cache. A V that is a part of K cannot be stored in other bits than K."""
         return tuple(name for name in KV_DTYPES if not (self.v_in_k and name == "int8-int4"))

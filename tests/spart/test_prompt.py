@@ -261,7 +261,7 @@ def test_no_mask_of_the_prompt_and_no_repeated_rows_are_made(window, isa):
     work = cache.begin("prompt", chunk, slice(0, n))
     begun.attend(0, rows(pos, 8, 16, 3), kv[:pos], out=torch.empty(pos, 8 * 16))
     out = torch.empty_like(q)
-    with Allocations(q, kv, out, *prompt._layers) as allocations:
+    with Allocations(q, kv, out, *prompt._layers.values()) as allocations:
         work.attend(0, q, kv[pos:], out=out)
     assert allocations.largest < n * pos < 8 * 16 * pos
     assert (out.double() - expected(q, kv, pos, window)).abs().max() < BUDGET[torch.float32]

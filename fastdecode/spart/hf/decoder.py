@@ -189,8 +189,7 @@ class _Forward:
         self._layer += 1
         later = self._later_rows
         self._write(heads_in(exchange.q, 0, heads.n_q, heads.k_size), q, layer.scale / config.softmax_scale, later)
-        # The R-nodes have the K and V that layers share.
-        if later is None and (layer.kv_layer == number or self._prompts):
+        if layer.kv_layer == number and later is None:  # K and V that layers share are stored already
             k_heads, v_heads = kv_heads_in(exchange.kv, heads)
             self._write(k_heads, k)
             if not heads.v_in_k:

@@ -1,9 +1,9 @@
 """Attention of prompts, which the S-node computes; the R-node only appends their K and V.
 
-A prompt that is prefilled in one chunk needs only its own rows. For a prompt of several chunks, the K and V of the
-earlier chunks are staged here until the last chunk has passed all layers. On a CPU a chunk attends by kernels/decoder,
-to K and V that are packed in blocks; on a GPU by torch's fused kernels, without a mask. What neither can do is attended
-in blocks of rows, so that no mask is wider than what a block may see.
+A prompt that is prefilled in one chunk needs only its own rows. The K and V of a prompt of several chunks are staged
+here until the last chunk has passed all layers, and so are those of any prompt in a model whose layers share K and V.
+On a CPU a chunk attends by kernels/decoder, to K and V that are packed in blocks; on a GPU by torch's fused kernels,
+without a mask. What neither can do is attended in blocks of rows, so that no mask is wider than what a block may see.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _BLOCK_SCORES = 1 << 24  # the most scores of a block, where scores are made in 
 def staged_token_bytes(config: AttentionShape, device: torch.device, dtype: torch.dtype) -> int:
     """Bytes that the K and V of one token of a staged prompt take; native attention stages tokens in whole blocks."""
     attention = make_prompt_attention(config, device, dtype)
-    layers = range(config.n_layers)
-    all_heads = [config.heads_of(layer) for layer in layers]
+    all_heads = [config.heads_of(layer) for layer in config.storing_layers]
     if attention is None:
-        elements = sum(heads.kv_row_size for heads in all_heads) + sum(map(config.index_size_of, layers))
+        index = sum(map(config.index_size_of, config.storing_layers))
+        elements = sum(heads.kv_row_size for heads in all_heads) + index
         return elements * dtype.itemsize
     return sum(heads.n_kv * attention.words(heads, BLOCK_TOKENS) * 4 // BLOCK_TOKENS for heads in all_heads)
 
@@ -55,8 +55,8 @@ class PromptCache:
         self._prompts: dict[Hashable, Prompt] = {}
 
     def begin(self, key: Hashable, chunk: Chunk, rows: slice) -> PromptChunk:
-        """Make room for the K and V of a chunk, whose rows in the step are `rows`. Nothing is staged for a chunk that
-        is the whole prompt.
+        """Make room for the K and V of a chunk, whose rows in the step are `rows`. A chunk that is the whole prompt is
+        staged only if layers share K and V.
 
         Raises ValueError if the chunk does not follow the last one of its prompt.
         """
@@ -65,7 +65,7 @@ class PromptCache:
     def _stage(self, key: Hashable, chunk: Chunk) -> Prompt | None:
         if chunk.pos == 0:
             self.drop(key)
-            if chunk.sample is not None:
+            if chunk.sample is not None and not self._config.shares_kv:
                 return None
         prompt = self._prompts.get(key)
         if prompt is None:
@@ -104,16 +104,17 @@ class Prompt(ABC):
         self._index_sizes = [config.index_size_of(layer) for layer in range(config.n_layers)]
         self._device = device
         self._capacity = 0
-        self._layers: list[torch.Tensor] = []  # [KV heads, elements of a head's capacity] each
+        self._storing = config.storing_layers
+        self._layers: dict[int, torch.Tensor] = {}  # [KV heads, elements of a head's capacity] of each storing layer
 
     def reserve(self, length: int, exactly: bool = False) -> None:
         """Make room for `length` rows; for some more too, where the prompt's length is not known."""
         if length <= self._capacity:
             return
         self._capacity = length if exactly else max(length, 2 * self._capacity)
-        old, self._layers = self._layers, [self._empty(layer) for layer in range(len(self._heads))]
-        for before, layer in zip(old, self._layers, strict=False):
-            self._move(before, layer)
+        old, self._layers = self._layers, {layer: self._empty(layer) for layer in self._storing}
+        for layer, before in old.items():
+            self._move(before, self._layers[layer])
 
     @abstractmethod
     def stage(self, layer: int, k: torch.Tensor, v: torch.Tensor, pos: int) -> None:
@@ -204,7 +205,8 @@ class PromptChunk:
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         """Attention of the chunk's rows q and kv, whose O rows are written to `out`; the layer's heads stand at the
-        beginning of these rows. A layer that shares the K and V of another gets that layer's rows as `kv`."""
+        beginning of these rows. A layer that shares the K and V of another finds them staged; a later pass of an MTP
+        head may find them in `kv` still."""
         heads = self._config.heads_of(layer)
         n, pos, store = len(q), self.chunk.pos, self._kv_layers[layer]
         selected = self._select(layer, heads, q, kv)

@@ -53,7 +53,7 @@ async def linked(
 def staged_bytes(prompts: PromptCache) -> int:
     """Bytes of memory that the staged K and V of unfinished prompts take."""
     # The S-Part's thread may add a prompt while another thread asks; a list is made without giving up the GIL.
-    return sum(layer.nbytes for prompt in list(prompts._prompts.values()) for layer in prompt._layers)
+    return sum(layer.nbytes for prompt in list(prompts._prompts.values()) for layer in prompt._layers.values())
 
 
 def run(step) -> StepOutput:
