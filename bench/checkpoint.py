@@ -43,6 +43,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     },
+    # The experts of a token are as many and as large as in Qwen3-30B-A3B, which has four times as many to choose from.
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 32,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "rope_theta": 1e6,
+    },
 }
 
 

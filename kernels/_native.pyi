@@ -355,6 +355,31 @@ class Joints:
         their blocks.
         """
 
+class ExpertOps:
+    """The experts of a layer (experts.h), for rows of an activation dtype, an index of region.contract.ACT_DTYPES."""
+
+    def __new__(
+        cls,
+        act_dtype: int,
+        hidden: int,
+        inner: int,
+        used: int,
+        gelu: bool,
+        alpha: float,
+        limit: float,
+        experts: tuple[tuple[object, object], ...],
+        /,
+    ) -> ExpertOps:
+        """An expert is its linears of up and down, as in Joints; experts are alike in them. `gelu`, `alpha` and `limit`
+        are those of fd_gate_rows_t.
+
+        Raises ValueError if the ISA has no row operations for the dtype, or linears of other sizes or dtypes.
+        """
+
+    def run(self, x: int, out: int, chosen: int, shares: int, load: int, rows: int, threads: int, /) -> None:
+        """Compute the experts of a step's rows, an fd_expert_rows_t of addresses, which are not checked. Other Python
+        threads run meanwhile. Raises MemoryError."""
+
 class RankError(RuntimeError):
     """A rank of a tensor-parallel S-Part does not take part any more. The message names it."""
 

@@ -27,7 +27,7 @@ static inline unsigned fd_worth_threads(size_t numbers, unsigned threads) {
 
 /* What loops compute, by which their times are added up. */
 typedef enum {
-    FD_LOOP_OTHER, /* the LM head, prompts, and all products of models without joints (joint.h) */
+    FD_LOOP_OTHER, /* the LM head, prompts, and products of models without joints (joint.h), but not those of experts */
     FD_LOOP_QKV,
     FD_LOOP_O,
     FD_LOOP_UP,

@@ -16,13 +16,13 @@ size_t fd_joint_scratch(const fd_joints_t *j, size_t rows) { return 2 * area_byt
 
 static fd_status_t multiply(const fd_joints_t *j, fd_loop_kind_t kind, const fd_products_t *p, const void *x,
                             size_t rows, void *y, unsigned threads) {
-    size_t stride = 0, first = 0;
+    const size_t stride = fd_products_outs(p);
+    size_t first = 0;
     fd_status_t status = FD_OK;
     const fd_loop_kind_t before = fd_loops_compute(kind);
-    for (uint32_t i = 0; i < p->n; i++) stride += p->parts[i].outs;
-    for (uint32_t i = 0; i < p->n && status == FD_OK; first += p->parts[i++].outs) {
-        void *to = (uint8_t *)y + first * j->number_bytes;
-        status = p->parts[i].multiply(p->parts[i].linear, x, rows, to, stride, threads);
+    for (const fd_product_t *part = p->parts; part < p->parts + p->n && status == FD_OK; first += part++->outs) {
+        const fd_linear_task_t task = {part->linear, x, (uint8_t *)y + first * j->number_bytes, rows};
+        status = part->multiply(part->ops, &task, 1, stride, threads);
     }
     fd_loops_compute(before);
     return status;
@@ -58,7 +58,7 @@ fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows
         if (status != FD_OK) return status;
         norm(j, r, a, l->mlp_norm, b, threads);
         if (multiply(j, FD_LOOP_UP, &l->up, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
-        const fd_gate_rows_t gate = {a, b, j->inner, j->gelu};
+        const fd_gate_rows_t gate = {.x = a, .out = b, .width = j->inner, .gelu = j->gelu};
         fd_gate_rows(j->ops, &gate, r->rows, threads);
         status = multiply_and_sum(j, FD_LOOP_DOWN, &l->down, b, r->rows, a, l->mlp_post_norm, threads);
         if (status != FD_OK) return status;

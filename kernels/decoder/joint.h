@@ -8,23 +8,9 @@
 #pragma once
 
 #include "region/region.h"
+#include "product.h"
 #include "reduction.h"
 #include "row_ops.h"
-
-/* A product y = x W^T + b; x is [rows][ins] and y [rows][outs], in the activation dtype. */
-typedef struct {
-    size_t ins, outs;
-    /* Writes y, whose rows stand `stride` numbers apart, in up to `threads` threads. FD_INTERNAL if memory runs out. */
-    fd_status_t (*multiply)(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads);
-    const void *linear;
-} fd_product_t;
-
-/* Products of the same rows, whose outputs stand side by side. */
-enum { FD_MOST_PARTS = 4 };
-typedef struct {
-    fd_product_t parts[FD_MOST_PARTS];
-    uint32_t n;
-} fd_products_t;
 
 typedef struct {
     const void *attention_norm, *mlp_norm; /* [hidden] */

@@ -28,6 +28,10 @@ static void run_rope(void *data, size_t first, size_t n) {
     const run_t *run = data;
     run->ops->rope(run->o, first, n);
 }
+static void run_mix(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    run->ops->mix(run->o, first, n);
+}
 
 static void share(void (*body)(void *, size_t, size_t), run_t *run, size_t rows, unsigned threads) {
     const fd_loop_kind_t before = fd_loops_compute(FD_LOOP_ROWS);
@@ -44,4 +48,7 @@ void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows,
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads) {
     const size_t width = (o->q_heads + 2 * o->kv_heads) * o->head_size;
     share(run_rope, &(run_t){ops, o}, rows, fd_worth_threads(rows * width, threads));
+}
+void fd_mix_rows(const fd_row_ops_t *ops, const fd_mix_rows_t *o, size_t rows, unsigned threads) {
+    share(run_mix, &(run_t){ops, o}, rows, fd_worth_threads(rows * o->width * o->n, threads));
 }

@@ -20,13 +20,25 @@ typedef struct {
 } fd_norm_rows_t;
 
 /* A row of x [2 * width] is gate, up; out [width] = act(gate) * up. The activation is SiLU, or with `gelu` GELU by
- * tanh. */
+ * tanh. With `limit` above 0 it is that of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), where gate is at most
+ * `limit`, and up between -limit and limit. */
 typedef struct {
     const void *x;
     void *out;
     size_t width;
     bool gelu;
+    float alpha, limit;
 } fd_gate_rows_t;
+
+/* out [rows][width] = the sum over i < n of shares [rows][n] times the rows of y that `from` [rows][n] names, added in
+ * this order. `shares` are fp32. */
+typedef struct {
+    const void *y;
+    const uint32_t *from;
+    const float *shares;
+    void *out;
+    size_t n, width;
+} fd_mix_rows_t;
 
 /* RoPE's angles, fp32 [rows][pairs] each. cos and sin turn K heads; q_cos and q_sin turn Q heads, and may be the same
  * pointers. A factor in q_cos and q_sin multiplies the elements of Q that RoPE turns. */
@@ -51,6 +63,7 @@ typedef struct {
     void (*norm)(const fd_norm_rows_t *o, size_t row, size_t n);
     void (*gate)(const fd_gate_rows_t *o, size_t row, size_t n);
     void (*rope)(const fd_rope_rows_t *o, size_t row, size_t n);
+    void (*mix)(const fd_mix_rows_t *o, size_t row, size_t n);
 } fd_row_ops_t;
 
 /* The functions of an ISA that this machine supports; NULL if it has none for the dtype. */
@@ -60,3 +73,4 @@ const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype);
 void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads);
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads);
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads);
+void fd_mix_rows(const fd_row_ops_t *ops, const fd_mix_rows_t *o, size_t rows, unsigned threads);

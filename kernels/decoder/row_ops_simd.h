@@ -84,9 +84,54 @@ FD_INLINE void gate_rows_by(const uint32_t dtype, const bool by_gelu, const fd_g
     }
 }
 
+FD_INLINE void clamped_gate_rows(const uint32_t dtype, const fd_gate_rows_t *o, size_t row, size_t n) {
+    const size_t width = o->width;
+    const vec_t limit = vec_set1(o->limit), least = vec_set1(-o->limit), alpha = vec_set1(o->alpha),
+                one = vec_set1(1.0f);
+    for (size_t r = row; r < row + n; r++) {
+        const void *gate = at(dtype, o->x, 2 * r * width), *up = at(dtype, gate, width);
+        void *out = (void *)at(dtype, o->out, r * width);
+        size_t i = 0;
+        for (; i + LANES <= width; i += LANES) { /* the order of the operands keeps NaN */
+            const vec_t g = vec_min(limit, load(dtype, gate, i));
+            const vec_t u = vec_max(least, vec_min(limit, load(dtype, up, i)));
+            store(dtype, out, i, vec_mul(times_sigmoid(g, vec_mul(g, alpha)), vec_add(u, one)));
+        }
+        for (; i < width; i++) {
+            float g = load_one(dtype, gate, i), u = load_one(dtype, up, i);
+            if (g > o->limit) g = o->limit;
+            if (u > o->limit) u = o->limit;
+            if (u < -o->limit) u = -o->limit;
+            store_one(dtype, out, i, g / (1.0f + expf(-g * o->alpha)) * (u + 1.0f));
+        }
+    }
+}
+
 FD_INLINE void gate_rows(const uint32_t dtype, const fd_gate_rows_t *o, size_t row, size_t n) {
-    if (o->gelu) gate_rows_by(dtype, true, o, row, n);
+    if (o->limit > 0.0f) clamped_gate_rows(dtype, o, row, n);
+    else if (o->gelu) gate_rows_by(dtype, true, o, row, n);
     else gate_rows_by(dtype, false, o, row, n);
+}
+
+FD_INLINE void mix_rows(const uint32_t dtype, const fd_mix_rows_t *o, size_t row, size_t n) {
+    const size_t width = o->width;
+    for (size_t r = row; r < row + n; r++) {
+        const float *shares = o->shares + r * o->n;
+        const uint32_t *from = o->from + r * o->n;
+        void *out = (void *)at(dtype, o->out, r * width);
+        size_t i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            vec_t sum = vec_zero();
+            for (size_t j = 0; j < o->n; j++)
+                sum = vec_fma(vec_set1(shares[j]), load(dtype, o->y, from[j] * width + i), sum);
+            store(dtype, out, i, sum);
+        }
+        for (; i < width; i++) {
+            float sum = 0.0f;
+            for (size_t j = 0; j < o->n; j++) sum = fmaf(shares[j], load_one(dtype, o->y, from[j] * width + i), sum);
+            store_one(dtype, out, i, sum);
+        }
+    }
 }
 
 /* The head x, normalised and with RoPE, to `to`; x and `to` do not overlap. */
@@ -139,8 +184,9 @@ FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t r
 #define FD_ROW_OPS_OF(name, dtype, text)                                                                               \
     static void norm_##name(const fd_norm_rows_t *o, size_t row, size_t n) { norm_rows(dtype, o, row, n); }            \
     static void gate_##name(const fd_gate_rows_t *o, size_t row, size_t n) { gate_rows(dtype, o, row, n); }            \
-    static void rope_##name(const fd_rope_rows_t *o, size_t row, size_t n) { rope_rows(dtype, o, row, n); }
-#define FD_ROW_OPS_ENTRY(name, dtype, text, isa) [dtype] = {isa, norm_##name, gate_##name, rope_##name},
+    static void rope_##name(const fd_rope_rows_t *o, size_t row, size_t n) { rope_rows(dtype, o, row, n); }            \
+    static void mix_##name(const fd_mix_rows_t *o, size_t row, size_t n) { mix_rows(dtype, o, row, n); }
+#define FD_ROW_OPS_ENTRY(name, dtype, text, isa) [dtype] = {isa, norm_##name, gate_##name, rope_##name, mix_##name},
 #define FD_ROW_OPS(isa)                                                                                                \
     FD_ACT_FORMATS(FD_ROW_OPS_OF)                                                                                      \
     const fd_row_ops_t fd_row_ops_##isa[FD_ACT_DTYPES] = {FD_ACT_FORMATS(FD_ROW_OPS_ENTRY, #isa)};

@@ -61,34 +61,55 @@ void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const
 
 typedef struct {
     const fd_dense16_ops_t *ops;
-    const fd_dense16_t *l;
-    const uint8_t *x;
-    uint8_t *y;
-    size_t rows, blocks, block_rows; /* blocks of at most FD_DENSE16_ROWS rows */
+    const fd_linear_task_t *tasks;
+    size_t panels; /* of each linear */
 } run_t;
 
+/* The blocks of a task's rows: at most FD_DENSE16_ROWS rows each, with much the same number of tiles. */
+typedef struct {
+    size_t n, rows;
+} blocks_t;
+
+static blocks_t blocks_of(size_t rows) {
+    const size_t n = (rows + FD_DENSE16_ROWS - 1) / FD_DENSE16_ROWS,
+                 tiles = (rows + FD_DENSE16_TILE - 1) / FD_DENSE16_TILE;
+    return (blocks_t){n, n ? (tiles + n - 1) / n * FD_DENSE16_TILE : 0};
+}
+
+/* A part is a block of a task's rows and a panel; those of a panel follow one another. */
 static void run_parts(void *data, size_t first, size_t n) {
-    run_t *run = data;
-    for (size_t part = first; part < first + n; part++) {
-        const size_t row = part % run->blocks * run->block_rows, rows = run->rows - row;
-        const uint8_t *x = run->x + row * run->l->ins * run->ops->number_bytes;
-        uint8_t *y = run->y + row * run->l->outs * run->ops->number_bytes;
-        run->ops->multiply(run->l, x, rows < run->block_rows ? rows : run->block_rows, y, part / run->blocks);
+    const run_t *run = data;
+    const fd_linear_task_t *task = run->tasks;
+    blocks_t blocks = blocks_of(task->rows);
+    for (; n; n--, first++) {
+        for (; first >= run->panels * blocks.n; blocks = blocks_of((++task)->rows)) first -= run->panels * blocks.n;
+        const fd_dense16_t *l = task->linear;
+        const size_t row = first % blocks.n * blocks.rows, rows = task->rows - row;
+        const uint8_t *x = (const uint8_t *)task->x + row * l->ins * run->ops->number_bytes;
+        uint8_t *y = (uint8_t *)task->y + row * l->outs * run->ops->number_bytes;
+        run->ops->multiply(l, x, rows < blocks.rows ? rows : blocks.rows, y, first / blocks.n);
     }
 }
 
-fd_status_t fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
+fd_status_t fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_linear_task_t *tasks, size_t n,
                                 unsigned threads) {
     enum { WORTH_A_THREAD = 1 << 16 }; /* weights that are read sooner than a thread wakes up */
     enum { WORTH_A_TURN = 1 << 16 };   /* multiply-adds that take longer than the threads' hand-over of parts */
+    size_t rows = 0, blocks = 0, used = 0;
+    for (size_t i = 0; i < n; i++)
+        rows += tasks[i].rows, blocks += blocks_of(tasks[i].rows).n, used += tasks[i].rows != 0;
     if (!rows) return FD_OK;
-    const size_t most = l->outs * l->ins / WORTH_A_THREAD + 1, blocks = (rows + FD_DENSE16_ROWS - 1) / FD_DENSE16_ROWS;
+    const fd_dense16_t *l = tasks->linear;
+    const size_t together = ops->multiply_all ? 1 : used, most = l->outs * l->ins * together / WORTH_A_THREAD + 1;
     const unsigned worth = most < threads ? (unsigned)most : threads;
-    if (ops->multiply_all) return ops->multiply_all(l, x, rows, y, worth);
-    const size_t tiles = (rows + FD_DENSE16_TILE - 1) / FD_DENSE16_TILE; /* blocks have much the same number of them */
-    run_t run = {ops, l, x, y, rows, blocks, (tiles + blocks - 1) / blocks * FD_DENSE16_TILE};
-    const size_t part = ops->panel * l->ins * (rows < run.block_rows ? rows : run.block_rows);
-    fd_parallel(run_parts, &run, (l->outs + ops->panel - 1) / ops->panel * blocks, (WORTH_A_TURN + part - 1) / part,
-                worth);
+    if (ops->multiply_all) {
+        fd_status_t status = FD_OK;
+        for (const fd_linear_task_t *task = tasks; task < tasks + n && status == FD_OK; task++)
+            if (task->rows) status = ops->multiply_all(task->linear, task->x, task->rows, task->y, worth);
+        return status;
+    }
+    run_t run = {ops, tasks, (l->outs + ops->panel - 1) / ops->panel};
+    const size_t part = ops->panel * l->ins * ((rows + blocks - 1) / blocks);
+    fd_parallel(run_parts, &run, run.panels * blocks, (WORTH_A_TURN + part - 1) / part, worth);
     return FD_OK;
 }

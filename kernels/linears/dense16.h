@@ -15,6 +15,7 @@
 #include <stdint.h>
 
 #include "cpu/isa.h"
+#include "cpu/linear_task.h"
 #include "region/formats.h"
 #include "region/region.h"
 
@@ -55,6 +56,6 @@ size_t fd_dense16_packed_bytes(const fd_dense16_ops_t *ops, size_t outs, size_t 
 void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to,
                      unsigned threads);
 
-/* y = x W^T + b in up to `threads` threads. FD_INTERNAL if memory runs out. */
-fd_status_t fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
-                                unsigned threads);
+/* The products of n tasks in up to `threads` threads. All linears have the same sizes, and nothing stands between the
+ * rows of y. FD_INTERNAL if memory runs out. */
+fd_status_t fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_linear_task_t *tasks, size_t n, unsigned threads);

@@ -35,6 +35,7 @@
 #include <string.h>
 
 #include "cpu/isa.h"
+#include "cpu/linear_task.h"
 #include "region/region.h"
 
 enum { FD_LINEAR_LANES = 16, FD_LINEAR_BLOCK = 32, FD_LINEAR_CHUNKS = 8, FD_LINEAR_LOW_BITS = 7 };
@@ -109,10 +110,10 @@ extern const fd_linear_ops_t fd_linear_ops_scalar, fd_linear_ops_avx2, fd_linear
 /* The kernels for an ISA that this machine supports. */
 const fd_linear_ops_t *fd_linear_ops(fd_isa_t isa);
 
-/* x [rows][ins] -> the first outs of y [rows][stride], in up to `threads` threads. FD_INTERNAL if memory runs
- * out. */
-fd_status_t fd_linear_run(const fd_linear_t *l, const fd_linear_ops_t *ops, const float *x, uint32_t rows, float *y,
-                          uint32_t stride, uint32_t threads);
+/* The products of n tasks, x fp32 -> the first outs of y, whose rows stand `stride` numbers apart, in up to `threads`
+ * threads. All linears have as many outputs. FD_INTERNAL if memory runs out. */
+fd_status_t fd_linear_run(const fd_linear_ops_t *ops, const fd_linear_task_t *tasks, size_t n, uint32_t stride,
+                          uint32_t threads);
 
 /* The weights of one output: row [ins]. */
 void fd_linear_row(const fd_linear_t *l, uint32_t out, float *row);

@@ -30,6 +30,7 @@ static const struct {
     {&fd_py_delta_spec, NULL},
     {&fd_py_prompt_spec, &fd_py_prompt_type},
     {&fd_py_joints_spec, NULL},
+    {&fd_py_experts_spec, NULL},
     {&fd_py_reduction_spec, &fd_py_reduction_type},
     {&fd_py_draw_rows_spec, NULL},
 };

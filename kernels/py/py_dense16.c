@@ -67,7 +67,8 @@ static PyObject *dense16_run(dense16_t *self, PyObject *args) {
     const int fits = (size_t)x.len == rows * row && (size_t)y.len == rows * l->outs * self->ops->number_bytes;
     fd_status_t status = FD_OK;
     if (fits && rows) {
-        FD_WITHOUT_GIL(status = fd_dense16_multiply(self->ops, l, x.buf, rows, y.buf, threads ? threads : 1));
+        const fd_linear_task_t task = {l, x.buf, y.buf, rows};
+        FD_WITHOUT_GIL(status = fd_dense16_multiply(self->ops, &task, 1, threads ? threads : 1));
     }
     PyBuffer_Release(&x);
     PyBuffer_Release(&y);
@@ -114,15 +115,14 @@ FD_PY_TYPE(fd_py_dense16_spec, "fastdecode.kernels._native.Dense16Linear", dense
            {Py_tp_dealloc, dense16_dealloc}, {Py_tp_methods, methods}, {Py_tp_members, fd_py_isa_member});
 
 /* Outputs have no room between rows: such a product is the only one of its rows. */
-static fd_status_t multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
-    const dense16_t *self = linear;
+static fd_status_t multiply(const void *ops, const fd_linear_task_t *tasks, size_t n, size_t stride, unsigned threads) {
     (void)stride;
-    return fd_dense16_multiply(self->ops, &self->linear, x, rows, y, threads);
+    return fd_dense16_multiply(ops, tasks, n, threads);
 }
 
 bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product) {
     if (!Py_IS_TYPE(o, fd_py_dense16_type) || ((dense16_t *)o)->act != act) return false;
-    const fd_dense16_t *l = &((dense16_t *)o)->linear;
-    *product = (fd_product_t){l->ins, l->outs, multiply, o};
+    const dense16_t *self = (dense16_t *)o;
+    *product = (fd_product_t){self->linear.ins, self->linear.outs, multiply, self->ops, &self->linear};
     return true;
 }

@@ -20,25 +20,6 @@ typedef struct {
     size_t scratch_rows;
 } joints_t;
 
-/* Reads a tuple of linears whose outputs stand side by side: `outs` in all, of `ins` inputs. */
-static bool read_products(PyObject *parts, uint32_t act, size_t ins, size_t outs, fd_products_t *products) {
-    if (!PyTuple_Check(parts) || PyTuple_GET_SIZE(parts) < 1 || PyTuple_GET_SIZE(parts) > FD_MOST_PARTS)
-        return FD_PY_FAIL(PyExc_ValueError, "a product is a tuple of one to four linears");
-    size_t total = 0;
-    products->n = (uint32_t)PyTuple_GET_SIZE(parts);
-    for (uint32_t i = 0; i < products->n; i++) {
-        PyObject *part = PyTuple_GET_ITEM(parts, i);
-        fd_product_t *product = &products->parts[i];
-        const bool dense = products->n == 1 && fd_py_dense16_product(part, act, product);
-        if (!dense && !fd_py_quantised_product(part, act, product))
-            return FD_PY_FAIL(PyExc_ValueError, "a linear has no product for these rows");
-        if (product->ins != ins)
-            return FD_PY_FAIL(PyExc_ValueError, "a linear has %zu inputs, not %zu", product->ins, ins);
-        total += product->outs;
-    }
-    return total == outs || FD_PY_FAIL(PyExc_ValueError, "linears have %zu outputs, not %zu", total, outs);
-}
-
 static bool read_layer(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *layer) {
     const uint32_t act = j->act_dtype;
     PyObject *qkv, *out, *up, *down;
@@ -50,10 +31,10 @@ static bool read_layer(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *laye
         return false;
     layer->second_rope = second_rope;
     const size_t q = j->q_heads * j->head_size, kv = j->kv_heads * j->head_size;
-    return read_products(qkv, act, j->hidden, q + 2 * kv, &layer->qkv) &&
-           read_products(out, act, q, j->hidden, &layer->o) &&
-           read_products(up, act, j->hidden, 2 * j->inner, &layer->up) &&
-           read_products(down, act, j->inner, j->hidden, &layer->down);
+    return fd_py_products(qkv, act, j->hidden, q + 2 * kv, &layer->qkv) &&
+           fd_py_products(out, act, q, j->hidden, &layer->o) &&
+           fd_py_products(up, act, j->hidden, 2 * j->inner, &layer->up) &&
+           fd_py_products(down, act, j->inner, j->hidden, &layer->down);
 }
 
 static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {

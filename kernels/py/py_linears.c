@@ -100,8 +100,8 @@ static PyObject *linear_run(linear_t *self, PyObject *args) {
     const int fits = (size_t)x.len == rows * row && rows >> 24 == 0 && width >= l->outs && first <= width - l->outs &&
                      (size_t)y.len == rows * width * sizeof(float);
     if (fits && rows) {
-        FD_WITHOUT_GIL(status = fd_linear_run(l, self->ops, x.buf, (uint32_t)rows, (float *)y.buf + first, width,
-                                              threads ? threads : 1));
+        const fd_linear_task_t task = {l, x.buf, (float *)y.buf + first, rows};
+        FD_WITHOUT_GIL(status = fd_linear_run(self->ops, &task, 1, width, threads ? threads : 1));
     }
     PyBuffer_Release(&x);
     PyBuffer_Release(&y);
@@ -153,14 +153,13 @@ FD_PY_TYPE(fd_py_linear_spec, "fastdecode.kernels._native.QuantisedLinear", line
            {Py_tp_doc, "A quantised matrix (fd_linear_t)."}, {Py_tp_new, linear_new}, {Py_tp_dealloc, linear_dealloc},
            {Py_tp_methods, methods}, {Py_tp_members, fd_py_isa_member});
 
-static fd_status_t multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
-    const linear_t *self = linear;
-    return fd_linear_run(&self->linear, self->ops, x, (uint32_t)rows, y, (uint32_t)stride, threads);
+static fd_status_t multiply(const void *ops, const fd_linear_task_t *tasks, size_t n, size_t stride, unsigned threads) {
+    return fd_linear_run(ops, tasks, n, (uint32_t)stride, threads);
 }
 
 bool fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product) {
     if (act != FD_ACT_FP32 || !Py_IS_TYPE(o, fd_py_linear_type)) return false;
-    const fd_linear_t *l = &((linear_t *)o)->linear;
-    *product = (fd_product_t){l->ins, l->outs, multiply, o};
+    const linear_t *self = (linear_t *)o;
+    *product = (fd_product_t){self->linear.ins, self->linear.outs, multiply, self->ops, &self->linear};
     return true;
 }

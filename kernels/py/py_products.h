@@ -11,6 +11,10 @@
 bool fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product); /* py_linears.c */
 bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product);   /* py_dense16.c */
 
+/* Reads a tuple of linears whose outputs stand side by side: `outs` in all, of `ins` inputs. Returns false with an
+ * exception. In py_products.c. */
+bool fd_py_products(PyObject *parts, uint32_t act, size_t ins, size_t outs, fd_products_t *products);
+
 /* Reads the prompts' chunks of a step of `rows` rows, (PromptAttention, scale, chunks) as _native.pyi has it, for the
  * model `j` and the activation dtype `act`. Returns memory to be freed with PyMem_Free, or NULL with an exception. In
  * py_prompt.c. */

@@ -42,7 +42,7 @@ static PyObject *norm(row_ops_t *self, PyObject *args) {
 }
 
 static PyObject *gate(row_ops_t *self, PyObject *args) {
-    fd_gate_rows_t o;
+    fd_gate_rows_t o = {0};
     size_t rows;
     unsigned threads;
     int gelu;

@@ -17,10 +17,10 @@ static bool is_line(const void *numbers, size_t bytes) {
     return (uintptr_t)at % LINE == 0 && at >= begin && at + bytes <= end;
 }
 
-static fd_status_t multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
-    (void)linear, (void)threads;
-    REQUIRE(x == o || is_line(x, rows * 2));
-    REQUIRE(is_line(y, rows * stride * 2));
+static fd_status_t multiply(const void *ops, const fd_linear_task_t *task, size_t n, size_t stride, unsigned threads) {
+    (void)ops, (void)threads;
+    REQUIRE(n == 1 && (task->x == o || is_line(task->x, task->rows * 2)));
+    REQUIRE(is_line(task->y, task->rows * stride * 2));
     products++;
     return FD_OK;
 }
@@ -40,7 +40,7 @@ void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *rows, size_t n,
     (void)ops, (void)rows, (void)n, (void)threads;
 }
 
-static fd_products_t one(size_t ins, size_t outs) { return (fd_products_t){{{ins, outs, multiply, NULL}}, 1}; }
+static fd_products_t one(size_t ins, size_t outs) { return (fd_products_t){{{ins, outs, multiply, NULL, NULL}}, 1}; }
 
 int main(void) {
     const size_t width = HEADS * HEAD_SIZE;

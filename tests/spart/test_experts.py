@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,18 @@ from engines.api_client import served
 from engines.real_engine import real_engine
 from engines.token_stream import submit
 from models.checkpoints import make_checkpoint
+from torch import Tensor
 
 from fastdecode.engine.state.request import SamplingParams
+from fastdecode.kernels import _native
 from fastdecode.spart import load_model
+from fastdecode.spart.checkpoints.config import Experts
 from fastdecode.spart.decoder.block_ops import make_activation
+from fastdecode.spart.decoder.experts import Mixture
 from fastdecode.spart.linears import grouped_mm
+from fastdecode.spart.linears.dense16 import multiplies_bf16
 from fastdecode.spart.linears.experts import ExpertRows, LoopedExperts, StackedExperts
+from fastdecode.spart.linears.rounding import quantise
 from fastdecode.spart.linears.stack import make_experts
 from fastdecode.text.tokenizer import Tokenizer
 
@@ -39,6 +46,64 @@ def test_each_row_is_multiplied_with_its_experts_matrix(kind, has_grouped_mm, mo
     assert isinstance(linears, StackedExperts if kind == "stacked" else LoopedExperts)
     expected = torch.stack([weight[e] @ row + bias[e] for e, row in zip(experts, x, strict=True)])
     torch.testing.assert_close(linears(x, rows), expected, atol=1e-5, rtol=1e-5)
+
+
+def mixture_of(weights: str, act: torch.dtype, clamped: bool) -> tuple[Mixture, Callable[[Tensor], Tensor]]:
+    """A mixture of 6 experts with biases, and the same in float64: a function of rows."""
+    random = torch.Generator().manual_seed(1)
+    n, used, hidden, inner = 6, 3, 96, 64
+    config = Experts(n, used, inner, True, clamped_swiglu=(1.7, 0.5) if clamped else None)
+    sizes = {"up": (2 * inner, hidden), "down": (hidden, inner)}
+    matrices = {name: torch.randn(n, *size, generator=random).bfloat16() / 8 for name, size in sizes.items()}
+    biases = {name: torch.randn(n, size[0], generator=random).bfloat16() / 4 for name, size in sizes.items()}
+    router = torch.randn(n, hidden, generator=random)
+    exact, linears = {}, []
+    for name, weight in matrices.items():
+        stored = list(weight)
+        if weights != "16 bits":
+            stored = [quantise(matrix.float(), int(weights[3:])) for matrix in stored]
+        linears.append(make_experts(zip(([matrix] for matrix in stored), biases[name], strict=True), CPU, act))
+        whole = weight if weights == "16 bits" else torch.stack([matrix.dequantise() for matrix in stored])
+        exact[name] = whole.double()
+
+    def reference(x: Tensor) -> Tensor:
+        out = []
+        for row in x.double():
+            scores, chosen = (router.to(act).double() @ row).softmax(0).topk(used)
+            results = []
+            for e in chosen:
+                gate, up = (exact["up"][e] @ row + biases["up"][e].double()).chunk(2)
+                if clamped:
+                    gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5) + 1
+                alpha = 1.7 if clamped else 1.0
+                results.append(exact["down"][e] @ (gate * (gate * alpha).sigmoid() * up) + biases["down"][e].double())
+            out.append((scores / scores.sum()) @ torch.stack(results))
+        return torch.stack(out)
+
+    return Mixture(config, router.to(act), None, None, *linears), reference
+
+
+@pytest.mark.parametrize("isa", [isa for isa in _native.isa_supported() if isa != "scalar"])
+@pytest.mark.parametrize("weights", ["16 bits", "int8", "int4"])
+@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize("act", [torch.float32, torch.bfloat16])
+def test_experts_in_c_equal_float64(isa, weights, clamped, act, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    mixture, reference = mixture_of(weights, act, clamped)
+    mixture.run_in_c("silu", act)
+    if act is torch.bfloat16 and (weights != "16 bits" or not multiplies_bf16(CPU, 96)):
+        assert mixture._native is None
+        return
+    assert mixture._native is not None
+    x = torch.randn(150, 96, generator=torch.Generator().manual_seed(2)).to(act)
+    want = reference(x)
+    with torch.inference_mode():
+        got = mixture(x, lambda up: pytest.fail("computed by torch"))
+        alone = mixture(x[7:8], lambda up: pytest.fail("computed by torch"))
+    assert mixture.load is not None and mixture.load.sum() == 3 * 151
+    error = (got.double() - want).square().mean().sqrt() / want.std()
+    assert error < (0.01 if act is torch.bfloat16 else 1e-6 if weights == "16 bits" else 2e-3)
+    torch.testing.assert_close(alone, got[7:8])  # the router is multiplied by torch
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "glm4-moe"])

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from fastdecode.kernels import _native
 from fastdecode.spart.checkpoints.config import Experts
-from fastdecode.spart.linears.base import Linear
+from fastdecode.spart.linears.base import Linear, multiplies
 from fastdecode.spart.linears.experts import ExpertLinears, ExpertRows
+from fastdecode.spart.served import act_code
+from fastdecode.spart.threads import pool_threads
 
+#: Activations whose gates kernels/decoder computes, and whether they are GELU.
+_GATES = {"silu": False, "gelu_pytorch_tanh": True, "gelu_new": True}
 #: The least sum by which scores are divided: sigmoids may all be 0.
 _LEAST = 1e-20
 
@@ -65,7 +70,25 @@ class Mixture:
         self.shared = shared
         self._config, self._router, self._router_bias, self._correction = config, router, router_bias, correction
         self._up, self._down = up, down
+        self._native: _native.ExpertOps | None = None
         self.load: torch.Tensor | None = None
+
+    def run_in_c(self, activation: str, dtype: torch.dtype) -> None:
+        """Let one call of kernels/decoder compute the experts of rows in `dtype` on a CPU, if kernels/ has all of their
+        products and the `activation`."""
+        up, down, config = self._up.native, self._down.native, self._config
+        clamped = config.clamped_swiglu
+        known = clamped is not None or activation in _GATES
+        if known and up and down and all(multiplies(products, dtype) for products in up + down):
+            self._native = _native.ExpertOps(
+                act_code(dtype),
+                self._router.shape[1],
+                config.intermediate_size,
+                config.used,
+                clamped is None and _GATES[activation],
+                *(clamped or (0.0, 0.0)),
+                tuple(zip(up, down, strict=True)),
+            )
 
     def __call__(self, x: torch.Tensor, activate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """x [n, hidden_size] -> [n, hidden_size]. `activate` makes the input of `down` from the output of `up`.
@@ -75,12 +98,36 @@ class Mixture:
         """
         if not len(x):  # the last layer of a rank, in a step that draws no token
             return torch.empty_like(x)
-        used = self._config.used
         shares, chosen = self.choose(x)
+        if self.load is None:
+            self.load = torch.zeros(self._config.n, dtype=torch.int64, device=x.device)
+        if self._native is None:
+            return self._computed(x, shares, chosen, activate)
+        out = torch.empty_like(x)
+        assert x.is_contiguous() and shares.is_contiguous() and chosen.is_contiguous() and shares.dtype is torch.float32
+        self._native.run(
+            x.data_ptr(),
+            out.data_ptr(),
+            chosen.data_ptr(),
+            shares.data_ptr(),
+            self.load.data_ptr(),
+            len(x),
+            pool_threads(),
+        )
+        return out
+
+    def _computed(
+        self,
+        x: torch.Tensor,
+        shares: torch.Tensor,
+        chosen: torch.Tensor,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """The experts' results, of operations of torch and a product for each linear."""
+        used = self._config.used
         experts, order = chosen.flatten().sort(stable=True)
         counts = experts.new_zeros(self._config.n).scatter_add_(0, experts, torch.ones_like(experts))
-        if self.load is None:
-            self.load = torch.zeros_like(counts)
+        assert self.load is not None
         self.load += counts
         rows = ExpertRows(experts, counts)
         results = self._down(activate(self._up(x.index_select(0, order // used), rows)), rows)

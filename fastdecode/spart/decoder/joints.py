@@ -19,7 +19,7 @@ from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHead
 from fastdecode.spart.decoder.experts import MLP
 from fastdecode.spart.decoder.rope import Angles
 from fastdecode.spart.decoder.weights import Layer
-from fastdecode.spart.linears.base import Linear
+from fastdecode.spart.linears.base import Linear, multiplies
 from fastdecode.spart.prefill.prompt_attention import NativePrompts
 from fastdecode.spart.ranks.reduction import Reduction
 from fastdecode.spart.threads import pool_threads
@@ -149,13 +149,6 @@ def _native_layer(layer: Layer) -> tuple[object, ...]:
     return *map(address_of, weights), layer.second_rope, *(linear.native for linear in _linears(layer))
 
 
-def _computes(linear: Linear, act_dtype: str) -> bool:
-    """True if kernels/linears computes the linear for rows of this dtype; rows of quantised matrices are fp32."""
-    return bool(linear.native) and (
-        act_dtype == "fp32" or not any(isinstance(product, _native.QuantisedLinear) for product in linear.native)
-    )
-
-
 def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -> str | None:
     """The reason why a model's blocks are computed operation by operation, or None if it has joints.
 
@@ -171,7 +164,7 @@ def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -
         return "a layer has experts"
     if any(norm.weight is None for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)):
         return "a norm has no weights"
-    if not all(_computes(linear, ops.act_dtype) for layer in layers for linear in _linears(layer)):
+    if not all(multiplies(linear.native, ops.vectors.dtype) for layer in layers for linear in _linears(layer)):
         return f"kernels/linears does not compute all of its products of {ops.act_dtype} rows"
     return None
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from fastdecode.spart.checkpoints.config import Rope
-from fastdecode.spart.decoder.block_ops import RowHeads, split_gate
+from fastdecode.spart.decoder.block_ops import NativeBlockOps, RowHeads, split_gate
 from fastdecode.spart.decoder.cuda_ops import make_block_ops
 from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.joints import make_joints
@@ -63,6 +63,10 @@ class DecoderLayers:
         self.layers = model.weights.layers
         self.ops = make_block_ops(config, model.device, model.dtype)
         self.joints = make_joints(config, self.layers, self.ops, model.reduction)
+        if isinstance(self.ops, NativeBlockOps):
+            for block in model.weights.all_blocks:
+                if isinstance(block.mlp, Mixture):
+                    block.mlp.run_in_c(config.activation, model.dtype)
         self.rope, self.second_rope = (self._rotary(rope) for rope in (config.rope, config.second_rope))
         #: A number of the dtype that embeddings have, as in transformers' code for Gemma.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=model.dtype).item()

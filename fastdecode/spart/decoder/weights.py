@@ -115,6 +115,11 @@ class Weights:
         """The blocks that attend; the i-th is layer i of the links."""
         return [block for block in self.blocks if isinstance(block, Layer)]
 
+    @property
+    def all_blocks(self) -> list[Block]:
+        """The blocks, and that of the MTP head behind them."""
+        return self.blocks if self.mtp is None else [*self.blocks, self.mtp.layer]
+
 
 @dataclass(slots=True, kw_only=True)
 class Model(ServedModel):

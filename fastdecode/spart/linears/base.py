@@ -12,6 +12,12 @@ from fastdecode.kernels._native import Dense16Linear, QuantisedLinear
 NativeProducts = tuple[Dense16Linear | QuantisedLinear, ...]
 
 
+def multiplies(products: NativeProducts, act: torch.dtype) -> bool:
+    """Whether there are `products`, of rows in `act`; those of quantised matrices are of fp32 rows."""
+    quantised = any(isinstance(product, QuantisedLinear) for product in products)
+    return bool(products) and (act is torch.float32 or not quantised)
+
+
 class Weight(ABC):
     """Parameters of any format."""
 

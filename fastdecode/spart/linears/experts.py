@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from fastdecode.spart.linears.base import Linear, Weight
+from fastdecode.spart.linears.base import Linear, NativeProducts, Weight
 from fastdecode.spart.linears.grouped_mm import grouped_mm
 
 
@@ -38,14 +38,18 @@ class ExpertLinears(Weight):
         """See Linear.pooled."""
         return False
 
+    @property
+    def native(self) -> tuple[NativeProducts, ...]:
+        """Linear.native of each expert; empty if experts differ in the number of these products."""
+        return ()
+
     @abstractmethod
     def __call__(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
         """x [rows, in] -> [rows, out], both in the activation dtype."""
 
 
 class LoopedExperts(ExpertLinears):
-    """A product for each expert with rows, in any format that a linear has. On a CPU that is the fastest way: every
-    weight is read once, in the order that the kernels read."""
+    """A product for each expert with rows, in any format that a linear has."""
 
     __slots__ = ("_linears",)
 
@@ -58,6 +62,11 @@ class LoopedExperts(ExpertLinears):
     @property
     def pooled(self) -> bool:
         return all(linear.pooled for linear in self._linears)
+
+    @property
+    def native(self) -> tuple[NativeProducts, ...]:
+        native = tuple(linear.native for linear in self._linears)
+        return native if len(set(map(len, native))) == 1 else ()
 
     @property
     def nbytes(self) -> int:
