@@ -293,6 +293,7 @@ class RowOps:
         qkv: int,
         q_norm: int,
         k_norm: int,
+        v_norm: int,
         eps: float,
         angles: tuple[int, int, int, int],
         q: int,

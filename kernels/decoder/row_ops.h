@@ -47,10 +47,10 @@ typedef struct {
 } fd_angles_t;
 
 /* A row of qkv is Q heads, K heads, V heads. Q goes to q; K and then V go to kv; rows stand `q_stride` and `kv_stride`
- * elements apart there. Q and K heads are normalised if there are weights [head_size] for them, and their halves (a, b)
- * of the first 2 * pairs elements become (a cos - b sin, b cos + a sin). */
+ * elements apart there. Heads are normalised if there are weights [head_size] for them. The halves (a, b) of the first
+ * 2 * pairs elements of Q and K heads become (a cos - b sin, b cos + a sin). */
 typedef struct {
-    const void *qkv, *q_norm, *k_norm;
+    const void *qkv, *q_norm, *k_norm, *v_norm;
     void *q, *kv;
     fd_angles_t angles;
     float eps;

@@ -177,7 +177,10 @@ FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t r
         for (size_t h = 0; h < o->kv_heads; h++, from = at(dtype, from, size))
             rope_head(dtype, o, from, o->k_norm, angles->cos + first, angles->sin + first,
                       (void *)at(dtype, kv, h * size));
-        memcpy((void *)at(dtype, kv, o->kv_heads * size), from, v_bytes);
+        void *v = (void *)at(dtype, kv, o->kv_heads * size);
+        const fd_norm_rows_t v_heads = {(void *)from, v, NULL, o->v_norm, 0, o->eps, size};
+        if (o->v_norm) norm_rows(dtype, &v_heads, 0, o->kv_heads);
+        else memcpy(v, from, v_bytes);
     }
 }
 

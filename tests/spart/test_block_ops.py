@@ -117,12 +117,13 @@ def test_the_gate_keeps_numbers_at_their_limits(ops_class, dtype, config, activa
 @pytest.mark.parametrize("normed", [False, True])
 def test_heads_come_to_their_places(ops_class, dtype, config, pairs, normed):
     ops, n = ops_class(config, dtype), 7
-    norms = [torch.randn(24).to(dtype) for _ in range(2)] if normed else [None, None]
-    layer = SimpleNamespace(q_norm=norms[0], k_norm=norms[1])
+    norms = [torch.randn(24).to(dtype) for _ in range(3)] if normed else [None] * 3
+    heads = config.heads_of(0)
+    layer = SimpleNamespace(heads=heads, q_norm=norms[0], k_norm=norms[1], v_norm=norms[2])
     qkv = torch.randn(n, 5 * 24).to(dtype)
     angles = Angles(*torch.randn(4, n, 1, pairs).clamp(-1, 1).to(ops.angle_dtype))
     slot_q, slot_kv = torch.full((n, 80), 7.0).to(dtype), torch.full((n, 56), 7.0).to(dtype)
-    ops.write_heads(qkv, layer, angles, RowHeads(slot_q[:, :72], slot_kv[:, :48], config))
+    ops.write_heads(qkv, layer, angles, RowHeads(slot_q, slot_kv, heads))
 
     heads = qkv.double().view(n, 5, 24)
     of_q, of_k = (slice(3), norms[0], angles[2:]), (slice(3, 4), norms[1], angles[:2])
@@ -132,6 +133,8 @@ def test_heads_come_to_their_places(ops_class, dtype, config, pairs, normed):
         a, b = heads[:, i, :pairs].clone(), heads[:, i, pairs : 2 * pairs].clone()
         heads[:, i, :pairs] = a * cos.double() - b * sin.double()
         heads[:, i, pairs : 2 * pairs] = b * cos.double() + a * sin.double()
+    if normed:
+        heads[:, 4] = rms_norm(heads[:, 4], norms[2], config.norm_eps)
     budget = 3 * BUDGET[dtype]  # torch rounds products, and normed heads, to the dtype
     for got, want in ((slot_q[:, :72], heads[:, :3]), (slot_kv[:, :48], heads[:, 3:])):
         torch.testing.assert_close(got.double(), want.reshape(n, -1), rtol=budget, atol=budget)
@@ -160,7 +163,7 @@ async def test_models_have_the_logits_of_transformers_by_the_cuda_kernels(name, 
             got = run(spart.step(StepBatch(0, [chunk]), keep_logits=True)).logits
             assert (got[0] - want[i]).abs().max() < EXACT * want[i].std()
     gelu = {"fd_add_norm", "fd_write_heads"}
-    others = {"opt": {"fd_write_heads"}, "gemma2": gelu, "gemma3": gelu}
+    others = {"opt": {"fd_write_heads"}, "gemma2": gelu, "gemma3": gelu, "gemma4": gelu}
     assert launched == others.get(name, {"fd_add_norm", "fd_write_heads", "fd_silu_gate"})
 
 

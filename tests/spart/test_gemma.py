@@ -112,7 +112,7 @@ def test_balanced_heads_are_turned_by_the_rope_of_their_layer():
         layers = DecoderLayers(model)
         model.config, kept = replace(model.config, rope=rope, second_rope=second_rope), model.config
         with torch.inference_mode():
-            moments = [of_keys for _, of_keys, _ in _second_moments(layers, tokens, later)]
+            moments = [of_keys for _, of_keys, _ in _second_moments(layers, tokens, later).values()]
         model.config = kept
         return moments
 

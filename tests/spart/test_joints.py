@@ -187,6 +187,7 @@ def random_layers(config: ModelConfig, n: int, rank: int) -> list[Layer]:
         Layer(
             attention_norm=norm(),
             mlp_norm=norm(),
+            heads=config.heads_of(i),
             qkv=share(q + 2 * kv, hidden, (q, kv, kv)),
             q_norm=None,
             k_norm=None,
@@ -211,7 +212,7 @@ def pass_joints(config: ModelConfig, n: int, rank: int, reduction: Reduction | N
     angles, second_angles = (Angles(*each) for each in torch.randn(2, 4, rows, 1, pairs, generator=generator))
     q = torch.empty_like(o)
     kv = torch.empty(rows, 2 * cut_config.n_kv_heads * config.head_size)
-    joint_rows, results = joints.rows(x, o, angles, RowHeads(q, kv, cut_config), second_angles), []
+    joint_rows, results = joints.rows(x, o, angles, RowHeads(q, kv, cut_config.heads_of(0)), second_angles), []
     for joint in range(len(layers) + 1):
         assert joint_rows.run(joint)
         results += [q.clone(), *kv.clone().chunk(2, dim=1)]

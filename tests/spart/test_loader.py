@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import CORRECTION, VARIANTS, make_checkpoint, reference
+from models.checkpoints import BUFFERS, VARIANTS, make_checkpoint, reference
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
@@ -56,7 +56,7 @@ def edit_tensors(directory: Path, edit) -> None:
 # -- configuration ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "gemma4" not in name])  # which transformers 4 lacks
 def test_both_spellings_of_rope_mean_the_same(name, copy):
     """transformers 5 writes rope_parameters and dtype; 4 wrote rope_theta, rope_scaling and torch_dtype."""
     directory = copy(name)
@@ -122,7 +122,7 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
         ({"head_dim": 20}, "head size 20"),
         ({"head_dim": 584}, "head size 584"),
         ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3"),
-        ({"rope_parameters": {"rope_type": "proportional"}}, "'proportional' is not supported"),
+        ({"rope_parameters": {"rope_type": "axial"}}, "'axial' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}}, "'short_factor' is None"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}}, "1 factors for 8"),
         ({"rope_parameters": {"rope_type": "linear"}}, "'factor' is None"),
@@ -218,7 +218,7 @@ def test_an_architecture_and_a_model_type_that_contradict_each_other_are_named(c
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if name in FAMILIES:
             with pytest.raises(CheckpointError, match=r"lacks 'num_hidden_layers'|tensors have names of their own"):
-                make_config({"architectures": [name], "model_type": model_type})
+                make_config({"architectures": [name], "model_type": model_type, "num_hidden_layers": None})
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
@@ -281,7 +281,7 @@ def test_every_number_of_the_checkpoint_is_loaded(name):
     directory = make_checkpoint(name)
     model = load_model(directory, dtype="fp32")
     theirs = reference(directory)
-    stored = [*theirs.parameters(), *(b for name, b in theirs.named_buffers() if name.endswith(CORRECTION))]
+    stored = [*theirs.parameters(), *(b for name, b in theirs.named_buffers() if name.endswith(BUFFERS))]
     assert model.parameters == sum(tensor.numel() for tensor in stored)
 
 

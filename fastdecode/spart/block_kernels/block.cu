@@ -45,20 +45,20 @@ FD_KERNEL fd_add_norm(void *x, const void *y, const void *weight, void *out, uns
 }
 
 /* Writes the heads of qkv [rows][(q_heads + 2 * kv_heads) * size] to q [rows][q_stride] and kv [rows][kv_stride], K
- * heads before V heads. Q and K heads are normalised by q_norm and k_norm [size], if these are not NULL, and turned by
- * the angles whose cosines and sines are cos and sin, of Q heads q_cos and q_sin, [rows][pairs] each: elements i and
- * i + pairs are a pair.
+ * heads before V heads. Heads are normalised by q_norm, k_norm and v_norm [size], if these are not NULL, and those of Q
+ * and K turned by the angles whose cosines and sines are cos and sin, of Q heads q_cos and q_sin, [rows][pairs] each:
+ * elements i and i + pairs are a pair.
  *
  *   grid    (rows, q_heads + 2 * kv_heads) */
-FD_KERNEL fd_write_heads(const void *qkv, const void *q_norm, const void *k_norm, const float *cos, const float *sin,
-                         const float *q_cos, const float *q_sin, void *q, void *kv, unsigned q_heads, unsigned kv_heads,
-                         unsigned size, unsigned pairs, unsigned q_stride, unsigned kv_stride, unsigned dtype,
-                         unsigned eps) {
+FD_KERNEL fd_write_heads(const void *qkv, const void *q_norm, const void *k_norm, const void *v_norm, const float *cos,
+                         const float *sin, const float *q_cos, const float *q_sin, void *q, void *kv, unsigned q_heads,
+                         unsigned kv_heads, unsigned size, unsigned pairs, unsigned q_stride, unsigned kv_stride,
+                         unsigned dtype, unsigned eps) {
     __shared__ float head[FD_MOST_HEAD], sums[FD_BLOCK_THREADS];
     const fd_index_t row = blockIdx.x;
     const unsigned index = blockIdx.y;
     const int is_q = index < q_heads, is_v = index >= q_heads + kv_heads;
-    const void *norm = is_q ? q_norm : is_v ? (const void *)0 : k_norm;
+    const void *norm = is_q ? q_norm : is_v ? v_norm : k_norm;
     const fd_index_t from = (row * (q_heads + 2 * kv_heads) + index) * size;
     FD_EACH_THREAD(t) {
         float sum = 0.0f;

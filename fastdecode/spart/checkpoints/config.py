@@ -45,14 +45,15 @@ class Rope:
     """Rotary position embedding (Su et al., arXiv 2104.09864) and how it is scaled to a longer context.
 
     `kind` is "default", "none" (no pair is turned), "linear" (positions divided by `factor`), "llama3" (Llama 3.1),
-    "yarn" (Peng et al., arXiv 2309.00071) or "factors" (each pair's frequency divided by its own; with `long_factors`
-    it is LongRoPE, Ding et al., arXiv 2402.13753).
+    "yarn" (Peng et al., arXiv 2309.00071), "factors" (each pair's frequency divided by its own; with `long_factors`
+    it is LongRoPE, Ding et al., arXiv 2402.13753) or "proportional" (Gemma 4: linear, but only the first pairs of the
+    whole head are turned).
     """
 
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
-    fraction: float = 1.0  # of each head that RoPE turns: its first elements
+    fraction: float = 1.0  # of each head that RoPE turns: its first elements; "proportional": its first pairs
     original_max_positions: int = 0  # llama3, yarn, LongRoPE: positions the model was trained on before scaling
     query_beta: float = 0.0  # Q is multiplied by 1 + query_beta * log(1 + position // original_max_positions)
     low_freq_factor: float = 1.0  # llama3
@@ -65,7 +66,9 @@ class Rope:
     long_factors: tuple[float, ...] = ()  # of sequences that may grow beyond original_max_positions; empty: the same
 
     def width(self, head_size: int) -> int:
-        """The number of a head's elements that RoPE turns."""
+        """The number of a head's elements in the pairs that RoPE turns; "proportional" turns some of them by 0."""
+        if self.kind == "proportional":
+            return head_size
         return int(head_size * self.fraction)
 
 
@@ -170,6 +173,7 @@ class TensorNames:
     k_norm: str | None = None
     attention_post_norm: str | None = None  # read if ModelConfig.post_norms
     mlp_post_norm: str | None = None
+    block_scale: str | None = None  # the tensor [1] itself, by which the block's output is multiplied
     positions: str | None = None  # learned positions, weight [position_offset + max_positions, hidden_size]
     project_in: str | None = None  # read if embed_size and hidden_size differ
     project_out: str | None = None
@@ -219,6 +223,7 @@ class ModelConfig(AttentionShape):
     names: TensorNames
     second_rope: Rope | None = None  # in place of `rope` in the layers that `second_rope_layers` names
     second_rope_layers: frozenset[int] = frozenset()
+    k_as_v_layers: frozenset[int] = frozenset()  # layers whose V is the projection of K, before its norm and RoPE
     position_offset: int = 0  # learned positions: the row of position 0
     experts: Experts | None = None
     delta: DeltaRule | None = None
@@ -229,6 +234,7 @@ class ModelConfig(AttentionShape):
     norm_offset: float = 0.0  # it is added to the weights of RMS norms
     final_norm: bool = True
     qk_norm: bool = False  # RMS norm of every Q and K head, before RoPE
+    v_norm: bool = False  # RMS norm of every V head, without weights; only with `qk_norm`
     embed_scale: float = 1.0  # the embedding is multiplied by it
     residual_scale: float = 1.0  # the output of each sublayer is multiplied by it before it is added
     logit_divisor: float = 1.0  # the logits are divided by it
@@ -244,16 +250,17 @@ class ModelConfig(AttentionShape):
         check_layers(self.n_blocks)
         if not self.n_layers:
             raise CheckpointError("no layer of the model attends; only models with a KV-cache are supported")
-        if self.n_q_heads % self.n_kv_heads:
-            raise CheckpointError(f"{self.n_q_heads} query heads are not a multiple of {self.n_kv_heads} KV heads")
-        if self.head_size % HEAD_SIZE_UNIT or not HEAD_SIZE_UNIT <= self.head_size <= MAX_HEAD_SIZE:
-            raise CheckpointError(
-                f"head size {self.head_size} is not supported: it must be a multiple of {HEAD_SIZE_UNIT}, at most "
-                f"{MAX_HEAD_SIZE}"
-            )
-        for rope in (self.rope, self.second_rope):
+        for n_q, n_kv, size, *_ in {self.heads_of(layer) for layer in range(self.n_layers)}:
+            if n_q % n_kv:
+                raise CheckpointError(f"{n_q} query heads are not a multiple of {n_kv} KV heads")
+            if size % HEAD_SIZE_UNIT or not HEAD_SIZE_UNIT <= size <= MAX_HEAD_SIZE:
+                raise CheckpointError(
+                    f"head size {size} is not supported: it must be a multiple of {HEAD_SIZE_UNIT}, at most "
+                    f"{MAX_HEAD_SIZE}"
+                )
+        for second, rope in enumerate((self.rope, self.second_rope)):
             if rope is not None:
-                self._check_rope(rope)
+                self._check_rope(rope, self.rope_head_size(bool(second)))
         if self.second_rope is not None and (self.rope is None or self.second_rope.long_factors):
             raise CheckpointError("a RoPE of some layers alone, or LongRoPE there, is not supported")
 
@@ -261,6 +268,11 @@ class ModelConfig(AttentionShape):
     def n_blocks(self) -> int:
         """The number of transformer blocks; `n_layers` of them attend."""
         return self.n_layers - self.mtp + (len(self.delta.blocks) if self.delta else 0)
+
+    @property
+    def shared_kv(self) -> frozenset[int]:
+        """The layers whose K and V later layers attend to, without the first pass of an MTP head."""
+        return frozenset(kv for i, kv in enumerate(self.kv_layers[: self.n_layers - self.mtp]) if kv != i)
 
     def with_mtp(self, drafts: int) -> ModelConfig:
         """The model with its MTP head, which drafts `drafts` tokens in a step.
@@ -282,10 +294,19 @@ class ModelConfig(AttentionShape):
     def state_bytes(self, itemsize: int) -> int:
         return self.delta.state_bytes(itemsize) if self.delta else 0
 
-    def _check_rope(self, rope: Rope) -> None:
-        size = rope.width(self.head_size)
+    def rope_head_size(self, second: bool) -> int:
+        """The elements of a head in the layers that have `rope`, or in those that have `second_rope`. Raises
+        CheckpointError if these layers differ."""
+        layers = [i for i in range(self.n_layers) if (i in self.second_rope_layers) == second]
+        sizes = {self.heads_of(layer).k_size for layer in layers} or {self.head_size}
+        if len(sizes) > 1:
+            raise CheckpointError(f"heads of {sorted(sizes)} elements in layers with one RoPE are not supported")
+        return sizes.pop()
+
+    def _check_rope(self, rope: Rope, head_size: int) -> None:
+        size = rope.width(head_size)
         if size % 2 or not size:
-            raise CheckpointError(f"RoPE turns {size} of {self.head_size} elements of a head, not an even number")
+            raise CheckpointError(f"RoPE turns {size} of {head_size} elements of a head, not an even number")
         for factors in (rope.factors, rope.long_factors):
             if factors and len(factors) != size // 2:
                 raise CheckpointError(f"RoPE has {len(factors)} factors for {size // 2} pairs of a head")

@@ -125,6 +125,10 @@ def _linear(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
     return Rope(kind="linear", factor=_positive(raw, "factor"))
 
 
+def _proportional(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
+    return Rope(kind="proportional", factor=_positive(raw, "factor", 1.0))
+
+
 def _llama3(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
     low, high = _positive(raw, "low_freq_factor"), _positive(raw, "high_freq_factor")
     if low >= high:
@@ -182,6 +186,7 @@ _ROPES: dict[str, Callable[[dict[str, Any], int, int], Rope]] = {
     "dynamic": _default,
     "mrope": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -25,6 +25,7 @@ from fastdecode.spart.checkpoints.config import (
 )
 from fastdecode.spart.checkpoints.config_json import ConfigJson, end_token_ids
 from fastdecode.spart.checkpoints.gemma import GEMMA3_DEFAULTS, gemma, gemma2, gemma3
+from fastdecode.spart.checkpoints.gemma4 import GEMMA4_DEFAULTS, gemma4
 from fastdecode.spart.checkpoints.glm import glm4_moe
 from fastdecode.spart.checkpoints.llama_like import (
     LLAMA_NAMES,
@@ -401,6 +402,8 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "GemmaForCausalLM": gemma,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4UnifiedForCausalLM": gemma4,
     "SmolLM3ForCausalLM": smollm3,
     "Ministral3ForCausalLM": ministral3,
     "SeedOssForCausalLM": _seed_oss,
@@ -408,7 +411,11 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "OPTForCausalLM": _opt,
 }
 #: The defaults of absent keys that are read for every family alike; those without one must be there.
-_DEFAULTS: dict[str, dict[str, Any]] = {"Gemma3ForCausalLM": GEMMA3_DEFAULTS}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": GEMMA3_DEFAULTS,
+    "Gemma4ForCausalLM": GEMMA4_DEFAULTS,
+    "Gemma4UnifiedForCausalLM": GEMMA4_DEFAULTS,
+}
 
 #: Types that transformers makes models of a known family of, though their tensors have other names.
 _OTHER_TENSORS = frozenset(["exaone"])
@@ -430,5 +437,7 @@ TEXT_PARTS = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
 }

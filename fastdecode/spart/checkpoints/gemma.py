@@ -38,18 +38,18 @@ def gemma(config: ConfigJson) -> dict[str, Any]:
 
 def gemma2(config: ConfigJson) -> dict[str, Any]:
     common = _with_post_norms(config, 8192, 2)
-    cap = _softcap(config, "attn_logit_softcapping", 50.0)
+    cap = softcap(config, "attn_logit_softcapping", 50.0)
     softcaps = (cap,) * len(common["windows"]) if cap else ()
     return {
         **common,
         "options": LayerOptions(softcaps=softcaps),
-        "logit_softcap": _softcap(config, "final_logit_softcapping", 30.0),
+        "logit_softcap": softcap(config, "final_logit_softcapping", 30.0),
     }
 
 
 def gemma3(config: ConfigJson) -> dict[str, Any]:
     """The text part."""
-    if _softcap(config, "attn_logit_softcapping"):  # which transformers ignores, though its configuration has it
+    if softcap(config, "attn_logit_softcapping"):  # which transformers ignores, though its configuration has it
         cap = config.raw["attn_logit_softcapping"]
         raise CheckpointError(f"config.json: 'attn_logit_softcapping' is {cap!r}, which is not supported for Gemma 3")
     rope, windowed_rope = _ropes(config)
@@ -61,7 +61,7 @@ def gemma3(config: ConfigJson) -> dict[str, Any]:
         "second_rope": windowed_rope,
         "second_rope_layers": frozenset(i for i, window in enumerate(common["windows"]) if window),
         "qk_norm": True,
-        "logit_softcap": _softcap(config, "final_logit_softcapping"),
+        "logit_softcap": softcap(config, "final_logit_softcapping"),
     }
 
 
@@ -119,6 +119,6 @@ def _ropes(config: ConfigJson) -> tuple[Rope, Rope]:
     return rope, windowed_rope
 
 
-def _softcap(config: ConfigJson, name: str, absent: float | None = None) -> float:
+def softcap(config: ConfigJson, name: str, absent: float | None = None) -> float:
     """The cap under a key, 0 for null. `absent` is the default of an absent key; None means null."""
     return 0.0 if config.raw.get(name, absent) is None else config.number(name, absent or 0.0)

@@ -17,39 +17,40 @@ from fastdecode.kernels import _native
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.rope import Angles, apply_rope
 from fastdecode.spart.decoder.weights import Layer, Norm
+from fastdecode.spart.prefill.heads import heads_in, kv_heads_in
 from fastdecode.spart.served import ACT_NAMES, act_code
+from fastdecode.spart.shape import Heads
 from fastdecode.spart.threads import pool_threads
 
 
 class RowHeads:
-    """The heads of a step's rows in the memory of its exchange: `q` [n, q_heads * head_size], and `kv`
-    [n, 2 * kv_heads * head_size] with the K heads before the V heads. Rows may be any number of elements apart."""
+    """The heads of a layer in the memory of a step's exchange: the rows of `q` [n, elements] begin with the layer's Q
+    heads, and those of `kv` [n, elements] with its K heads, then V heads. Rows may be any number of elements apart."""
 
-    def __init__(self, q: torch.Tensor, kv: torch.Tensor, config: ModelConfig):
-        self.q, self.kv = q, kv
-        self._size, self._kv_heads = config.head_size, config.n_kv_heads
+    def __init__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads):
+        self.q, self.kv, self.heads = q, kv, heads
 
     @cached_property
     def q_heads(self) -> torch.Tensor:
         """[n, q_heads, head_size]."""
-        return self.q.view(len(self.q), -1, self._size)
+        return heads_in(self.q, 0, self.heads.n_q, self.heads.k_size)
 
     @cached_property
     def k_heads(self) -> torch.Tensor:
         """[n, kv_heads, head_size]."""
-        return self.kv.view(len(self.kv), -1, self._size)[:, : self._kv_heads]
+        return kv_heads_in(self.kv, self.heads)[0]
 
     @cached_property
     def v_heads(self) -> torch.Tensor:
         """[n, kv_heads, head_size]."""
-        return self.kv.view(len(self.kv), -1, self._size)[:, self._kv_heads :]
+        return kv_heads_in(self.kv, self.heads)[1]
 
 
-def split_gate(qkv: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def split_gate(qkv: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of a projection in which each Q head is followed by its gate -> Q, K and V, and the gates
     [n, q_heads * head_size]."""
-    width = config.n_q_heads * config.head_size
-    q, gate = qkv[:, : 2 * width].unflatten(1, (config.n_q_heads, 2, -1)).unbind(2)
+    width = heads.n_q * heads.k_size
+    q, gate = qkv[:, : 2 * width].unflatten(1, (heads.n_q, 2, -1)).unbind(2)
     return torch.cat([q.flatten(1), qkv[:, 2 * width :]], dim=1), gate.flatten(1)
 
 
@@ -80,11 +81,10 @@ class BlockOps:
     def write_heads(self, qkv: torch.Tensor, layer: Layer, angles: Angles | None, out: RowHeads) -> None:
         """Write the heads of qkv [n, (q_heads + 2 * kv_heads) * head_size] to `out`, after the layer's norms and RoPE,
         if there are `angles`."""
-        c = self._config
-        heads = qkv.view(len(qkv), -1, c.head_size)
-        q, k, v = torch.split(heads, [c.n_q_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = norm_heads(q, layer.q_norm, c.norm_eps), norm_heads(k, layer.k_norm, c.norm_eps)
+        n_q, n_kv, size, *_ = layer.heads
+        q, k, v = qkv.view(len(qkv), -1, size).split([n_q, n_kv, n_kv], dim=1)
+        norms = layer.q_norm, layer.k_norm, layer.v_norm
+        q, k, v = map(self._norm_heads, (q, k, v), norms)
         if angles is not None:
             apply_rope(q, angles.q_cos, angles.q_sin, out=out.q_heads)
             apply_rope(k, angles.cos, angles.sin, out=out.k_heads)
@@ -92,6 +92,10 @@ class BlockOps:
             out.q_heads.copy_(q)
             out.k_heads.copy_(k)
         out.v_heads.copy_(v)
+
+    def _norm_heads(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """RMS norm of every head of x [n, heads, head_size] with one weight [head_size]; without a weight x itself."""
+        return x if weight is None else F.rms_norm(x, weight.shape, weight, self._config.norm_eps)
 
 
 class VectorOps:
@@ -136,31 +140,25 @@ class VectorOps:
         self._native.gate(x.data_ptr(), out.data_ptr(), out.numel() // width, width, gelu, pool_threads())
         return out
 
-    def write_heads(
-        self,
-        qkv: torch.Tensor,
-        norms: tuple[torch.Tensor | None, torch.Tensor | None],
-        angles: Angles,
-        out: RowHeads,
-        config: ModelConfig,
-    ) -> None:
-        """See BlockOps.write_heads; `norms` are the weights of the Q and K heads' norms, and `angles` are fp32."""
+    def write_heads(self, qkv: torch.Tensor, layer: Layer, angles: Angles, out: RowHeads, eps: float) -> None:
+        """See BlockOps.write_heads; `eps` is that of the heads' norms, and `angles` are fp32."""
         assert qkv.is_contiguous() and qkv.dtype is out.q.dtype is out.kv.dtype is self.dtype
         assert all(x.dtype is torch.float32 and x.is_contiguous() for x in angles)
         self._native.rope(
             qkv.data_ptr(),
-            address_of(norms[0]),
-            address_of(norms[1]),
-            config.norm_eps,
+            address_of(layer.q_norm),
+            address_of(layer.k_norm),
+            address_of(layer.v_norm),
+            eps,
             angles.addresses,
             out.q.data_ptr(),
             out.q.stride(0),
             out.kv.data_ptr(),
             out.kv.stride(0),
             len(qkv),
-            config.n_q_heads,
-            config.n_kv_heads,
-            config.head_size,
+            layer.heads.n_q,
+            layer.heads.n_kv,
+            layer.heads.k_size,
             angles.cos.shape[-1],
             pool_threads(),
         )
@@ -201,7 +199,7 @@ class NativeBlockOps(BlockOps):
         if angles is None:
             super().write_heads(qkv, layer, angles, out)
         else:
-            self.vectors.write_heads(qkv, (layer.q_norm, layer.k_norm), angles, out, self._config)
+            self.vectors.write_heads(qkv, layer, angles, out, self._config.norm_eps)
 
 
 def address_of(tensor: torch.Tensor | None) -> int:
@@ -255,8 +253,3 @@ def clamped_swiglu(alpha: float, limit: float, x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=1)
     gate = gate.clamp(max=limit)
     return up.clamp(-limit, limit).add_(1).mul_(gate * torch.sigmoid(gate * alpha))
-
-
-def norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of every head of x [n, heads, head_size] with one weight [head_size] (the QK norm of Qwen3)."""
-    return F.rms_norm(x, weight.shape, weight, eps)

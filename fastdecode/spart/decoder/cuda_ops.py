@@ -58,7 +58,7 @@ class CudaBlockOps(BlockOps):
     @staticmethod
     def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
         """Whether the kernels take such rows and heads."""
-        return dtype in ACT_NAMES and config.head_size <= MOST_HEAD
+        return dtype in ACT_NAMES and config.most_heads.k_size <= MOST_HEAD
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if self._rms and norm.weight is not None:
@@ -93,13 +93,13 @@ class CudaBlockOps(BlockOps):
         return out
 
     def write_heads(self, qkv: torch.Tensor, layer: Layer, angles: Angles | None, out: RowHeads) -> None:
-        c = self._config
+        n_q, n_kv, size, *_ = layer.heads
         assert qkv.is_contiguous() and qkv.dtype is out.q.dtype is out.kv.dtype is self._dtype
         assert all(x.dtype is torch.float32 and x.is_contiguous() for x in angles or ())
-        tensors = qkv, layer.q_norm, layer.k_norm, *(angles or [None] * 4), out.q, out.kv
-        sizes = c.n_q_heads, c.n_kv_heads, c.head_size, angles.cos.shape[-1] if angles else 0
+        tensors = qkv, layer.q_norm, layer.k_norm, layer.v_norm, *(angles or [None] * 4), out.q, out.kv
+        sizes = n_q, n_kv, size, angles.cos.shape[-1] if angles else 0
         numbers = *sizes, out.q.stride(0), out.kv.stride(0), self._code, self._eps
-        self._launch("fd_write_heads", (len(qkv), c.n_q_heads + 2 * c.n_kv_heads), [*map(address_of, tensors)], numbers)
+        self._launch("fd_write_heads", (len(qkv), n_q + 2 * n_kv), [*map(address_of, tensors)], numbers)
 
 
 def _bits(x: float) -> int:

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from fastdecode.spart.checkpoints.config import Rope
 from fastdecode.spart.decoder.block_ops import NativeBlockOps, RowHeads, split_gate
 from fastdecode.spart.decoder.cuda_ops import make_block_ops
 from fastdecode.spart.decoder.experts import MLP, Mixture
@@ -61,13 +60,15 @@ class DecoderLayers:
         config = model.config
         self.model, self.weights = model, model.weights
         self.layers = model.weights.layers
+        self.kv_layers = config.kv_layers
+        self.shared_kv = config.shared_kv
         self.ops = make_block_ops(config, model.device, model.dtype)
         self.joints = make_joints(config, self.layers, self.ops, model.reduction)
         if isinstance(self.ops, NativeBlockOps):
             for block in model.weights.all_blocks:
                 if isinstance(block.mlp, Mixture):
                     block.mlp.run_in_c(config.activation, model.dtype)
-        self.rope, self.second_rope = (self._rotary(rope) for rope in (config.rope, config.second_rope))
+        self.rope, self.second_rope = (self._rotary(second) for second in (False, True))
         #: A number of the dtype that embeddings have, as in transformers' code for Gemma.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=model.dtype).item()
         #: The blocks with a state before each layer, and behind the last one, with their rules.
@@ -81,10 +82,11 @@ class DecoderLayers:
             else:
                 self.between.append([])
 
-    def _rotary(self, rope: Rope | None) -> RotaryEmbedding | None:
+    def _rotary(self, second: bool) -> RotaryEmbedding | None:
         model = self.model
-        size, dtype = model.config.head_size, self.ops.angle_dtype
-        return None if rope is None else RotaryEmbedding(rope, size, model.device, dtype)
+        config, dtype = model.config, self.ops.angle_dtype
+        rope = config.second_rope if second else config.rope
+        return None if rope is None else RotaryEmbedding(rope, config.rope_head_size(second), model.device, dtype)
 
     def summed(self, y: torch.Tensor) -> torch.Tensor:
         """The output of a sublayer, [n, hidden_size], from this rank's summand `y`, which is overwritten."""
@@ -148,7 +150,8 @@ class DecoderPass:
         self._scored_rows = uploaded.get("scored rows", positions[:0])
         self.x = layers.embed(uploaded["tokens"], positions)
         self._o = exchange.o
-        self.heads = RowHeads(exchange.q, exchange.kv, c)
+        self._shared_kv: dict[int, torch.Tensor] = {}  # KV rows of prompts, by layer
+        self.heads = RowHeads(exchange.q, exchange.kv, c.heads_of(0))  # those of the layer that was projected last
         self._angles = layers.rope.angles(positions, self._long) if layers.rope else None
         self._second_angles = layers.second_rope.angles(positions) if layers.second_rope else None
         self._layers, self._between = layers.layers, layers.between
@@ -236,7 +239,7 @@ class DecoderPass:
         if self._gate is not None:
             self._gate = self._gate.index_select(0, rows)
         q, kv = (heads.new_empty(len(rows), heads.shape[1]) for heads in (self.heads.q, self.heads.kv))
-        self.heads = RowHeads(q, kv, self._config)
+        self.heads = RowHeads(q, kv, self.heads.heads)
 
     def keep(self, rows: torch.Tensor) -> bool:
         """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a
@@ -277,14 +280,20 @@ class DecoderPass:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""
         h = self._ops.norm(self.x, layer.attention_norm) if self._config.norm_first else self.x
         qkv = adapted_product(layer.qkv, h, self._adapters)
+        if layer.k_as_v:
+            qkv = torch.cat([qkv, qkv[:, layer.heads.n_q * layer.heads.k_size :]], dim=1)
+        if layer.heads != self.heads.heads:
+            self.heads = RowHeads(self.heads.q, self.heads.kv, layer.heads)
         if self._config.output_gate:
-            qkv, self._gate = split_gate(qkv, self._config)
+            qkv, self._gate = split_gate(qkv, layer.heads)
         self._ops.write_heads(qkv, layer, self._second_angles if layer.second_rope else self._angles, self.heads)
         if (balance := layer.balance) is not None:
-            if balance.q is not None and balance.k is not None:
+            if balance.q is not None:
                 multiply_heads(self.heads.q_heads, balance.q)
+            if balance.k is not None and layer.heads.n_kv:
                 multiply_heads(self.heads.k_heads, balance.k)
-            multiply_heads(self.heads.v_heads, balance.v)
+            if layer.heads.n_kv:
+                multiply_heads(self.heads.v_heads, balance.v)
 
     def pass_state(self, block: StateBlock, rule: DeltaBlock) -> None:
         """Compute a block that has a state."""
@@ -295,16 +304,21 @@ class DecoderPass:
     def attend_prompts(self, layer: int) -> None:
         """Compute the O rows of prompts."""
         exchange = self._exchange
+        if self._prompts and layer in self._decoder.shared_kv:
+            self._shared_kv[layer] = exchange.kv.clone()
+        kv = self._shared_kv.get(self._decoder.kv_layers[layer], exchange.kv)
         for prompt in self._prompts:
             rows = prompt.rows
-            prompt.attend(layer, exchange.q[rows], exchange.kv[rows], out=exchange.o[rows])
+            prompt.attend(layer, exchange.q[rows], kv[rows], out=exchange.o[rows])
 
     def finish(self, layer: Layer) -> None:
         """Compute the rest of the block from the O rows and the residual stream."""
-        o = self._o
+        o, width = self._o, layer.heads.n_q * layer.heads.v_size
+        if width < o.shape[1]:
+            o = o[:, :width].contiguous()
         if layer.balance is not None:
             o = o.clone(memory_format=torch.contiguous_format)  # the link's memory stays as the R-node wrote it
-            multiply_heads(o.unflatten(1, (-1, self._config.head_size)), layer.balance.o)
+            multiply_heads(o.unflatten(1, (-1, layer.heads.v_size)), layer.balance.o)
         if self._gate is not None:
             o = o * self._gate.sigmoid()
         self._end_block(layer, adapted_product(layer.o, o, self._adapters))
@@ -316,6 +330,8 @@ class DecoderPass:
             h = self._ops.add_norm(self.x, mixed, block.mlp_norm)
             y = self._sublayer_output(self._mlp(block.mlp, h), block.mlp_post_norm)
             self.x.add_(y, alpha=self._config.residual_scale)
+            if block.scale is not None:
+                self.x.mul_(block.scale)
         else:
             self.x = self._ops.add_norm(self.x, mixed, block.attention_norm)
             y = self._sublayer_output(self._mlp(block.mlp, self.x), block.mlp_post_norm)

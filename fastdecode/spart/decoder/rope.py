@@ -21,6 +21,9 @@ def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:
             return torch.zeros_like(frequencies)
         case "linear":
             return frequencies / rope.factor
+        case "proportional":
+            turned = torch.arange(len(frequencies)) < int(rope.fraction * size // 2)
+            return torch.where(turned, frequencies / rope.factor, 0.0)
         case "factors":
             return frequencies / torch.tensor(rope.factors)
         case "llama3":

@@ -18,6 +18,7 @@ from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.ranks.reduction import Reduction
 from fastdecode.spart.served import ServedModel
+from fastdecode.spart.shape import Heads
 from fastdecode.spart.states.delta import DeltaWeights, step_bytes
 from fastdecode.transports.base import HadamardHeads
 
@@ -50,6 +51,7 @@ class Block:
     mlp: MLP | Mixture
     attention_post_norm: Norm | None = None  # of the output of attention, or of what the block has in its place
     mlp_post_norm: Norm | None = None
+    scale: torch.Tensor | None = None  # [1], of the block's output
 
     @property
     def mixing(self) -> tuple[Linear, Linear]:
@@ -71,14 +73,18 @@ class StateBlock(Block):
 @dataclass(slots=True, kw_only=True)
 class Layer(Block):
     """A block that attends. The rows of `qkv` are Q heads, K heads, V heads; with ModelConfig.output_gate, each Q head
-    is followed by its gate."""
+    is followed by its gate. `heads` counts the heads that the layer projects: no KV heads, if it attends to those of an
+    earlier layer."""
 
+    heads: Heads
     qkv: Linear
     q_norm: torch.Tensor | None  # [head_size]
     k_norm: torch.Tensor | None
     o: Linear
     sinks: torch.Tensor | None  # [n_q_heads]
+    v_norm: torch.Tensor | None = None  # [head_size]
     second_rope: bool = False  # RoPE is ModelConfig.second_rope
+    k_as_v: bool = False  # `qkv` has no rows for V, which is K before its norm and RoPE
     balance: Balance | None = None
 
     @property
@@ -237,7 +243,7 @@ class Blueprint:
             embedding_norm=self._norm(reader, names.embedding_norm),
             hidden_norm=self._norm(reader, names.hidden_norm),
             fc=reader.linear([names.fc], [c.hidden_size], 2 * c.hidden_size, bias=False, layer=True),
-            layer=self._attending(reader, names.block, c.experts is not None),
+            layer=self._attending(reader, names.block, c.experts is not None, c.n_layers - c.mtp),
             final_norm=self._norm(reader, names.final_norm),
         )
 
@@ -250,7 +256,7 @@ class Blueprint:
         if c.delta is not None and index in c.delta.blocks:
             common = self._common(reader, block, has_experts, at_end)
             return StateBlock(**common, delta=self._delta(reader, c.delta, block))
-        return self._attending(reader, block, has_experts, at_end, layer in c.second_rope_layers)
+        return self._attending(reader, block, has_experts, layer, at_end)
 
     def _common(self, reader: ParameterReader, block: str, has_experts: bool, at_end: bool) -> dict[str, Any]:
         """The parameters that blocks of every kind have. `at_end`: the block is one of the first or last of a model."""
@@ -261,23 +267,34 @@ class Blueprint:
             "mlp_norm": self._norm(reader, f"{block}{names.mlp_norm}"),
             "mlp_post_norm": self._norm(reader, f"{block}{names.mlp_post_norm}") if c.post_norms else None,
             "mlp": self._mixture(reader, block) if has_experts else self._mlp(reader, block, at_end),
+            "scale": reader.tensor(f"{block}{names.block_scale}", 1) if names.block_scale else None,
         }
 
     def _attending(
-        self, reader: ParameterReader, block: str, has_experts: bool, at_end: bool = False, second_rope: bool = False
+        self, reader: ParameterReader, block: str, has_experts: bool, layer: int, at_end: bool = False
     ) -> Layer:
-        c, names = self._config, self._config.names
-        q_size, kv_size = c.n_q_heads * c.head_size, c.n_kv_heads * c.head_size
+        """The block that is layer `layer` of the links."""
+        c, names, heads = self._config, self._config.names, self._config.heads_of(layer)
+        q_size, kv_size = heads.n_q * heads.k_size, heads.n_kv * heads.k_size
         sizes = [2 * q_size if c.output_gate else q_size, kv_size, kv_size]
-        qkv = [f"{block}{name}" for name in names.qkv]
+        qkv, v_in = [f"{block}{name}" for name in names.qkv], _V
+        k_as_v, shares = layer in c.k_as_v_layers, c.kv_layers[layer] != layer
+        if k_as_v:
+            qkv, sizes, v_in = qkv[:_V], sizes[:_V], _V - 1
+        if shares:
+            qkv, sizes, heads = qkv[:1], sizes[:1], heads._replace(n_kv=0)
+        k_norm = self._head_norm(reader, f"{block}{names.k_norm}", heads) if c.qk_norm and not shares else None
         return Layer(
             **self._common(reader, block, has_experts, at_end),
-            qkv=_block_linear(reader, qkv, sizes, c.hidden_size, c.qkv_bias, precise=_V),
-            q_norm=self._head_norm(reader, f"{block}{names.q_norm}") if c.qk_norm else None,
-            k_norm=self._head_norm(reader, f"{block}{names.k_norm}") if c.qk_norm else None,
+            heads=heads,
+            qkv=_block_linear(reader, qkv, sizes, c.hidden_size, c.qkv_bias, precise=v_in),
+            q_norm=self._head_norm(reader, f"{block}{names.q_norm}", heads) if c.qk_norm else None,
+            k_norm=k_norm,
+            v_norm=torch.ones_like(k_norm) if c.v_norm and k_norm is not None else None,
             o=_block_linear(reader, [f"{block}{names.o}"], [c.hidden_size], q_size, c.o_bias),
-            sinks=reader.tensor(f"{block}{names.sinks}", c.n_q_heads) if names.sinks else None,
-            second_rope=second_rope,
+            sinks=reader.tensor(f"{block}{names.sinks}", heads.n_q) if names.sinks else None,
+            second_rope=layer in c.second_rope_layers,
+            k_as_v=k_as_v and not shares,
         )
 
     def _delta(self, reader: ParameterReader, rule: DeltaRule, block: str) -> DeltaWeights:
@@ -344,8 +361,8 @@ class Blueprint:
         weight = reader.tensor(f"{name}.weight", c.hidden_size, offset=c.norm_offset)
         return Norm(weight, reader.tensor(f"{name}.bias", c.hidden_size) if c.norm == "layer" else None)
 
-    def _head_norm(self, reader: ParameterReader, name: str) -> torch.Tensor:
-        return reader.tensor(f"{name}.weight", self._config.head_size, offset=self._config.norm_offset)
+    def _head_norm(self, reader: ParameterReader, name: str, heads: Heads) -> torch.Tensor:
+        return reader.tensor(f"{name}.weight", heads.k_size, offset=self._config.norm_offset)
 
 
 def _block_linear(

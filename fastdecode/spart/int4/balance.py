@@ -70,9 +70,12 @@ def balance_for(model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> Non
     for sequence in sequences_of(config, tokens)[:_SEQUENCES]:
         later = torch.randint(max(latest - len(sequence), 1), (len(sequence),), generator=generator)
         found.append(_second_moments(layers, sequence, later))
-    for layer, *of_sequences in zip(model.weights.layers, *found, strict=True):
-        queries, keys, values = (sum(kind) for kind in zip(*of_sequences, strict=True))
-        turned = hadamard_matrix(config.head_size)
+    for i, layer in enumerate(model.weights.layers):
+        if config.kv_layers[i] != i:  # K and V that the layer shares have been multiplied
+            layer.balance = model.weights.layers[config.kv_layers[i]].balance
+            continue
+        queries, keys, values = (sum(kind) for kind in zip(*(moments[i] for moments in found), strict=True))
+        turned = hadamard_matrix(layer.heads.k_size)
         of_values = turned @ balancing(_output_moments(layer, model), values)
         of_keys = of_queries = None
         if kv_dtype == "int4":
@@ -90,15 +93,15 @@ def balance_for(model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> Non
 def _output_moments(layer: Layer, model: Model) -> torch.Tensor:
     """The products of the columns of the O projection that multiply a head: fp64 [KV heads, head_size, head_size],
     added over the heads of a group."""
-    config = model.config
-    width = config.n_q_heads * config.head_size
-    of_head = width // config.n_kv_heads
+    size = layer.heads.v_size
+    width = layer.heads.n_q * size
+    of_head = width // layer.heads.n_kv
     bias = layer.o(torch.zeros(1, width, dtype=model.dtype, device=model.device)).double()
     moments = []
     for first in range(0, width, of_head):
         rows = torch.zeros(of_head, width, dtype=model.dtype, device=model.device)
         rows[:, first : first + of_head] = torch.eye(of_head, dtype=model.dtype, device=model.device)
-        columns = (layer.o(rows).double() - bias).unflatten(0, (-1, config.head_size))
+        columns = (layer.o(rows).double() - bias).unflatten(0, (-1, size))
         moments.append((columns @ columns.mT).sum(0).cpu())
     return torch.stack(moments)
 
@@ -164,22 +167,25 @@ def _power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
 
 def _second_moments(
     layers: DecoderLayers, tokens: torch.Tensor, later: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The second moments of Q and K, after RoPE, and of V, of each layer: fp64 [KV heads, head_size, head_size]. Each
-    row of Q and K counts at its own position and at one that is `later` [tokens] behind it."""
-    model, n_kv = layers.model, layers.model.config.n_kv_heads
+) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The second moments of Q and K, after RoPE, and of V, of each layer that projects K and V: fp64 [KV heads,
+    head_size, head_size]. Each row of Q and K counts at its own position and at one that is `later` [tokens] behind
+    it."""
+    model, config = layers.model, layers.model.config
     layer_pass = prompt_pass(layers, [tokens])
-    moments = []
-    turns = [_turns(rope, model.config.head_size, later) for rope in (model.config.rope, model.config.second_rope)]
+    moments = {}
+    ropes = (config.rope, config.rope_head_size(False)), (config.second_rope, config.rope_head_size(True))
+    turns = [_turns(rope, size, later) for rope, size in ropes]
     for i, layer in enumerate(model.weights.layers):
         layer_pass.project(layer)
-        turn = turns[layer.second_rope]
-        of_queries, of_keys, of_values = _weights(layer_pass.heads, model.config.softmax_scale)
-        queries, keys = (
-            _moments(heads, n_kv, weights) + _moments(turn(heads), n_kv, weights)
-            for heads, weights in ((layer_pass.heads.q_heads, of_queries), (layer_pass.heads.k_heads, of_keys))
-        )
-        moments.append((queries, keys, _moments(layer_pass.heads.v_heads, n_kv, of_values)))
+        turn, n_kv, rows = turns[layer.second_rope], layer.heads.n_kv, layer_pass.heads
+        if config.kv_layers[i] == i:
+            of_queries, of_keys, of_values = _weights(rows, config.softmax_scale)
+            queries, keys = (
+                _moments(heads, n_kv, weights) + _moments(turn(heads), n_kv, weights)
+                for heads, weights in ((rows.q_heads, of_queries), (rows.k_heads, of_keys))
+            )
+            moments[i] = queries, keys, _moments(rows.v_heads, n_kv, of_values)
         layer_pass.attend_prompts(i)
         layer_pass.finish(layer)
     return moments

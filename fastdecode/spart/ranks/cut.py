@@ -47,6 +47,8 @@ def _can_share_heads(config: ModelConfig, n: int) -> bool:
 def why_not_shared(config: ModelConfig, n: int) -> str | None:
     """The reason why `n` ranks cannot share a model, or None if they can."""
     experts = config.experts
+    if config.options.heads or config.shared_kv:
+        return f"ranks cannot share {config.architecture}, whose layers differ in their heads or share K and V"
     if not _can_share_heads(config, n):
         possible = [str(m) for m in range(2, config.n_q_heads + 1) if _can_share_heads(config, m)]
         linear = "" if config.delta is None else f", and the {config.delta.k_heads} K heads of the layers with states,"

@@ -85,6 +85,20 @@ _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
 }
+#: The layers that see all tokens have larger heads, of which RoPE turns some pairs.
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    },
+}
 _FOUR_K_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 _STATE_LAST = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
 
@@ -190,6 +204,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "gemma4": (
+        "gemma4_text",
+        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 4.0},
+        {},
+    ),
     "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layer_interval": 2}, {}),
     "smollm3-window": (
         "smollm3",
@@ -240,12 +259,16 @@ FAMILIES = (
     "granite",
     "gemma2",
     "gemma3",
+    "gemma4",
     "smollm3",
     "ministral3",
     "opt",
 )
 #: The ending of the buffer that changes which experts a router chooses.
 CORRECTION = "e_score_correction_bias"
+#: The ending of the buffer that multiplies the output of a block of Gemma 4.
+BLOCK_SCALE = "layer_scalar"
+BUFFERS = (CORRECTION, BLOCK_SCALE)
 #: Models whose layers keep states.
 STATEFUL = ("qwen3-next", "qwen3.5", "qwen3.5-last", "qwen3.5-moe")
 #: Mixtures of experts. Rounding may give a token other experts, so they have no budgets for smaller formats.
@@ -280,13 +303,18 @@ def make_model(name: str, seed: int = 0) -> Any:
                     parameter.normal_(-3.0, 2.0)  # states that forget fast, and states that keep hundreds of tokens
                 elif parameter.ndim == 1:
                     base = 1.0 if "norm" in parameter_name and parameter_name.endswith("weight") else 0.0
+                    base = 1.0 if parameter_name.endswith("scale") else base  # of Gemma 4's routers and experts
                     parameter.normal_(base, 0.2)
+                    if family.startswith("gemma4") and "q_norm" in parameter_name:
+                        parameter.mul_(0.25)  # the scores have no scale but this weight
                 elif "embed" in parameter_name:
                     scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)  # of Gemma
                     parameter.normal_(0.0, 1.0 / scale)
                 else:  # keeps activations near one, and their logits a few units apart
                     parameter.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5)
             for name, buffer in model.named_buffers():
+                if name.endswith(BLOCK_SCALE):
+                    buffer.normal_(1.0, 0.2)
                 if name.endswith(CORRECTION):
                     buffer.normal_(0.0, 0.5)  # other experts than without it, whose scores are between 0 and 1
     model.generation_config.update(do_sample=False, eos_token_id=[1], bos_token_id=0, pad_token_id=2)
