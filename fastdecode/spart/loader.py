@@ -250,6 +250,10 @@ def _weight_bytes(weights: Weights) -> int:
     if weights.mtp is not None:
         linears.append(weights.mtp.fc)
         blocks = [*blocks, weights.mtp.layer]
-    linears += [linear for block in blocks for linear in block.mixing]
+    linears += [linear for block in blocks for linear in block.linears]
     mlps = sum(block.mlp.nbytes for block in blocks)
-    return weights.embedding.nbytes + mlps + sum(linear.nbytes for linear in linears if linear is not None)
+    tables = weights.embedding.nbytes
+    if weights.per_layer is not None:
+        linears.append(weights.per_layer.projection)
+        tables += weights.per_layer.table.nbytes
+    return tables + mlps + sum(linear.nbytes for linear in linears if linear is not None)

@@ -43,6 +43,11 @@ class ServedModel:
         """The hidden size, and the width of the widest row within a block, the MLP's; in elements."""
         raise NotImplementedError
 
+    @property
+    def kept_width(self) -> int:
+        """Elements of each row that a step keeps between layers, beside its residual stream and the links' rows."""
+        return 0
+
     def state_step_bytes(self, rows: int, single: int) -> int:
         """An upper bound of the memory, in bytes, that a layer with states takes at once in a step of `rows` rows,
         `single` of which are chunks of one row."""

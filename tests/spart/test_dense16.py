@@ -169,9 +169,11 @@ def test_only_exact_numbers_become_16_bits(isa):
     exact, rounded = matrix(8, 8, torch.float16).float(), matrix(8, 8, torch.float32)
     narrow = exact16(exact)
     assert narrow is not None and narrow.dtype is torch.float16 and exact16(rounded) is None
-    assert isinstance(make_dense(exact), Linear16) and make_embedding(exact).nbytes == 2 * exact.numel()
-    assert isinstance(make_dense(rounded), DenseLinear) and make_embedding(rounded).nbytes == rounded.nbytes
-    assert torch.equal(make_embedding(exact)(torch.tensor([3, 1])), exact[[3, 1]])
+    assert isinstance(make_dense(exact), Linear16) and make_embedding(exact, torch.float32).nbytes == 2 * exact.numel()
+    assert (
+        isinstance(make_dense(rounded), DenseLinear) and make_embedding(rounded, torch.float32).nbytes == rounded.nbytes
+    )
+    assert torch.equal(make_embedding(exact, torch.float32)(torch.tensor([3, 1])), exact[[3, 1]])
 
 
 def test_large_weights_in_32_bits_are_packed():

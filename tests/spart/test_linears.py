@@ -367,18 +367,23 @@ def quantised_reference(directory, bits: int):
     """transformers' model with the weights that `--weights` makes, in fp32, and each linear's GroupedLinears with their
     matrices."""
     theirs = reference(directory)
-    head, embedding = theirs.get_output_embeddings(), theirs.get_input_embeddings()
-    linears = {}
+    head, linears = theirs.get_output_embeddings(), {}
     with torch.no_grad():
-        if head.weight is not embedding.weight:
-            embedding.weight.copy_(stored_numbers(GroupedLinear(quantise(embedding.weight, bits, 8), None)))
         for name, module in theirs.named_modules():
+            if "embed_tokens" in name and module.weight is not head.weight:
+                module.weight.copy_(stored_numbers(GroupedLinear(quantise(module.weight, bits, 8), None)))
             if type(module) is torch.nn.Linear:
-                own = 8 if name.endswith(".v_proj") else bits
+                own = 8 if name.endswith((".v_proj", ".per_layer_model_projection")) or is_v(theirs, name) else bits
                 parts = quantise_head(module.weight, bits) if module is head else [quantise(module.weight, own, 8)]
                 linears[module] = [(GroupedLinear(part, None), part) for part in parts]
                 module.weight.copy_(torch.cat([stored_numbers(linear) for linear, _ in linears[module]]))
     return theirs, linears
+
+
+def is_v(model, name: str) -> bool:
+    """Whether the linear is the projection of K, and of V too."""
+    attention, _, projection = name.rpartition(".")
+    return projection == "k_proj" and model.get_submodule(attention).v_proj is None
 
 
 def round_inputs(linears) -> None:

@@ -51,6 +51,19 @@ MODELS = {
         "num_key_value_heads": 4,
         "vocab_size": 262144,
     },
+    "gemma4": {
+        **LLAMA,
+        "architectures": ["Gemma4ForCausalLM"],
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 2048,  # as many as 32 layers of Gemma 4 E2B
+        "vocab_size": 32768,
+    },
     "qwen3.5": {
         **LLAMA,
         "architectures": ["Qwen3_5ForCausalLM"],

@@ -82,6 +82,7 @@ class Experts:
     renormalise: bool  # the scores of a token's experts are divided by their sum
     sigmoid: bool = False  # a score is the sigmoid of the router's output; False: the softmax of all experts
     single_router: bool = False  # the router computes in fp32, whatever the dtype of activations
+    router_scale: float = 1.0  # the router's output is multiplied by it
     scale: float = 1.0  # the outputs of a token's experts are multiplied by it; the shared expert's output is not
     bias: bool = False  # of the router and of the experts' linears
     dense_layers: frozenset[int] = frozenset()  # layers that have an MLP
@@ -153,6 +154,36 @@ class MTPNames:
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerEmbedding:
+    """A second embedding, of which each block has a part of its own to add to the residual stream (Gemma 4 E2B)."""
+
+    rows: int  # of the table, at least those of the vocabulary
+    size: int  # elements of a block's part
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerNames:
+    """The names of a PerLayerEmbedding's parameters; those of a block are relative to it."""
+
+    table: str  # weight [rows, blocks * size]
+    projection: str  # weight [blocks * size, hidden_size]: of the embedding, which is added to the table's rows
+    norm: str  # of each block's part of the projection, weight [size]
+    gate: str  # of a block, weight [size, hidden_size]
+    out: str  # of a block, weight [hidden_size, size]
+    post_norm: str  # of the output of `out`
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureNormNames:
+    """The names of the norms that a mixture of experts has beside those of its block, relative to the block."""
+
+    router: str  # the tensor [hidden_size] itself: the weight of the norm of the router's input
+    experts: str  # of the experts' input
+    experts_post: str  # of the experts' output
+    shared_post: str  # of the shared expert's output
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """The names that a family's checkpoints give to the model's parameters.
 
@@ -188,8 +219,13 @@ class TensorNames:
     expert_down: str | None = None
     shared_up: tuple[str, ...] = ()  # of Experts.shared_size: gate, up
     shared_down: str | None = None
+    #: The tensor [experts] itself, by which each expert's output is multiplied.
+    expert_scale: str | None = None
+    #: Router and experts have norms of the residual stream as inputs, and the shared expert has the block's norm.
+    mixture_norms: MixtureNormNames | None = None
     shared_gate: str | None = None  # weight [1, hidden_size]; None: the shared expert's output is added as it is
     delta: DeltaNames | None = None
+    per_layer: PerLayerNames | None = None
     mtp: MTPNames | None = None  # read if ModelConfig.mtp
     #: The beginnings of the names of tensors that are left aside: those of drafts; "": of other parts than text.
     aside: tuple[str, ...] = ()
@@ -227,6 +263,8 @@ class ModelConfig(AttentionShape):
     position_offset: int = 0  # learned positions: the row of position 0
     experts: Experts | None = None
     delta: DeltaRule | None = None
+    per_layer: PerLayerEmbedding | None = None
+    mlp_sizes: tuple[int, ...] = ()  # the `intermediate_size` of each block, if blocks differ in it
     gated: bool = True  # MLP: down(act(gate(x)) * up(x)); False: down(act(up(x)))
     norm_first: bool = True  # False: a norm follows each residual addition instead (OPT-350m)
     post_norms: bool = False  # the output of each sublayer is normalised, too, before it is added

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fastdecode.spart.checkpoints.config import CheckpointError, Rope, WrongValue
+from fastdecode.spart.checkpoints.config import (
+    CheckpointError,
+    Experts,
+    MixtureNormNames,
+    PerLayerEmbedding,
+    PerLayerNames,
+    Rope,
+    WrongValue,
+)
 from fastdecode.spart.checkpoints.config_json import ConfigJson
 from fastdecode.spart.checkpoints.gemma import GEMMA2_NAMES, softcap
 from fastdecode.spart.checkpoints.llama_like import biases_of, checked_types
@@ -28,7 +36,34 @@ _ROPES = {
 _FULL, _WINDOWED = _ROPES
 #: The keys of a layer in `per_layer_config`.
 _OF_A_LAYER = {"head_dim", "num_key_value_heads"}
-GEMMA4_NAMES = replace(GEMMA2_NAMES, block_scale="layer_scalar")
+GEMMA4_NAMES = replace(
+    GEMMA2_NAMES,
+    block_scale="layer_scalar",
+    per_layer=PerLayerNames(
+        table="model.embed_tokens_per_layer",
+        projection="model.per_layer_model_projection",
+        norm="model.per_layer_projection_norm",
+        gate="per_layer_input_gate",
+        out="per_layer_projection",
+        post_norm="post_per_layer_input_norm",
+    ),
+)
+#: The MLP of the dense models is a shared expert here.
+GEMMA4_MOE_NAMES = replace(
+    GEMMA4_NAMES,
+    router="router.proj",
+    expert_up=("experts.{e}.gate_proj", "experts.{e}.up_proj"),
+    expert_down="experts.{e}.down_proj",
+    expert_scale="router.per_expert_scale",
+    shared_up=GEMMA4_NAMES.up,
+    shared_down=GEMMA4_NAMES.down,
+    mixture_norms=MixtureNormNames(
+        router="router.scale",
+        experts="pre_feedforward_layernorm_2",
+        experts_post="post_feedforward_layernorm_2",
+        shared_post="post_feedforward_layernorm_1",
+    ),
+)
 
 
 def gemma4(config: ConfigJson) -> dict[str, Any]:
@@ -52,20 +87,24 @@ def gemma4(config: ConfigJson) -> dict[str, Any]:
             )
     windowed = frozenset(i for i, kind in enumerate(types) if kind == _WINDOWED)
     full = frozenset(range(n_layers)) - windowed
-    if not unified:
-        for name in ("enable_moe_block", "hidden_size_per_layer_input"):
-            if config.raw.get(name, name == "hidden_size_per_layer_input"):
-                raise CheckpointError(f"config.json: {name!r} is not supported")
-    if config.flag("use_double_wide_mlp", False):
-        raise CheckpointError("config.json: 'use_double_wide_mlp' is not supported")
+    shares = [kv_layer != layer for layer, kv_layer in enumerate(kv_layers)]
+    size, doubled = config.size("intermediate_size"), config.flag("use_double_wide_mlp", False) and any(shares)
+    per_layer = None if unified else _per_layer(config)
+    experts = _experts(config) if not unified and config.flag("enable_moe_block", False) else None
+    if experts is not None and doubled:
+        raise CheckpointError("config.json: 'use_double_wide_mlp' is not supported beside 'enable_moe_block'")
+    names = GEMMA4_MOE_NAMES if experts else GEMMA4_NAMES
     return {
         **biases_of(config),
-        "intermediate_size": config.size("intermediate_size"),
+        "intermediate_size": size,
+        "mlp_sizes": tuple(2 * size if shared else size for shared in shares) if doubled else (),
+        "experts": experts,
+        "per_layer": per_layer,
         "n_kv_heads": heads[0][1],
         "head_size": heads[0][2],
         "options": LayerOptions(
             heads=tuple(heads) if len(set(heads)) > 1 else (),
-            kv_layers=kv_layers if kv_layers != tuple(range(n_layers)) else (),
+            kv_layers=kv_layers if any(shares) else (),
         ),
         "max_positions": max_positions,
         "windows": tuple(window if i in windowed else 0 for i in range(n_layers)),
@@ -84,7 +123,10 @@ def gemma4(config: ConfigJson) -> dict[str, Any]:
         "embed_size": config.size("hidden_size"),
         "embed_scale": config.size("hidden_size") ** 0.5,
         "logit_softcap": softcap(config, "final_logit_softcapping"),
-        "names": GEMMA4_NAMES,
+        # Checkpoints may have K and V of layers that share those of others.
+        "names": replace(
+            names, aside=tuple(name for i, shared in enumerate(shares) if shared for name in _kv_names(i))
+        ),
     }
 
 
@@ -120,6 +162,30 @@ def _kv_layers(config: ConfigJson, types: list[str]) -> tuple[int, ...]:
         )
     last = {kind: i for i, kind in enumerate(own)}
     return (*range(len(own)), *(last[kind] for kind in types[len(own) :]))
+
+
+def _kv_names(layer: int) -> tuple[str, ...]:
+    """The names of the parameters of a layer's K and V."""
+    return tuple(f"model.layers.{layer}.self_attn.{name}" for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm."))
+
+
+def _per_layer(config: ConfigJson) -> PerLayerEmbedding | None:
+    size = config.size("hidden_size_per_layer_input", 256, least=0)
+    rows, vocabulary = config.size("vocab_size_per_layer_input", 262144), config.size("vocab_size")
+    if size and rows < vocabulary:
+        raise WrongValue(f"config.json: 'vocab_size_per_layer_input' is {rows}, less than 'vocab_size' {vocabulary}")
+    return PerLayerEmbedding(rows, size) if size else None
+
+
+def _experts(config: ConfigJson) -> Experts:
+    return Experts(
+        config.size("num_experts"),
+        config.size("top_k_experts"),
+        config.size("moe_intermediate_size"),
+        renormalise=True,
+        router_scale=config.size("hidden_size") ** -0.5,
+        shared_size=config.size("intermediate_size"),
+    )
 
 
 def _rope(config: ConfigJson, kind: str, max_positions: int) -> Rope:

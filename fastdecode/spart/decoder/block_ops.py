@@ -84,7 +84,7 @@ class BlockOps:
         n_q, n_kv, size, *_ = layer.heads
         q, k, v = qkv.view(len(qkv), -1, size).split([n_q, n_kv, n_kv], dim=1)
         norms = layer.q_norm, layer.k_norm, layer.v_norm
-        q, k, v = map(self._norm_heads, (q, k, v), norms)
+        q, k, v = map(self.norm_heads, (q, k, v), norms)
         if angles is not None:
             apply_rope(q, angles.q_cos, angles.q_sin, out=out.q_heads)
             apply_rope(k, angles.cos, angles.sin, out=out.k_heads)
@@ -93,7 +93,7 @@ class BlockOps:
             out.k_heads.copy_(k)
         out.v_heads.copy_(v)
 
-    def _norm_heads(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """RMS norm of every head of x [n, heads, head_size] with one weight [head_size]; without a weight x itself."""
         return x if weight is None else F.rms_norm(x, weight.shape, weight, self._config.norm_eps)
 

@@ -63,11 +63,12 @@ class Mixture:
         up: ExpertLinears,
         down: ExpertLinears,
         shared: SharedExpert | None = None,
+        expert_scale: torch.Tensor | None = None,
     ):
         """router [experts, hidden_size], whose product is in its own dtype; router_bias [experts] or None; correction
         fp32 [experts] or None: numbers that are added to scores to choose experts. The rows of `up` are gate, up. The
-        caller computes the `shared` expert."""
-        self.shared = shared
+        caller computes the `shared` expert. expert_scale fp32 [experts] or None."""
+        self.shared, self._expert_scale = shared, expert_scale
         self._config, self._router, self._router_bias, self._correction = config, router, router_bias, correction
         self._up, self._down = up, down
         self._native: _native.ExpertOps | None = None
@@ -90,15 +91,21 @@ class Mixture:
                 tuple(zip(up, down, strict=True)),
             )
 
-    def __call__(self, x: torch.Tensor, activate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+        router_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """x [n, hidden_size] -> [n, hidden_size]. `activate` makes the input of `down` from the output of `up`.
+        router_input [n, hidden_size] None: it is x.
 
         The rows are sorted by expert, and each one's results are added in the order of its router's choice, so a row
         does not depend on the other rows.
         """
         if not len(x):  # the last layer of a rank, in a step that draws no token
             return torch.empty_like(x)
-        shares, chosen = self.choose(x)
+        shares, chosen = self.choose(x if router_input is None else router_input)
         if self.load is None:
             self.load = torch.zeros(self._config.n, dtype=torch.int64, device=x.device)
         if self._native is None:
@@ -139,6 +146,8 @@ class Mixture:
         A GPU does so without waiting for the host, so captured steps may have it."""
         config = self._config
         outputs = F.linear(x.to(self._router.dtype), self._router, self._router_bias).float()
+        if config.router_scale != 1.0:
+            outputs *= config.router_scale
         scores = outputs.sigmoid() if config.sigmoid else outputs.softmax(1)
         if self._correction is None:
             shares, chosen = scores.topk(config.used, dim=1)
@@ -149,6 +158,8 @@ class Mixture:
             shares /= shares.sum(1, keepdim=True).clamp_(min=_LEAST)
         if config.scale != 1.0:
             shares *= config.scale
+        if self._expert_scale is not None:
+            shares *= self._expert_scale[chosen]
         return shares, chosen
 
     @property

@@ -160,8 +160,8 @@ def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -
         return "a block lacks RMS norms before attention and MLP, RoPE, or a gated SiLU or GELU"
     if config.delta is not None or config.output_gate:
         return "a block keeps a state, or its heads have gates"
-    if config.options.heads or config.v_norm or config.names.block_scale:
-        return "layers have heads of their own, norms of V, or scales"
+    if config.options.heads or config.v_norm or config.names.block_scale or config.per_layer or config.mlp_sizes:
+        return "layers have heads, norms of V, scales, embeddings or MLPs of their own"
     if not all(isinstance(layer.mlp, MLP) for layer in layers):
         return "a layer has experts"
     if any(norm.weight is None for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)):

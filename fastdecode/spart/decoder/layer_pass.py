@@ -14,7 +14,7 @@ from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.joints import make_joints
 from fastdecode.spart.decoder.rope import RotaryEmbedding
 from fastdecode.spart.decoder.timeline import StepClock
-from fastdecode.spart.decoder.weights import Block, Layer, Model, Norm, StateBlock
+from fastdecode.spart.decoder.weights import Block, Layer, Model, Norm, PerLayerInput, StateBlock
 from fastdecode.spart.exchange import Exchange, RowExchange
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prefill.heads import multiply_heads
@@ -110,6 +110,18 @@ class DecoderLayers:
             x.add_(w.positions.index_select(0, positions + self.model.config.position_offset))
         return x
 
+    def per_layer_inputs(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """tokens [n] and the residual stream x [n, hidden_size] before the first layer -> the blocks' parts of the
+        per-layer embedding, [n, blocks, size]. None: the model has none."""
+        config, weights = self.model.config, self.weights.per_layer
+        if config.per_layer is None or weights is None:
+            return None
+        parts = -1, config.per_layer.size
+        scale = torch.tensor(config.per_layer.size**0.5, dtype=self.model.dtype).item()
+        projected = weights.projection(x).mul_(config.hidden_size**-0.5).unflatten(1, parts)
+        embedded = weights.table(tokens).mul_(scale).unflatten(1, parts)
+        return self.ops.norm_heads(projected, weights.norm).add_(embedded).mul_(0.5**0.5)
+
     def head_inputs(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden_size] after the last layer -> what the LM head multiplies, [n, embed_size]."""
         w = self.weights
@@ -149,6 +161,7 @@ class DecoderPass:
         self._drawn_rows = uploaded.get("last rows", positions[:0])  # of `x`, after which tokens are drawn
         self._scored_rows = uploaded.get("scored rows", positions[:0])
         self.x = layers.embed(uploaded["tokens"], positions)
+        self._per_layer = layers.per_layer_inputs(uploaded["tokens"], self.x)
         self._o = exchange.o
         self._shared_kv: dict[int, torch.Tensor] = {}  # KV rows of prompts, by layer
         self.heads = RowHeads(exchange.q, exchange.kv, c.heads_of(0))  # those of the layer that was projected last
@@ -251,6 +264,8 @@ class DecoderPass:
         if not self._prompts or all_pass or not has_joints:
             return False
         self.x, self._o = self.x.index_select(0, rows), self._o.index_select(0, rows)
+        if self._per_layer is not None:
+            self._per_layer = self._per_layer.index_select(0, rows)
         if self._joints is not None and self._joint_rows is not None:
             self._joint_rows = self._joints.last_rows(self.x, self._o)
         return True
@@ -325,21 +340,40 @@ class DecoderPass:
 
     def _end_block(self, block: Block, mixed: torch.Tensor) -> None:
         """Add the output of attention, or of what the block has in its place, to the residual stream; then the MLP."""
-        mixed = self._sublayer_output(mixed, block.attention_post_norm)
+        mixed = self._normed(self._decoder.summed(mixed), block.attention_post_norm)
         if self._config.norm_first:
             h = self._ops.add_norm(self.x, mixed, block.mlp_norm)
-            y = self._sublayer_output(self._mlp(block.mlp, h), block.mlp_post_norm)
+            y = self._normed(self._feed_forward(block, h), block.mlp_post_norm)
             self.x.add_(y, alpha=self._config.residual_scale)
+            if block.per_layer is not None:
+                self._add_per_layer(block.per_layer)
             if block.scale is not None:
                 self.x.mul_(block.scale)
         else:
             self.x = self._ops.add_norm(self.x, mixed, block.attention_norm)
-            y = self._sublayer_output(self._mlp(block.mlp, self.x), block.mlp_post_norm)
+            y = self._normed(self._feed_forward(block, self.x), block.mlp_post_norm)
             self.x = self._ops.add_norm(self.x, y, block.mlp_norm)
 
-    def _sublayer_output(self, y: torch.Tensor, post_norm: Norm | None) -> torch.Tensor:
-        """What a sublayer adds to the residual stream, from this rank's summand `y` of it, which is overwritten."""
-        y = self._decoder.summed(y)
+    def _add_per_layer(self, own: PerLayerInput) -> None:
+        """Add a block's part of the per-layer embedding to the residual stream."""
+        assert self._per_layer is not None
+        gate = adapted_product(own.gate, self.x, self._adapters)
+        gated = self._ops.activate(torch.cat([gate, self._per_layer[:, own.block]], dim=1))
+        self.x.add_(self._normed(adapted_product(own.out, gated, self._adapters), own.post_norm))
+
+    def _feed_forward(self, block: Block, h: torch.Tensor) -> torch.Tensor:
+        """The output of a block's MLP or mixture, h [n, hidden_size] -> [n, hidden_size], over all ranks."""
+        mlp, norms = block.mlp, block.mixture_norms
+        if norms is None:
+            return self._decoder.summed(self._mlp(mlp, h))
+        assert isinstance(mlp, Mixture) and mlp.shared is not None
+        shared = self._normed(self._decoder.summed(self._mlp(mlp.shared.mlp, h)), norms.shared_post)
+        inputs, router_input = self._ops.norm(self.x, norms.experts), self._ops.norm(self.x, norms.router)
+        y = self._decoder.summed(mlp(inputs, self._ops.activate, router_input))
+        return self._normed(y, norms.experts_post).add_(shared)
+
+    def _normed(self, y: torch.Tensor, post_norm: Norm | None) -> torch.Tensor:
+        """The output of a sublayer, normalised if there is a norm of it."""
         return y if post_norm is None else self._ops.norm(y.contiguous(), post_norm)
 
     def _mlp(self, mlp: MLP | Mixture, h: torch.Tensor) -> torch.Tensor:

@@ -24,14 +24,6 @@ from fastdecode.transports.base import HadamardHeads
 
 
 @dataclass(slots=True)
-class Norm:
-    """The parameters of a norm, [hidden_size]. Both None: rows are only normalised. RMS norms have no bias."""
-
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-
-
-@dataclass(slots=True)
 class Balance:
     """The matrices by which the rows of a layer's heads are multiplied, each [KV heads, head_size, head_size];
     balance.py. Q and K have none if the KV-cache does not store K in 4 bits."""
@@ -40,6 +32,43 @@ class Balance:
     k: torch.Tensor | None
     v: torch.Tensor
     o: torch.Tensor
+
+
+@dataclass(slots=True)
+class Norm:
+    """The parameters of a norm, [hidden_size]. Both None: rows are only normalised. RMS norms have no bias."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class MixtureNorms:
+    """The norms of a mixture; see MixtureNormNames."""
+
+    router: Norm
+    experts: Norm
+    experts_post: Norm
+    shared_post: Norm
+
+
+@dataclass(slots=True)
+class PerLayerInput:
+    """How a block adds its part of the per-layer embedding: the norm of out(act(gate(x)) * part)."""
+
+    block: int  # the number of the part
+    gate: Linear
+    out: Linear
+    post_norm: Norm
+
+
+@dataclass(slots=True)
+class PerLayerWeights:
+    """The parameters of a per-layer embedding that no block has; see PerLayerNames."""
+
+    table: Embedding
+    projection: Linear
+    norm: torch.Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,12 +80,19 @@ class Block:
     mlp: MLP | Mixture
     attention_post_norm: Norm | None = None  # of the output of attention, or of what the block has in its place
     mlp_post_norm: Norm | None = None
+    mixture_norms: MixtureNorms | None = None  # only of a mixture with a shared expert
+    per_layer: PerLayerInput | None = None
     scale: torch.Tensor | None = None  # [1], of the block's output
 
     @property
     def mixing(self) -> tuple[Linear, Linear]:
         """The linears before and after attention, or before and after what the block has in its place."""
         raise NotImplementedError
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All linears but those of `mlp`."""
+        return self.mixing if self.per_layer is None else (*self.mixing, self.per_layer.gate, self.per_layer.out)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +150,7 @@ class Weights:
     final_norm: Norm | None
     project_out: Linear | None
     head: Linear
+    per_layer: PerLayerWeights | None = None
     mtp: MTPHead | None = None
 
     @property
@@ -138,8 +175,17 @@ class Model(ServedModel):
     @property
     def pooled(self) -> bool:
         blocks = self.weights.blocks
-        mixing = all(linear.pooled for block in blocks for linear in block.mixing)
-        return mixing and all(block.mlp.pooled for block in blocks) and self.weights.head.pooled
+        pooled = all(linear.pooled for block in blocks for linear in block.linears)
+        return pooled and all(block.mlp.pooled for block in blocks) and self.weights.head.pooled
+
+    @property
+    def kept_width(self) -> int:
+        return self._per_layer_width + len(self.config.shared_kv) * self.config.row_sizes[1]
+
+    @property
+    def _per_layer_width(self) -> int:
+        own = self.config.per_layer
+        return 0 if own is None else self.config.n_blocks * own.size
 
     def state_step_bytes(self, rows: int, single: int) -> int:
         rule = self.config.delta
@@ -158,7 +204,8 @@ class Model(ServedModel):
     @property
     def widths(self) -> tuple[int, int]:
         hidden, experts = self.config.hidden_size, self.config.experts
-        widest = self.config.intermediate_size * (2 if self.config.gated else 1)
+        widest = max([self.config.intermediate_size, *self.config.mlp_sizes]) * (2 if self.config.gated else 1)
+        widest = max(widest, 3 * self._per_layer_width)  # the projection, its norm, and the rows of the table
         if experts is not None:
             widest = max(widest, experts.used * (2 * experts.intermediate_size + hidden), 2 * experts.shared_size)
         return hidden, widest
@@ -228,6 +275,7 @@ class Blueprint:
             final_norm=self._norm(reader, names.final_norm) if c.final_norm else None,
             project_out=self._projection(reader, names.project_out, c.embed_size, c.hidden_size),
             head=head,
+            per_layer=self._per_layer(reader) if c.per_layer else None,
         )
         for i in range(c.n_blocks):
             weights.blocks.append(self._block(reader, i, len(weights.layers)))
@@ -243,7 +291,7 @@ class Blueprint:
             embedding_norm=self._norm(reader, names.embedding_norm),
             hidden_norm=self._norm(reader, names.hidden_norm),
             fc=reader.linear([names.fc], [c.hidden_size], 2 * c.hidden_size, bias=False, layer=True),
-            layer=self._attending(reader, names.block, c.experts is not None, c.n_layers - c.mtp),
+            layer=self._attending(reader, names.block, c.experts is not None, c.n_layers - c.mtp, None),
             final_norm=self._norm(reader, names.final_norm),
         )
 
@@ -252,28 +300,49 @@ class Blueprint:
         c = self._config
         block = c.names.block.replace("{i}", str(index))
         has_experts = c.experts is not None and index not in c.experts.dense_layers
-        at_end = min(index, c.n_blocks - 1 - index) < c.n_blocks // _BLOCKS_OF_AN_END
         if c.delta is not None and index in c.delta.blocks:
-            common = self._common(reader, block, has_experts, at_end)
+            common = self._common(reader, block, has_experts, index)
             return StateBlock(**common, delta=self._delta(reader, c.delta, block))
-        return self._attending(reader, block, has_experts, layer, at_end)
+        return self._attending(reader, block, has_experts, layer, index)
 
-    def _common(self, reader: ParameterReader, block: str, has_experts: bool, at_end: bool) -> dict[str, Any]:
-        """The parameters that blocks of every kind have. `at_end`: the block is one of the first or last of a model."""
+    def _per_layer(self, reader: ParameterReader) -> PerLayerWeights:
+        c, names = self._config, self._config.names.per_layer
+        assert c.per_layer is not None and names is not None
+        width = c.n_blocks * c.per_layer.size
+        return PerLayerWeights(
+            reader.embedding(names.table, c.per_layer.rows, width),
+            reader.linear([names.projection], [width], c.hidden_size, bias=False, precise=0),
+            reader.tensor(f"{names.norm}.weight", c.per_layer.size),
+        )
+
+    def _per_layer_input(self, reader: ParameterReader, block: str, index: int) -> PerLayerInput:
+        c, names = self._config, self._config.names.per_layer
+        assert c.per_layer is not None and names is not None
+        return PerLayerInput(
+            index,
+            _block_linear(reader, [f"{block}{names.gate}"], [c.per_layer.size], c.hidden_size, bias=False),
+            _block_linear(reader, [f"{block}{names.out}"], [c.hidden_size], c.per_layer.size, bias=False),
+            self._norm(reader, f"{block}{names.post_norm}"),
+        )
+
+    def _common(self, reader: ParameterReader, block: str, has_experts: bool, index: int | None) -> dict[str, Any]:
+        """The parameters that blocks of every kind have. `index` None: the block is that of an MTP head."""
         c, names = self._config, self._config.names
         return {
             "attention_norm": self._norm(reader, f"{block}{names.attention_norm}"),
             "attention_post_norm": self._norm(reader, f"{block}{names.attention_post_norm}") if c.post_norms else None,
             "mlp_norm": self._norm(reader, f"{block}{names.mlp_norm}"),
             "mlp_post_norm": self._norm(reader, f"{block}{names.mlp_post_norm}") if c.post_norms else None,
-            "mlp": self._mixture(reader, block) if has_experts else self._mlp(reader, block, at_end),
+            "mlp": self._mixture(reader, block) if has_experts else self._mlp(reader, block, index),
+            "mixture_norms": self._mixture_norms(reader, block) if has_experts and names.mixture_norms else None,
+            "per_layer": None if index is None or not c.per_layer else self._per_layer_input(reader, block, index),
             "scale": reader.tensor(f"{block}{names.block_scale}", 1) if names.block_scale else None,
         }
 
     def _attending(
-        self, reader: ParameterReader, block: str, has_experts: bool, layer: int, at_end: bool = False
+        self, reader: ParameterReader, block: str, has_experts: bool, layer: int, index: int | None
     ) -> Layer:
-        """The block that is layer `layer` of the links."""
+        """The block that is layer `layer` of the links; `index` as for `_common`."""
         c, names, heads = self._config, self._config.names, self._config.heads_of(layer)
         q_size, kv_size = heads.n_q * heads.k_size, heads.n_kv * heads.k_size
         sizes = [2 * q_size if c.output_gate else q_size, kv_size, kv_size]
@@ -285,7 +354,7 @@ class Blueprint:
             qkv, sizes, heads = qkv[:1], sizes[:1], heads._replace(n_kv=0)
         k_norm = self._head_norm(reader, f"{block}{names.k_norm}", heads) if c.qk_norm and not shares else None
         return Layer(
-            **self._common(reader, block, has_experts, at_end),
+            **self._common(reader, block, has_experts, index),
             heads=heads,
             qkv=_block_linear(reader, qkv, sizes, c.hidden_size, c.qkv_bias, precise=v_in),
             q_norm=self._head_norm(reader, f"{block}{names.q_norm}", heads) if c.qk_norm else None,
@@ -313,13 +382,15 @@ class Blueprint:
             out=reader.linear([f"{block}{names.out}"], [hidden], rule.v_width, bias=False, layer=True),
         )
 
-    def _mlp(self, reader: ParameterReader, block: str, at_end: bool) -> MLP:
+    def _mlp(self, reader: ParameterReader, block: str, index: int | None) -> MLP:
         c, names = self._config, self._config.names
-        up, sizes = [f"{block}{name}" for name in names.up], [c.intermediate_size] * (2 if c.gated else 1)
+        size = c.intermediate_size if index is None or not c.mlp_sizes else c.mlp_sizes[index]
+        at_end = index is not None and min(index, c.n_blocks - 1 - index) < c.n_blocks // _BLOCKS_OF_AN_END
+        up, sizes = [f"{block}{name}" for name in names.up], [size] * (2 if c.gated else 1)
         down, precise = [f"{block}{names.down}"], 0 if at_end else None
         return MLP(
             _block_linear(reader, up, sizes, c.hidden_size, c.mlp_bias),
-            _block_linear(reader, down, [c.hidden_size], c.intermediate_size, c.mlp_bias, precise=precise),
+            _block_linear(reader, down, [c.hidden_size], size, c.mlp_bias, precise=precise),
         )
 
     def _mixture(self, reader: ParameterReader, block: str) -> Mixture:
@@ -334,6 +405,15 @@ class Blueprint:
             reader.experts([f"{block}{name}" for name in names.expert_up], [size, size], hidden, n, bias),
             reader.experts([f"{block}{names.expert_down}"], [hidden], size, n, bias),
             self._shared_expert(reader, experts.shared_size, block) if experts.shared_size else None,
+            reader.tensor(f"{block}{names.expert_scale}", n, single=True) if names.expert_scale else None,
+        )
+
+    def _mixture_norms(self, reader: ParameterReader, block: str) -> MixtureNorms:
+        names = self._config.names.mixture_norms
+        assert names is not None
+        return MixtureNorms(
+            Norm(reader.tensor(f"{block}{names.router}", self._config.hidden_size), None),
+            *(self._norm(reader, f"{block}{name}") for name in (names.experts, names.experts_post, names.shared_post)),
         )
 
     def _shared_expert(self, reader: ParameterReader, size: int, block: str) -> SharedExpert:

@@ -111,8 +111,12 @@ def make_dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear
     return DenseLinear(weight, bias)
 
 
-def make_embedding(weight: torch.Tensor) -> Embedding:
-    """The best embedding for a weight [rows, width], by its device and dtype."""
+def make_embedding(weight: torch.Tensor, act: torch.dtype) -> Embedding:
+    """The best embedding for a weight [rows, width] and activations in `act`, by its device and dtype. In fp32 there
+    is each number of 16 bits, so these stay as they are."""
+    if act is torch.float32 and weight.dtype is not act:
+        return DenseEmbedding(weight, act)
+    weight = weight.to(act)
     if weight.dtype is torch.float32 and keeps16(weight.device) and (narrow := exact16(weight)) is not None:
         return DenseEmbedding(narrow, torch.float32)
-    return DenseEmbedding(weight, weight.dtype)
+    return DenseEmbedding(weight, act)

@@ -168,7 +168,7 @@ class Parameters:
         matrices = [self._rounded_one(f"{name}.weight", matrix) for matrix in self._matrices(name)]
         self._progress.update(rows * width)
         if isinstance(matrices[0], torch.Tensor):
-            return make_embedding(matrices[0].to(self._device, self._dtype, copy=True))
+            return make_embedding(matrices[0].to(self._device, copy=True), self._dtype)
         return quantised_embedding(_quantised(matrices), self._device, self._dtype)
 
     def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
@@ -179,7 +179,7 @@ class Parameters:
         if self._bits:
             return self._rounded_tied(name, matrices[0])
         weight = matrices[0].to(self._device, self._dtype, copy=True)
-        return make_embedding(weight), make_dense(weight)
+        return make_embedding(weight, self._dtype), make_dense(weight)
 
 
 def row_counts(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -209,6 +209,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 4.0},
         {},
     ),
+    "gemma4-e": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE + 8,
+        },
+        {},
+    ),
+    "gemma4-moe": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "attention_bias": True,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+            "tie_word_embeddings": False,
+            "hidden_activation": "silu",
+        },
+        {},
+    ),
     "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layer_interval": 2}, {}),
     "smollm3-window": (
         "smollm3",
@@ -260,6 +288,7 @@ FAMILIES = (
     "gemma2",
     "gemma3",
     "gemma4",
+    "gemma4-e",
     "smollm3",
     "ministral3",
     "opt",
@@ -272,7 +301,7 @@ BUFFERS = (CORRECTION, BLOCK_SCALE)
 #: Models whose layers keep states.
 STATEFUL = ("qwen3-next", "qwen3.5", "qwen3.5-last", "qwen3.5-moe")
 #: Mixtures of experts. Rounding may give a token other experts, so they have no budgets for smaller formats.
-MIXTURES = ("mixtral", "gpt-oss", "glm4-moe")
+MIXTURES = ("mixtral", "gpt-oss", "glm4-moe", "gemma4-moe")
 
 
 def make_checkpoint(name: str, seed: int = 0) -> Path:
