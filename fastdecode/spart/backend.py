@@ -101,9 +101,13 @@ class Backend:
         the same KV head, or if ranks with fewer KV heads leave memory unused."""
         if not isinstance(self.config, ModelConfig):
             return float(n) if all(layer.v_in_k for layer in self.config.layers) else 1.0
-        of_ranks = [heads_of_rank(self.config, rank, n)[1] for rank in range(n)]
-        most: int = max(heads.stop - heads.start for heads in of_ranks)
-        return n * most / self.config.n_kv_heads
+        config, elements = self.config, [0, 0]  # of all layers' KV rows: of the model, and of the rank with the most
+        for layer in sorted(set(config.kv_layers)):
+            heads = config.heads_of(layer)
+            of_ranks = [heads_of_rank(heads, rank, n)[1] for rank in range(n)]
+            elements[0] += heads.kv_row_size
+            elements[1] += heads._replace(n_kv=max(part.stop - part.start for part in of_ranks)).kv_row_size
+        return n * elements[1] / elements[0]
 
     def parameters_of_each_rank(self) -> int:
         """About how many of the model's numbers every rank has, beside its part of the others. Raises

@@ -96,6 +96,8 @@ def load_model(
         if share is not None:
             loaded.embedding = SharedEmbedding(loaded.embedding, config.vocab_size, share)
             loaded.head = SharedHead(loaded.head, config.vocab_size, share)
+            if loaded.per_layer is not None and config.per_layer is not None:
+                loaded.per_layer.table = SharedEmbedding(loaded.per_layer.table, config.per_layer.rows, share)
     config = replace(config, options=with_sinks(config.options, [layer.sinks for layer in loaded.layers]))
     return Model(
         config=config,

@@ -21,7 +21,7 @@ from fastdecode.spart.ranks.cut import why_not_shared
 
 #: With two KV heads, two of four ranks have the same one. Three ranks have one or two of four heads, with states, too.
 CASES = [
-    *((variant, 4) for variant in (*FAMILIES, *MIXTURES, "llama-llama3", "granite-bias") if "gemma4" not in variant),
+    *((variant, 4) for variant in (*FAMILIES, *MIXTURES, "llama-llama3", "granite-bias")),
     ("llama-mha", 3),
     ("llama-mqa", 2),
     *((variant, 2) for variant in STATEFUL),

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastdecode.spart.checkpoints.config import CheckpointError, DeltaRule, ModelConfig
+from fastdecode.spart.shape import Heads
 
 #: Columns are cut between blocks of as many, because those of a quantised matrix share a scale.
 _BLOCK = 32
@@ -23,9 +24,9 @@ def part_of(size: int, rank: int, n: int) -> slice:
     return slice(size // block * rank // n * block, size // block * (rank + 1) // n * block)
 
 
-def heads_of_rank(config: ModelConfig, rank: int, n: int) -> tuple[slice, slice]:
-    """The query heads and the KV heads of each layer that rank `rank` of `n` has."""
-    n_q, n_kv = config.n_q_heads, config.n_kv_heads
+def heads_of_rank(heads: Heads, rank: int, n: int) -> tuple[slice, slice]:
+    """The query heads and the KV heads of a layer with such heads that rank `rank` of `n` has."""
+    n_q, n_kv = heads.n_q, heads.n_kv
     kv = slice(n_kv * rank // n, max(n_kv * (rank + 1) // n, n_kv * rank // n + 1))
     if n > n_kv:
         return slice(n_q // n * rank, n_q // n * (rank + 1)), kv
@@ -41,14 +42,13 @@ def delta_heads_of_rank(rule: DeltaRule, rank: int, n: int) -> slice:
 def _can_share_heads(config: ModelConfig, n: int) -> bool:
     if config.delta is not None and n > config.delta.k_heads:
         return False
-    return n <= config.n_kv_heads or (n % config.n_kv_heads == 0 and config.n_q_heads % n == 0)
+    layers = {config.heads_of(layer) for layer in range(config.n_layers)}
+    return all(n <= heads.n_kv or (n % heads.n_kv == 0 and heads.n_q % n == 0) for heads in layers)
 
 
 def why_not_shared(config: ModelConfig, n: int) -> str | None:
     """The reason why `n` ranks cannot share a model, or None if they can."""
     experts = config.experts
-    if config.options.heads or config.shared_kv:
-        return f"ranks cannot share {config.architecture}, whose layers differ in their heads or share K and V"
     if not _can_share_heads(config, n):
         possible = [str(m) for m in range(2, config.n_q_heads + 1) if _can_share_heads(config, m)]
         linear = "" if config.delta is None else f", and the {config.delta.k_heads} K heads of the layers with states,"
@@ -56,7 +56,7 @@ def why_not_shared(config: ModelConfig, n: int) -> str | None:
             f"{n} ranks cannot share the {config.n_q_heads} query heads and {config.n_kv_heads} KV heads{linear} of "
             f"{config.architecture}; possible numbers of ranks are {', '.join(possible) or 'none'}"
         )
-    sizes = [config.intermediate_size]
+    sizes = [config.intermediate_size, *config.mlp_sizes]
     if experts is not None:
         sizes = [experts.intermediate_size, *([experts.shared_size] if experts.shared_size else [])]
         sizes += [config.intermediate_size] if experts.dense_layers else []
@@ -74,7 +74,11 @@ def cut_config(config: ModelConfig, rank: int, n: int) -> ModelConfig:
     def columns(size: int) -> int:
         return len(range(size)[part_of(size, rank, n)])
 
-    q, kv = heads_of_rank(config, rank, n)
+    def cut(heads: Heads) -> tuple[int, int, int, int]:
+        q, kv = heads_of_rank(heads, rank, n)
+        return q.stop - q.start, kv.stop - kv.start, heads.k_size, heads.v_size
+
+    layers = tuple(cut(config.heads_of(layer)) for layer in range(config.n_layers))
     experts = config.experts
     if experts is not None:
         size, shared = columns(experts.intermediate_size), columns(experts.shared_size)
@@ -85,9 +89,11 @@ def cut_config(config: ModelConfig, rank: int, n: int) -> ModelConfig:
         delta = replace(delta, k_heads=k_heads, v_heads=delta.v_heads // delta.k_heads * k_heads)
     return replace(
         config,
-        n_q_heads=q.stop - q.start,
-        n_kv_heads=kv.stop - kv.start,
+        n_q_heads=layers[0][0],
+        n_kv_heads=layers[0][1],
+        options=replace(config.options, heads=layers) if config.options.heads else config.options,
         intermediate_size=columns(config.intermediate_size),
+        mlp_sizes=tuple(map(columns, config.mlp_sizes)),
         experts=experts,
         delta=delta,
     )

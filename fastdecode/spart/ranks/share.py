@@ -63,6 +63,8 @@ class CutCheckpoint(Checkpoint):
                 self._cuts[name] = Cut(axis, self._parts(name, shape[axis]))
         for name in (names.embedding, names.head):
             self._cuts[f"{name}.weight"] = Cut(0, (share.part(config.vocab_size),))
+        if config.per_layer and names.per_layer:
+            self._cuts[f"{names.per_layer.table}.weight"] = Cut(0, (share.part(config.per_layer.rows),))
         # The ranks' summands are added, so only one of them may have the bias.
         self._added = tuple(f"{name}.bias" for name in (names.o, names.down))
         if names.expert_down is not None:
@@ -73,8 +75,9 @@ class CutCheckpoint(Checkpoint):
         """The rank's parts of the axis, of `size`, in which the tensor `name` is cut."""
         config, names, share = self._config, self._config.names, self._share
         module = name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias")
-        q_heads, kv_heads = heads_of_rank(config, share.rank, share.n)
-        q, kv = _scaled(q_heads, config.head_size), _scaled(kv_heads, config.head_size)
+        heads = config.heads_of(self._layer_of(name))
+        q_heads, kv_heads = heads_of_rank(heads, share.rank, share.n)
+        q, kv = _scaled(q_heads, heads.k_size), _scaled(kv_heads, heads.k_size)
         if config.delta is not None and names.delta is not None:
             cut = (*names.delta.inputs, names.delta.conv, names.delta.decay, names.delta.decay_bias, names.delta.out)
             if name.removesuffix(".weight").endswith(cut):
@@ -82,10 +85,10 @@ class CutCheckpoint(Checkpoint):
         if names.sinks is not None and name.endswith(names.sinks):
             return (q_heads,)
         if module.endswith(names.qkv) and len(names.qkv) == 1:
-            n_q, n_kv = config.n_q_heads * config.head_size, config.n_kv_heads * config.head_size
+            n_q, n_kv = heads.n_q * heads.k_size, heads.n_kv * heads.k_size
             return q, _moved(kv, n_q), _moved(kv, n_q + n_kv)
         if module.endswith((names.qkv[0], names.o)):
-            return (_scaled(q_heads, size // config.n_q_heads),)  # a gate may stand beside each Q head
+            return (_scaled(q_heads, size // heads.n_q),)  # a gate may stand beside each Q head
         if module.endswith(names.qkv):
             return (kv,)
         if len(names.up) == 1 and config.gated and module.endswith(names.up[0]):
@@ -94,6 +97,12 @@ class CutCheckpoint(Checkpoint):
         if len(names.expert_up) == 1 and module.endswith(names.expert_up[0]):
             return (_scaled(share.part(size // 2), 2),)  # columns of gate and up alternate
         return (share.part(size),)
+
+    def _layer_of(self, name: str) -> int:
+        """The layer that the tensor `name` belongs to, 0 if all layers are alike."""
+        first = self._config.names.block.partition("{i}")[0]
+        number = name.removeprefix(first).partition(".")[0]
+        return int(number) if self._config.options.heads and number.isdecimal() else 0
 
     def names(self) -> set[str]:
         return self._whole.names()

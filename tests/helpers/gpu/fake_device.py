@@ -153,7 +153,7 @@ def make_spart(directory: str, dtype: torch.dtype, state_slots: int = 0) -> Any:
     device = torch.device(DEVICE)
     views = SimpleNamespace(
         link=SimpleNamespace(geometry=SimpleNamespace(max_rows=4096)),
-        sizes=(config.n_q_heads * config.head_size, 2 * config.n_kv_heads * config.head_size),
+        sizes=config.row_sizes[:2],
         dtype=dtype,
     )
 
