@@ -135,6 +135,8 @@ def read_model(path: Path) -> PlannedModel:
     unused = 0
     if isinstance(config, ModelConfig) and not config.tied:
         unused = config.vocab_size * config.embed_size
+    if isinstance(config, ModelConfig) and config.per_layer:
+        unused += config.per_layer.rows * config.per_layer.size * config.n_blocks
     return PlannedModel(
         name=path.resolve().name,
         n_layers=config.n_layers,

@@ -32,6 +32,9 @@ CASES = [
     ("gpt-oss", "int4"),
     ("qwen3.5-moe", "int8"),
     ("glm4-moe", "int4"),
+    ("gemma4", "int4"),
+    ("gemma4-e", "int4"),
+    ("gemma4-moe", "int8"),
 ]
 INDEX = "model.safetensors.index.json"
 

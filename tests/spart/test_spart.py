@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from fastdecode.spart import Model, SPart, load_model
 from fastdecode.spart.exchange import SlotViews, link_rows, make_exchange
+from fastdecode.spart.int4.balance import balance_for
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch, StepOutput
 from fastdecode.transports.base import CallRefused, LinkDown
 
@@ -143,6 +144,13 @@ async def test_the_text_part_of_a_model_with_vision(variant, tmp_path):
 )
 async def test_the_text_part_of_other_models_with_vision(model_type, tmp_path):
     await check_text_part(several_modes(model_type, tmp_path / "m"), tmp_path)
+
+
+@pytest.mark.parametrize(("model_type", "variant"), [("gemma4", "gemma4-e"), ("gemma4_unified", "gemma4")])
+async def test_the_text_part_of_gemma_4(model_type, variant, tmp_path):
+    text_part = reference(make_checkpoint(variant)).config
+    text_part.model_type = f"{model_type}_text"
+    await check_text_part(several_modes(model_type, tmp_path / "m", text_part), tmp_path)
 
 
 async def test_the_text_part_of_ministral_3(tmp_path):
@@ -309,6 +317,16 @@ async def test_smaller_caches_stay_within_budget(variant, kv_dtype, tmp_path):
     error = await teacher_forced_rms(directory, load_model(directory, dtype="fp32"), tmp_path, kv_dtype)
     print(f"{variant} {kv_dtype}: {error:.2e}")
     assert EXACT < error < KV_BUDGET[kv_dtype]
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "gemma4", "gemma4-e"])
+async def test_balanced_heads_change_no_logit(variant, tmp_path):
+    """Layers have matrices of different sizes, or those of the layer whose K and V they share."""
+    directory = make_checkpoint(variant)
+    model = load_model(directory, dtype="fp32")
+    balance_for(model, "int4", text(512, seed=9))
+    assert all(layer.balance is not None for layer in model.weights.layers)
+    assert await teacher_forced_rms(directory, model, tmp_path, "fp32") < 1e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BUDGET)
