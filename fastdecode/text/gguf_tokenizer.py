@@ -1,8 +1,9 @@
 """The tokenizer and the chat templates in a GGUF file's metadata (`tokenizer.ggml.*`, `tokenizer.chat_template`, and
 `tokenizer.chat_template.NAME`).
 
-Two kinds of models are read: "gpt2", byte-level BPE, whose way of cutting text into words has a name in
-`tokenizer.ggml.pre`; and "llama", SentencePiece BPE with a score for each token.
+Three kinds of models are read: "gpt2", byte-level BPE, whose way of cutting text into words has a name in
+`tokenizer.ggml.pre`; "llama", SentencePiece BPE with a score for each token; and "gemma4", which has merges in place of
+scores, and no space before a text.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _LISTS: dict[str, type] = {
     "tokenizer.ggml.scores": float,
 }
 _KINDS = {str: "texts", int: "whole numbers", float: "floating-point numbers"}
+_SPACE = "tokenizer.ggml.add_space_prefix"
 _LONGEST_TOKEN = 4096  # characters; a longer one means a damaged file
 #: Tokens that end a turn wherever a vocabulary has them, as llama.cpp knows them (src/llama-vocab.cpp).
 END_OF_TURN = frozenset(
@@ -91,10 +93,13 @@ def read_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any], dict[str,
     if kind == "gpt2":
         tokenizer = _byte_level(fields, vocabulary)
     elif kind == "llama":
-        tokenizer = _sentence_piece(fields, tokens, vocabulary)
+        merges = _merges_of_scores(tokens, fields.get("tokenizer.ggml.scores", []), vocabulary)
+        tokenizer = _sentence_piece(fields, tokens, vocabulary, merges)
+    elif kind == "gemma4":
+        tokenizer = _sentence_piece({**fields, _SPACE: False}, tokens, vocabulary, _merges(fields))
     else:
         raise GGUFTokenizerError(
-            f"{file.path}: a tokenizer of the kind {kind!r} is not known; known are gpt2 and llama"
+            f"{file.path}: a tokenizer of the kind {kind!r} is not known; known are gpt2, llama and gemma4"
         )
     types = [*fields.get("tokenizer.ggml.token_type", []), *repeat(None, len(tokens))]
     # Some files call the end of a turn an ordinary token.
@@ -118,9 +123,8 @@ def _templates(fields: dict[str, Any]) -> dict[str, str]:
 
 def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
     pre = fields.get("tokenizer.ggml.pre", "gpt-2")
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE))
+    tokenizer = Tokenizer(models.BPE(vocabulary, _merges(fields), ignore_merges=pre in _WHOLE))
     if pre in _DIGIT_BY_DIGIT:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
     elif pre in _GPT2:
@@ -137,18 +141,18 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
     return tokenizer
 
 
-def _sentence_piece(fields: dict[str, Any], tokens: Sequence[str], vocabulary: dict[str, int]) -> Tokenizer:
+def _merges(fields: dict[str, Any]) -> list[Any]:
+    return [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
+
+
+def _sentence_piece(
+    fields: dict[str, Any], tokens: Sequence[str], vocabulary: dict[str, int], merges: list[Any]
+) -> Tokenizer:
     unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
-    scores = fields.get("tokenizer.ggml.scores", [])
-    if len(scores) != len(tokens):
-        raise GGUFTokenizerError(f"the tokenizer has {len(tokens)} tokens and {len(scores)} scores")
     if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
         raise GGUFTokenizerError(f"the unknown token is {unknown!r}, and the tokenizer has {len(tokens)} tokens")
-    if (longest := max(map(len, tokens))) > _LONGEST_TOKEN:  # merges take time with the square of it
-        raise GGUFTokenizerError(f"the tokenizer has a token of {longest} characters")
-    merges = _merges_of_scores(tokens, scores, vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
-    space = fields.get("tokenizer.ggml.add_space_prefix", True)
+    space = fields.get(_SPACE, True)
     steps: list[Any] = [normalizers.Prepend("▁")] if space else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     strip: list[Any] = [decoders.Strip(" ", 1, 0)] if space else []
@@ -163,6 +167,10 @@ def _merges_of_scores(
 ) -> list[tuple[str, str]]:
     """The merges of a SentencePiece model, which stores none: it always merges the pair whose token has the best
     score."""
+    if len(scores) != len(tokens):
+        raise GGUFTokenizerError(f"the tokenizer has {len(tokens)} tokens and {len(scores)} scores")
+    if (longest := max(map(len, tokens))) > _LONGEST_TOKEN:  # merges take time with the square of it
+        raise GGUFTokenizerError(f"the tokenizer has a token of {longest} characters")
     merges = []
     for token, score in zip(tokens, scores, strict=True):
         for cut in range(1, len(token)):
@@ -174,7 +182,7 @@ def _merges_of_scores(
 
 def _add_ends(tokenizer: Tokenizer, fields: dict[str, Any], config: dict[str, Any], kind: str) -> None:
     """Let the tokenizer put the begin and end tokens around a text, where the file says so."""
-    begins = fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or fields.get("tokenizer.ggml.pre") in _WHOLE)
+    begins = fields.get("tokenizer.ggml.add_bos_token", kind != "gpt2" or fields.get("tokenizer.ggml.pre") in _WHOLE)
     first = config.get("bos_token") if begins else None
     last = config.get("eos_token") if fields.get("tokenizer.ggml.add_eos_token", False) else None
     if first is None and last is None:

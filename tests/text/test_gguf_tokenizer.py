@@ -12,8 +12,9 @@ import gguf
 import pytest
 from models.gguf_made import tokenizer_fields
 from models.tokenizers_made import CHATML, CORPUS, byte_level, metaspace
-from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+from transformers import GemmaTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
@@ -161,6 +162,68 @@ def test_sentence_piece_without_a_space_before_texts_is_that_of_llama_cpp(tmp_pa
         assert ids == theirs.tokenize(text.encode(), add_bos=False, special=True)
         assert ours.encode(text) == [tokens.index("<bos>"), *ids]
         assert ours.decode(ids, skip_special_tokens=False) == text.replace("▁", " ")
+    theirs.close()
+
+
+@pytest.fixture
+def gemma4(tmp_path):
+    """A tokenizer of Gemma's class in transformers, and a GGUF file that llama.cpp's converter would make of it."""
+    marks, visible = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>"], ["<|channel>", "<channel|>"]
+    trained = Backend(models.BPE(byte_fallback=True))
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁+[^▁\n]*|\n+|[^▁\n]+"), "isolated")
+    kept = [*marks, *visible, *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=kept, show_progress=False)
+    trained.train_from_iterator([*CORPUS[:-1], "\n\n x", "\n\n\n y", "z    t", "  r", "\n\n"] * 2, trainer)
+    raw = json.loads(trained.to_str())["model"]
+    theirs = GemmaTokenizer(raw["vocab"], [tuple(merge) for merge in raw["merges"]])
+    theirs.add_special_tokens({"additional_special_tokens": marks[5:]})
+    theirs.add_tokens([AddedToken(token, normalized=False) for token in visible])
+    tokens = sorted(raw["vocab"], key=raw["vocab"].__getitem__)
+    kinds = dict.fromkeys(marks, 3) | dict.fromkeys(visible, 4) | dict.fromkeys(kept[len(marks) + 2 :], 6)
+    fields = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.token_type": [kinds.get(token, 1) for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in raw["merges"]],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    return theirs, write(tmp_path / "t.gguf", fields)
+
+
+_GEMMA4_TEXTS = [
+    *TEXTS,
+    " the",
+    "the    man  \n\n\n\nif",
+    "<|turn>user\n<|channel> a <channel|><turn|>\n",
+    "日本 the",
+    "▁▁x",
+]
+
+
+def test_gemma_4(gemma4):
+    theirs, path = gemma4
+    ours = Tokenizer.from_dir(path)
+    assert len(theirs.encode(CORPUS[0], add_special_tokens=False)) < len(CORPUS[0]) / 2
+    for text in _GEMMA4_TEXTS:
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == ids
+        assert ours.encode(text) == [2, *ids]
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+def test_gemma_4_is_that_of_llama_cpp(gemma4):
+    import llama_cpp
+
+    ours, theirs = Tokenizer.from_dir(gemma4[1]), llama_cpp.Llama(str(gemma4[1]), vocab_only=True, verbose=False)
+    for text in _GEMMA4_TEXTS:
+        assert ours.encode(text) == theirs.tokenize(text.encode(), add_bos=True, special=True)
     theirs.close()
 
 
