@@ -138,6 +138,12 @@ def test_divisors_of_rope_are_read(tmp_path):
     load_model(tmp_path / "m.gguf")
 
 
+def test_tokens_that_a_file_suppresses_are_read(tmp_path):
+    fields = {"tokenizer.ggml.suppress_tokens": [5, 3]}
+    write_gguf(tmp_path / "m.gguf", make_model("llama-mha"), "F32", fields)
+    assert read_config(tmp_path / "m.gguf").suppressed == (5, 3)
+
+
 def test_interleaved_rows_are_llama_cpps():
     """The reshaping of convert_hf_to_gguf's `permute`, written out for one head of 4."""
     assert interleave(torch.arange(4.0)[:, None], 1).flatten().tolist() == [0, 2, 1, 3]
@@ -309,6 +315,7 @@ def test_a_count_of_tensors_that_is_one_too_small_names_the_tensor_left_out(mode
         ({"general.alignment": 4}, "m.gguf is damaged: 'general.alignment' is 4, not a power of two of at least 8"),
         ({"split.count": "3"}, "m.gguf: the key 'split.count' is '3', not a whole number"),
         ({"split.count": 3}, "m.gguf is one of 3 files, and its name does not end with -00001-of-00003.gguf"),
+        ({"tokenizer.ggml.suppress_tokens": "3"}, "m.gguf: 'suppress_tokens' is '3', not a token id or a list of them"),
         ({"llama.rope.scaling.type": ["a"]}, "m.gguf: 'llama.rope.scaling.type' is ['a'], not a string"),
         ({"llama.rope.scaling.type": "linear"}, "m.gguf: 'llama.rope.scaling.factor' is None, not a number"),
         ({"llama.rope.scaling.type": "su"}, "m.gguf: RoPE scaling 'su' is not supported"),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, field
+import shutil
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,20 @@ async def test_greedy_tokens_equal_transformers(variant, tmp_path):
     for prompt, tokens in zip(prompts, ours, strict=True):
         want = theirs.generate(torch.tensor([prompt]), max_new_tokens=n_new, do_sample=False, use_cache=True)
         assert tokens == want[0].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+async def test_tokens_that_a_generation_config_suppresses_are_never_drawn(temperature, tmp_path):
+    directory, prompt = tmp_path / "model", text(20)
+    shutil.copytree(make_checkpoint("llama-gqa"), directory)
+    likely = expected_logits(directory, prompt)[-1].topk(5).indices.tolist()
+    (directory / "generation_config.json").write_text(json.dumps({"suppress_tokens": [*likely, -1, 100_000]}))
+    model = load_model(directory, dtype="fp32")
+    async with linked(model, tmp_path) as links:
+        chunk = Chunk(0, 0, 1, 0, prompt, True, replace(GREEDY, temperature=temperature))
+        [sampled] = run(SPart(model, links).step(StepBatch(0, [chunk]))).sampled
+    want = reference(directory).generate(torch.tensor([prompt]), max_new_tokens=1, do_sample=False)
+    assert sampled.token == want[0, -1] not in likely
 
 
 @pytest.mark.parametrize("variant", ["qwen3.5", "qwen3.5-moe", "gemma3", "glm4-moe"])

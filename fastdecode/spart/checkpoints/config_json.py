@@ -193,18 +193,18 @@ _ROPES: dict[str, Callable[[dict[str, Any], int, int], Rope]] = {
 }
 
 
-def end_token_ids(*files: dict[str, Any]) -> tuple[int, ...]:
-    """The `eos_token_id`s of config.json and generation_config.json, each once. Raises CheckpointError.
+def token_ids(name: str, *files: dict[str, Any]) -> tuple[int, ...]:
+    """The token ids under a key of config.json and generation_config.json, each once. Raises CheckpointError.
 
     Both files are read because chat models often list their end tokens in generation_config.json alone.
     """
     ids: dict[int, None] = {}
-    for value in (raw.get("eos_token_id") for raw in files):
+    for value in (raw.get(name) for raw in files):
         for token in value if isinstance(value, list) else [value]:
             if token is None:
                 continue
             if isinstance(token, bool) or not isinstance(token, int):
-                raise WrongValue(f"'eos_token_id' is {value!r}, not a token id or a list of them")
+                raise WrongValue(f"{name!r} is {value!r}, not a token id or a list of them")
             ids[token] = None
     return tuple(ids)
 

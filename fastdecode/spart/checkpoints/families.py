@@ -23,7 +23,7 @@ from fastdecode.spart.checkpoints.config import (
     WrongValue,
     check_layers,
 )
-from fastdecode.spart.checkpoints.config_json import ConfigJson, end_token_ids
+from fastdecode.spart.checkpoints.config_json import ConfigJson, token_ids
 from fastdecode.spart.checkpoints.gemma import GEMMA3_DEFAULTS, gemma, gemma2, gemma3
 from fastdecode.spart.checkpoints.gemma4 import GEMMA4_DEFAULTS, gemma4
 from fastdecode.spart.checkpoints.glm import glm4_moe
@@ -61,7 +61,8 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         hidden_size=config.size("hidden_size"),
         n_layers=n_blocks - (len(delta.blocks) if delta else 0),
         n_q_heads=config.size("num_attention_heads"),
-        eos_token_ids=end_token_ids(config.raw, generation or {}),
+        eos_token_ids=token_ids("eos_token_id", config.raw, generation or {}),
+        suppressed=token_ids("suppress_tokens", generation or {}),
         bos_token_id=config.raw.get("bos_token_id"),
         quantisation=parse_quantisation(config.table("quantization_config")),
         **fields,

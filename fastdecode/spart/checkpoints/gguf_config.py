@@ -139,7 +139,8 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     """The model of a GGUF file. Raises CheckpointError for a key or an architecture that is not understood, by name."""
     metadata = _Metadata(file)
     try:
-        config = make_config(metadata.config_json())
+        generation = {"suppress_tokens": file.fields.get("tokenizer.ggml.suppress_tokens")}
+        config = make_config(metadata.config_json(), generation)
     except CheckpointError as error:
         raise CheckpointError(metadata.in_its_terms(str(error))) from None
     metadata.check_heads(config)

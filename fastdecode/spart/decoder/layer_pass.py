@@ -71,6 +71,8 @@ class DecoderLayers:
         self.rope, self.second_rope = (self._rotary(second) for second in (False, True))
         #: A number of the dtype that embeddings have, as in transformers' code for Gemma.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=model.dtype).item()
+        ids = [token for token in config.suppressed if 0 <= token < config.vocab_size]
+        self._suppressed = torch.tensor(ids, device=model.device) if ids else None
         #: The blocks with a state before each layer, and behind the last one, with their rules.
         self.between: list[list[tuple[StateBlock, DeltaBlock]]] = [[]]
         rules = count()
@@ -137,6 +139,8 @@ class DecoderLayers:
             logits = logits.float().div_(config.logit_divisor)
         if cap := config.logit_softcap:
             logits = logits.float().div_(cap).tanh_().mul_(cap)
+        if self._suppressed is not None:
+            logits.index_fill_(1, self._suppressed, torch.finfo(logits.dtype).min)
         return logits
 
 
