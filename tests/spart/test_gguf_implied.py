@@ -33,6 +33,7 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "gemma": {"attention_bias": False},
     "gemma2": {"query_pre_attn_scalar": 24},
     "gemma3": {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": None, "rope": _ROPE},
+    "gemma4": {},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
     "ministral3": {},
     "seed-oss": {},
@@ -47,7 +48,7 @@ def model(request, monkeypatch):
     return make_model(request.param)
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "gemma4"])
 def test_files_without_a_dtype_of_their_own_are_computed_in_bf16(name, tmp_path):
     """Activations of Gemma may exceed the range of fp16."""
     write_gguf(tmp_path / "m.gguf", make_model(name), "F16")

@@ -10,6 +10,7 @@ from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, Ro
 from fastdecode.spart.checkpoints.config_json import ConfigJson
 from fastdecode.spart.checkpoints.families import make_config
 from fastdecode.spart.checkpoints.gguf import ROPE_FACTORS, float_tensor
+from fastdecode.spart.checkpoints.gguf_gemma4 import GEMMA4_KEYS, GEMMA4_OTHER_KEYS, gemma4_json
 from fastdecode.spart.checkpoints.gguf_layouts import NAMES, tensor_names
 from fastdecode.spart.checkpoints.llama_like import equal_heads
 
@@ -26,6 +27,7 @@ FAMILIES = {
     "gemma": ("GemmaForCausalLM", None),
     "gemma2": ("Gemma2ForCausalLM", None),
     "gemma3": ("Gemma3ForCausalLM", None),
+    "gemma4": ("Gemma4ForCausalLM", "Gemma4ForCausalLM"),
     "granite": ("GraniteForCausalLM", None),
     "gpt-oss": (None, "GptOssForCausalLM"),
     "smollm3": ("SmolLM3ForCausalLM", None),
@@ -86,6 +88,7 @@ _FAMILY_KEYS = {
     "phi3": {"attention.sliding_window": "sliding_window"},
     "gemma2": _GEMMA_KEYS | {"attn_logit_softcapping": "attn_logit_softcapping"},
     "gemma3": _GEMMA_KEYS | {"rope.freq_base_swa": "rope_local_base_freq"},
+    "gemma4": GEMMA4_KEYS,
     "granite": {
         "attention.scale": "attention_multiplier",
         "embedding_scale": "embedding_multiplier",
@@ -115,6 +118,7 @@ _VISION_OTHER_KEYS = {"rope.dimension_sections", "n_deepstack_layers"}
 _FAMILY_OTHER_KEYS = {
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _DELTA_OTHER_KEYS),
     **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), _VISION_OTHER_KEYS),
+    "gemma4": GEMMA4_OTHER_KEYS,
     "glm4moe": {"rope.dimension_sections", "expert_gating_func", "nextn_predict_layers"},
     "mistral3": {"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"},
 }
@@ -194,6 +198,7 @@ class _Metadata:
         if self.architecture == "glm4moe":
             raw = self._glm4_moe()
         raw |= {name: self.own[key] for key, name in self._keys.items() if key in self.own}
+        by_layer = gemma4_json(self._file) if self.architecture == "gemma4" else {}
         if "token_embd.weight" not in tensors or "num_attention_heads" not in raw:
             raise CheckpointError(
                 f"{path} holds no language model: it lacks 'token_embd.weight' or the number of heads"
@@ -210,11 +215,12 @@ class _Metadata:
             "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": [fields[key] for key in _END_TOKENS if key in fields],
             "rope_scaling": self._rope_scaling(),
-            **self._implied(ConfigJson(raw)),
+            **self._implied(ConfigJson(raw | by_layer)),
+            **by_layer,
         }
         if self.drafts:
             raw["num_hidden_layers"] = self._whole_number("block_count") - self.drafts
-        if self.architecture.startswith("gemma"):
+        if self.architecture in ("gemma", "gemma2", "gemma3"):
             raw |= self._gemma(ConfigJson(raw))
         return raw | self._delta() if self._has_delta else raw
 
@@ -242,7 +248,7 @@ class _Metadata:
         }
 
     def _gemma(self, config: ConfigJson) -> dict[str, Any]:
-        """What llama.cpp takes for granted of the architectures of Gemma, too."""
+        """What llama.cpp takes for granted of the architectures of Gemma 1 to 3, too."""
         is_largest = config.size("num_hidden_layers") == _LARGEST.get(self.architecture)
         scale_of = equal_heads(config) if is_largest else config.size("head_dim")
         implied: dict[str, Any] = {"query_pre_attn_scalar": scale_of}
@@ -290,6 +296,8 @@ class _Metadata:
 
     def check_heads(self, config: ModelConfig) -> None:
         """Raise CheckpointError if a key says another head size than that of the model."""
+        if self.architecture == "gemma4":  # whose layers differ; gguf_gemma4.py has compared the keys
+            return
         turned = config.rope.width(config.head_size) if config.rope else config.head_size
         for key, size in (("attention.value_length", config.head_size), ("rope.dimension_count", turned)):
             if self.own.get(key, size) != size:
@@ -309,8 +317,9 @@ def _dtype(tensors: dict[str, GGUFTensor], architecture: str) -> str:
 
 
 def _rope(file: GGUFFile, config: ModelConfig) -> Rope | None:
-    """RoPE with the divisors of frequencies that the file has (Llama 3.1 and later)."""
-    if ROPE_FACTORS not in file.tensors or config.rope is None:
+    """RoPE with the divisors of frequencies that the file has (Llama 3.1 and later). Those of Gemma 4 are what makes
+    its RoPE proportional."""
+    if ROPE_FACTORS not in file.tensors or config.rope is None or config.rope.kind == "proportional":
         return config.rope
     factors = float_tensor(file.tensors[ROPE_FACTORS])
     if config.rope.kind != "default" or tuple(factors.shape) != (config.rope.width(config.head_size) // 2,):

@@ -50,6 +50,7 @@ _PHI3_NAMES = replace(NAMES, qkv=("attn_qkv",), up=("ffn_up",))
 _POST_ATTENTION_NAMES = replace(NAMES, mlp_norm="post_attention_norm")
 _GPT_OSS_NAMES = replace(_POST_ATTENTION_NAMES, sinks="attn_sinks.weight")
 _GEMMA2_NAMES = replace(NAMES, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm")
+_GEMMA4_NAMES = replace(_GEMMA2_NAMES, block_scale="layer_output_scale.weight")
 _DELTA_NAMES = DeltaNames(
     inputs=("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
     conv="ssm_conv1d",
@@ -69,6 +70,7 @@ _OTHER_NAMES = {
     "seed_oss": _POST_ATTENTION_NAMES,
     "gpt-oss": _GPT_OSS_NAMES,
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2_NAMES),
+    "gemma4": _GEMMA4_NAMES,
     "glm4moe": _GLM4_MOE_NAMES,
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _QWEN3_5_NAMES),
 }

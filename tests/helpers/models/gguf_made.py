@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from fastdecode.gguf.file import TYPES
-from models.checkpoints import CORRECTION
+from models.checkpoints import BLOCK_SCALE, BUFFERS, CORRECTION
 
 #: Types whose numbers the package can make from floats.
 QUANTISABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -53,6 +53,24 @@ _NAMES = {
     "post_attention_layernorm": "ffn_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+    "experts.down_proj": "ffn_down_exps",
+    "experts.gate_up_proj": "ffn_gate_up_exps",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
+#: The modules outside of layers.
+_OUTER_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "model.norm": "output_norm",
+    "lm_head": "output",
 }
 _ENDS = ("weight", "bias")
 _WHOLE_NAMES = {
@@ -62,6 +80,9 @@ _WHOLE_NAMES = {
     CORRECTION: "exp_probs_b.bias",
     "gate_up_proj_bias": "ffn_gate_up_exps.bias",
     "down_proj_bias": "ffn_down_exps.bias",
+    "scale": "ffn_gate_inp.scale",
+    "per_expert_scale": "ffn_down_exps.scale",
+    BLOCK_SCALE: "layer_output_scale.weight",
 }
 #: The modules of an MTP head.
 _HEAD_MODULES = {
@@ -80,6 +101,7 @@ _ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "ministral3": "mistral3",
     "glm4_moe": "glm4moe",
 }
@@ -91,7 +113,7 @@ def gguf_name(name: str) -> str:
     if stem in _HEAD_MODULES:
         return f"{_HEAD_MODULES[stem]}.{end}"
     if not stem.startswith("model.layers."):
-        return {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[stem] + f".{end}"
+        return f"{_OUTER_NAMES[stem]}.{end}"
     number, _, module = stem.removeprefix("model.layers.").partition(".")
     if end in _WHOLE_NAMES:
         return f"blk.{number}.{_WHOLE_NAMES[end]}"
@@ -136,9 +158,9 @@ def stored_tensors(
     stored, parts = gguf_name(name), name.split(".")
     architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     part = stored.split(".")[-2]
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    if architecture in ("llama", "granite", "smollm3", "mistral3") and part in heads:
-        return [(stored, interleave(values, heads[part]))]
+    if architecture in ("llama", "granite", "smollm3", "mistral3") and part in ("attn_q", "attn_k"):
+        heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
+        return [(stored, interleave(values, heads))]
     if architecture == "gpt-oss" and "experts" in parts:
         values = values.mT if values.ndim == 3 else values
     if part == "ffn_gate_up_exps" and not fused:
@@ -148,7 +170,7 @@ def stored_tensors(
         return [(stored, values[0])]
     if "post_attention_layernorm" in parts and (
         hasattr(config, "linear_num_key_heads")
-        or architecture in ("gemma2", "gemma3", "gpt-oss", "seed_oss", "glm4moe")
+        or architecture in ("gemma2", "gemma3", "gemma4", "gpt-oss", "seed_oss", "glm4moe")
     ):
         return [(stored.replace("ffn_norm", "post_attention_norm"), values)]
     if "linear_attn" not in parts:
@@ -169,7 +191,7 @@ def _changes(name: str, config: Any) -> tuple[Callable[[Any], Any], Callable[[An
     """What llama.cpp does to the values of a parameter, and how it is undone."""
     if name.endswith("A_log"):
         return lambda x: -x.exp(), lambda x: (-x).log()
-    adds = hasattr(config, "linear_num_key_heads") or config.model_type.startswith("gemma")
+    adds = hasattr(config, "linear_num_key_heads") or config.model_type in ("gemma", "gemma2", "gemma3_text")
     if adds and "norm" in name and "linear_attn" not in name:
         return lambda x: x + 1, lambda x: x - 1
     return lambda x: x, lambda x: x
@@ -200,14 +222,17 @@ def write_gguf(
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + (head is not None))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
-    if intermediate_size := getattr(config, "intermediate_size", None):
-        writer.add_feed_forward_length(intermediate_size)
-    if head_dim := getattr(config, "head_dim", None):
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
+    if architecture == "gemma4":
+        _add_gemma4(writer, config)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        if intermediate_size := getattr(config, "intermediate_size", None):
+            writer.add_feed_forward_length(intermediate_size)
+        if head_dim := getattr(config, "head_dim", None):
+            writer.add_key_length(head_dim)
+            writer.add_value_length(head_dim)
     if architecture in ("gemma2", "gemma3"):
         _add_gemma(writer, config)
     if architecture == "granite":
@@ -217,7 +242,8 @@ def write_gguf(
         writer.add_logit_scale(config.logits_scaling)
     if experts := getattr(config, "num_experts", getattr(config, "num_local_experts", None)):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        used = config.top_k_experts if architecture == "gemma4" else config.num_experts_per_tok
+        writer.add_expert_used_count(used)
         if size := getattr(config, "moe_intermediate_size", None):
             writer.add_expert_feed_forward_length(size)
         if size := getattr(config, "shared_expert_intermediate_size", None):
@@ -273,6 +299,31 @@ def _add_gemma(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_factor(full["factor"])
 
 
+def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The keys and the divisors of frequencies that llama.cpp's converter writes."""
+    types, shared = config.layer_types, config.num_kv_shared_layers
+    full, local = (config.per_layer_config[types.index(kind)] for kind in ("full_attention", "sliding_attention"))
+    kv_heads = [(full if kind == "full_attention" else local).num_key_value_heads for kind in types]
+    writer.add_head_count_kv(kv_heads if len(set(kv_heads)) > 1 else kv_heads[0])
+    widths = [config.intermediate_size] * (len(types) - shared)
+    widths += [config.intermediate_size * (1 + config.use_double_wide_mlp)] * shared
+    writer.add_feed_forward_length(widths if config.use_double_wide_mlp else config.intermediate_size)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in types])
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(full.head_dim)
+    for add in (writer.add_key_length_swa, writer.add_value_length_swa, writer.add_rope_dimension_count_swa):
+        add(local.head_dim)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    pairs = full.head_dim // 2
+    turned = int(pairs * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (pairs - turned), np.float32))
+
+
 def _add_delta(writer: gguf.GGUFWriter, config: Any) -> None:
     kinds = config.layer_types
     interval = kinds.index("full_attention") + 1
@@ -321,7 +372,7 @@ def _parameters(model: Any, head: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _own(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a module that a checkpoint has."""
     yield from module.named_parameters()
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(CORRECTION))
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(BUFFERS))
 
 
 def tokenizer_fields(directory: Path, pre: str = "gpt-2") -> dict[str, Any]:
