@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models.checkpoints import VARIANTS, make_checkpoint, make_model
+from models.checkpoints import VARIANTS, VOCAB_SIZE, make_checkpoint, make_model
 from models.gguf_made import tokenizer_fields, write_gguf
 from models.llama_cpp_checks import last_logits, logits_of_llama_cpp, needs_llama_cpp
 from models.spart_steps import EXACT, text
@@ -24,7 +24,8 @@ from fastdecode.spart.decoder.block_ops import ACTIVATIONS, BlockOps
 
 #: What llama.cpp takes for granted: every sixth layer of Gemma 3 sees all tokens, every second one of Gemma 2, layers
 #: with a window have 10,000 as the base of RoPE, and scores are divided by the root of the head size. Every fourth
-#: layer of SmolLM3 has no RoPE. YaRN's mscale is 1 for Ministral 3.
+#: layer of SmolLM3 has no RoPE. YaRN's mscale is 1 for Ministral 3. Logits of a Gemma 4 without a cap are capped at 30,
+#: which is not the model that such a file was made of.
 _ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -34,6 +35,12 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 24},
     "gemma3": {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": None, "rope": _ROPE},
     "gemma4": {},
+    "gemma4-e": {
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 32,  # a block of a quantised type
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma4-moe": {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 4.0},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
     "ministral3": {},
     "seed-oss": {},
@@ -62,6 +69,17 @@ async def test_logits_are_those_of_transformers(model, tmp_path):
     with torch.no_grad():
         want = model(torch.tensor([tokens])).logits[0, -9:]
     assert (got - want).abs().max() < EXACT * want.std()
+
+
+@pytest.mark.parametrize("model", ["gemma4", "gemma4-e", "gemma4-moe"], indirect=True)
+async def test_logits_of_quantised_files(model, tmp_path):
+    kinds = {"ffn_down": "Q8_0", "attn_k": "Q4_1", "per_layer_token": "Q5_0", "": "Q4_0"}
+    write_gguf(tmp_path / "m.gguf", model, kinds, fused=True)
+    tokens = text(50)
+    got = await last_logits(tmp_path / "m.gguf", tokens, tmp_path)
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0, -9:]
+    assert (got - want).abs().max() < 5e-3 * want.std()  # activations have 15 bits
 
 
 @needs_llama_cpp

@@ -21,7 +21,15 @@ from typing import Any
 import torch
 
 from fastdecode.gguf.file import GGUFTensor
-from fastdecode.spart.checkpoints.config import DeltaNames, DeltaRule, ModelConfig, MTPNames, TensorNames
+from fastdecode.spart.checkpoints.config import (
+    DeltaNames,
+    DeltaRule,
+    MixtureNormNames,
+    ModelConfig,
+    MTPNames,
+    PerLayerNames,
+    TensorNames,
+)
 
 #: Architectures whose files hold Q and K with RoPE's pairs side by side.
 _INTERLEAVED = ("llama", "mistral3", "granite", "smollm3")
@@ -50,7 +58,28 @@ _PHI3_NAMES = replace(NAMES, qkv=("attn_qkv",), up=("ffn_up",))
 _POST_ATTENTION_NAMES = replace(NAMES, mlp_norm="post_attention_norm")
 _GPT_OSS_NAMES = replace(_POST_ATTENTION_NAMES, sinks="attn_sinks.weight")
 _GEMMA2_NAMES = replace(NAMES, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm")
-_GEMMA4_NAMES = replace(_GEMMA2_NAMES, block_scale="layer_output_scale.weight")
+_GEMMA4_NAMES = replace(
+    _GEMMA2_NAMES,
+    block_scale="layer_output_scale.weight",
+    per_layer=PerLayerNames(
+        table="per_layer_token_embd",
+        projection="per_layer_model_proj",
+        norm="per_layer_proj_norm",
+        gate="inp_gate",
+        out="proj",
+        post_norm="post_norm",
+    ),
+    expert_scale="ffn_down_exps.scale",
+    shared_up=NAMES.up,
+    shared_down=NAMES.down,
+    mixture_norms=MixtureNormNames(
+        router="ffn_gate_inp.scale",
+        experts="pre_ffw_norm_2",
+        experts_post="post_ffw_norm_2",
+        shared_post="post_ffw_norm_1",
+    ),
+)
+_KV = ("attn_k", "attn_k_norm", "attn_v")
 _DELTA_NAMES = DeltaNames(
     inputs=("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
     conv="ssm_conv1d",
@@ -82,6 +111,9 @@ def tensor_names(config: ModelConfig, architecture: str, drafts: int) -> TensorN
     names = _OTHER_NAMES.get(architecture, NAMES)
     if config.delta is not None and config.delta.by_head:
         names = replace(names, delta=replace(_DELTA_NAMES, inputs=("ssm_in", "ssm_ba")))
+    # Files may have K and V of layers that share those of others.
+    shared = [i for i, kv_layer in enumerate(config.kv_layers) if kv_layer != i]
+    names = replace(names, aside=tuple(f"blk.{i}.{name}." for i in shared for name in _KV))
     if not drafts:
         return names
     block = f"blk.{config.n_blocks}."
