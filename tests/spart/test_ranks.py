@@ -43,9 +43,10 @@ async def test_quantised_files_equal_transformers_with_the_same_numbers(name, tm
     assert await error_of(Ranks(tmp_path / "m", 2, dtype="fp32"), theirs, tmp_path) < QUANTISED_EXACT
 
 
-@pytest.mark.parametrize("variant", ["qwen3.5", "gpt-oss"])
+@pytest.mark.parametrize("variant", ["qwen3.5", "gpt-oss", "gemma4-e"])
 async def test_gguf_files_equal_transformers(variant, tmp_path):
-    """llama.cpp stores the V heads of states in another order, and each matrix of all experts in a tensor."""
+    """llama.cpp stores the V heads of states in another order, and each matrix of all experts in a tensor. The names of
+    its tensors tell a rank which layer's heads to cut."""
     theirs = make_model(variant)
     write_gguf(tmp_path / "m.gguf", theirs, "F32")
     assert await error_of(Ranks(tmp_path / "m.gguf", 2, dtype="fp32"), theirs, tmp_path) < EXACT
