@@ -304,6 +304,7 @@ class RowOps:
         q_heads: int,
         kv_heads: int,
         head_size: int,
+        whole_norms: bool,
         pairs: int,
         threads: int,
         /,
@@ -337,13 +338,15 @@ class Joints:
         eps: float,
         residual_scale: float,
         gelu: bool,
+        whole_norms: bool,
         layers: tuple[tuple[object, ...], ...],
         reduction: RankReduction | None,
     ) -> Joints:
         """A layer is the addresses of the weights of its attention norm, MLP norm, Q norm, K norm, and norms of the
         outputs of O and down, 0 for none; whether its RoPE has the second angles; and the linears of QKV, O, up and
-        down: tuples of QuantisedLinear, or of one Dense16Linear. `gelu`: see fd_gate_rows_t. A `reduction` sums the
-        outputs of O and down over all ranks; `q_heads`, `kv_heads` and `inner` are then those of this rank.
+        down: tuples of QuantisedLinear, or of one Dense16Linear. `gelu`: see fd_gate_rows_t; `whole_norms`: see
+        fd_rope_rows_t. A `reduction` sums the outputs of O and down over all ranks; `q_heads`, `kv_heads` and `inner`
+        are then those of this rank.
 
         Raises ValueError if the ISA has no row operations for the dtype, or linears of other sizes or dtypes.
         """

@@ -40,11 +40,13 @@ static fd_status_t multiply_and_sum(const fd_joints_t *j, fd_loop_kind_t kind, c
     return FD_OK;
 }
 
-/* Adds `y` to the residual stream, unless it is NULL, and writes its norm to `out`. */
-static void norm(const fd_joints_t *j, const fd_joint_rows_t *r, const void *y, const void *weight, void *out,
-                 unsigned threads) {
+/* Adds `y` to the residual stream, unless it is NULL, and returns its norm, in `out`; the stream itself if `weight` is
+ * NULL. */
+static const void *norm(const fd_joints_t *j, const fd_joint_rows_t *r, const void *y, const void *weight, void *out,
+                        unsigned threads) {
     const fd_norm_rows_t o = {r->x, out, y, weight, j->scale, j->eps, j->hidden};
-    fd_norm_rows(j->ops, &o, r->rows, threads);
+    if (y || weight) fd_norm_rows(j->ops, &o, r->rows, threads);
+    return weight ? out : r->x;
 }
 
 fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch,
@@ -56,21 +58,21 @@ fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows
         const fd_joint_layer_t *l = &j->layers[layer - 1];
         status = multiply_and_sum(j, FD_LOOP_O, &l->o, r->o, r->rows, a, l->attention_post_norm, threads);
         if (status != FD_OK) return status;
-        norm(j, r, a, l->mlp_norm, b, threads);
-        if (multiply(j, FD_LOOP_UP, &l->up, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
+        const void *rows = norm(j, r, a, l->mlp_norm, b, threads);
+        if (multiply(j, FD_LOOP_UP, &l->up, rows, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
         const fd_gate_rows_t gate = {.x = a, .out = b, .width = j->inner, .gelu = j->gelu};
         fd_gate_rows(j->ops, &gate, r->rows, threads);
         status = multiply_and_sum(j, FD_LOOP_DOWN, &l->down, b, r->rows, a, l->mlp_post_norm, threads);
         if (status != FD_OK) return status;
         block = a;
     }
-    if (layer == j->n_layers) { /* nothing wants the norm */
-        norm(j, r, block, j->layers[layer - 1].mlp_norm, b, threads);
+    if (layer == j->n_layers) {
+        norm(j, r, block, NULL, NULL, threads);
         return FD_OK;
     }
     const fd_joint_layer_t *l = &j->layers[layer];
-    norm(j, r, block, l->attention_norm, b, threads);
-    if (multiply(j, FD_LOOP_QKV, &l->qkv, b, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
+    const void *rows = norm(j, r, block, l->attention_norm, b, threads);
+    if (multiply(j, FD_LOOP_QKV, &l->qkv, rows, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
     const fd_rope_rows_t rope = {
         .qkv = a,
         .q_norm = l->q_norm,
@@ -85,6 +87,7 @@ fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows
         .kv_heads = j->kv_heads,
         .head_size = j->head_size,
         .pairs = r->pairs,
+        .whole_norms = j->whole_norms,
     };
     fd_rope_rows(j->ops, &rope, r->rows, threads);
     return FD_OK;

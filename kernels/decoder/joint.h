@@ -1,7 +1,7 @@
 /* What an S-Part on a CPU computes between the attention of two layers, in one call: the rest of a block from its O
  * rows, then Q, K and V of the next block. The blocks have Llama's architecture: RMS norms before attention and
  * MLP, a gated SiLU, RoPE; or Gemma's, which also normalises what a block adds, has a gated GELU, and may turn the
- * heads of some layers by other angles.
+ * heads of some layers by other angles; or OLMo 2's, which normalises only what a block adds.
  *
  * A single row's products take microseconds, less than Python takes to ask for them.
  */
@@ -13,8 +13,8 @@
 #include "row_ops.h"
 
 typedef struct {
-    const void *attention_norm, *mlp_norm; /* [hidden] */
-    const void *q_norm, *k_norm;           /* [head_size], or NULL */
+    const void *attention_norm, *mlp_norm; /* [hidden], or NULL */
+    const void *q_norm, *k_norm;           /* as in fd_rope_rows_t, or NULL */
     /* [hidden], or NULL: of the outputs of `o` and `down`, before they are added to the residual stream. */
     const void *attention_post_norm, *mlp_post_norm;
     bool second_rope; /* RoPE turns its heads by the second angles */
@@ -28,6 +28,7 @@ typedef struct {
     size_t hidden, inner, q_heads, kv_heads, head_size;
     float eps, scale; /* of the norms; of what a block adds to the residual stream */
     bool gelu;        /* see fd_gate_rows_t */
+    bool whole_norms; /* see fd_rope_rows_t */
     size_t n_layers;
     const fd_joint_layer_t *layers;
     /* NULL, or what sums the outputs of `o` and `down` over the ranks that share the heads and the MLP's columns. */

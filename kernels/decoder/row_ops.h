@@ -11,7 +11,7 @@
 #include "region/formats.h"
 
 /* x [rows][width] += scale * y, unless y is NULL; out = x / sqrt(mean(x^2) + eps) * weight [width] (RMS norm, Zhang and
- * Sennrich, arXiv 1910.07467). Everything is in the activation dtype. `out` may be x. */
+ * Sennrich, arXiv 1910.07467), unless weight is NULL. Everything is in the activation dtype. `out` may be x. */
 typedef struct {
     void *x, *out;
     const void *y, *weight;
@@ -47,14 +47,16 @@ typedef struct {
 } fd_angles_t;
 
 /* A row of qkv is Q heads, K heads, V heads. Q goes to q; K and then V go to kv; rows stand `q_stride` and `kv_stride`
- * elements apart there. Heads are normalised if there are weights [head_size] for them. The halves (a, b) of the first
- * 2 * pairs elements of Q and K heads become (a cos - b sin, b cos + a sin). */
+ * elements apart there. Heads are normalised if there are weights [head_size] for them; with `whole_norms` all Q heads
+ * as one, and all K heads, by weights for all of their elements. The halves (a, b) of the first 2 * pairs elements of Q
+ * and K heads become (a cos - b sin, b cos + a sin). */
 typedef struct {
     const void *qkv, *q_norm, *k_norm, *v_norm;
     void *q, *kv;
     fd_angles_t angles;
     float eps;
     size_t q_stride, kv_stride, q_heads, kv_heads, head_size, pairs;
+    bool whole_norms;
 } fd_rope_rows_t;
 
 /* One ISA's functions for one activation dtype; each computes `n` rows from `row` on. */

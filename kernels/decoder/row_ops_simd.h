@@ -40,6 +40,7 @@ FD_INLINE void norm_rows(const uint32_t dtype, const fd_norm_rows_t *o, size_t r
                 store(dtype, x, i, vec_fma(load(dtype, y, i), scale, load(dtype, x, i)));
             for (; i < width; i++) store_one(dtype, x, i, fmaf(load_one(dtype, y, i), o->scale, load_one(dtype, x, i)));
         }
+        if (!o->weight) continue;
         const float inverse = inverse_rms(dtype, x, width, o->eps);
         const vec_t factor = vec_set1(inverse);
         size_t i = 0;
@@ -134,11 +135,11 @@ FD_INLINE void mix_rows(const uint32_t dtype, const fd_mix_rows_t *o, size_t row
     }
 }
 
-/* The head x, normalised and with RoPE, to `to`; x and `to` do not overlap. */
-FD_INLINE void rope_head(const uint32_t dtype, const fd_rope_rows_t *o, const void *x, const void *norm,
+/* The head x, normalised by `factor` and the weights `norm`, if there are any, and with RoPE, to `to`; x and `to` do
+ * not overlap. */
+FD_INLINE void rope_head(const uint32_t dtype, const fd_rope_rows_t *o, const void *x, float factor, const void *norm,
                          const float *cos, const float *sin, void *to) {
     const size_t size = o->head_size, pairs = o->pairs;
-    const float factor = norm ? inverse_rms(dtype, x, size, o->eps) : 1.0f;
     const vec_t factors = vec_set1(factor);
     size_t i = 0;
     for (; i + LANES <= pairs; i += LANES) {
@@ -164,6 +165,18 @@ FD_INLINE void rope_head(const uint32_t dtype, const fd_rope_rows_t *o, const vo
         store_one(dtype, to, i, load_one(dtype, x, i) * factor * (norm ? load_one(dtype, norm, i) : 1.0f));
 }
 
+/* The `heads` heads x of a row, as rope_head. */
+FD_INLINE void rope_heads(const uint32_t dtype, const fd_rope_rows_t *o, const void *x, size_t heads, const void *norm,
+                          const float *cos, const float *sin, void *to) {
+    const size_t size = o->head_size, normed = o->whole_norms ? heads * size : size;
+    float factor = 1.0f;
+    for (size_t i = 0; i < heads * size; i += size) {
+        const void *head = at(dtype, x, i), *weights = norm ? at(dtype, norm, i % normed) : NULL;
+        if (norm && i % normed == 0) factor = inverse_rms(dtype, head, normed, o->eps);
+        rope_head(dtype, o, head, factor, weights, cos, sin, (void *)at(dtype, to, i));
+    }
+}
+
 FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t row, size_t n) {
     const size_t size = o->head_size, v_bytes = o->kv_heads * size * fd_act_bytes(dtype);
     const fd_angles_t *angles = &o->angles;
@@ -171,12 +184,10 @@ FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t r
         const size_t first = r * o->pairs;
         const void *from = at(dtype, o->qkv, r * (o->q_heads + 2 * o->kv_heads) * size);
         void *q = (void *)at(dtype, o->q, r * o->q_stride), *kv = (void *)at(dtype, o->kv, r * o->kv_stride);
-        for (size_t h = 0; h < o->q_heads; h++, from = at(dtype, from, size))
-            rope_head(dtype, o, from, o->q_norm, angles->q_cos + first, angles->q_sin + first,
-                      (void *)at(dtype, q, h * size));
-        for (size_t h = 0; h < o->kv_heads; h++, from = at(dtype, from, size))
-            rope_head(dtype, o, from, o->k_norm, angles->cos + first, angles->sin + first,
-                      (void *)at(dtype, kv, h * size));
+        rope_heads(dtype, o, from, o->q_heads, o->q_norm, angles->q_cos + first, angles->q_sin + first, q);
+        from = at(dtype, from, o->q_heads * size);
+        rope_heads(dtype, o, from, o->kv_heads, o->k_norm, angles->cos + first, angles->sin + first, kv);
+        from = at(dtype, from, o->kv_heads * size);
         void *v = (void *)at(dtype, kv, o->kv_heads * size);
         const fd_norm_rows_t v_heads = {(void *)from, v, NULL, o->v_norm, 0, o->eps, size};
         if (o->v_norm) norm_rows(dtype, &v_heads, 0, o->kv_heads);

@@ -38,19 +38,19 @@ static bool read_layer(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *laye
 }
 
 static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"act_dtype", "hidden",         "inner", "q_heads", "kv_heads",  "head_size",
-                           "eps",       "residual_scale", "gelu",  "layers",  "reduction", NULL};
+    static char *keys[] = {"act_dtype",      "hidden", "inner",       "q_heads", "kv_heads",  "head_size", "eps",
+                           "residual_scale", "gelu",   "whole_norms", "layers",  "reduction", NULL};
     fd_joints_t j = {0};
     PyObject *layers, *reduction;
     fd_isa_t isa;
-    int gelu;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnnffpO!O", keys, &j.act_dtype, &j.hidden, &j.inner, &j.q_heads,
-                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &gelu, &PyTuple_Type, &layers,
-                                     &reduction) ||
+    int gelu, whole_norms;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnnffppO!O", keys, &j.act_dtype, &j.hidden, &j.inner, &j.q_heads,
+                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &gelu, &whole_norms,
+                                     &PyTuple_Type, &layers, &reduction) ||
         !fd_py_choose_isa(NULL, &isa) || (reduction != Py_None && !(j.reduction = fd_py_reduction(reduction))))
         return NULL;
     const size_t most = 1u << 24;
-    j.gelu = gelu;
+    j.gelu = gelu, j.whole_norms = whole_norms;
     j.ops = fd_row_ops(isa, j.act_dtype);
     if (!j.ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
     if (!j.hidden || !j.inner || !j.q_heads || !j.kv_heads || !j.head_size || j.hidden > most || j.inner > most ||

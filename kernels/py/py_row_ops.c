@@ -57,11 +57,13 @@ static PyObject *rope(row_ops_t *self, PyObject *args) {
     fd_rope_rows_t o;
     size_t rows;
     unsigned threads;
-    if (!PyArg_ParseTuple(args, "KKKKf(KKKK)KnKnnnnnnI", FD_ADDRESS(o.qkv), FD_ADDRESS(o.q_norm), FD_ADDRESS(o.k_norm),
+    int whole_norms;
+    if (!PyArg_ParseTuple(args, "KKKKf(KKKK)KnKnnnnnpnI", FD_ADDRESS(o.qkv), FD_ADDRESS(o.q_norm), FD_ADDRESS(o.k_norm),
                           FD_ADDRESS(o.v_norm), &o.eps, FD_ANGLES(o.angles), FD_ADDRESS(o.q), &o.q_stride,
-                          FD_ADDRESS(o.kv), &o.kv_stride, &rows, &o.q_heads, &o.kv_heads, &o.head_size, &o.pairs,
-                          &threads))
+                          FD_ADDRESS(o.kv), &o.kv_stride, &rows, &o.q_heads, &o.kv_heads, &o.head_size, &whole_norms,
+                          &o.pairs, &threads))
         return NULL;
+    o.whole_norms = whole_norms;
     FD_WITHOUT_GIL(fd_rope_rows(self->ops, &o, rows, threads));
     Py_RETURN_NONE;
 }

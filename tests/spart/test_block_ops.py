@@ -4,9 +4,8 @@ against float64."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from fastdecode.spart.decoder import layer_pass
 from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
 from fastdecode.spart.decoder.cuda_ops import CudaBlockOps, Launch, make_block_ops
 from fastdecode.spart.decoder.rope import Angles
-from fastdecode.spart.decoder.weights import Norm
+from fastdecode.spart.decoder.weights import Layer, Norm
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
 CPU = torch.device("cpu")
@@ -114,22 +113,24 @@ def test_the_gate_keeps_numbers_at_their_limits(ops_class, dtype, config, activa
 
 
 @pytest.mark.parametrize("pairs", [12, 8, 3])
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", [0, 1, 3])
 def test_heads_come_to_their_places(ops_class, dtype, config, pairs, normed):
-    ops, n = ops_class(config, dtype), 7
-    norms = [torch.randn(24).to(dtype) for _ in range(3)] if normed else [None] * 3
-    heads = config.heads_of(0)
-    layer = SimpleNamespace(heads=heads, q_norm=norms[0], k_norm=norms[1], v_norm=norms[2])
+    """With norms of each head, and of the three Q heads as one."""
+    ops, n = ops_class(replace(config, whole_qk_norm=normed > 1), dtype), 7
+    norms = [torch.randn(heads * 24).to(dtype) for heads in (normed, 1, 1)] if normed else [None] * 3
+    sizes = config.heads_of(0)
+    names = (field.name for field in fields(Layer))
+    layer = Layer(**dict.fromkeys(names) | {"heads": sizes, "q_norm": norms[0], "k_norm": norms[1], "v_norm": norms[2]})
     qkv = torch.randn(n, 5 * 24).to(dtype)
     angles = Angles(*torch.randn(4, n, 1, pairs).clamp(-1, 1).to(ops.angle_dtype))
     slot_q, slot_kv = torch.full((n, 80), 7.0).to(dtype), torch.full((n, 56), 7.0).to(dtype)
-    ops.write_heads(qkv, layer, angles, RowHeads(slot_q, slot_kv, heads))
-
     heads = qkv.double().view(n, 5, 24)
+    ops.write_heads(qkv, layer, angles, RowHeads(slot_q, slot_kv, sizes))
+
     of_q, of_k = (slice(3), norms[0], angles[2:]), (slice(3, 4), norms[1], angles[:2])
     for i, norm, (cos, sin) in (of_q, of_k):
         if norm is not None:
-            heads[:, i] = rms_norm(heads[:, i], norm, config.norm_eps)
+            heads[:, i] = rms_norm(heads[:, i].reshape(n, -1, len(norm)), norm, config.norm_eps).view(n, -1, 24)
         a, b = heads[:, i, :pairs].clone(), heads[:, i, pairs : 2 * pairs].clone()
         heads[:, i, :pairs] = a * cos.double() - b * sin.double()
         heads[:, i, pairs : 2 * pairs] = b * cos.double() + a * sin.double()

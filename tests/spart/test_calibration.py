@@ -111,7 +111,7 @@ async def test_a_calibrated_models_logits_are_nearer_on_other_text(tmp_path):
     assert divergence[1] < divergence[0]
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "phi3", "gemma3", "gemma4", "gemma4-e", "opt", *MIXTURES])
+@pytest.mark.parametrize("name", ["llama-gqa", "phi3", "gemma3", "gemma4", "gemma4-e", "opt", "olmo2", *MIXTURES])
 async def test_any_block_can_be_calibrated(name, tmp_path):
     directory = make_checkpoint(name)
     tokens = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(3))

@@ -45,6 +45,8 @@ MODELS = {
     ("gemma3", "int4"): True,  # with norms of what a block adds, and two kinds of RoPE
     ("smollm3", "int8"): True,  # with layers whose heads are not turned
     ("ministral3", "int4"): True,  # with queries scaled by their position
+    ("olmo2", "int4"): True,  # with norms of what a block adds alone, and of all heads as one
+    ("olmo3", "int8"): True,
     ("mixtral", "int8"): False,
     ("opt", "int8"): False,
 }

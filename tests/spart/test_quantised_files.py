@@ -65,7 +65,13 @@ async def test_models_whose_layers_keep_states(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("source", "name"),
-    [("qwen3.5-moe", "W4A16"), ("qwen3-next", "W4A16"), ("glm4-moe", "W4A16"), ("glm4-moe", "FP8")],
+    [
+        ("qwen3.5-moe", "W4A16"),
+        ("qwen3-next", "W4A16"),
+        ("glm4-moe", "W4A16"),
+        ("glm4-moe", "FP8"),
+        ("minimax-m2", "fp8-blocks"),
+    ],
 )
 async def test_mixtures(source, name, tmp_path):
     """Shared experts of Qwen have 48 inputs, whose second group of 32 is cut off."""

@@ -5,7 +5,7 @@ config_json      typed access to config.json
 config_file      open_source and read_config: the files of a model, and its ModelConfig
 families         each native family's config.json as a ModelConfig
 llama_like       what the configurations of Llama's relatives have in common
-gemma            the families of Gemma 1, 2 and 3
+gemma            the families of Gemma 1, 2 and 3; other families beside it: glm, minimax, ministral3, olmo, smollm3
 quantisation     parse_quantisation: quantization_config of a config.json
 tensors          the tensors of a model's files
 quantised_files  compressed-tensors, GPTQ, AWQ and FP8 checkpoints

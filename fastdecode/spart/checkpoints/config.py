@@ -193,10 +193,10 @@ class TensorNames:
 
     embedding: str  # weight [vocab_size, embed_size]
     block: str
-    attention_norm: str
+    attention_norm: str | None
     qkv: tuple[str, ...]  # Q, K and V projections; one name if the checkpoint stores them as one matrix, Q first
     o: str
-    mlp_norm: str
+    mlp_norm: str | None
     up: tuple[str, ...]  # of a gated MLP: gate, up; one name if the checkpoint stores both as one matrix, gate first
     down: str
     final_norm: str
@@ -272,6 +272,7 @@ class ModelConfig(AttentionShape):
     norm_offset: float = 0.0  # it is added to the weights of RMS norms
     final_norm: bool = True
     qk_norm: bool = False  # RMS norm of every Q and K head, before RoPE
+    whole_qk_norm: bool = False  # with `qk_norm`: of all Q heads of a token as one, and of all K heads
     v_norm: bool = False  # RMS norm of every V head, without weights; only with `qk_norm`
     embed_scale: float = 1.0  # the embedding is multiplied by it
     residual_scale: float = 1.0  # the output of each sublayer is multiplied by it before it is added

@@ -36,7 +36,9 @@ from fastdecode.spart.checkpoints.llama_like import (
     typed_windows,
     window_of,
 )
+from fastdecode.spart.checkpoints.minimax import minimax_m2
 from fastdecode.spart.checkpoints.ministral3 import ministral3
+from fastdecode.spart.checkpoints.olmo import olmo2, olmo3
 from fastdecode.spart.checkpoints.quantisation import parse_quantisation
 from fastdecode.spart.checkpoints.smollm3 import smollm3
 
@@ -409,6 +411,9 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "Ministral3ForCausalLM": ministral3,
     "SeedOssForCausalLM": _seed_oss,
     "Glm4MoeForCausalLM": glm4_moe,
+    "MiniMaxM2ForCausalLM": minimax_m2,
+    "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
     "OPTForCausalLM": _opt,
 }
 #: The defaults of absent keys that are read for every family alike; those without one must be there.

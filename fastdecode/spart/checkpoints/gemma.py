@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fastdecode.spart.checkpoints.config import CheckpointError, Rope
+from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.checkpoints.config_json import ConfigJson
-from fastdecode.spart.checkpoints.llama_like import LLAMA_NAMES, biases_of, llama_like, typed_windows, window_of
+from fastdecode.spart.checkpoints.llama_like import (
+    LLAMA_NAMES,
+    biases_of,
+    llama_like,
+    ropes_by_type,
+    typed_windows,
+    window_of,
+)
 from fastdecode.transports.base import LayerOptions
 
 GEMMA2_NAMES = replace(
@@ -52,7 +59,8 @@ def gemma3(config: ConfigJson) -> dict[str, Any]:
     if softcap(config, "attn_logit_softcapping"):  # which transformers ignores, though its configuration has it
         cap = config.raw["attn_logit_softcapping"]
         raise CheckpointError(f"config.json: 'attn_logit_softcapping' is {cap!r}, which is not supported for Gemma 3")
-    rope, windowed_rope = _ropes(config)
+    bases = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
+    rope, windowed_rope = ropes_by_type(config, 131072, *bases)
     plain = ConfigJson(config.raw | {"rope_scaling": None, "rope_parameters": None})
     common = _with_post_norms(plain, 131072, 6)
     return {
@@ -97,26 +105,6 @@ def _with_post_norms(config: ConfigJson, max_positions: int, pattern: int) -> di
         "post_norms": True,
         "names": GEMMA2_NAMES,
     }
-
-
-def _ropes(config: ConfigJson) -> tuple[Rope, Rope]:
-    """RoPE of the layers that see all tokens, and of those with a sliding window.
-
-    transformers 5 writes a table for each type of layers in `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`
-    for the first, and `rope_local_base_freq` for the others.
-    """
-    tables = ConfigJson(config.table("rope_parameters"))
-    full, local = (tables.table(kind) for kind in ("full_attention", "sliding_attention"))
-    if others := sorted(tables.raw.keys() - {"full_attention", "sliding_attention"}):
-        raise CheckpointError(f"config.json: 'rope_parameters' has {others[0]!r}, which is no type of layers")
-    full = {"rope_theta": config.number("rope_theta", 1e6), **full, **config.table("rope_scaling")}
-    local = {"rope_theta": config.number("rope_local_base_freq", 1e4), **local}
-    max_positions = config.size("max_position_embeddings", 131072)
-    rope, windowed_rope = (
-        ConfigJson(config.raw | {"rope_scaling": None, "rope_parameters": table}).rope(max_positions)
-        for table in (full, local)
-    )
-    return rope, windowed_rope
 
 
 def softcap(config: ConfigJson, name: str, absent: float | None = None) -> float:

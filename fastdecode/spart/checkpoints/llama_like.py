@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from fastdecode.spart.checkpoints.config import CheckpointError, TensorNames
+from fastdecode.spart.checkpoints.config import CheckpointError, Rope, TensorNames
 from fastdecode.spart.checkpoints.config_json import ConfigJson
 
 LLAMA_NAMES = TensorNames(
@@ -67,6 +67,27 @@ def biases_of(config: ConfigJson, default: bool = False) -> dict[str, bool]:
 def window_of(config: ConfigJson, absent: int | None = None) -> int:
     """`sliding_window`: 0 means full attention. `absent` is the default of an absent key; None and null mean 0."""
     return 0 if config.raw.get("sliding_window", absent) is None else config.size("sliding_window", absent)
+
+
+def ropes_by_type(config: ConfigJson, max_positions: int, full_base: float, window_base: float) -> tuple[Rope, Rope]:
+    """RoPE of the layers that see all tokens, and of those with a sliding window. The arguments are the defaults of
+    absent keys.
+
+    transformers 5 writes a table for each type of layers in `rope_parameters`; 4 wrote `rope_scaling`, which is of the
+    layers that see all tokens.
+    """
+    tables = ConfigJson(config.table("rope_parameters"))
+    full, local = (tables.table(kind) for kind in ("full_attention", "sliding_attention"))
+    if others := sorted(tables.raw.keys() - {"full_attention", "sliding_attention"}):
+        raise CheckpointError(f"config.json: 'rope_parameters' has {others[0]!r}, which is no type of layers")
+    full = {"rope_theta": full_base, **full, **config.table("rope_scaling")}
+    local = {"rope_theta": window_base, **local}
+    max_positions = config.size("max_position_embeddings", max_positions)
+    rope, windowed_rope = (
+        ConfigJson(config.raw | {"rope_scaling": None, "rope_parameters": table}).rope(max_positions)
+        for table in (full, local)
+    )
+    return rope, windowed_rope
 
 
 def typed_windows(types: Any, window: int, n_layers: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ rows once and costs microseconds before it begins. The native operations are fou
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -18,6 +19,7 @@ from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.rope import Angles, apply_rope
 from fastdecode.spart.decoder.weights import Layer, Norm
 from fastdecode.spart.prefill.heads import heads_in, kv_heads_in
+from fastdecode.spart.ranks.reduction import Reduction
 from fastdecode.spart.served import ACT_NAMES, act_code
 from fastdecode.spart.shape import Heads
 from fastdecode.spart.threads import pool_threads
@@ -80,7 +82,7 @@ class BlockOps:
 
     def write_heads(self, qkv: torch.Tensor, layer: Layer, angles: Angles | None, out: RowHeads) -> None:
         """Write the heads of qkv [n, (q_heads + 2 * kv_heads) * head_size] to `out`, after the layer's norms and RoPE,
-        if there are `angles`."""
+        if there are `angles`. `qkv` may be overwritten."""
         n_q, n_kv, size, *_ = layer.heads
         q, k, v = qkv.view(len(qkv), -1, size).split([n_q, n_kv, n_kv], dim=1)
         norms = layer.q_norm, layer.k_norm, layer.v_norm
@@ -94,8 +96,12 @@ class BlockOps:
         out.v_heads.copy_(v)
 
     def norm_heads(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """RMS norm of every head of x [n, heads, head_size] with one weight [head_size]; without a weight x itself."""
-        return x if weight is None else F.rms_norm(x, weight.shape, weight, self._config.norm_eps)
+        """RMS norm of every head of x [n, heads, head_size] with one weight [head_size] (Qwen3), or of a row's heads as
+        one with a weight [heads * head_size] (OLMo 2). Without a weight it is x itself."""
+        if weight is None:
+            return x
+        whole = x.reshape(len(x), -1, len(weight))
+        return F.rms_norm(whole, weight.shape, weight, self._config.norm_eps).view(x.shape)
 
 
 class VectorOps:
@@ -159,6 +165,7 @@ class VectorOps:
             layer.heads.n_q,
             layer.heads.n_kv,
             layer.heads.k_size,
+            layer.q_norm is not None and len(layer.q_norm) > layer.heads.k_size,
             angles.cos.shape[-1],
             pool_threads(),
         )
@@ -253,3 +260,21 @@ def clamped_swiglu(alpha: float, limit: float, x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=1)
     gate = gate.clamp(max=limit)
     return up.clamp(-limit, limit).add_(1).mul_(gate * torch.sigmoid(gate * alpha))
+
+
+def norm_whole(qkv: torch.Tensor, layer: Layer, config: ModelConfig, reduction: Reduction | None = None) -> Layer:
+    """Normalise all Q heads of each row of qkv as one, and all K heads, in place. Returns the layer without its norms.
+    `reduction` sums over ranks, each of which has some of the heads: as many ranks have each K head. Raises RankError.
+    """
+    assert layer.q_norm is not None and layer.k_norm is not None
+    weights = layer.q_norm, layer.k_norm
+    heads = qkv[:, : sum(map(len, weights))].split([*map(len, weights)], dim=1)
+    means = torch.cat([x.float().square().mean(1, keepdim=True) for x in heads], dim=1)
+    if reduction is not None:
+        counts = torch.tensor([[*map(len, weights)]], dtype=torch.float32)
+        sums = reduction.sum_(torch.cat([means * counts, counts]))
+        means = sums[:-1] / sums[-1:]
+    factors = (means + config.norm_eps).rsqrt()
+    for x, factor, weight in zip(heads, factors.split(1, dim=1), weights, strict=True):
+        x.copy_(x.float() * factor * weight)
+    return replace(layer, q_norm=None, k_norm=None)

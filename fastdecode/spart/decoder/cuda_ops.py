@@ -16,7 +16,15 @@ import torch
 from fastdecode.kernels.gpu.cupy_kernels import KernelError, load_kernels
 from fastdecode.spart.block_kernels import BLOCK_THREADS, MOST_HEAD, SOURCE
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, VectorOps, address_of, gates_by
+from fastdecode.spart.decoder.block_ops import (
+    BlockOps,
+    NativeBlockOps,
+    RowHeads,
+    VectorOps,
+    address_of,
+    gates_by,
+    norm_whole,
+)
 from fastdecode.spart.decoder.rope import Angles
 from fastdecode.spart.decoder.weights import Layer, Norm
 from fastdecode.spart.served import ACT_NAMES, act_code
@@ -96,6 +104,8 @@ class CudaBlockOps(BlockOps):
         n_q, n_kv, size, *_ = layer.heads
         assert qkv.is_contiguous() and qkv.dtype is out.q.dtype is out.kv.dtype is self._dtype
         assert all(x.dtype is torch.float32 and x.is_contiguous() for x in angles or ())
+        if self._config.whole_qk_norm and layer.q_norm is not None:
+            layer = norm_whole(qkv, layer, self._config)
         tensors = qkv, layer.q_norm, layer.k_norm, layer.v_norm, *(angles or [None] * 4), out.q, out.kv
         sizes = n_q, n_kv, size, angles.cos.shape[-1] if angles else 0
         numbers = *sizes, out.q.stride(0), out.kv.stride(0), self._code, self._eps

@@ -55,6 +55,7 @@ class LayerJoints:
             config.norm_eps,
             config.residual_scale,
             gelu,
+            config.whole_qk_norm,
             tuple(map(_native_layer, layers)),
             None if reduction is None else reduction.native,
         )
@@ -144,12 +145,15 @@ def _linears(layer: Layer) -> tuple[Linear, ...]:
 
 def _native_layer(layer: Layer) -> tuple[object, ...]:
     """The layer as _native.Joints wants it."""
-    post_norms = (None if norm is None else norm.weight for norm in (layer.attention_post_norm, layer.mlp_post_norm))
-    weights = layer.attention_norm.weight, layer.mlp_norm.weight, layer.q_norm, layer.k_norm, *post_norms
+    norms = layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm
+    of_attention, of_mlp, *post = (None if norm is None else norm.weight for norm in norms)
+    weights = of_attention, of_mlp, layer.q_norm, layer.k_norm, *post
     return *map(address_of, weights), layer.second_rope, *(linear.native for linear in _linears(layer))
 
 
-def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -> str | None:
+def why_no_joints(
+    config: ModelConfig, layers: Sequence[Layer], ops: BlockOps, reduction: Reduction | None = None
+) -> str | None:
     """The reason why a model's blocks are computed operation by operation, or None if it has joints.
 
     A block with an option that kernels/decoder does not know needs a reason: a joint would ignore the option.
@@ -162,9 +166,11 @@ def why_no_joints(config: ModelConfig, layers: Sequence[Layer], ops: BlockOps) -
         return "a block keeps a state, or its heads have gates"
     if config.options.heads or config.v_norm or config.names.block_scale or config.per_layer or config.mlp_sizes:
         return "layers have heads, norms of V, scales, embeddings or MLPs of their own"
+    if config.whole_qk_norm and reduction is not None:
+        return "ranks share heads that are normalised as one"
     if not all(isinstance(layer.mlp, MLP) for layer in layers):
         return "a layer has experts"
-    if any(norm.weight is None for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)):
+    if any(norm and norm.weight is None for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)):
         return "a norm has no weights"
     if not all(multiplies(linear.native, ops.vectors.dtype) for layer in layers for linear in _linears(layer)):
         return f"kernels/linears does not compute all of its products of {ops.act_dtype} rows"
@@ -175,7 +181,7 @@ def make_joints(
     config: ModelConfig, layers: Sequence[Layer], ops: BlockOps, reduction: Reduction | None = None
 ) -> LayerJoints | None:
     """The joints of a model's layers, or None if it has none."""
-    reason = why_no_joints(config, layers, ops)
+    reason = why_no_joints(config, layers, ops, reduction)
     if reason is not None:
         log.debug("the decoder runs operation by operation: %s", reason)
         return None

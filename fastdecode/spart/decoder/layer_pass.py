@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from fastdecode.spart.decoder.block_ops import NativeBlockOps, RowHeads, split_gate
+from fastdecode.spart.decoder.block_ops import NativeBlockOps, RowHeads, norm_whole, split_gate
 from fastdecode.spart.decoder.cuda_ops import make_block_ops
 from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.joints import make_joints
@@ -93,6 +93,13 @@ class DecoderLayers:
     def summed(self, y: torch.Tensor) -> torch.Tensor:
         """The output of a sublayer, [n, hidden_size], from this rank's summand `y`, which is overwritten."""
         return y if self.model.reduction is None else self.model.reduction.sum_(y)
+
+    def norm_over_ranks(self, qkv: torch.Tensor, layer: Layer) -> Layer:
+        """The layer whose heads write_heads is to write. Where ranks share heads that are normalised as one, they sum
+        the squares and normalise `qkv` in place, and write_heads is left no norm to compute."""
+        if self.model.reduction is None or not self.model.config.whole_qk_norm:
+            return layer
+        return norm_whole(qkv, layer, self.model.config, self.model.reduction)
 
     @property
     def state_tensors(self) -> list[Sequence[StateTensor]]:
@@ -297,7 +304,7 @@ class DecoderPass:
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""
-        h = self._ops.norm(self.x, layer.attention_norm) if self._config.norm_first else self.x
+        h = self._normed(self.x, layer.attention_norm) if self._config.norm_first else self.x
         qkv = adapted_product(layer.qkv, h, self._adapters)
         if layer.k_as_v:
             qkv = torch.cat([qkv, qkv[:, layer.heads.n_q * layer.heads.k_size :]], dim=1)
@@ -305,7 +312,8 @@ class DecoderPass:
             self.heads = RowHeads(self.heads.q, self.heads.kv, layer.heads)
         if self._config.output_gate:
             qkv, self._gate = split_gate(qkv, layer.heads)
-        self._ops.write_heads(qkv, layer, self._second_angles if layer.second_rope else self._angles, self.heads)
+        angles = self._second_angles if layer.second_rope else self._angles
+        self._ops.write_heads(qkv, self._decoder.norm_over_ranks(qkv, layer), angles, self.heads)
         if (balance := layer.balance) is not None:
             if balance.q is not None:
                 multiply_heads(self.heads.q_heads, balance.q)
@@ -317,7 +325,7 @@ class DecoderPass:
     def pass_state(self, block: StateBlock, rule: DeltaBlock) -> None:
         """Compute a block that has a state."""
         assert self._states is not None, "a step of such a model has rows in its states"
-        h = self._ops.norm(self.x, block.attention_norm)
+        h = self._normed(self.x, block.attention_norm)
         self._end_block(block, rule(h, self._states, self._adapters))
 
     def attend_prompts(self, layer: int) -> None:
@@ -346,17 +354,22 @@ class DecoderPass:
         """Add the output of attention, or of what the block has in its place, to the residual stream; then the MLP."""
         mixed = self._normed(self._decoder.summed(mixed), block.attention_post_norm)
         if self._config.norm_first:
-            h = self._ops.add_norm(self.x, mixed, block.mlp_norm)
-            y = self._normed(self._feed_forward(block, h), block.mlp_post_norm)
-            self.x.add_(y, alpha=self._config.residual_scale)
+            h = self._added(mixed, block.mlp_norm)
+            self._added(self._normed(self._feed_forward(block, h), block.mlp_post_norm), None)
             if block.per_layer is not None:
                 self._add_per_layer(block.per_layer)
             if block.scale is not None:
                 self.x.mul_(block.scale)
         else:
-            self.x = self._ops.add_norm(self.x, mixed, block.attention_norm)
+            self.x = self._added(mixed, block.attention_norm)
             y = self._normed(self._feed_forward(block, self.x), block.mlp_post_norm)
-            self.x = self._ops.add_norm(self.x, y, block.mlp_norm)
+            self.x = self._added(y, block.mlp_norm)
+
+    def _added(self, y: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """Add a sublayer's output y to the residual stream, and return its rows, normalised if there is a norm."""
+        if norm is None:
+            return self.x.add_(y, alpha=self._config.residual_scale)
+        return self._ops.add_norm(self.x, y, norm)
 
     def _add_per_layer(self, own: PerLayerInput) -> None:
         """Add a block's part of the per-layer embedding to the residual stream."""
@@ -376,9 +389,9 @@ class DecoderPass:
         y = self._decoder.summed(mlp(inputs, self._ops.activate, router_input))
         return self._normed(y, norms.experts_post).add_(shared)
 
-    def _normed(self, y: torch.Tensor, post_norm: Norm | None) -> torch.Tensor:
-        """The output of a sublayer, normalised if there is a norm of it."""
-        return y if post_norm is None else self._ops.norm(y.contiguous(), post_norm)
+    def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """x [n, hidden_size], normalised if there is a norm."""
+        return x if norm is None else self._ops.norm(x.contiguous(), norm)
 
     def _mlp(self, mlp: MLP | Mixture, h: torch.Tensor) -> torch.Tensor:
         """h [n, hidden_size] -> [n, hidden_size]."""

@@ -75,8 +75,8 @@ class PerLayerWeights:
 class Block:
     """One transformer block."""
 
-    attention_norm: Norm  # before attention, or before what the block has in its place
-    mlp_norm: Norm
+    attention_norm: Norm | None  # before attention, or before what the block has in its place
+    mlp_norm: Norm | None
     mlp: MLP | Mixture
     attention_post_norm: Norm | None = None  # of the output of attention, or of what the block has in its place
     mlp_post_norm: Norm | None = None
@@ -114,7 +114,7 @@ class Layer(Block):
 
     heads: Heads
     qkv: Linear
-    q_norm: torch.Tensor | None  # [head_size]
+    q_norm: torch.Tensor | None  # [head_size]; with ModelConfig.whole_qk_norm [n_q_heads * head_size], K likewise
     k_norm: torch.Tensor | None
     o: Linear
     sinks: torch.Tensor | None  # [n_q_heads]
@@ -329,9 +329,9 @@ class Blueprint:
         """The parameters that blocks of every kind have. `index` None: the block is that of an MTP head."""
         c, names = self._config, self._config.names
         return {
-            "attention_norm": self._norm(reader, f"{block}{names.attention_norm}"),
+            "attention_norm": self._norm(reader, f"{block}{names.attention_norm}") if names.attention_norm else None,
             "attention_post_norm": self._norm(reader, f"{block}{names.attention_post_norm}") if c.post_norms else None,
-            "mlp_norm": self._norm(reader, f"{block}{names.mlp_norm}"),
+            "mlp_norm": self._norm(reader, f"{block}{names.mlp_norm}") if names.mlp_norm else None,
             "mlp_post_norm": self._norm(reader, f"{block}{names.mlp_post_norm}") if c.post_norms else None,
             "mlp": self._mixture(reader, block) if has_experts else self._mlp(reader, block, index),
             "mixture_norms": self._mixture_norms(reader, block) if has_experts and names.mixture_norms else None,
@@ -352,12 +352,14 @@ class Blueprint:
             qkv, sizes, v_in = qkv[:_V], sizes[:_V], _V - 1
         if shares:
             qkv, sizes, heads = qkv[:1], sizes[:1], heads._replace(n_kv=0)
-        k_norm = self._head_norm(reader, f"{block}{names.k_norm}", heads) if c.qk_norm and not shares else None
+        k_norm = None
+        if c.qk_norm and not shares:
+            k_norm = self._head_norm(reader, f"{block}{names.k_norm}", heads.k_size, heads.n_kv)
         return Layer(
             **self._common(reader, block, has_experts, index),
             heads=heads,
             qkv=_block_linear(reader, qkv, sizes, c.hidden_size, c.qkv_bias, precise=v_in),
-            q_norm=self._head_norm(reader, f"{block}{names.q_norm}", heads) if c.qk_norm else None,
+            q_norm=self._head_norm(reader, f"{block}{names.q_norm}", heads.k_size, heads.n_q) if c.qk_norm else None,
             k_norm=k_norm,
             v_norm=torch.ones_like(k_norm) if c.v_norm and k_norm is not None else None,
             o=_block_linear(reader, [f"{block}{names.o}"], [c.hidden_size], q_size, c.o_bias),
@@ -441,8 +443,10 @@ class Blueprint:
         weight = reader.tensor(f"{name}.weight", c.hidden_size, offset=c.norm_offset)
         return Norm(weight, reader.tensor(f"{name}.bias", c.hidden_size) if c.norm == "layer" else None)
 
-    def _head_norm(self, reader: ParameterReader, name: str, heads: Heads) -> torch.Tensor:
-        return reader.tensor(f"{name}.weight", heads.k_size, offset=self._config.norm_offset)
+    def _head_norm(self, reader: ParameterReader, name: str, size: int, n_heads: int) -> torch.Tensor:
+        """The norm of `n_heads` heads of `size` elements."""
+        c = self._config
+        return reader.tensor(f"{name}.weight", size * n_heads if c.whole_qk_norm else size, offset=c.norm_offset)
 
 
 def _block_linear(

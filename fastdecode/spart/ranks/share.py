@@ -87,9 +87,9 @@ class CutCheckpoint(Checkpoint):
         if module.endswith(names.qkv) and len(names.qkv) == 1:
             n_q, n_kv = heads.n_q * heads.k_size, heads.n_kv * heads.k_size
             return q, _moved(kv, n_q), _moved(kv, n_q + n_kv)
-        if module.endswith((names.qkv[0], names.o)):
+        if module.endswith((names.qkv[0], names.o, names.q_norm or names.o)):
             return (_scaled(q_heads, size // heads.n_q),)  # a gate may stand beside each Q head
-        if module.endswith(names.qkv):
+        if module.endswith((*names.qkv, names.k_norm or names.o)):
             return (kv,)
         if len(names.up) == 1 and config.gated and module.endswith(names.up[0]):
             columns = share.part(size // 2)

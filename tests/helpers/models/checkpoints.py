@@ -67,6 +67,13 @@ _GLM4_MOE = {
     "routed_scaling_factor": 1.5,
     "rope": {"partial_rotary_factor": 0.5},
 }
+_MINIMAX_M2 = {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "rope": {"partial_rotary_factor": 0.5},
+}
 _DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 32,
@@ -98,6 +105,10 @@ _GEMMA4 = {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
     },
+}
+_OLMO3_ROPE = {
+    "full_attention": YARN | {"rope_theta": 500000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
 }
 _FOUR_K_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 _STATE_LAST = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -272,6 +283,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "minimax-m2": ("minimax_m2", _MINIMAX_M2, {}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2}, {}),
+    "olmo2-bias": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True, "rope": _LLAMA3}, {}),
+    "olmo3": (
+        "olmo3",
+        {"num_key_value_heads": 2, "sliding_window": 16, "layer_types": _LOCAL_GLOBAL, "rope": _OLMO3_ROPE},
+        {},
+    ),
     "opt": ("opt", {}, {}),
     "opt-projected": ("opt", {"word_embed_proj_dim": 48, "do_layer_norm_before": False}, {}),
     "opt-old": ("opt", {"_remove_final_layer_norm": True, "enable_bias": False, "activation_function": "gelu"}, {}),
@@ -291,6 +310,8 @@ FAMILIES = (
     "gemma4-e",
     "smollm3",
     "ministral3",
+    "olmo2",
+    "olmo3",
     "opt",
 )
 #: The ending of the buffer that changes which experts a router chooses.
@@ -301,7 +322,7 @@ BUFFERS = (CORRECTION, BLOCK_SCALE)
 #: Models whose layers keep states.
 STATEFUL = ("qwen3-next", "qwen3.5", "qwen3.5-last", "qwen3.5-moe")
 #: Mixtures of experts. Rounding may give a token other experts, so they have no budgets for smaller formats.
-MIXTURES = ("mixtral", "gpt-oss", "glm4-moe", "gemma4-moe")
+MIXTURES = ("mixtral", "gpt-oss", "glm4-moe", "minimax-m2", "gemma4-moe")
 
 
 def make_checkpoint(name: str, seed: int = 0) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,7 @@ def make(directory: Path, name: str, source: str = "llama-mha", ignored: tuple[s
             tensors |= {f"{module_name}.{part}": tensor for part, tensor in parts.items()}
             with torch.no_grad():
                 module.weight.copy_(back)
-    for tensor_name in [key for key in tensors if ".experts." in key and key.endswith("_proj.weight")]:
+    for tensor_name in [key for key in tensors if re.search(r"\.experts\.\d+\.\w+\.weight$", key)]:
         parts, back = store(tensors.pop(tensor_name).float())
         tensors |= {f"{tensor_name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
         with torch.no_grad():
@@ -223,10 +224,10 @@ def _of_stack(theirs: Any, tensor_name: str) -> torch.Tensor:
     """The matrix of one expert in transformers' two tensors of a layer."""
     block, _, rest = tensor_name.partition(".experts.")
     index, kind, _ = rest.split(".")
-    experts = theirs.get_submodule(f"{block}.experts")
-    if kind == "down_proj":
+    experts = theirs.get_submodule(f"{block.replace('block_sparse_moe', 'mlp')}.experts")
+    if kind in ("down_proj", "w2"):
         return experts.down_proj[int(index)]
-    return experts.gate_up_proj[int(index)].chunk(2)[kind == "up_proj"]
+    return experts.gate_up_proj[int(index)].chunk(2)[kind in ("up_proj", "w3")]
 
 
 def e2m1(code: int) -> float:

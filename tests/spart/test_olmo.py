@@ -1,0 +1,49 @@
+"""OLMo 2 and 3: which layers have windows and a scaled RoPE."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from models.checkpoints import make_checkpoint
+
+from fastdecode.spart import CheckpointError, ModelConfig
+from fastdecode.spart.checkpoints.config import Rope
+from fastdecode.spart.checkpoints.families import make_config
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+def config_of(**changes: Any) -> ModelConfig:
+    """The configuration of a checkpoint of OLMo 3 with other values of some keys. ...: without the key."""
+    raw = json.loads((make_checkpoint("olmo3") / "config.json").read_text()) | changes
+    return make_config({key: value for key, value in raw.items() if value is not ...})
+
+
+def test_keys_that_are_absent_have_the_defaults_of_the_class():
+    absent = ("layer_types", "sliding_window", "rope_parameters", "num_key_value_heads", "rms_norm_eps")
+    config = config_of(**dict.fromkeys(absent, ...), num_hidden_layers=5)
+    assert config.windows == (4096, 4096, 4096, 0, 4096)
+    assert (config.second_rope_layers, config.n_kv_heads, config.norm_eps) == (frozenset({0, 1, 2, 4}), 4, 1e-5)
+    assert config.rope == config.second_rope == Rope(500000.0)
+
+
+def test_the_scaling_of_transformers_4_is_that_of_layers_without_a_window():
+    config = config_of(rope_parameters=..., rope_theta=700.0, rope_scaling=YARN)
+    assert (config.rope.kind, config.rope.factor, config.rope.theta) == ("yarn", 8.0, 700.0)
+    assert config.second_rope == Rope(700.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": None}, "'sliding_window' is null, and layers have a sliding window"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention' is not one of"),
+        ({"rope_parameters": YARN}, "'rope_parameters' has 'factor', which is no type of layers"),
+    ],
+    ids=str,
+)
+def test_what_is_not_understood_is_named(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        config_of(**changes)
