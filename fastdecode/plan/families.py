@@ -88,6 +88,7 @@ FAMILIES = (
         "use_qk_norm": True,
     }),
     Family("GLM-4.7-Flash", "glm4_moe_lite", {}),
+    Family("MiniMax-M2", "minimax_m2", {}),
     Family("DeepSeek-V2-Lite", "deepseek_v2", {
         "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
         "num_attention_heads": 16, "num_key_value_heads": 16, "n_shared_experts": 2, "n_routed_experts": 64,

@@ -67,7 +67,7 @@ _WORDS = {
     **dict.fromkeys(_QWEN2, _LLAMA3_WORDS % ""),
     _QWEN35: _QWEN35_WORDS,
     "seed-coder": (_LLAMA3_WORDS % "").replace(r"[\r\n]*", ""),  # signs take no ends of lines with them
-    "gpt-4o": _CASED_WORDS % (_BEHIND, _BEHIND, "{1,3}"),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), _CASED_WORDS % (_BEHIND, _BEHIND, "{1,3}")),
     "tekken": _CASED_WORDS % ("", "", ""),
 }
 

@@ -15,7 +15,7 @@ PUBLISHED = {
     "Llama 3.1 8B": 8.03, "Llama 3.3 70B": 70.6, "Qwen3 8B": 8.2, "Qwen3 30B-A3B": 30.5, "Qwen3-Next 80B-A3B": 80,
     "Qwen3.5 9B": 9, "Qwen3.5 27B": 27, "Qwen3.5 35B-A3B": 35, "Gemma 3 27B": 27, "gpt-oss 20B": 20.9,
     "gpt-oss 120B": 116.8, "DeepSeek-V2-Lite": 15.7, "DeepSeek-V3": 671, "GLM-4.7-Flash": 30,
-    "GLM-4.5-Air": 106, "GLM-4.5 to 4.7": 355,
+    "GLM-4.5-Air": 106, "GLM-4.5 to 4.7": 355, "MiniMax-M2": 230,
     "Mistral Small 24B": 23.6, "Kimi-Linear 48B-A3B": 49, "Kimi K2": 1030, "Nemotron 3 Nano 30B-A3B": 31.6,
     "Granite 4.0 H-Tiny": 7, "Granite 4.0 H-Small": 32, "Falcon-H1 7B": 7.6, "LFM2 8B-A1B": 8.3,
 }  # fmt: skip

@@ -39,6 +39,7 @@ MODELS = {
     "gpt-oss": {"rope": {**YARN, "truncate": False, "beta_fast": 20.0, "beta_slow": 0.5}},
     "glm4-moe": {},
     "glm4-moe-qk-norm": {},
+    "minimax-m2": {},
 }
 NEW_TOKENS, MOST_DRAFTS = 12, 2
 

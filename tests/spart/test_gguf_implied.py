@@ -44,6 +44,9 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
     "ministral3": {},
     "seed-oss": {},
+    "olmo2": {},
+    "olmo3": {},
+    "minimax-m2": {},
 }
 
 

@@ -1,14 +1,16 @@
-"""OLMo 2 and 3: which layers have windows and a scaled RoPE."""
+"""OLMo 2 and 3: which layers have windows and a scaled RoPE, in config.json and in GGUF files."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from models.checkpoints import make_checkpoint
+from models.checkpoints import make_checkpoint, make_model
+from models.gguf_made import write_gguf
 
-from fastdecode.spart import CheckpointError, ModelConfig
+from fastdecode.spart import CheckpointError, ModelConfig, read_config
 from fastdecode.spart.checkpoints.config import Rope
 from fastdecode.spart.checkpoints.families import make_config
 
@@ -47,3 +49,24 @@ def test_the_scaling_of_transformers_4_is_that_of_layers_without_a_window():
 def test_what_is_not_understood_is_named(changes, message):
     with pytest.raises(CheckpointError, match=message):
         config_of(**changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows", "theta"),
+    [
+        ({}, (0, 0, 0), None),
+        ({"attention.sliding_window": 8}, (8, 8, 8), 10000.0),  # every fourth layer would have none
+        ({"attention.sliding_window": 8, "attention.sliding_window_pattern": 2}, (8, 0, 8), 10000.0),
+        ({"attention.sliding_window": 8, "rope.freq_base_swa": 600.0}, (8, 8, 8), 600.0),
+    ],
+    ids=str,
+)
+def test_windows_of_a_file(fields, windows, theta, tmp_path: Path):
+    def more(writer):
+        for key, value in fields.items():
+            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"olmo2.{key}", value)
+
+    write_gguf(tmp_path / "m.gguf", make_model("olmo2"), "F32", more=more)
+    config = read_config(tmp_path / "m.gguf")
+    assert (config.windows, config.second_rope and config.second_rope.theta) == (windows, theta)
+    assert config.rope == Rope()

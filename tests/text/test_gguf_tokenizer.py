@@ -60,7 +60,7 @@ PRE = {
     "qwen35": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"), _REST]),
     **{
         name: pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), "isolated"), _REST])
-        for name in ("gpt-4o", "tekken")
+        for name in ("gpt-4o", "minimax-m2", "tekken")
     },
 }
 

@@ -37,6 +37,8 @@ FAMILIES = {
     "qwen3vl": ("Qwen3ForCausalLM", None),
     "qwen3vlmoe": (None, "Qwen3MoeForCausalLM"),
     "glm4moe": (None, "Glm4MoeForCausalLM"),
+    "minimax-m2": (None, "MiniMaxM2ForCausalLM"),
+    "olmo2": ("Olmo2ForCausalLM", None),  # OLMo 3 with windows
 }
 #: Keys behind the architecture's name, and what config.json calls them.
 _KEYS = {
@@ -96,6 +98,9 @@ _FAMILY_KEYS = {
         "logit_scale": "logits_scaling",
     },
     "glm4moe": _GLM4_MOE_KEYS,
+    "minimax-m2": _EXPERT_KEYS
+    | {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
+    "olmo2": {"attention.sliding_window": "sliding_window"},
     "gpt-oss": _EXPERT_KEYS
     | {"attention.sliding_window": "sliding_window", "expert_feed_forward_length": "intermediate_size"},
 }
@@ -120,6 +125,8 @@ _FAMILY_OTHER_KEYS = {
     **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), _VISION_OTHER_KEYS),
     "gemma4": GEMMA4_OTHER_KEYS,
     "glm4moe": {"rope.dimension_sections", "expert_gating_func", "nextn_predict_layers"},
+    "minimax-m2": {"expert_gating_func"},
+    "olmo2": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
     "mistral3": {"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"},
 }
 #: What `expert_gating_func` says of scores that are sigmoids; 0 leaves it to the architecture.
@@ -197,6 +204,9 @@ class _Metadata:
         raw: dict[str, Any] = {"norm_topk_prob": True}
         if self.architecture == "glm4moe":
             raw = self._glm4_moe()
+        if self.architecture == "minimax-m2":
+            self._check_router()
+            raw = self._partial_rope()
         raw |= {name: self.own[key] for key, name in self._keys.items() if key in self.own}
         by_layer = gemma4_json(self._file) if self.architecture == "gemma4" else {}
         if "token_embd.weight" not in tensors or "num_attention_heads" not in raw:
@@ -222,6 +232,8 @@ class _Metadata:
             raw["num_hidden_layers"] = self._whole_number("block_count") - self.drafts
         if self.architecture in ("gemma", "gemma2", "gemma3"):
             raw |= self._gemma(ConfigJson(raw))
+        if self.architecture == "olmo2" and raw.get("sliding_window"):
+            raw |= self._olmo3(ConfigJson(raw))
         return raw | self._delta() if self._has_delta else raw
 
     def _rope_scaling(self) -> dict[str, Any]:
@@ -259,15 +271,32 @@ class _Metadata:
     def _glm4_moe(self) -> dict[str, Any]:
         """What llama.cpp takes for granted of GLM-4-MoE where a key is absent, and what only the tensors say. Raises
         CheckpointError for another router."""
-        if self.own.get("expert_gating_func", 0) not in (0, _SIGMOID):
-            key = f"{self.architecture}.expert_gating_func"
-            raise CheckpointError(f"{self._file.path}: {key!r} is {self.own['expert_gating_func']!r}, not {_SIGMOID}")
+        self._check_router()
         return {
             "norm_topk_prob": False,
             "first_k_dense_replace": 0,
             "partial_rotary_factor": 1.0,
             **self._partial_rope(),
             "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in self._file.tensors),
+        }
+
+    def _check_router(self) -> None:
+        """Raise CheckpointError for a router whose scores are no sigmoids."""
+        if self.own.get("expert_gating_func", 0) not in (0, _SIGMOID):
+            key = f"{self.architecture}.expert_gating_func"
+            raise CheckpointError(f"{self._file.path}: {key!r} is {self.own['expert_gating_func']!r}, not {_SIGMOID}")
+
+    def _olmo3(self, config: ConfigJson) -> dict[str, Any]:
+        """What makes OLMo 3 of a file of OLMo 2. Without a list of the layers with windows, every n-th one has none."""
+        n_layers, pattern = config.size("num_hidden_layers"), self.own.get("attention.sliding_window_pattern", 4)
+        if not isinstance(pattern, list):
+            every = self._whole_number("attention.sliding_window_pattern") or 4
+            pattern = [(i + 1) % every for i in range(n_layers)]
+        window_rope = {"rope_theta": self.own.get("rope.freq_base_swa", config.number("rope_theta", 10000.0))}
+        return {
+            "architectures": ["Olmo3ForCausalLM"],
+            "layer_types": ["sliding_attention" if each else "full_attention" for each in pattern],
+            "rope_parameters": {"sliding_attention": window_rope},
         }
 
     def _partial_rope(self) -> dict[str, Any]:

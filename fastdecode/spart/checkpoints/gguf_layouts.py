@@ -79,6 +79,8 @@ _GEMMA4_NAMES = replace(
         shared_post="post_ffw_norm_1",
     ),
 )
+_OLMO2_NAMES = replace(_GEMMA2_NAMES, attention_norm=None, mlp_norm=None)
+_MINIMAX_M2_NAMES = replace(NAMES, router_correction="exp_probs_b.bias")
 _KV = ("attn_k", "attn_k_norm", "attn_v")
 _DELTA_NAMES = DeltaNames(
     inputs=("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
@@ -101,6 +103,8 @@ _OTHER_NAMES = {
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2_NAMES),
     "gemma4": _GEMMA4_NAMES,
     "glm4moe": _GLM4_MOE_NAMES,
+    "minimax-m2": _MINIMAX_M2_NAMES,
+    "olmo2": _OLMO2_NAMES,
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _QWEN3_5_NAMES),
 }
 

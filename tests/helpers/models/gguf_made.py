@@ -104,6 +104,8 @@ _ARCHITECTURES = {
     "gemma4_text": "gemma4",
     "ministral3": "mistral3",
     "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
+    "olmo3": "olmo2",
 }
 
 
@@ -170,7 +172,7 @@ def stored_tensors(
         return [(stored, values[0])]
     if "post_attention_layernorm" in parts and (
         hasattr(config, "linear_num_key_heads")
-        or architecture in ("gemma2", "gemma3", "gemma4", "gpt-oss", "seed_oss", "glm4moe")
+        or architecture in ("gemma2", "gemma3", "gemma4", "gpt-oss", "seed_oss", "glm4moe", "olmo2")
     ):
         return [(stored.replace("ffn_norm", "post_attention_norm"), values)]
     if "linear_attn" not in parts:
@@ -252,6 +254,14 @@ def write_gguf(
         _add_delta(writer, config)
     if architecture == "glm4moe":
         _add_glm4_moe(writer, config)
+    if architecture == "minimax-m2":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    if config.model_type == "olmo3":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        _add_yarn(writer, config.rope_parameters["full_attention"])
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_sliding_window(config.sliding_window)
