@@ -21,6 +21,7 @@ from fastdecode.gguf.file import ModelSource
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
 from fastdecode.spart.checkpoints.config_file import open_source, read_config
 from fastdecode.spart.checkpoints.gguf import GGUFCheckpoint
+from fastdecode.spart.checkpoints.interleaved import InterleavedCheckpoint, interleaved_rows
 from fastdecode.spart.checkpoints.mxfp4 import MXFP4Checkpoint
 from fastdecode.spart.checkpoints.quantised_files import QuantisedCheckpoint
 from fastdecode.spart.checkpoints.rounded import METHOD, RoundedCheckpoint, RoundedWriter
@@ -75,6 +76,7 @@ def load_model(
     shapes = _wanted(blueprint).shapes
     _match(shapes, checkpoint, config, source)
     check_adapted(source, adapters)
+    adapters = [replace(adapter, rows=interleaved_rows(config)) for adapter in adapters]
     adapter_set = AdapterSet(adapters)
     adapter_set.check(block_linears(config))
     parameters = sum(map(math.prod, shapes.values()))
@@ -113,6 +115,14 @@ def load_model(
 
 def open_checkpoint(source: ModelSource, config: ModelConfig) -> Checkpoint:
     """The tensors of a model, of which no weight is read. Raises CheckpointError."""
+    stored = _open_stored(source, config)
+    # The rows of a rounded model were in order before they were saved.
+    in_order = not config.rope_interleaved or isinstance(stored, RoundedCheckpoint)
+    return stored if in_order else InterleavedCheckpoint(stored, config)
+
+
+def _open_stored(source: ModelSource, config: ModelConfig) -> Checkpoint:
+    """The tensors of a model as its files have them."""
     if source.gguf is not None:
         return GGUFCheckpoint(source.gguf, config)
     if config.quantisation and config.quantisation.method == "mxfp4":

@@ -40,6 +40,7 @@ MODELS = {
     "glm4-moe": {},
     "glm4-moe-qk-norm": {},
     "minimax-m2": {},
+    "ernie4.5-moe": {},
 }
 NEW_TOKENS, MOST_DRAFTS = 12, 2
 

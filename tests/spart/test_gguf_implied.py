@@ -47,6 +47,8 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {},
     "minimax-m2": {},
+    "ernie4.5": {},
+    "ernie4.5-moe": {},
 }
 
 

@@ -46,7 +46,7 @@ def test_numbers_that_are_rounded_again_move_by_half_a_step(name, tmp_path):
         assert matrix.bits == 8
 
 
-@pytest.mark.parametrize("source", ["qwen2", "phi3", "opt"])
+@pytest.mark.parametrize("source", ["qwen2", "phi3", "opt", "ernie4.5"])
 async def test_biases_and_stacks_of_other_families(source, tmp_path):
     theirs = make(tmp_path / "m", "gptq-4", source)
     assert await error_of_logits(tmp_path / "m", theirs, tmp_path) < EXACT

@@ -68,7 +68,9 @@ async def test_weights_that_are_rounded_at_load_lose_no_more_than_at_one_rank(we
     assert EXACT < four < 1.5 * one
 
 
-@pytest.mark.parametrize(("variant", "n"), [("llama-gqa", 4), ("phi3", 4), ("qwen3.5", 2), ("gemma3", 2)])
+@pytest.mark.parametrize(
+    ("variant", "n"), [("llama-gqa", 4), ("phi3", 4), ("qwen3.5", 2), ("gemma3", 2), ("ernie4.5", 2)]
+)
 async def test_an_adapter_of_all_linears_equals_the_merged_model(variant, n, tmp_path):
     base = make_checkpoint(variant)
     adapter = save_adapter(base, tmp_path / "adapter", 1, r=4, target_modules="all-linear")

@@ -23,6 +23,7 @@ from fastdecode.spart.checkpoints import rounded
 
 #: Tied and untied heads, biases, stacks of Q, K and V, experts one by one and in stacks, and layers with states.
 CASES = [
+    ("ernie4.5", "int8"),
     ("llama-gqa", "int4"),
     ("llama-mha", "int4"),
     ("qwen2", "int8"),

@@ -80,11 +80,13 @@ class Experts:
     used: int  # experts of each token: those to which the router gives the largest scores
     intermediate_size: int  # of each expert
     renormalise: bool  # the scores of a token's experts are divided by their sum
+    least_sum: float = 1e-20  # by which scores are divided: they may all be 0
     sigmoid: bool = False  # a score is the sigmoid of the router's output; False: the softmax of all experts
     single_router: bool = False  # the router computes in fp32, whatever the dtype of activations
     router_scale: float = 1.0  # the router's output is multiplied by it
     scale: float = 1.0  # the outputs of a token's experts are multiplied by it; the shared expert's output is not
     bias: bool = False  # of the router and of the experts' linears
+    correction_rows: int = 0  # 1: the router's correction is stored as a matrix of a row
     dense_layers: frozenset[int] = frozenset()  # layers that have an MLP
     shared_size: int = 0  # of an MLP that all tokens pass beside their experts; 0: none
     #: (alpha, limit) of gpt-oss, whose experts compute (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)).
@@ -211,7 +213,8 @@ class TensorNames:
     head: str = "lm_head"  # weight [vocab_size, embed_size]
     sinks: str | None = None  # the tensor [n_q_heads] itself: each head's attention sink
     router: str | None = None
-    router_correction: str | None = None  # the tensor [experts] itself: added to scores, but only to choose experts
+    #: The tensor itself, [experts] or [Experts.correction_rows, experts]: added to scores, but only to choose experts.
+    router_correction: str | None = None
     #: The names of the experts' `up` and `down`. "{e}" stands for the expert's number; SafetensorsCheckpoint gives such
     #: names to experts that a file has in transformers' two tensors of a layer, too. A name without it is that of a
     #: tensor [experts, in, out] in which columns of gate and up alternate, whose bias has the same name and "_bias".
@@ -257,6 +260,7 @@ class ModelConfig(AttentionShape):
     tied: bool  # the LM head is the embedding, unless the checkpoint has a head that differs from it
     embed_size: int  # of the embedding; projected to hidden_size and back where they differ
     names: TensorNames
+    rope_interleaved: bool = False  # RoPE turns neighbours of a head; the loader puts the rows of Q and K in halves
     second_rope: Rope | None = None  # in place of `rope` in the layers that `second_rope_layers` names
     second_rope_layers: frozenset[int] = frozenset()
     k_as_v_layers: frozenset[int] = frozenset()  # layers whose V is the projection of K, before its norm and RoPE

@@ -24,6 +24,7 @@ from fastdecode.spart.checkpoints.config import (
     check_layers,
 )
 from fastdecode.spart.checkpoints.config_json import ConfigJson, token_ids
+from fastdecode.spart.checkpoints.ernie import ernie4_5, ernie4_5_moe
 from fastdecode.spart.checkpoints.gemma import GEMMA3_DEFAULTS, gemma, gemma2, gemma3
 from fastdecode.spart.checkpoints.gemma4 import GEMMA4_DEFAULTS, gemma4
 from fastdecode.spart.checkpoints.glm import glm4_moe
@@ -414,6 +415,8 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "MiniMaxM2ForCausalLM": minimax_m2,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
+    "Ernie4_5ForCausalLM": ernie4_5,
+    "Ernie4_5_MoeForCausalLM": ernie4_5_moe,
     "OPTForCausalLM": _opt,
 }
 #: The defaults of absent keys that are read for every family alike; those without one must be there.

@@ -39,6 +39,8 @@ FAMILIES = {
     "glm4moe": (None, "Glm4MoeForCausalLM"),
     "minimax-m2": (None, "MiniMaxM2ForCausalLM"),
     "olmo2": ("Olmo2ForCausalLM", None),  # OLMo 3 with windows
+    "ernie4_5": ("Ernie4_5ForCausalLM", None),
+    "ernie4_5-moe": (None, "Ernie4_5_MoeForCausalLM"),
 }
 #: Keys behind the architecture's name, and what config.json calls them.
 _KEYS = {
@@ -101,6 +103,8 @@ _FAMILY_KEYS = {
     "minimax-m2": _EXPERT_KEYS
     | {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
     "olmo2": {"attention.sliding_window": "sliding_window"},
+    "ernie4_5-moe": _EXPERT_KEYS
+    | {"interleave_moe_layer_step": "moe_layer_interval", "leading_dense_block_count": "moe_layer_start_index"},
     "gpt-oss": _EXPERT_KEYS
     | {"attention.sliding_window": "sliding_window", "expert_feed_forward_length": "intermediate_size"},
 }
@@ -127,6 +131,7 @@ _FAMILY_OTHER_KEYS = {
     "glm4moe": {"rope.dimension_sections", "expert_gating_func", "nextn_predict_layers"},
     "minimax-m2": {"expert_gating_func"},
     "olmo2": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
+    "ernie4_5-moe": {"expert_shared_count", "expert_shared_feed_forward_length"},
     "mistral3": {"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"},
 }
 #: What `expert_gating_func` says of scores that are sigmoids; 0 leaves it to the architecture.
@@ -159,6 +164,8 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     if config.delta is not None:
         by_head = any(name.endswith(".ssm_in.weight") for name in tensors)
         config = replace(config, delta=replace(config.delta, by_head=by_head))
+    if config.experts is not None:
+        config = replace(config, experts=replace(config.experts, correction_rows=0))
     return replace(
         config,
         norm_offset=0.0,
@@ -204,6 +211,9 @@ class _Metadata:
         raw: dict[str, Any] = {"norm_topk_prob": True}
         if self.architecture == "glm4moe":
             raw = self._glm4_moe()
+        if self.architecture == "ernie4_5-moe":  # the size of all shared experts together
+            size, shared = (self._whole_number(f"expert_{each}feed_forward_length") for each in ("", "shared_"))
+            raw = {"moe_num_shared_experts": shared // size if size else 0}
         if self.architecture == "minimax-m2":
             self._check_router()
             raw = self._partial_rope()

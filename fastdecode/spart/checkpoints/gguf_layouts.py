@@ -30,6 +30,7 @@ from fastdecode.spart.checkpoints.config import (
     PerLayerNames,
     TensorNames,
 )
+from fastdecode.spart.checkpoints.interleaved import halves_of_heads
 
 #: Architectures whose files hold Q and K with RoPE's pairs side by side.
 _INTERLEAVED = ("llama", "mistral3", "granite", "smollm3")
@@ -94,6 +95,7 @@ _SHARED_EXPERT_NAMES = replace(
     _POST_ATTENTION_NAMES, shared_up=("ffn_gate_shexp", "ffn_up_shexp"), shared_down="ffn_down_shexp"
 )
 _GLM4_MOE_NAMES = replace(_SHARED_EXPERT_NAMES, router_correction="exp_probs_b.bias")
+_ERNIE4_5_MOE_NAMES = replace(_GLM4_MOE_NAMES, mlp_norm=NAMES.mlp_norm)
 _QWEN3_5_NAMES = replace(_SHARED_EXPERT_NAMES, shared_gate="ffn_gate_inp_shexp", delta=_DELTA_NAMES)
 #: The names of the architectures that have others than NAMES.
 _OTHER_NAMES = {
@@ -105,6 +107,7 @@ _OTHER_NAMES = {
     "glm4moe": _GLM4_MOE_NAMES,
     "minimax-m2": _MINIMAX_M2_NAMES,
     "olmo2": _OLMO2_NAMES,
+    "ernie4_5-moe": _ERNIE4_5_MOE_NAMES,
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _QWEN3_5_NAMES),
 }
 
@@ -162,15 +165,10 @@ def find_parts(tensors: dict[str, GGUFTensor], architecture: str, config: ModelC
                 continue
             heads = {"attn_q": config.n_q_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2])
             if heads and part.shape[0] % (2 * heads) == 0:
-                parts[name] = replace(part, rows=_halves_of_heads(part.shape[0], heads))
+                parts[name] = replace(part, rows=halves_of_heads(part.shape[0], heads))
     if config.delta is not None and _fits(parts, config.delta):
         _undo_delta(parts, config.delta, tiled=architecture in _TILED)
     return parts
-
-
-def _halves_of_heads(rows: int, heads: int) -> torch.Tensor:
-    """The file's row for each of ours: RoPE's pairs lie side by side in the file, half a head apart in ours."""
-    return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
 
 
 def _split_experts(parts: dict[str, Part], n: int) -> None:

@@ -17,8 +17,6 @@ from fastdecode.spart.threads import pool_threads
 
 #: Activations whose gates kernels/decoder computes, and whether they are GELU.
 _GATES = {"silu": False, "gelu_pytorch_tanh": True, "gelu_new": True}
-#: The least sum by which scores are divided: sigmoids may all be 0.
-_LEAST = 1e-20
 
 
 @dataclass(slots=True)
@@ -66,8 +64,8 @@ class Mixture:
         expert_scale: torch.Tensor | None = None,
     ):
         """router [experts, hidden_size], whose product is in its own dtype; router_bias [experts] or None; correction
-        fp32 [experts] or None: numbers that are added to scores to choose experts. The rows of `up` are gate, up. The
-        caller computes the `shared` expert. expert_scale fp32 [experts] or None."""
+        fp32 [experts], [1, experts] or None: numbers that are added to scores to choose experts. The rows of `up` are
+        gate, up. The caller computes the `shared` expert. expert_scale fp32 [experts] or None."""
         self.shared, self._expert_scale = shared, expert_scale
         self._config, self._router, self._router_bias, self._correction = config, router, router_bias, correction
         self._up, self._down = up, down
@@ -155,7 +153,7 @@ class Mixture:
             chosen = (scores + self._correction).topk(config.used, dim=1).indices
             shares = scores.gather(1, chosen)
         if config.renormalise:
-            shares /= shares.sum(1, keepdim=True).clamp_(min=_LEAST)
+            shares /= shares.sum(1, keepdim=True).clamp_(min=config.least_sum)
         if config.scale != 1.0:
             shares *= config.scale
         if self._expert_scale is not None:

@@ -399,11 +399,14 @@ class Blueprint:
         names, experts, hidden = self._config.names, self._config.experts, self._config.hidden_size
         assert experts is not None, "a model without experts has no mixtures"
         n, size, bias = experts.n, experts.intermediate_size, experts.bias
+        correction = (experts.correction_rows, n) if experts.correction_rows else (n,)
         return Mixture(
             experts,
             reader.tensor(f"{block}{names.router}.weight", n, hidden, single=experts.single_router),
             reader.tensor(f"{block}{names.router}.bias", n) if bias else None,
-            reader.tensor(f"{block}{names.router_correction}", n, single=True) if names.router_correction else None,
+            reader.tensor(f"{block}{names.router_correction}", *correction, single=True)
+            if names.router_correction
+            else None,
             reader.experts([f"{block}{name}" for name in names.expert_up], [size, size], hidden, n, bias),
             reader.experts([f"{block}{names.expert_down}"], [hidden], size, n, bias),
             self._shared_expert(reader, experts.shared_size, block) if experts.shared_size else None,

@@ -7,7 +7,8 @@ changes the output and is not understood is an error, as in config.json.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,13 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter whose weights are not read yet. The keys of `modules` are names in the base model's tree."""
+    """An adapter whose weights are not read yet. The keys of `modules` are names in the base model's tree. `rows` has
+    the row of B for each output of the modules whose outputs the model has in another order."""
 
     name: str
     directory: Path
     modules: dict[str, Module]
+    rows: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
 
     @property
     def parameters(self) -> int:
@@ -90,6 +93,7 @@ class Adapter:
         try:
             with open_safetensors(self.directory / _WEIGHTS) as file:
                 a, b = (require_finite(file.get_tensor(name), name).float() for name in names)
+            b = b[self.rows[module]] if module in self.rows else b
             return a, require_finite(b * self.modules[module].scale, names[1])
         except CheckpointError as error:
             raise CheckpointError(f"adapter {self.name!r}: {error}") from None

@@ -168,7 +168,7 @@ class CutAdapter(Adapter):
     @classmethod
     def of(cls, whole: Adapter, checkpoint: CutCheckpoint) -> CutAdapter:
         """The share of `whole` in the model of a checkpoint."""
-        return cls(whole.name, whole.directory, whole.modules, checkpoint)
+        return cls(whole.name, whole.directory, whole.modules, checkpoint, rows=whole.rows)
 
     def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The rank's share of the whole adapter's factors."""

@@ -74,6 +74,7 @@ _MINIMAX_M2 = {
     "num_experts_per_tok": 3,
     "rope": {"partial_rotary_factor": 0.5},
 }
+_ERNIE4_5_MOE = {"num_key_value_heads": 2, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32}
 _DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 32,
@@ -291,6 +292,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_key_value_heads": 2, "sliding_window": 16, "layer_types": _LOCAL_GLOBAL, "rope": _OLMO3_ROPE},
         {},
     ),
+    "ernie4.5": ("ernie4_5", {"num_key_value_heads": 2, "head_dim": 24}, {}),
+    "ernie4.5-bias": (
+        "ernie4_5",
+        {"num_key_value_heads": None, "head_dim": None, "use_bias": True, "tie_word_embeddings": False},
+        {},
+    ),
+    "ernie4.5-moe": ("ernie4_5_moe", {**_ERNIE4_5_MOE}, {}),
+    "ernie4.5-moe-layers": (
+        "ernie4_5_moe",
+        {
+            **_ERNIE4_5_MOE,
+            "num_hidden_layers": 5,
+            "moe_layer_interval": 2,
+            "moe_layer_end_index": 2,
+            "moe_num_shared_experts": 0,
+            "moe_norm_min": 0.9,
+            "tie_word_embeddings": False,
+        },
+        {},
+    ),
     "opt": ("opt", {}, {}),
     "opt-projected": ("opt", {"word_embed_proj_dim": 48, "do_layer_norm_before": False}, {}),
     "opt-old": ("opt", {"_remove_final_layer_norm": True, "enable_bias": False, "activation_function": "gelu"}, {}),
@@ -312,6 +333,7 @@ FAMILIES = (
     "ministral3",
     "olmo2",
     "olmo3",
+    "ernie4.5",
     "opt",
 )
 #: The ending of the buffer that changes which experts a router chooses.
@@ -322,7 +344,7 @@ BUFFERS = (CORRECTION, BLOCK_SCALE)
 #: Models whose layers keep states.
 STATEFUL = ("qwen3-next", "qwen3.5", "qwen3.5-last", "qwen3.5-moe")
 #: Mixtures of experts. Rounding may give a token other experts, so they have no budgets for smaller formats.
-MIXTURES = ("mixtral", "gpt-oss", "glm4-moe", "minimax-m2", "gemma4-moe")
+MIXTURES = ("mixtral", "gpt-oss", "glm4-moe", "minimax-m2", "ernie4.5-moe", "gemma4-moe")
 
 
 def make_checkpoint(name: str, seed: int = 0) -> Path:

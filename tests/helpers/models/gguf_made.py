@@ -106,6 +106,7 @@ _ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "minimax_m2": "minimax-m2",
     "olmo3": "olmo2",
+    "ernie4_5_moe": "ernie4_5-moe",
 }
 
 
@@ -168,6 +169,8 @@ def stored_tensors(
     if part == "ffn_gate_up_exps" and not fused:
         gate, up = (values[:, 0::2], values[:, 1::2]) if architecture == "gpt-oss" else values.chunk(2, dim=1)
         return [(stored.replace("gate_up", "gate"), gate), (stored.replace("gate_up", "up"), up)]
+    if part == "exp_probs_b":
+        return [(stored, values.flatten())]
     if part == "ffn_gate_inp_shexp":
         return [(stored, values[0])]
     if "post_attention_layernorm" in parts and (
@@ -254,6 +257,11 @@ def write_gguf(
         _add_delta(writer, config)
     if architecture == "glm4moe":
         _add_glm4_moe(writer, config)
+    if architecture == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.moe_num_shared_experts * config.moe_intermediate_size)
     if architecture == "minimax-m2":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
