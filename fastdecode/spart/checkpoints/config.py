@@ -339,8 +339,8 @@ class ModelConfig(AttentionShape):
         return self.delta.state_bytes(itemsize) if self.delta else 0
 
     def rope_head_size(self, second: bool) -> int:
-        """The elements of a head in the layers that have `rope`, or in those that have `second_rope`. Raises
-        CheckpointError if these layers differ."""
+        """The elements of a head in the layers that have `rope`, or `second_rope`. Raises CheckpointError if such layers
+        differ."""
         layers = [i for i in range(self.n_layers) if (i in self.second_rope_layers) == second]
         sizes = {self.heads_of(layer).k_size for layer in layers} or {self.head_size}
         if len(sizes) > 1:
