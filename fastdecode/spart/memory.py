@@ -35,12 +35,13 @@ def graph_bytes(model: ServedModel, rows: int) -> int:
 
 
 def _kept_bytes(model: ServedModel, rows: int) -> int:
-    """Bytes that a step keeps between layers: the residual stream, Q, KV and O rows (twice with prompts), angles, and
-    what the model says."""
+    """Bytes that a step keeps between layers: the residual stream, Q, KV and O rows (twice with prompts), angles, K and
+    V that are staged, and what the model says."""
     shape, (hidden, _) = model.config, model.widths
     q, kv, o = shape.row_sizes
     angles = torch.float32.itemsize * 2 * shape.most_heads.k_size  # twice, for layers with a RoPE of their own
-    return rows * (model.dtype.itemsize * (hidden + 2 * (q + o) + kv + model.kept_width) + angles + 16)
+    width = hidden + 2 * (q + o) + kv + shape.staged_width + model.kept_width
+    return rows * (model.dtype.itemsize * width + angles + 16)
 
 
 def _layer_bytes(model: ServedModel, rows: int) -> int:

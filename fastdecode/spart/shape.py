@@ -80,6 +80,17 @@ class AttentionShape:
         return len(set(self.kv_layers[:n_layers])) < n_layers
 
     @property
+    def last_storing_layer(self) -> int:
+        """The last layer that stores K and V of its own, the passes of an MTP head aside. Behind it most rows of a
+        prompt serve nothing."""
+        return max(self.kv_layers[: self.n_layers - self.mtp])
+
+    @property
+    def staged_width(self) -> int:
+        """Elements of K and V that are staged of each row of a prompt, though the prompt may be a single chunk."""
+        return sum(self.heads_of(layer).kv_row_size for layer in self.storing_layers) if self.shares_kv else 0
+
+    @property
     def kv_dtypes(self) -> tuple[str, ...]:
         """The formats of the KV-cache. A V that is a part of K cannot be stored in other bits than K."""
         return tuple(name for name in KV_DTYPES if not (self.v_in_k and name == "int8-int4"))

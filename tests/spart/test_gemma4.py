@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from models.checkpoints import make_checkpoint
+from models.spart_steps import GREEDY, linked, run
 from safetensors.torch import load_file, save_file
 
-from fastdecode.spart import CheckpointError, ModelConfig, load_model
+from fastdecode.spart import CheckpointError, ModelConfig, SPart, load_model
 from fastdecode.spart.checkpoints.config import PerLayerEmbedding, Rope
 from fastdecode.spart.checkpoints.families import make_config
+from fastdecode.spart.decoder.layer_pass import DecoderPass
 from fastdecode.spart.linears.dense import DenseEmbedding
+from fastdecode.spart.step.batch import Chunk, StepBatch
 
 #: Keys of the text part as they are published, with those that describe the layers that see all tokens.
 E2B = {
@@ -113,3 +116,23 @@ def test_a_table_of_16_bits_stays_so(tmp_path):
     assert isinstance(table, DenseEmbedding) and table.nbytes == tensors[name].nbytes
     rows = table(torch.tensor([5, 3]))
     assert rows.dtype is torch.float32 and torch.equal(rows, tensors[name][[5, 3]].float())
+
+
+@pytest.mark.parametrize("attending", [0, 2])
+async def test_rows_that_serve_no_later_layer_are_dropped(attending, tmp_path, monkeypatch):
+    """The last layers attend to K and V of earlier ones, so only rows before a drawn token pass them."""
+    model = load_model(make_checkpoint("gemma4-e"), dtype="fp32")
+    rows: list[int] = []
+    finish = DecoderPass.finish
+    monkeypatch.setattr(DecoderPass, "finish", lambda self, layer: (rows.append(len(self.x)), finish(self, layer)))
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links)
+        decoding = [Chunk(0, i, 1, 0, [7, 8 + i], False, GREEDY) for i in range(attending)]
+        prompts = [(5, 9, 6, 4, 8), (9, 5, 6), (3, 7)]
+        samples = [GREEDY, None, GREEDY]
+        chunks = [
+            Chunk(0, 4 + i, 1, 0, list(p), True, s) for i, (p, s) in enumerate(zip(prompts, samples, strict=True))
+        ]
+        run(spart.step(StepBatch(slot=0, chunks=decoding + chunks)))
+    first = model.config.last_storing_layer
+    assert rows == [10 + 2 * attending] * first + [2 + 2 * attending] * (model.config.n_layers - first)

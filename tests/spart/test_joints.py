@@ -240,13 +240,12 @@ def test_ranks_compute_what_one_computes(n, name):
 @pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
 async def test_the_last_layer_finishes_only_rows_with_a_token_to_draw(tmp_path, monkeypatch):
     model, rows = load("llama-gqa", "int8"), []
-    real = DecoderPass.keep
+    drop = DecoderPass.drop_rows
 
-    def keep(self, wanted):
-        kept = real(self, wanted)
+    def drop_rows(self, last):
+        drop(self, last)
         rows.append(len(self.x))
-        return kept
 
-    monkeypatch.setattr(DecoderPass, "keep", keep)
+    monkeypatch.setattr(DecoderPass, "drop_rows", drop_rows)
     await logits(SPart, tmp_path, model)
     assert rows == [1, 2, 1, 2]  # a step that only decodes keeps its rows as they are

@@ -313,11 +313,6 @@ class ModelConfig(AttentionShape):
         """The number of transformer blocks; `n_layers` of them attend."""
         return self.n_layers - self.mtp + (len(self.delta.blocks) if self.delta else 0)
 
-    @property
-    def shared_kv(self) -> frozenset[int]:
-        """The layers whose K and V later layers attend to, without the first pass of an MTP head."""
-        return frozenset(kv for i, kv in enumerate(self.kv_layers[: self.n_layers - self.mtp]) if kv != i)
-
     def with_mtp(self, drafts: int) -> ModelConfig:
         """The model with its MTP head, which drafts `drafts` tokens in a step.
 
@@ -339,8 +334,8 @@ class ModelConfig(AttentionShape):
         return self.delta.state_bytes(itemsize) if self.delta else 0
 
     def rope_head_size(self, second: bool) -> int:
-        """The elements of a head in the layers that have `rope`, or `second_rope`. Raises CheckpointError if such layers
-        differ."""
+        """The elements of a head in the layers that have `rope`, or `second_rope`. Raises CheckpointError if such
+        layers differ."""
         layers = [i for i in range(self.n_layers) if (i in self.second_rope_layers) == second]
         sizes = {self.heads_of(layer).k_size for layer in layers} or {self.head_size}
         if len(sizes) > 1:

@@ -1,7 +1,8 @@
 """The metadata of Gemma 4's GGUF files as keys of a config.json.
 
 Keys that end in `_swa` describe layers with a sliding window, and the same keys without it the layers that see all
-tokens; other keys have a number for each layer. Only the tensors tell whether K is V, and which part of a head RoPE turns.
+tokens; other keys have a number for each layer. Only the tensors tell whether K is V, and which part of a head RoPE
+turns.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from fastdecode.spart.decoder.block_ops import NativeBlockOps, RowHeads, norm_wh
 from fastdecode.spart.decoder.cuda_ops import make_block_ops
 from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.joints import make_joints
-from fastdecode.spart.decoder.rope import RotaryEmbedding
+from fastdecode.spart.decoder.rope import Angles, RotaryEmbedding
 from fastdecode.spart.decoder.timeline import StepClock
 from fastdecode.spart.decoder.weights import Block, Layer, Model, Norm, PerLayerInput, StateBlock
 from fastdecode.spart.exchange import Exchange, RowExchange
@@ -60,8 +60,6 @@ class DecoderLayers:
         config = model.config
         self.model, self.weights = model, model.weights
         self.layers = model.weights.layers
-        self.kv_layers = config.kv_layers
-        self.shared_kv = config.shared_kv
         self.ops = make_block_ops(config, model.device, model.dtype)
         self.joints = make_joints(config, self.layers, self.ops, model.reduction)
         if isinstance(self.ops, NativeBlockOps):
@@ -174,7 +172,6 @@ class DecoderPass:
         self.x = layers.embed(uploaded["tokens"], positions)
         self._per_layer = layers.per_layer_inputs(uploaded["tokens"], self.x)
         self._o = exchange.o
-        self._shared_kv: dict[int, torch.Tensor] = {}  # KV rows of prompts, by layer
         self.heads = RowHeads(exchange.q, exchange.kv, c.heads_of(0))  # those of the layer that was projected last
         self._angles = layers.rope.angles(positions, self._long) if layers.rope else None
         self._second_angles = layers.second_rope.angles(positions) if layers.second_rope else None
@@ -191,8 +188,8 @@ class DecoderPass:
             self._exchange.post(i, timeout)
             self.attend_prompts(i)
             yield
-            if i == n_layers - 1 and not len(self._scored_rows) and self.keep(self._drawn_rows):
-                self._drawn_rows = torch.arange(len(self._drawn_rows))
+            if i == self._config.last_storing_layer and not len(self._scored_rows):
+                self.drop_rows(i == n_layers - 1)
             self.advance(i + 1)
 
     def _run_in_c(self, clock: StepClock | None, timeout: float) -> int:
@@ -265,24 +262,54 @@ class DecoderPass:
         q, kv = (heads.new_empty(len(rows), heads.shape[1]) for heads in (self.heads.q, self.heads.kv))
         self.heads = RowHeads(q, kv, self.heads.heads)
 
-    def keep(self, rows: torch.Tensor) -> bool:
-        """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a
-        prompt have no token drawn after them, and nothing else needs what the last layer makes of them. False if all
-        rows are kept, as in a step without joints, unless ranks share the model: these sum the same rows, and one of
-        them may have joints. A step with adapters or states has joints at no rank, and an MTP head passes all rows."""
+    def drop_rows(self, last: bool) -> None:
+        """Before a layer is finished behind which no layer stores K and V: drop the rows of prompts that have no token
+        drawn after them, because nothing else needs what the rest of the model makes of them. `last`: no layer follows.
+
+        All rows are kept in a step without joints, unless layers share K and V or ranks share the model: these sum the
+        same rows, and one of them may have joints. A step with adapters or states has joints at no rank, and an MTP
+        head passes all rows."""
         has_joints = self._joint_rows is not None or self._decoder.model.reduction is not None
         all_pass = self._config.mtp or self._adapters is not None or self._states is not None
-        if not self._prompts or all_pass or not has_joints:
-            return False
-        self.x, self._o = self.x.index_select(0, rows), self._o.index_select(0, rows)
+        if not self._prompts or all_pass or not (has_joints or self._config.shares_kv):
+            return
+        rows, attending = self._drawn_rows, 0
+        if not last:  # the next layers have rows that R-nodes attend to
+            attending = self._prompts[0].rows.start
+            prompts = rows[len(rows) - sum(prompt.chunk.sample is not None for prompt in self._prompts) :]
+            if attending:
+                rows = torch.cat([torch.arange(attending, device=rows.device), prompts])
+            self._narrow_exchange(rows, attending)
+            drawn = self._drawn_rows[: len(self._drawn_rows) - len(prompts)]
+            behind = torch.arange(attending, len(rows), device=rows.device)
+            self._drawn_rows = torch.cat([drawn, behind])
+        else:
+            self._o = self._o.index_select(0, rows)
+            self._drawn_rows = torch.arange(len(rows), device=rows.device)
+        self.x = self.x.index_select(0, rows)
         if self._per_layer is not None:
             self._per_layer = self._per_layer.index_select(0, rows)
-        if self._joints is not None and self._joint_rows is not None:
+        if last and self._joints is not None and self._joint_rows is not None:
             self._joint_rows = self._joints.last_rows(self.x, self._o)
-        return True
+
+    def _narrow_exchange(self, rows: torch.Tensor, attending: int) -> None:
+        """Go on with some rows of the exchange, int64 [n], of which the first `attending` are those that R-nodes attend
+        to. The rows of prompts move up behind these: they are the S-Part's own."""
+        n, exchange = len(rows), self._exchange
+        exchange.o[attending:n] = exchange.o.index_select(0, rows[attending:])
+        self._o = exchange.o[:n]
+        self.heads = RowHeads(exchange.q[:n], exchange.kv[:n], self.heads.heads)
+        for prompt in self._prompts:
+            attending = prompt.keep_last_row(attending)
+        self._angles, self._second_angles = (
+            None if angles is None else Angles(*(x.index_select(0, rows) for x in angles))
+            for angles in (self._angles, self._second_angles)
+        )
 
     def advance(self, index: int) -> None:
         """Finish layer `index` - 1 and project layer `index`, as far as there are such layers."""
+        if not len(self.x):  # the step draws no token, and its prompts' rows are dropped
+            return
         if self._joint_rows is not None and self._joint_rows.run(index):
             return
         if index > 0:
@@ -331,12 +358,9 @@ class DecoderPass:
     def attend_prompts(self, layer: int) -> None:
         """Compute the O rows of prompts."""
         exchange = self._exchange
-        if self._prompts and layer in self._decoder.shared_kv:
-            self._shared_kv[layer] = exchange.kv.clone()
-        kv = self._shared_kv.get(self._decoder.kv_layers[layer], exchange.kv)
         for prompt in self._prompts:
             rows = prompt.rows
-            prompt.attend(layer, exchange.q[rows], kv[rows], out=exchange.o[rows])
+            prompt.attend(layer, exchange.q[rows], exchange.kv[rows], out=exchange.o[rows])
 
     def finish(self, layer: Layer) -> None:
         """Compute the rest of the block from the O rows and the residual stream."""

@@ -180,10 +180,6 @@ class Model(ServedModel):
 
     @property
     def kept_width(self) -> int:
-        return self._per_layer_width + len(self.config.shared_kv) * self.config.row_sizes[1]
-
-    @property
-    def _per_layer_width(self) -> int:
         own = self.config.per_layer
         return 0 if own is None else self.config.n_blocks * own.size
 
@@ -205,7 +201,7 @@ class Model(ServedModel):
     def widths(self) -> tuple[int, int]:
         hidden, experts = self.config.hidden_size, self.config.experts
         widest = max([self.config.intermediate_size, *self.config.mlp_sizes]) * (2 if self.config.gated else 1)
-        widest = max(widest, 3 * self._per_layer_width)  # the projection, its norm, and the rows of the table
+        widest = max(widest, 3 * self.kept_width)  # the projection, its norm, and the rows of the table
         if experts is not None:
             widest = max(widest, experts.used * (2 * experts.intermediate_size + hidden), 2 * experts.shared_size)
         return hidden, widest

@@ -197,18 +197,28 @@ class PromptChunk:
         attention: PackedAttention | None,
     ):
         self.key, self.chunk, self.rows = key, chunk, rows
+        self._pos = chunk.pos  # of the first row
         self.prompt, self._attention = prompt, attention
         self._config, self._kv_layers, self._scale = config, config.kv_layers, config.softmax_scale
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
         self._unstaged: dict[Heads, Blocks] = {}
         self._selected: torch.Tensor | None = None  # the tokens that the rows have selected last
 
+    def keep_last_row(self, row: int) -> int:
+        """Go on with the chunk's last row alone, as row `row` of the step, or with none if no token is drawn after it.
+        Returns the next row of the step."""
+        stop = row + (self.chunk.sample is not None)
+        self.rows, self._pos = slice(row, stop), self.chunk.pos + len(self.chunk.tokens) - 1
+        return stop
+
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         """Attention of the chunk's rows q and kv, whose O rows are written to `out`; the layer's heads stand at the
         beginning of these rows. A layer that shares the K and V of another finds them staged; a later pass of an MTP
         head may find them in `kv` still."""
+        if not len(q):
+            return
         heads = self._config.heads_of(layer)
-        n, pos, store = len(q), self.chunk.pos, self._kv_layers[layer]
+        n, pos, store = len(q), self._pos, self._kv_layers[layer]
         selected = self._select(layer, heads, q, kv)
         q, out = heads_in(q, 0, heads.n_q, heads.k_size), heads_in(out, 0, heads.n_q, heads.v_size)
         k, v = (x.transpose(0, 1) for x in kv_heads_in(kv, heads))
@@ -310,7 +320,7 @@ class PromptChunk:
 
         Rows are attended in blocks, so a mask is never wider than a block and what its rows may see.
         """
-        n, pos = q.shape[2], self.chunk.pos
+        n, pos = q.shape[2], self._pos
         step = BLOCK_ROWS
         if not scoring.is_plain:  # scores are made
             step = max(1, min(step, _BLOCK_SCORES // (q.shape[0] * q.shape[1] * (pos + n))))
