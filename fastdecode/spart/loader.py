@@ -89,7 +89,7 @@ def load_model(
     with torch.inference_mode(), tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar:
         writer = None if save is None else RoundedWriter(source, save)
         made = checkpoint, device, dtype, weights, adapter_set, bar, writer
-        calibrated = weights == "int4" and not (config.names.sinks or config.delta)
+        calibrated = weights == "int4" and not (config.names.sinks or config.delta or config.latent)
         known = [token for token in calibration or () if token < config.vocab_size] if calibrated else []
         reader = CalibratedParameters(config, known, *made) if known else Parameters(*made)
         loaded = blueprint.weights(reader)
@@ -263,9 +263,8 @@ def _weight_bytes(weights: Weights) -> int:
         linears.append(weights.mtp.fc)
         blocks = [*blocks, weights.mtp.layer]
     linears += [linear for block in blocks for linear in block.linears]
-    mlps = sum(block.mlp.nbytes for block in blocks)
-    tables = weights.embedding.nbytes
+    others = weights.embedding.nbytes + sum(block.mlp.nbytes + block.absorbed_bytes for block in blocks)
     if weights.per_layer is not None:
         linears.append(weights.per_layer.projection)
-        tables += weights.per_layer.table.nbytes
-    return tables + mlps + sum(linear.nbytes for linear in linears if linear is not None)
+        others += weights.per_layer.table.nbytes
+    return others + sum(linear.nbytes for linear in linears if linear is not None)

@@ -286,6 +286,6 @@ def test_a_model_without_an_mtp_head_is_refused(name, backend, says):
 
 
 def test_a_model_of_transformers_without_an_mtp_head_is_refused(tmp_path):
-    backend = choose_backend("auto", save_hf_model("deepseek_v3", tmp_path))
+    backend = choose_backend("auto", save_hf_model("deepseek_v32", tmp_path))
     with pytest.raises(CheckpointError, match=r"no MTP head .*: it lacks the tensor 'model\.layers\.3\.eh_proj"):
         backend.with_mtp(2)

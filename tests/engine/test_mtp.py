@@ -27,7 +27,7 @@ from fastdecode.transports.registry import connect
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 LENGTHS = (3, 120, 150, 270)
-NATIVE = ("qwen3.5", "qwen3-next", "qwen3.5-moe", "glm4-moe")
+NATIVE = ("qwen3.5", "qwen3-next", "qwen3.5-moe", "glm4-moe", "deepseek-v3")
 OF_TRANSFORMERS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 
 

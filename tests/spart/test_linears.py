@@ -372,7 +372,7 @@ def quantised_reference(directory, bits: int):
         for name, module in theirs.named_modules():
             if "embed_tokens" in name and module.weight is not head.weight:
                 module.weight.copy_(stored_numbers(GroupedLinear(quantise(module.weight, bits, 8), None)))
-            if type(module) is torch.nn.Linear:
+            if type(module) is torch.nn.Linear and not name.endswith("kv_b_proj"):  # whose matrices are absorbed
                 own = 8 if name.endswith((".v_proj", ".per_layer_model_projection")) or is_v(theirs, name) else bits
                 parts = quantise_head(module.weight, bits) if module is head else [quantise(module.weight, own, 8)]
                 linears[module] = [(GroupedLinear(part, None), part) for part in parts]

@@ -17,7 +17,7 @@ from fastdecode.spart.loader import block_linears
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
 PASSES = 3
-NATIVE = ("qwen3.5", "qwen3-next", "qwen3.5-moe", "glm4-moe")
+NATIVE = ("qwen3.5", "qwen3-next", "qwen3.5-moe", "glm4-moe", "glm4-moe-lite", "deepseek-v3")
 OF_TRANSFORMERS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 
 

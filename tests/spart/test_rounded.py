@@ -21,7 +21,8 @@ from fastdecode.spart import CheckpointError, load_model
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints import rounded
 
-#: Tied and untied heads, biases, stacks of Q, K and V, experts one by one and in stacks, and layers with states.
+#: Tied and untied heads, biases, stacks of Q, K and V, experts one by one and in stacks, layers with states, and
+#: latent attention.
 CASES = [
     ("ernie4.5", "int8"),
     ("llama-gqa", "int4"),
@@ -36,6 +37,7 @@ CASES = [
     ("gemma4", "int4"),
     ("gemma4-e", "int4"),
     ("gemma4-moe", "int8"),
+    ("deepseek-v3", "int4"),
 ]
 INDEX = "model.safetensors.index.json"
 

@@ -85,6 +85,9 @@ class Experts:
     single_router: bool = False  # the router computes in fp32, whatever the dtype of activations
     router_scale: float = 1.0  # the router's output is multiplied by it
     scale: float = 1.0  # the outputs of a token's experts are multiplied by it; the shared expert's output is not
+    groups: int = 1  # neighbours of equal number, of which the router first chooses some
+    used_groups: int = 1  # to the experts of which the choice is limited
+    group_best: int = 1  # a group's score is the sum of as many largest scores of its experts
     bias: bool = False  # of the router and of the experts' linears
     correction_rows: int = 0  # 1: the router's correction is stored as a matrix of a row
     dense_layers: frozenset[int] = frozenset()  # layers that have an MLP
@@ -98,6 +101,17 @@ class Experts:
             raise CheckpointError(f"{self.n} experts in a layer are more than the {_MOST_EXPERTS} that are supported")
         if self.used > self.n:
             raise WrongValue(f"config.json: {self.used} experts for each token of {self.n}")
+        if self.groups > 1:
+            size = self.n // self.groups
+            if self.n % self.groups or self.used_groups > self.groups or self.group_best > size:
+                raise WrongValue(
+                    f"config.json: {self.used_groups} of {self.groups} groups of {self.n} experts cannot be chosen"
+                )
+            if self.used > self.used_groups * size:
+                raise WrongValue(
+                    f"config.json: {self.used} experts for each token of the {self.used_groups * size} in "
+                    f"{self.used_groups} groups"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +156,46 @@ class DeltaNames:
     decay_bias: str  # the tensor [v_heads] itself
     norm: str  # of each V head's output, weight [v_size]
     out: str
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), in its absorbed form.
+
+    K and V of all heads are products of one latent row with matrices of the heads. These matrices multiply the queries
+    and the outputs instead, so that all query heads share one KV head: the latent row and the part of K with RoPE.
+    """
+
+    rank: int  # elements of the latent row, which is also V
+    k_size: int  # of a head of the model's Q and K, without RoPE
+    rope_size: int  # the elements of a Q head and of K that RoPE turns, behind `k_size`; in K the same for all heads
+    v_size: int  # of a head of the model's V
+    q_rank: int = 0  # elements of the row that all queries are made of; 0: the projection makes the queries themselves
+    norm_eps: float = 1e-6  # of the norms of latent rows
+    interleaved: bool = True  # RoPE turns pairs of neighbours; False: the two halves
+
+    @property
+    def row_size(self) -> int:
+        """Elements of the one KV head, and of a Q head in the absorbed form."""
+        return self.rank + self.rope_size
+
+    @property
+    def q_size(self) -> int:
+        """Elements of a Q head as the model projects it."""
+        return self.k_size + self.rope_size
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNames:
+    """The names of the parameters of latent attention, relative to the block."""
+
+    q: str  # the projection of queries, read without Latent.q_rank
+    q_a: str  # the projection of the rows that queries are made of, their norm, and the linear that makes queries
+    q_a_norm: str
+    q_b: str
+    kv_a: str  # the projection of the latent row and of K with RoPE
+    kv_a_norm: str  # of the latent row
+    kv_b: str  # weight [n_q_heads * (k_size + v_size), rank]: the matrices of K and of V of the first head, and so on
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +250,8 @@ class TensorNames:
     embedding: str  # weight [vocab_size, embed_size]
     block: str
     attention_norm: str | None
-    qkv: tuple[str, ...]  # Q, K and V projections; one name if the checkpoint stores them as one matrix, Q first
+    #: Q, K and V projections; one name if the checkpoint stores them as one matrix, Q first; none with `latent`.
+    qkv: tuple[str, ...]
     o: str
     mlp_norm: str | None
     up: tuple[str, ...]  # of a gated MLP: gate, up; one name if the checkpoint stores both as one matrix, gate first
@@ -229,6 +284,7 @@ class TensorNames:
     shared_gate: str | None = None  # weight [1, hidden_size]; None: the shared expert's output is added as it is
     delta: DeltaNames | None = None
     per_layer: PerLayerNames | None = None
+    latent: LatentNames | None = None
     mtp: MTPNames | None = None  # read if ModelConfig.mtp
     #: The beginnings of the names of tensors that are left aside: those of drafts; "": of other parts than text.
     aside: tuple[str, ...] = ()
@@ -269,6 +325,7 @@ class ModelConfig(AttentionShape):
     delta: DeltaRule | None = None
     per_layer: PerLayerEmbedding | None = None
     mlp_sizes: tuple[int, ...] = ()  # the `intermediate_size` of each block, if blocks differ in it
+    latent: Latent | None = None  # the heads that links see are then those of its absorbed form
     gated: bool = True  # MLP: down(act(gate(x)) * up(x)); False: down(act(up(x)))
     norm_first: bool = True  # False: a norm follows each residual addition instead (OPT-350m)
     post_norms: bool = False  # the output of each sublayer is normalised, too, before it is added
@@ -322,20 +379,23 @@ class ModelConfig(AttentionShape):
             raise CheckpointError(f"an MTP head of {self.architecture} is not supported")
         first = self.n_layers
         kv_layers = (*self.kv_layers, *[first] * drafts) if drafts > 1 else self.options.kv_layers
+        heads = self.options.heads
         return replace(
             self,
             mtp=drafts,
             n_layers=first + drafts,
             windows=(*self.windows, *[0] * drafts),
-            options=replace(self.options, kv_layers=kv_layers),
+            options=replace(self.options, kv_layers=kv_layers, heads=(*heads, *heads[-1:] * drafts)),
         )
 
     def state_bytes(self, itemsize: int) -> int:
         return self.delta.state_bytes(itemsize) if self.delta else 0
 
     def rope_head_size(self, second: bool) -> int:
-        """The elements of a head in the layers that have `rope`, or `second_rope`. Raises CheckpointError if such
-        layers differ."""
+        """The elements of a head over which `rope` or `second_rope` is defined, in the layers that have it; with
+        Rope.fraction it turns the first of them. Raises CheckpointError if such layers differ."""
+        if self.latent is not None:
+            return self.latent.rope_size
         layers = [i for i in range(self.n_layers) if (i in self.second_rope_layers) == second]
         sizes = {self.heads_of(layer).k_size for layer in layers} or {self.head_size}
         if len(sizes) > 1:

@@ -148,7 +148,7 @@ def _yarn(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
     if fast <= slow:
         raise WrongValue(f"config.json: 'beta_slow' is {slow:g}, 'beta_fast' {fast:g}, which is not more")
     scale, scale_all = (_number(raw, name, 0.0) for name in ("mscale", "mscale_all_dim"))
-    attention = _attention_factor(factor, scale) / _attention_factor(factor, scale_all) if scale and scale_all else None
+    attention = attention_factor(factor, scale) / attention_factor(factor, scale_all) if scale and scale_all else None
     return Rope(
         kind="yarn",
         factor=factor,
@@ -156,11 +156,11 @@ def _yarn(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
         beta_fast=fast,
         beta_slow=slow,
         truncate=bool(raw.get("truncate", True)),
-        attention_factor=_number(raw, "attention_factor", attention or _attention_factor(factor)),
+        attention_factor=_number(raw, "attention_factor", attention or attention_factor(factor)),
     )
 
 
-def _attention_factor(factor: float, scale: float = 1.0) -> float:
+def attention_factor(factor: float, scale: float = 1.0) -> float:
     """sqrt(1/t) of arXiv 2309.00071, equation 22; `scale` multiplies the logarithm, as in DeepSeek's models."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 

@@ -24,6 +24,7 @@ from fastdecode.spart.checkpoints.config import (
     check_layers,
 )
 from fastdecode.spart.checkpoints.config_json import ConfigJson, token_ids
+from fastdecode.spart.checkpoints.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite
 from fastdecode.spart.checkpoints.ernie import ernie4_5, ernie4_5_moe
 from fastdecode.spart.checkpoints.gemma import GEMMA3_DEFAULTS, gemma, gemma2, gemma3
 from fastdecode.spart.checkpoints.gemma4 import GEMMA4_DEFAULTS, gemma4
@@ -412,6 +413,9 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "Ministral3ForCausalLM": ministral3,
     "SeedOssForCausalLM": _seed_oss,
     "Glm4MoeForCausalLM": glm4_moe,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite,
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
     "MiniMaxM2ForCausalLM": minimax_m2,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,

@@ -32,7 +32,7 @@ def glm4_moe(config: ConfigJson) -> dict[str, Any]:
         "qkv_bias": config.flag("attention_bias", sees),
         "qk_norm": config.flag("use_qk_norm", False),
         "experts": _experts(config),
-        "names": _with_head(config.size("num_hidden_layers")),
+        "names": with_head(GLM4_MOE_NAMES, config.size("num_hidden_layers")),
     }
 
 
@@ -51,7 +51,7 @@ def _experts(config: ConfigJson) -> Experts:
     )
 
 
-def _with_head(n_layers: int) -> TensorNames:
+def with_head(names: TensorNames, n_layers: int) -> TensorNames:
     """The names in a checkpoint of `n_layers` layers, behind which the MTP head stands as one more."""
     head = f"model.layers.{n_layers}."
     mtp = MTPNames(
@@ -61,4 +61,4 @@ def _with_head(n_layers: int) -> TensorNames:
         hidden_norm=f"{head}hnorm",
         final_norm=f"{head}shared_head.norm",
     )
-    return replace(GLM4_MOE_NAMES, mtp=mtp, aside=(head,))
+    return replace(names, mtp=mtp, aside=(head,))

@@ -96,10 +96,10 @@ def typed_windows(types: Any, window: int, n_layers: int) -> tuple[int, ...]:
     return tuple(sizes[kind] for kind in checked_types(types, sizes, n_layers))
 
 
-def checked_types(types: Any, known: Collection[str], n_layers: int) -> list[str]:
-    """The `layer_types` of `n_layers` layers. Raises CheckpointError for one that is not `known`."""
+def checked_types(types: Any, known: Collection[str], n_layers: int, name: str = "layer_types") -> list[str]:
+    """The types of `n_layers` layers under the key `name`. Raises CheckpointError for one that is not `known`."""
     if not isinstance(types, list) or len(types) < n_layers:
-        raise CheckpointError(f"config.json: 'layer_types' is {types!r}, not a list of the {n_layers} layers' types")
+        raise CheckpointError(f"config.json: {name!r} is {types!r}, not a list of the {n_layers} layers' types")
     for kind in types:
         if not isinstance(kind, str) or kind not in known:
             raise CheckpointError(f"config.json: layer type {kind!r} is not one of {', '.join(known)}")

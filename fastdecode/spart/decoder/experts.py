@@ -147,11 +147,11 @@ class Mixture:
         if config.router_scale != 1.0:
             outputs *= config.router_scale
         scores = outputs.sigmoid() if config.sigmoid else outputs.softmax(1)
-        if self._correction is None:
-            shares, chosen = scores.topk(config.used, dim=1)
-        else:
-            chosen = (scores + self._correction).topk(config.used, dim=1).indices
-            shares = scores.gather(1, chosen)
+        wanted = scores if self._correction is None else scores + self._correction
+        if config.groups > 1:
+            wanted = _of_best_groups(wanted, config)
+        chosen = wanted.topk(config.used, dim=1).indices
+        shares = scores.gather(1, chosen)
         if config.renormalise:
             shares /= shares.sum(1, keepdim=True).clamp_(min=config.least_sum)
         if config.scale != 1.0:
@@ -169,3 +169,12 @@ class Mixture:
     def nbytes(self) -> int:
         shared = 0 if self.shared is None else self.shared.nbytes
         return self._router.nbytes + self._up.nbytes + self._down.nbytes + shared
+
+
+def _of_best_groups(scores: torch.Tensor, config: Experts) -> torch.Tensor:
+    """The scores [n, experts], with those of experts outside the best groups of each row lower than any score."""
+    by_group = scores.unflatten(1, (config.groups, -1))
+    best = by_group.topk(config.group_best, dim=2).values.sum(2)  # [n, groups]
+    chosen = torch.zeros_like(best).scatter_(1, best.topk(config.used_groups, dim=1).indices, 1.0)
+    limited: torch.Tensor = by_group.masked_fill(chosen[:, :, None] == 0, -torch.inf)
+    return limited.flatten(1)

@@ -18,7 +18,7 @@ from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, address_of
 from fastdecode.spart.decoder.experts import MLP
 from fastdecode.spart.decoder.rope import Angles
-from fastdecode.spart.decoder.weights import Layer
+from fastdecode.spart.decoder.weights import AttentionBlock, Layer
 from fastdecode.spart.linears.base import Linear, multiplies
 from fastdecode.spart.prefill.prompt_attention import NativePrompts
 from fastdecode.spart.ranks.reduction import Reduction
@@ -164,6 +164,8 @@ def why_no_joints(
         return "a block lacks RMS norms before attention and MLP, RoPE, or a gated SiLU or GELU"
     if config.delta is not None or config.output_gate:
         return "a block keeps a state, or its heads have gates"
+    if config.latent is not None:
+        return "attention is latent"
     if config.options.heads or config.v_norm or config.names.block_scale or config.per_layer or config.mlp_sizes:
         return "layers have heads, norms of V, scales, embeddings or MLPs of their own"
     if config.whole_qk_norm and reduction is not None:
@@ -178,9 +180,10 @@ def why_no_joints(
 
 
 def make_joints(
-    config: ModelConfig, layers: Sequence[Layer], ops: BlockOps, reduction: Reduction | None = None
+    config: ModelConfig, blocks: Sequence[AttentionBlock], ops: BlockOps, reduction: Reduction | None = None
 ) -> LayerJoints | None:
     """The joints of a model's layers, or None if it has none."""
+    layers = [block for block in blocks if isinstance(block, Layer)]
     reason = why_no_joints(config, layers, ops, reduction)
     if reason is not None:
         log.debug("the decoder runs operation by operation: %s", reason)

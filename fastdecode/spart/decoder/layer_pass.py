@@ -14,7 +14,16 @@ from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.joints import make_joints
 from fastdecode.spart.decoder.rope import Angles, RotaryEmbedding
 from fastdecode.spart.decoder.timeline import StepClock
-from fastdecode.spart.decoder.weights import Block, Layer, Model, Norm, PerLayerInput, StateBlock
+from fastdecode.spart.decoder.weights import (
+    AttentionBlock,
+    Block,
+    LatentLayer,
+    Layer,
+    Model,
+    Norm,
+    PerLayerInput,
+    StateBlock,
+)
 from fastdecode.spart.exchange import Exchange, RowExchange
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prefill.heads import multiply_heads
@@ -329,9 +338,14 @@ class DecoderPass:
         prompts = PromptChunk.native(self._prompts)
         return None if prompts is None else self._joint_rows.spart_layers(prompts)
 
-    def project(self, layer: Layer) -> None:
+    def project(self, layer: AttentionBlock) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""
         h = self._normed(self.x, layer.attention_norm) if self._config.norm_first else self.x
+        if isinstance(layer, LatentLayer):
+            assert self._angles is not None, "latent attention has RoPE"
+            layer.latent.project(h, self._angles, self.heads.q_heads, self.heads.kv, self._adapters)
+            return
+        assert isinstance(layer, Layer)
         qkv = adapted_product(layer.qkv, h, self._adapters)
         if layer.k_as_v:
             qkv = torch.cat([qkv, qkv[:, layer.heads.n_q * layer.heads.k_size :]], dim=1)
@@ -362,8 +376,12 @@ class DecoderPass:
             rows = prompt.rows
             prompt.attend(layer, exchange.q[rows], exchange.kv[rows], out=exchange.o[rows])
 
-    def finish(self, layer: Layer) -> None:
+    def finish(self, layer: AttentionBlock) -> None:
         """Compute the rest of the block from the O rows and the residual stream."""
+        if isinstance(layer, LatentLayer):
+            self._end_block(layer, layer.latent.finish(self._o, self._adapters))
+            return
+        assert isinstance(layer, Layer)
         o, width = self._o, layer.heads.n_q * layer.heads.v_size
         if width < o.shape[1]:
             o = o[:, :width].contiguous()

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from fastdecode.spart.checkpoints.config import DeltaRule, ModelConfig
+from fastdecode.spart.checkpoints.config import DeltaRule, Latent, ModelConfig
 from fastdecode.spart.decoder.experts import MLP, Mixture, SharedExpert
+from fastdecode.spart.decoder.latent import LatentAttention
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.ranks.reduction import Reduction
@@ -85,14 +86,19 @@ class Block:
     scale: torch.Tensor | None = None  # [1], of the block's output
 
     @property
-    def mixing(self) -> tuple[Linear, Linear]:
+    def mixing(self) -> Sequence[Linear]:
         """The linears before and after attention, or before and after what the block has in its place."""
         raise NotImplementedError
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> Sequence[Linear]:
         """All linears but those of `mlp`."""
         return self.mixing if self.per_layer is None else (*self.mixing, self.per_layer.gate, self.per_layer.out)
+
+    @property
+    def absorbed_bytes(self) -> int:
+        """Bytes of memory that absorbed matrices take, which latent attention alone has."""
+        return 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,30 +108,51 @@ class StateBlock(Block):
     delta: DeltaWeights
 
     @property
-    def mixing(self) -> tuple[Linear, Linear]:
+    def mixing(self) -> Sequence[Linear]:
         return self.delta.inputs, self.delta.out
 
 
 @dataclass(slots=True, kw_only=True)
-class Layer(Block):
-    """A block that attends. The rows of `qkv` are Q heads, K heads, V heads; with ModelConfig.output_gate, each Q head
-    is followed by its gate. `heads` counts the heads that the layer projects: no KV heads, if it attends to those of an
+class AttentionBlock(Block):
+    """A block that attends. `heads` counts the heads that it projects: no KV heads, if it attends to those of an
     earlier layer."""
 
     heads: Heads
+    sinks: torch.Tensor | None = None  # [n_q_heads]
+    second_rope: bool = False  # RoPE is ModelConfig.second_rope
+    balance: Balance | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Layer(AttentionBlock):
+    """A block with Q, K and V heads. The rows of `qkv` are Q heads, K heads, V heads; with ModelConfig.output_gate,
+    each Q head is followed by its gate."""
+
     qkv: Linear
     q_norm: torch.Tensor | None  # [head_size]; with ModelConfig.whole_qk_norm [n_q_heads * head_size], K likewise
     k_norm: torch.Tensor | None
     o: Linear
-    sinks: torch.Tensor | None  # [n_q_heads]
     v_norm: torch.Tensor | None = None  # [head_size]
-    second_rope: bool = False  # RoPE is ModelConfig.second_rope
     k_as_v: bool = False  # `qkv` has no rows for V, which is K before its norm and RoPE
-    balance: Balance | None = None
 
     @property
-    def mixing(self) -> tuple[Linear, Linear]:
+    def mixing(self) -> Sequence[Linear]:
         return self.qkv, self.o
+
+
+@dataclass(slots=True, kw_only=True)
+class LatentLayer(AttentionBlock):
+    """A block with latent attention."""
+
+    latent: LatentAttention
+
+    @property
+    def mixing(self) -> Sequence[Linear]:
+        return self.latent.linears
+
+    @property
+    def absorbed_bytes(self) -> int:
+        return self.latent.kv.nbytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,7 +162,7 @@ class MTPHead:
     embedding_norm: Norm
     hidden_norm: Norm
     fc: Linear  # of the normalised embedding, then of the normalised hidden state
-    layer: Layer
+    layer: AttentionBlock
     final_norm: Norm
 
 
@@ -154,9 +181,9 @@ class Weights:
     mtp: MTPHead | None = None
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[AttentionBlock]:
         """The blocks that attend; the i-th is layer i of the links."""
-        return [block for block in self.blocks if isinstance(block, Layer)]
+        return [block for block in self.blocks if isinstance(block, AttentionBlock)]
 
     @property
     def all_blocks(self) -> list[Block]:
@@ -175,7 +202,7 @@ class Model(ServedModel):
     @property
     def pooled(self) -> bool:
         blocks = self.weights.blocks
-        pooled = all(linear.pooled for block in blocks for linear in block.linears)
+        pooled = self.config.latent is None and all(linear.pooled for block in blocks for linear in block.linears)
         return pooled and all(block.mlp.pooled for block in blocks) and self.weights.head.pooled
 
     @property
@@ -337,9 +364,12 @@ class Blueprint:
 
     def _attending(
         self, reader: ParameterReader, block: str, has_experts: bool, layer: int, index: int | None
-    ) -> Layer:
+    ) -> AttentionBlock:
         """The block that is layer `layer` of the links; `index` as for `_common`."""
         c, names, heads = self._config, self._config.names, self._config.heads_of(layer)
+        if c.latent is not None:
+            common = self._common(reader, block, has_experts, index)
+            return LatentLayer(**common, heads=heads, latent=self._latent(reader, c.latent, block))
         q_size, kv_size = heads.n_q * heads.k_size, heads.n_kv * heads.k_size
         sizes = [2 * q_size if c.output_gate else q_size, kv_size, kv_size]
         qkv, v_in = [f"{block}{name}" for name in names.qkv], _V
@@ -362,6 +392,24 @@ class Blueprint:
             sinks=reader.tensor(f"{block}{names.sinks}", heads.n_q) if names.sinks else None,
             second_rope=layer in c.second_rope_layers,
             k_as_v=k_as_v and not shares,
+        )
+
+    def _latent(self, reader: ParameterReader, latent: Latent, block: str) -> LatentAttention:
+        c, names, n = self._config, self._config.names.latent, self._config.n_q_heads
+        assert names is not None, "the family's TensorNames has no names for latent attention"
+        q, sizes = names.q_a if latent.q_rank else names.q, [latent.q_rank or n * latent.q_size, latent.row_size]
+        q_norm = of_queries = None
+        if latent.q_rank:
+            q_norm = reader.tensor(f"{block}{names.q_a_norm}.weight", latent.q_rank)
+            of_queries = _block_linear(reader, [f"{block}{names.q_b}"], [n * latent.q_size], latent.q_rank, bias=False)
+        return LatentAttention(
+            config=latent,
+            inputs=_block_linear(reader, [f"{block}{q}", f"{block}{names.kv_a}"], sizes, c.hidden_size, c.qkv_bias),
+            q_norm=q_norm,
+            q=of_queries,
+            kv_norm=reader.tensor(f"{block}{names.kv_a_norm}.weight", latent.rank),
+            kv=reader.tensor(f"{block}{names.kv_b}.weight", n * (latent.k_size + latent.v_size), latent.rank),
+            o=_block_linear(reader, [f"{block}{c.names.o}"], [c.hidden_size], n * latent.v_size, c.o_bias),
         )
 
     def _delta(self, reader: ParameterReader, rule: DeltaRule, block: str) -> DeltaWeights:

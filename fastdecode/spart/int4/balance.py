@@ -54,9 +54,9 @@ def hadamard_by_s_node(kv_dtype: str) -> HadamardHeads:
 @torch.inference_mode()
 def balance_for(model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> None:
     """Give each layer of a model its matrices, which steps then apply, if the KV-cache stores V in 4 bits; take them
-    away if not. Models of the transformers backend, and models whose layers keep states, have none. `tokens` are those
-    of some text; with 4 bits this computes at most 1,024 of them."""
-    if not isinstance(model, Model) or model.config.delta is not None:
+    away if not. Models of the transformers backend, and models whose layers keep states or latent rows, have none.
+    `tokens` are those of some text; with 4 bits this computes at most 1,024 of them."""
+    if not isinstance(model, Model) or model.config.delta is not None or model.config.latent is not None:
         return
     for layer in model.weights.layers:
         layer.balance = None
@@ -71,6 +71,7 @@ def balance_for(model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> Non
         later = torch.randint(max(latest - len(sequence), 1), (len(sequence),), generator=generator)
         found.append(_second_moments(layers, sequence, later))
     for i, layer in enumerate(model.weights.layers):
+        assert isinstance(layer, Layer)
         if config.kv_layers[i] != i:  # K and V that the layer shares have been multiplied
             layer.balance = model.weights.layers[config.kv_layers[i]].balance
             continue

@@ -87,7 +87,9 @@ class CutCheckpoint(Checkpoint):
         if module.endswith(names.qkv) and len(names.qkv) == 1:
             n_q, n_kv = heads.n_q * heads.k_size, heads.n_kv * heads.k_size
             return q, _moved(kv, n_q), _moved(kv, n_q + n_kv)
-        if module.endswith((names.qkv[0], names.o, names.q_norm or names.o)):
+        latent = names.latent
+        of_q_heads = names.qkv[:1] if latent is None else (latent.q, latent.q_b, latent.kv_b)
+        if module.endswith((*of_q_heads, names.o, names.q_norm or names.o)):
             return (_scaled(q_heads, size // heads.n_q),)  # a gate may stand beside each Q head
         if module.endswith((*names.qkv, names.k_norm or names.o)):
             return (kv,)

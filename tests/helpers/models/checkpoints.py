@@ -67,6 +67,22 @@ _GLM4_MOE = {
     "routed_scaling_factor": 1.5,
     "rope": {"partial_rotary_factor": 0.5},
 }
+#: Heads whose K, without RoPE, V and latent rows have different sizes.
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_YARN_OF_DEEPSEEK = {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3}
 _MINIMAX_M2 = {
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -284,6 +300,31 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "glm4-moe-lite": (
+        "glm4_moe_lite",
+        {**_LATENT, "n_group": 1, "topk_group": 1, "attention_bias": True, "num_nextn_predict_layers": 1},
+        {},
+    ),
+    "glm4-moe-lite-halves": (
+        "glm4_moe_lite",
+        {
+            **_LATENT,
+            "rope_interleave": False,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "routed_scaling_factor": 1.2,
+            "tie_word_embeddings": True,
+        },
+        {},
+    ),
+    "deepseek-v2": ("deepseek_v2", {**_LATENT, "topk_method": "group_limited_greedy", "rope": _YARN_OF_DEEPSEEK}, {}),
+    "deepseek-v2-lite": ("deepseek_v2", {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5}, {}),
+    "deepseek-v3": ("deepseek_v3", {**_LATENT, "attention_bias": True, "rope": _YARN_OF_DEEPSEEK}, {}),
+    "deepseek-v3-dense": ("deepseek_v3", {**_LATENT, "first_k_dense_replace": 3, "q_lora_rank": None}, {}),
+    "deepseek-v3-halves": (
+        "deepseek_v3",
+        {**_LATENT, "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_shared_experts": 2},
+        {},
+    ),
     "minimax-m2": ("minimax_m2", _MINIMAX_M2, {}),
     "olmo2": ("olmo2", {"num_key_value_heads": 2}, {}),
     "olmo2-bias": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True, "rope": _LLAMA3}, {}),
@@ -334,6 +375,7 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "ernie4.5",
+    "deepseek-v3-dense",
     "opt",
 )
 #: The ending of the buffer that changes which experts a router chooses.
@@ -344,7 +386,10 @@ BUFFERS = (CORRECTION, BLOCK_SCALE)
 #: Models whose layers keep states.
 STATEFUL = ("qwen3-next", "qwen3.5", "qwen3.5-last", "qwen3.5-moe")
 #: Mixtures of experts. Rounding may give a token other experts, so they have no budgets for smaller formats.
-MIXTURES = ("mixtral", "gpt-oss", "glm4-moe", "minimax-m2", "ernie4.5-moe", "gemma4-moe")
+MIXTURES = (
+    *("mixtral", "gpt-oss", "glm4-moe", "minimax-m2", "ernie4.5-moe", "gemma4-moe"),
+    *("glm4-moe-lite", "deepseek-v2", "deepseek-v3"),
+)
 
 
 def make_checkpoint(name: str, seed: int = 0) -> Path:

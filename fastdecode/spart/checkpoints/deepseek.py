@@ -1,0 +1,190 @@
+"""The families with latent attention: DeepSeek-V2 and V3 (and R1, Kimi K2, Moonlight), and GLM-4.7-Flash."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE
+from fastdecode.spart.checkpoints.config import CheckpointError, Experts, Latent, LatentNames, Rope
+from fastdecode.spart.checkpoints.config_json import ConfigJson, attention_factor
+from fastdecode.spart.checkpoints.glm import GLM4_MOE_NAMES, with_head
+from fastdecode.spart.checkpoints.llama_like import checked_types
+from fastdecode.transports.base import LayerOptions
+
+_LATENT_NAMES = LatentNames(
+    q="self_attn.q_proj",
+    q_a="self_attn.q_a_proj",
+    q_a_norm="self_attn.q_a_layernorm",
+    q_b="self_attn.q_b_proj",
+    kv_a="self_attn.kv_a_proj_with_mqa",
+    kv_a_norm="self_attn.kv_a_layernorm",
+    kv_b="self_attn.kv_b_proj",
+)
+DEEPSEEK_NAMES = replace(GLM4_MOE_NAMES, qkv=(), latent=_LATENT_NAMES)
+
+
+def deepseek_v2(config: ConfigJson) -> dict[str, Any]:
+    if config.flag("mlp_bias", False):
+        raise CheckpointError("config.json: 'mlp_bias' is set, which is not supported for DeepSeek-V2")
+    if config.raw.get("norm_topk_prob"):  # which DeepSeek's code and transformers understand differently
+        raise CheckpointError("config.json: 'norm_topk_prob' is set, which is not supported for DeepSeek-V2")
+    _require(config, "scoring_func", "softmax")
+    latent = Latent(
+        rank=config.size("kv_lora_rank", 512),
+        k_size=config.size("qk_nope_head_dim", 128),
+        rope_size=config.size("qk_rope_head_dim", 64),
+        v_size=config.size("v_head_dim", 128),
+        q_rank=_q_rank(config, 1536),
+    )
+    experts = Experts(
+        config.size("n_routed_experts", 64),
+        config.size("num_experts_per_tok"),
+        config.size("moe_intermediate_size", 1407),
+        renormalise=False,
+        single_router=True,
+        scale=config.number("routed_scaling_factor", 1.0),
+    )
+    method = config.raw.get("topk_method", "greedy")
+    if method == "group_limited_greedy":
+        groups, used = config.size("n_group"), config.size("topk_group")
+        experts = replace(experts, groups=groups, used_groups=used)
+    elif method != "greedy":
+        raise CheckpointError(f"config.json: 'topk_method' is {method!r}, not 'greedy' or 'group_limited_greedy'")
+    return {
+        **_common(config, latent, max_positions=2048),
+        "experts": _with_shared(config, experts, _first_dense(config, 0), n_shared=2),
+        "names": replace(DEEPSEEK_NAMES, router_correction=None),
+    }
+
+
+def deepseek_v3(config: ConfigJson) -> dict[str, Any]:
+    latent = Latent(
+        rank=config.size("kv_lora_rank", 512),
+        k_size=config.size("qk_nope_head_dim", 128),
+        rope_size=config.size("qk_rope_head_dim", 64),
+        v_size=config.size("v_head_dim", 128),
+        q_rank=_q_rank(config, 1536),
+        interleaved=config.flag("rope_interleave", True),
+    )
+    experts = _corrected_experts(config, n=256, used=8, size=2048, scale=2.5, groups=8, used_groups=4)
+    return {
+        **_common(config, latent, max_positions=4096),
+        "experts": _with_shared(config, experts, _first_dense(config, 3), n_shared=1),
+        "names": with_head(DEEPSEEK_NAMES, config.size("num_hidden_layers")),
+    }
+
+
+def glm4_moe_lite(config: ConfigJson) -> dict[str, Any]:
+    n_layers = config.size("num_hidden_layers")
+    latent = Latent(
+        rank=config.size("kv_lora_rank", 512),
+        k_size=config.size("qk_nope_head_dim", 192),
+        rope_size=config.size("qk_rope_head_dim", 64),
+        v_size=config.size("v_head_dim", 256),
+        q_rank=_q_rank(config, 768),
+        interleaved=config.flag("rope_interleave", True),
+    )
+    experts = _corrected_experts(config, n=64, used=4, size=1536, scale=1.8, groups=1, used_groups=1)
+    types = config.raw.get("mlp_layer_types")
+    if types is None:
+        _require(config, "first_k_dense_replace", 1)
+        types = ["dense", *["sparse"] * (n_layers - 1)]
+    types = checked_types(types, ("dense", "sparse"), n_layers, "mlp_layer_types")
+    dense = frozenset(i for i, kind in enumerate(types) if kind == "dense")
+    return {
+        **_common(config, latent, max_positions=202752, norm_eps=1e-5),
+        "experts": _with_shared(config, experts, dense, n_shared=1),
+        "names": with_head(DEEPSEEK_NAMES, n_layers),
+    }
+
+
+def _common(config: ConfigJson, latent: Latent, max_positions: int, norm_eps: float = 1e-6) -> dict[str, Any]:
+    """The fields that all of them have in common. `max_positions` and `norm_eps` are the defaults of absent keys."""
+    n_q, n_layers = config.size("num_attention_heads"), config.size("num_hidden_layers")
+    max_positions = config.size("max_position_embeddings", max_positions)
+    bias = config.flag("attention_bias", False)
+    if bias and not latent.q_rank:
+        raise CheckpointError("config.json: 'attention_bias' is set and 'q_lora_rank' is null, which is not supported")
+    size = latent.row_size
+    if latent.rank % HEAD_SIZE_UNIT or size % HEAD_SIZE_UNIT or size > MAX_HEAD_SIZE:
+        raise CheckpointError(
+            f"config.json: 'kv_lora_rank' is {latent.rank}, 'qk_rope_head_dim' {latent.rope_size}; both must be "
+            f"multiples of {HEAD_SIZE_UNIT}, together at most {MAX_HEAD_SIZE}"
+        )
+    rope = config.rope(max_positions)
+    return {
+        "intermediate_size": config.size("intermediate_size"),
+        "n_kv_heads": 1,
+        "head_size": size,
+        "v_in_k": True,
+        "latent": latent,
+        "options": LayerOptions(heads=((n_q, 1, size, latent.rank),) * n_layers),
+        "max_positions": max_positions,
+        "windows": (0,) * n_layers,
+        "softmax_scale": _softmax_scale(config, latent, rope),
+        "rope": rope,
+        "activation": config.activation("hidden_act", "silu"),
+        "norm": "rms",
+        "norm_eps": config.number("rms_norm_eps", norm_eps),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "tied": config.flag("tie_word_embeddings", False),
+        "embed_size": config.size("hidden_size"),
+    }
+
+
+def _softmax_scale(config: ConfigJson, latent: Latent, rope: Rope) -> float:
+    """YaRN's scale of scores stands here where `mscale_all_dim` takes it out of cos and sin, with which K would be
+    scaled in part only."""
+    table = config.rope_table()
+    scale, kind = 1.0, table.get("rope_type") or table.get("type") or "default"
+    if kind != "default" and table.get("mscale_all_dim"):
+        numbers = ConfigJson(table)
+        scale = attention_factor(numbers.number("factor", rope.factor), numbers.number("mscale_all_dim", 1.0))
+    return scale * scale / math.sqrt(latent.q_size)
+
+
+def _q_rank(config: ConfigJson, default: int) -> int:
+    """`q_lora_rank`, 0 for null."""
+    return 0 if config.raw.get("q_lora_rank", default) is None else config.size("q_lora_rank", default)
+
+
+def _corrected_experts(
+    config: ConfigJson, n: int, used: int, size: int, scale: float, groups: int, used_groups: int
+) -> Experts:
+    """Experts that are chosen by corrected sigmoids. The arguments are the defaults of absent keys."""
+    _require(config, "scoring_func", "sigmoid")
+    _require(config, "topk_method", "noaux_tc")
+    return Experts(
+        config.size("n_routed_experts", n),
+        config.size("num_experts_per_tok", used),
+        config.size("moe_intermediate_size", size),
+        renormalise=config.flag("norm_topk_prob", True),
+        sigmoid=True,
+        single_router=True,
+        scale=config.number("routed_scaling_factor", scale),
+        groups=config.size("n_group", groups),
+        used_groups=config.size("topk_group", used_groups),
+        group_best=2,
+    )
+
+
+def _first_dense(config: ConfigJson, default: int) -> frozenset[int]:
+    n_layers = config.size("num_hidden_layers")
+    return frozenset(range(min(config.size("first_k_dense_replace", default, least=0), n_layers)))
+
+
+def _with_shared(config: ConfigJson, experts: Experts, dense: frozenset[int], n_shared: int) -> Experts:
+    """`experts` with the dense layers and the shared experts, whose number is `n_shared` where the key is absent."""
+    _require(config, "moe_layer_freq", 1)
+    shared = experts.intermediate_size * config.size("n_shared_experts", n_shared, least=0)
+    return replace(experts, dense_layers=dense, shared_size=shared)
+
+
+def _require(config: ConfigJson, name: str, value: Any) -> None:
+    """Raise CheckpointError for a key of another value. The class in transformers does not read the key, which
+    checkpoints have for DeepSeek's own code."""
+    if config.raw.get(name, value) != value:
+        raise CheckpointError(f"config.json: {name!r} is {config.raw[name]!r}; only {value!r} is supported")

@@ -1,0 +1,72 @@
+"""LatentAttention: what is before and after multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv
+2405.04434, section 2.1.2 and appendix C).
+
+K and V of all heads are products of one latent row with a matrix of each head. Here the queries are multiplied with the
+matrices of K, and the outputs with those of V. All query heads then share one KV head: K is the latent row and the part
+of K with RoPE, V is the latent row, the first elements of K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fastdecode.spart.checkpoints.config import Latent
+from fastdecode.spart.decoder.rope import Angles
+from fastdecode.spart.linears.base import Linear
+from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
+
+
+@dataclass(slots=True)
+class LatentAttention:
+    """The parameters of a layer, in the activation dtype but for the linears."""
+
+    config: Latent
+    inputs: Linear  # of the residual stream: Q, or the row that all queries are made of; the latent row; K with RoPE
+    q_norm: torch.Tensor | None  # [q_rank], and the linear [n_q_heads * q_size, q_rank]; None: `inputs` makes Q
+    q: Linear | None
+    kv_norm: torch.Tensor  # [rank]
+    kv: torch.Tensor  # [n_q_heads * (k_size + v_size), rank]: the matrices of K and of V of the first head, and so on
+    o: Linear  # [hidden_size, n_q_heads * v_size]
+
+    def project(
+        self, h: torch.Tensor, angles: Angles, q_heads: torch.Tensor, kv: torch.Tensor, adapters: AdapterRows | None
+    ) -> None:
+        """Write the layer's Q and KV rows of the normalised residual stream h [n, hidden_size] to `q_heads`
+        [n, n_q_heads, row_size] and `kv` [n, row_size]."""
+        c = self.config
+        k_heads, _ = self._heads
+        widths = [c.q_rank or len(k_heads) * c.q_size, c.rank, c.rope_size]
+        q, latent, k = adapted_product(self.inputs, h, adapters).split_with_sizes(widths, dim=1)
+        if self.q is not None:
+            q = adapted_product(self.q, F.rms_norm(q, [c.q_rank], self.q_norm, c.norm_eps), adapters)
+        plain, turned = q.unflatten(1, (-1, c.q_size)).split_with_sizes([c.k_size, c.rope_size], dim=2)
+        q_heads[..., : c.rank].copy_(torch.bmm(plain.transpose(0, 1), k_heads).transpose(0, 1))
+        self._turn(turned, angles.q_cos, angles.q_sin, q_heads[..., c.rank :])
+        kv[:, : c.rank].copy_(F.rms_norm(latent, [c.rank], self.kv_norm, c.norm_eps))
+        self._turn(k[:, None], angles.cos, angles.sin, kv[:, None, c.rank :])
+
+    @property
+    def _heads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The matrices of K [n_q_heads, k_size, rank] and of V [n_q_heads, rank, v_size]."""
+        heads = self.kv.unflatten(0, (-1, self.config.k_size + self.config.v_size))
+        return heads[:, : self.config.k_size], heads[:, self.config.k_size :].transpose(1, 2)
+
+    def _turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+        """Turn x [n, heads, rope_size] into `out`, in which the two halves of a head are the pairs that RoPE turns."""
+        a, b = (x[..., 0::2], x[..., 1::2]) if self.config.interleaved else x.chunk(2, dim=-1)
+        out_a, out_b = out.chunk(2, dim=-1)
+        out_a.copy_(a * cos - b * sin)
+        out_b.copy_(b * cos + a * sin)
+
+    def finish(self, o: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
+        """O rows [n, n_q_heads * rank] of latent rows -> the output of attention, [n, hidden_size]."""
+        heads = torch.bmm(o.unflatten(1, (-1, self.config.rank)).transpose(0, 1), self._heads[1])
+        return adapted_product(self.o, heads.transpose(0, 1).flatten(1), adapters)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The linears of the layer."""
+        return [linear for linear in (self.inputs, self.q, self.o) if linear is not None]
