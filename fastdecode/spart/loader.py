@@ -89,7 +89,7 @@ def load_model(
     with torch.inference_mode(), tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar:
         writer = None if save is None else RoundedWriter(source, save)
         made = checkpoint, device, dtype, weights, adapter_set, bar, writer
-        calibrated = weights == "int4" and not (config.names.sinks or config.delta or config.latent)
+        calibrated = weights == "int4" and not (config.names.sinks or config.delta)
         known = [token for token in calibration or () if token < config.vocab_size] if calibrated else []
         reader = CalibratedParameters(config, known, *made) if known else Parameters(*made)
         loaded = blueprint.weights(reader)

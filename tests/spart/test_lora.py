@@ -104,20 +104,21 @@ async def test_64_requests_over_8_adapters_and_the_base_model_equal_the_merged_m
 
 
 @pytest.mark.parametrize(
-    ("model_type", "options"),
+    ("backend", "model_type", "options"),
     [
-        ("qwen3", {"target_modules": "all-linear"}),
-        ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
-        ("mixtral", {"target_modules": ["q_proj", "o_proj"]}),
+        ("transformers", "qwen3", {"target_modules": "all-linear"}),
+        ("transformers", "gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+        ("transformers", "mixtral", {"target_modules": ["q_proj", "o_proj"]}),
+        ("native", "deepseek_v3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_the_transformers_backend_equals_the_merged_model(model_type, options, tmp_path):
+async def test_other_models_equal_the_merged_model(backend, model_type, options, tmp_path):
     base = save_model(model_type, tmp_path)
     directory = save_adapter(base, tmp_path / "adapter", 1, r=4, lora_alpha=8, **options)
     prompts = [[5, 9, 44], list(range(3, 100)), [7]]
     adapters = [read_adapter("a", directory)]
-    async with real_engine(base, tmp_path, backend="transformers", adapters=adapters) as engine:
+    async with real_engine(base, tmp_path, backend=backend, adapters=adapters) as engine:
         outputs = [
             await asyncio.gather(*(tokens_of(submit(engine, prompt, greedy(6, name))) for prompt in prompts))
             for name in ("a", None)

@@ -69,6 +69,14 @@ MODELS = {
         "architectures": ["Qwen3_5ForCausalLM"],
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "deepseek": {
+        **LLAMA,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "q_lora_rank": 768,
+        "first_k_dense_replace": 2,
+    },
 }
 
 

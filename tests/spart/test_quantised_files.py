@@ -71,6 +71,8 @@ async def test_models_whose_layers_keep_states(name, tmp_path):
         ("glm4-moe", "W4A16"),
         ("glm4-moe", "FP8"),
         ("minimax-m2", "fp8-blocks"),
+        ("deepseek-v3", "fp8-blocks"),
+        ("deepseek-v2-lite", "W4A16"),
     ],
 )
 async def test_mixtures(source, name, tmp_path):

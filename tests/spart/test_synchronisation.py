@@ -13,8 +13,11 @@ from models.checkpoints import VARIANTS, make_checkpoint
 from nodes.forked import run_script
 
 SCRIPT = Path(__file__).parents[1] / "helpers/gpu/fake_device.py"
-#: Of the native families, with and without windows, biases, QK norm, projections, states.
-MODELS = ("llama-gqa", "mistral", "qwen2-window", "qwen3", "qwen3.5", "phi3", "granite", "olmo2", "opt")
+#: Of the native families, with and without windows, biases, QK norm, projections, states, latent attention.
+MODELS = (
+    *("llama-gqa", "mistral", "qwen2-window", "qwen3", "qwen3.5", "phi3", "granite", "olmo2", "deepseek-v3-dense"),
+    "opt",
+)
 CASES = [(model, "float16") for model in MODELS] + [("opt-projected", "float32")]
 
 

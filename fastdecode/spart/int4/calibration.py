@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 
 from fastdecode.spart.decoder.layer_pass import DecoderLayers
-from fastdecode.spart.decoder.weights import Layer, Model
+from fastdecode.spart.decoder.weights import AttentionBlock, Model
 from fastdecode.spart.int4.gptq import quantise_compensated, second_moments
 from fastdecode.spart.int4.probe import prompt_pass, sequences_of
 from fastdecode.spart.linears.base import Linear
@@ -79,7 +79,7 @@ class Calibration:
         self._layers = DecoderLayers(model)
         self._pass = prompt_pass(self._layers, sequences_of(model.config, tokens)[:_SEQUENCES])
 
-    def pass_block(self, index: int, layer: Layer) -> None:
+    def pass_block(self, index: int, layer: AttentionBlock) -> None:
         """Bring the tokens through the block `index`, which rounds its linears, to the next."""
         self._pass.project(layer)
         self._pass.attend_prompts(index)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.weights import Layer, Model, Weights
+from fastdecode.spart.decoder.weights import AttentionBlock, Model, Weights
 from fastdecode.spart.int4.calibration import MOST_INPUTS, CalibratedLinear, Calibration
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.dense import DenseEmbedding, DenseLinear
@@ -66,7 +66,7 @@ class CalibratedParameters(Parameters):
             )
             self._calibration = Calibration(model, self._tokens)
         block = weights.blocks[index]
-        assert isinstance(block, Layer), "a model whose blocks keep states is not calibrated"
+        assert isinstance(block, AttentionBlock), "a model whose blocks keep states is not calibrated"
         self._calibration.pass_block(index, block)
         log.info("rounded block %d of %d to int4 by the inputs of a text", index + 1, self._config.n_blocks)
         return_free_memory()

@@ -81,10 +81,10 @@ class DeviceRows:
 
     def __init__(self, slot: int, link_rows: list[Any], device: torch.device, appender: None):
         n_rows = sum(rows.n_rows for rows in link_rows)
-        (q_size, kv_size), dtype = link_rows[0].views.sizes, link_rows[0].views.dtype
+        (q_size, kv_size, o_size), dtype = link_rows[0].views.sizes, link_rows[0].views.dtype
         self.q = torch.empty(n_rows, q_size, device=device, dtype=dtype)
         self.kv = torch.empty(n_rows, kv_size, device=device, dtype=dtype)
-        self.o = torch.empty(n_rows, q_size, device=device, dtype=dtype)
+        self.o = torch.empty(n_rows, o_size, device=device, dtype=dtype)
         self.failures: dict[Any, Any] = {}
 
     pending, ready = None, True
@@ -153,7 +153,7 @@ def make_spart(directory: str, dtype: torch.dtype, state_slots: int = 0) -> Any:
     device = torch.device(DEVICE)
     views = SimpleNamespace(
         link=SimpleNamespace(geometry=SimpleNamespace(max_rows=4096)),
-        sizes=config.row_sizes[:2],
+        sizes=config.row_sizes,
         dtype=dtype,
     )
 
