@@ -52,6 +52,13 @@ _CASED_WORDS = (
     f"{_BEFORE}{_UPPER}*{_LOWER}+%s|{_BEFORE}{_UPPER}+{_LOWER}*%s"
     r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+#: Words of DeepSeek-V3, in three steps: numbers, Chinese and Japanese, and the rest.
+_DEEPSEEK_V3_WORDS = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 #: Names in `tokenizer.ggml.pre`, grouped by the way in which a tokenizer cuts text into words.
 _DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _GPT2 = ("gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion")
@@ -61,14 +68,15 @@ _QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan-dense")
 _QWEN35 = "qwen35"
 #: The tokenizers that keep a word whole if the vocabulary has it, and put a token before a text.
 _WHOLE = (*_LLAMA3, "tekken")
-#: The expression that cuts a text into words, by the tokenizer's name.
-_WORDS = {
+#: The expression that cuts a text into words, or several that do so one after another, by the tokenizer's name.
+_WORDS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys((*_LLAMA3, *_GLM4), _LLAMA3_WORDS % "{1,3}"),
     **dict.fromkeys(_QWEN2, _LLAMA3_WORDS % ""),
     _QWEN35: _QWEN35_WORDS,
     "seed-coder": (_LLAMA3_WORDS % "").replace(r"[\r\n]*", ""),  # signs take no ends of lines with them
     **dict.fromkeys(("gpt-4o", "minimax-m2"), _CASED_WORDS % (_BEHIND, _BEHIND, "{1,3}")),
     "tekken": _CASED_WORDS % ("", "", ""),
+    "deepseek-v3": _DEEPSEEK_V3_WORDS,
 }
 
 
@@ -130,9 +138,11 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
     elif pre in _GPT2:
         tokenizer.pre_tokenizer = plain
     elif pre in _WORDS:
-        split = pre_tokenizers.Split(Regex(_WORDS[pre]), "isolated")
+        words = _WORDS[pre]
+        words = (words,) if isinstance(words, str) else words
+        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in words]
         rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, rest])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, rest])
         if pre in ("qwen2", _QWEN35):
             tokenizer.normalizer = normalizers.NFC()
     else:

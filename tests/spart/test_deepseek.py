@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
-from models.checkpoints import make_checkpoint, reference
+from models.checkpoints import make_checkpoint, make_model, reference
+from models.gguf_made import tokenizer_fields, write_gguf
+from models.llama_cpp_checks import last_logits, logits_of_llama_cpp, needs_llama_cpp
+from models.spart_steps import EXACT, text
 
 from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
-from fastdecode.spart import CheckpointError, ModelConfig, load_model
+from fastdecode.spart import CheckpointError, ModelConfig, load_model, read_config
 from fastdecode.spart.checkpoints.families import make_config
 from fastdecode.spart.loader import block_linears
 
@@ -92,9 +98,9 @@ def test_the_router_chooses_the_experts_of_the_best_groups(name):
 
 def test_latent_rows_are_stored_in_place_of_heads():
     config = config_of("deepseek-v3")
-    assert config.heads_of(1) == (4, 1, 48 + 16, 48, True)
+    assert config.heads_of(1) == (4, 1, 64 + 16, 64, True)
     page = page_bytes(geometry_tuple(config.hello_geometry(1, 1, "fp32")), 0, **config.options.stored(config.windows))
-    assert page == config.n_layers * (48 + 16) * 4 * PAGE_TOKENS, "V is a part of K, so only K is stored"
+    assert page == config.n_layers * (64 + 16) * 4 * PAGE_TOKENS, "V is a part of K, so only K is stored"
     changed = {name.rpartition(".")[2] for name in block_linears(config)}
     assert {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"} <= changed
     assert "kv_b_proj" not in changed, "an adapter for a matrix that is absorbed is refused"
@@ -166,3 +172,77 @@ def test_keys_that_are_absent_have_the_defaults_of_the_class(name):
 def test_what_is_not_understood_is_named(name, changes, message):
     with pytest.raises(CheckpointError, match=message):
         config_of(name, **changes)
+
+
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("legacy", [False, True])
+async def test_logits_are_those_of_llama_cpp(legacy, tmp_path):
+    path, tokens, model = tmp_path / "m.gguf", text(50), make_model("glm4-moe-lite")
+    write_gguf(path, model, "F32", tokenizer_fields(make_checkpoint("glm4-moe-lite"), "glm4"), legacy=legacy)
+    got, want = await last_logits(path, tokens, tmp_path), logits_of_llama_cpp(path, tokens)
+    assert (got - want).abs().max() < 3e-3 * want.std()
+    assert got.argmax(1).tolist() == want.argmax(1).tolist()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("deepseek-v2-lite", "F32"), ("glm4-moe-lite", "Q8_0")])
+async def test_logits_are_those_of_the_model_in_the_file(name, kind, tmp_path):
+    path, tokens, model = tmp_path / "m.gguf", text(50), make_model(name)
+    write_gguf(path, model, kind, tokenizer_fields(make_checkpoint(name), "glm4"))
+    with torch.inference_mode():
+        want = model(torch.tensor([tokens])).logits[0, -9:]
+    budget = EXACT if kind == "F32" else 5e-3  # products with quantised matrices have activations in 15 bits
+    assert (await last_logits(path, tokens, tmp_path) - want).abs().max() < budget * want.std()
+
+
+def metadata(path: Path, **fields: int | float | bool | str) -> ModelConfig:
+    """The configuration of a file without the tensors of blocks."""
+    writer = gguf.GGUFWriter(path, "deepseek2")
+    sizes = {"context_length": 512, "embedding_length": 96, "feed_forward_length": 64, "block_count": 4}
+    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 1, "attention.key_length": 80}
+    sizes |= {"attention.value_length": 64, "attention.kv_lora_rank": 64, "rope.dimension_count": 16}
+    sizes |= {"attention.layer_norm_rms_epsilon": 1e-5, "expert_feed_forward_length": 48}
+    sizes |= {"expert_count": 8, "expert_used_count": 2}
+    for key, value in (sizes | fields).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](f"deepseek2.{key}", value)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 96), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_config(path)
+
+
+def test_what_llama_cpp_takes_for_granted(tmp_path):
+    config = metadata(tmp_path / "m.gguf", **{"attention.key_length_mla": 40, "attention.value_length_mla": 24})
+    latent, experts = config.latent, config.experts
+    assert (latent.rank, latent.rope_size, latent.k_size, latent.v_size, latent.q_rank) == (64, 16, 24, 24, 0)
+    assert (latent.norm_eps, config.softmax_scale) == (pytest.approx(1e-5), 40**-0.5)
+    assert (experts.sigmoid, experts.groups, experts.scale, experts.dense_layers) == (False, 1, 1.0, frozenset())
+    groups = {"expert_group_count": 4, "expert_group_used_count": 2}
+    experts = metadata(tmp_path / "m.gguf", **groups).experts
+    assert (experts.groups, experts.used_groups, experts.group_best) == (4, 2, 1)
+    experts = metadata(tmp_path / "m.gguf", **groups, expert_gating_func=2, expert_weights_norm=True).experts
+    assert (experts.sigmoid, experts.groups, experts.group_best, experts.renormalise) == (True, 4, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"expert_gating_func": 3}, r"m\.gguf: 'deepseek2\.expert_gating_func' is 3, not 1 or 2"),
+        ({"expert_weights_norm": True}, r"'deepseek2\.expert_weights_norm' is set, which is not supported"),
+        ({"attention.kv_lora_rank": 1024}, r"'deepseek2\.attention\.kv_lora_rank' is 1024, .* at most 576"),
+        ({"attention.temperature_scale": 0.1}, r"the key 'deepseek2\.attention\.temperature_scale' is not understood"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+            r"'deepseek2\.rope\.scaling\.yarn_log_multiplier' is absent, and RoPE is scaled by 'yarn'",
+        ),
+    ],
+    ids=str,
+)
+def test_keys_of_a_file_that_are_not_understood_are_named(fields, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        metadata(tmp_path / "m.gguf", **fields)

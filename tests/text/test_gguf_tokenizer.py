@@ -36,6 +36,7 @@ TEXTS = [
     "Größe\u0301",
     "a\u0331\u0331\u0331 नमस्ते",
     "helloWorld's NASAs IT'S ǅabc1234 //\n/x",
+    "x=(y) 中文abc かな12カナ、 中 [a]\\b",
 ]
 _PLAIN = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _REST = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -47,6 +48,12 @@ _SEED_CODER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 #: `tokenizer.ggml.pre` -> the pre-tokenizer of the tokenizer.json that models of this name are published with.
 PRE = {
     "gpt-2": _PLAIN,
@@ -57,6 +64,9 @@ PRE = {
         [pre_tokenizers.Split(Regex(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")), "isolated"), _REST]
     ),
     "seed-coder": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SEED_CODER), "isolated"), _REST]),
+    "deepseek-v3": pre_tokenizers.Sequence(
+        [*(pre_tokenizers.Split(Regex(words), "isolated") for words in _DEEPSEEK_V3), _REST]
+    ),
     "qwen35": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"), _REST]),
     **{
         name: pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), "isolated"), _REST])

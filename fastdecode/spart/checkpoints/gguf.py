@@ -36,12 +36,16 @@ class GGUFCheckpoint(Checkpoint):
 
     def shape(self, name: str) -> tuple[int, ...]:
         part = self._parts[name]
-        check_type(part.tensor)
+        for tensor in (part.tensor, part.v_heads):
+            if tensor is not None:
+                check_type(tensor)
         return part.shape
 
     def tensor(self, name: str) -> torch.Tensor:
         part = self._parts[name]
-        values = float_tensor(part.tensor)
+        values = _numbers(part.tensor)
+        if part.v_heads is not None:
+            values = torch.cat([values.transpose(1, 2), _numbers(part.v_heads)], dim=1).flatten(0, 1)
         values = values if part.reshaped is None else values.reshape(part.reshaped)
         values = values if part.rows is None else values[part.rows]
         values = values if part.inputs is None else values[:, part.inputs]
@@ -62,6 +66,13 @@ class GGUFCheckpoint(Checkpoint):
     def quantisation(self) -> str | None:
         kinds = {part.tensor.type.name for part in self._parts.values()} - FLOATS.keys()
         return f"GGUF {', '.join(sorted(kinds))}" if kinds else None
+
+
+def _numbers(tensor: GGUFTensor) -> torch.Tensor:
+    """A tensor of any type; a quantised one is dequantised."""
+    if tensor.type.name in FLOATS:
+        return float_tensor(tensor)
+    return unpack_matrix(tensor).dequantise().view(tensor.shape)
 
 
 def _logarithm(part: Part, values: torch.Tensor) -> torch.Tensor:

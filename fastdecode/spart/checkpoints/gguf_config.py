@@ -37,6 +37,7 @@ FAMILIES = {
     "qwen3vl": ("Qwen3ForCausalLM", None),
     "qwen3vlmoe": (None, "Qwen3MoeForCausalLM"),
     "glm4moe": (None, "Glm4MoeForCausalLM"),
+    "deepseek2": (None, "DeepseekV3ForCausalLM"),  # V2 if the router's scores are a softmax
     "minimax-m2": (None, "MiniMaxM2ForCausalLM"),
     "olmo2": ("Olmo2ForCausalLM", None),  # OLMo 3 with windows
     "ernie4_5": ("Ernie4_5ForCausalLM", None),
@@ -80,6 +81,11 @@ _GLM4_MOE_KEYS = _EXPERT_KEYS | {
     "expert_group_used_count": "topk_group",
     "leading_dense_block_count": "first_k_dense_replace",
 }
+_DEEPSEEK2_KEYS = _GLM4_MOE_KEYS | {
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
 _SHARED_KEYS = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 #: More such keys, which only these architectures' families read.
 _FAMILY_KEYS = {
@@ -100,6 +106,7 @@ _FAMILY_KEYS = {
         "logit_scale": "logits_scaling",
     },
     "glm4moe": _GLM4_MOE_KEYS,
+    "deepseek2": _DEEPSEEK2_KEYS,
     "minimax-m2": _EXPERT_KEYS
     | {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
     "olmo2": {"attention.sliding_window": "sliding_window"},
@@ -129,13 +136,19 @@ _FAMILY_OTHER_KEYS = {
     **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), _VISION_OTHER_KEYS),
     "gemma4": GEMMA4_OTHER_KEYS,
     "glm4moe": {"rope.dimension_sections", "expert_gating_func", "nextn_predict_layers"},
+    "deepseek2": {
+        *("attention.key_length_mla", "attention.value_length_mla"),
+        *("expert_gating_func", "rope.scaling.yarn_log_multiplier"),
+    },
     "minimax-m2": {"expert_gating_func"},
     "olmo2": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
     "ernie4_5-moe": {"expert_shared_count", "expert_shared_feed_forward_length"},
     "mistral3": {"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"},
 }
-#: What `expert_gating_func` says of scores that are sigmoids; 0 leaves it to the architecture.
-_SIGMOID = 2
+#: What `expert_gating_func` says of scores that are a softmax, and of sigmoids; 0 leaves it to the architecture.
+_SOFTMAX, _SIGMOID = 1, 2
+#: The numbers of layers and of tokens of GLM-4.7-Flash, whose scores are sigmoids for llama.cpp without that key.
+_GLM_4_7_FLASH = (47, 154880)
 #: The keys of RoPE's scaling, and what config.json calls them in `rope_scaling`.
 _SCALING_KEYS = {
     "rope.scaling.factor": "factor",
@@ -171,6 +184,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         norm_offset=0.0,
         names=tensor_names(config, metadata.architecture, metadata.drafts),
         rope=_rope(file, config),
+        latent=config.latent and replace(config.latent, norm_eps=config.norm_eps),
         qkv_bias=any(name.endswith(".attn_q.bias") for name in tensors),
         o_bias=any(name.endswith(".attn_output.bias") for name in tensors),
         mlp_bias=any(name.endswith(".ffn_down.bias") for name in tensors),
@@ -211,6 +225,8 @@ class _Metadata:
         raw: dict[str, Any] = {"norm_topk_prob": True}
         if self.architecture == "glm4moe":
             raw = self._glm4_moe()
+        if self.architecture == "deepseek2":
+            raw = self._deepseek2()
         if self.architecture == "ernie4_5-moe":  # the size of all shared experts together
             size, shared = (self._whole_number(f"expert_{each}feed_forward_length") for each in ("", "shared_"))
             raw = {"moe_num_shared_experts": shared // size if size else 0}
@@ -228,7 +244,7 @@ class _Metadata:
         if family is None:
             raise CheckpointError(f"{path}: {experts} experts are not understood in {self.architecture}")
         raw |= {
-            "architectures": [family],
+            "architectures": raw.get("architectures", [family]),
             "dtype": _dtype(tensors, self.architecture),
             "vocab_size": tensors["token_embd.weight"].shape[0],
             "tie_word_embeddings": f"{NAMES.head}.weight" not in tensors,
@@ -255,6 +271,12 @@ class _Metadata:
         scaling = {name: value for key, name in _SCALING_KEYS.items() if (value := self.own.get(key))}
         if kind == "none":
             return {**scaling, "rope_type": "default"}
+        if self.architecture == "deepseek2":
+            # llama.cpp has a tenth of mscale_all_dim in these files, and assumes that mscale is the same.
+            if not scaling.get("mscale_all_dim"):
+                key = f"{self.architecture}.rope.scaling.yarn_log_multiplier"
+                raise CheckpointError(f"{self._file.path}: {key!r} is absent, and RoPE is scaled by {kind!r}")
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * scaling["mscale_all_dim"])
         # llama.cpp assumes that mscale is 1. No key says whether YaRN rounds the ends of its ramp. gpt-oss was trained
         # with ends that are not rounded.
         scaling = {"factor": None, "mscale": 1.0, **scaling}
@@ -309,6 +331,36 @@ class _Metadata:
             "rope_parameters": {"sliding_attention": window_rope},
         }
 
+    def _deepseek2(self) -> dict[str, Any]:
+        """What llama.cpp takes for granted of DeepSeek-V2 and V3 and GLM-4.7-Flash where a key is absent, and the keys
+        of config.json of which it says the same in others. Raises CheckpointError for another router."""
+        # Files from before llama.cpp absorbed the matrices lack the first key of each pair.
+        k_size, v_size = (
+            self._whole_number(f"attention.{kind}_length_mla") or self._whole_number(f"attention.{kind}_length")
+            for kind in ("key", "value")
+        )
+        raw: dict[str, Any] = {
+            "q_lora_rank": None,
+            "qk_nope_head_dim": k_size - self._whole_number("rope.dimension_count"),
+            "v_head_dim": v_size,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 0,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+        sizes = self._whole_number("block_count"), self._file.tensors["token_embd.weight"].shape[0]
+        scores = self._whole_number("expert_gating_func") or (_SIGMOID if sizes == _GLM_4_7_FLASH else _SOFTMAX)
+        if scores == _SOFTMAX:
+            grouped = self._whole_number("expert_group_count") > 1
+            raw |= {"architectures": ["DeepseekV2ForCausalLM"]}
+            raw |= {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+        elif scores != _SIGMOID:
+            key = f"{self.architecture}.expert_gating_func"
+            raise CheckpointError(f"{self._file.path}: {key!r} is {scores}, not {_SOFTMAX} or {_SIGMOID}")
+        return raw
+
     def _partial_rope(self) -> dict[str, Any]:
         """The part of a head that RoPE turns, if the file tells it."""
         size, turned = self._whole_number("attention.key_length"), self._whole_number("rope.dimension_count")
@@ -335,7 +387,8 @@ class _Metadata:
 
     def check_heads(self, config: ModelConfig) -> None:
         """Raise CheckpointError if a key says another head size than that of the model."""
-        if self.architecture == "gemma4":  # whose layers differ; gguf_gemma4.py has compared the keys
+        # gguf_gemma4.py has compared the keys of Gemma 4, whose layers differ. Latent attention has keys of its own.
+        if self.architecture == "gemma4" or config.latent is not None:
             return
         turned = config.rope.width(config.head_size) if config.rope else config.head_size
         for key, size in (("attention.value_length", config.head_size), ("rope.dimension_count", turned)):

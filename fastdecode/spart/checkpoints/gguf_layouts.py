@@ -10,6 +10,7 @@ A layout differs from that of Hugging Face's checkpoints in these ways, each of 
     convolution                    [channels, kernel] in place of [channels, 1, kernel]
     V heads of Qwen3.5             the first V head of each K head, then the second of each, and so on
     beta and decay of Qwen3-Next   one matrix, K head by K head
+    matrices of latent attention   K's transposed [heads, rank, k_size] beside V's [heads, v_size, rank]
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from fastdecode.gguf.file import GGUFTensor
 from fastdecode.spart.checkpoints.config import (
     DeltaNames,
     DeltaRule,
+    Latent,
+    LatentNames,
     MixtureNormNames,
     ModelConfig,
     MTPNames,
@@ -96,6 +99,20 @@ _SHARED_EXPERT_NAMES = replace(
 )
 _GLM4_MOE_NAMES = replace(_SHARED_EXPERT_NAMES, router_correction="exp_probs_b.bias")
 _ERNIE4_5_MOE_NAMES = replace(_GLM4_MOE_NAMES, mlp_norm=NAMES.mlp_norm)
+_DEEPSEEK2_NAMES = replace(
+    _GLM4_MOE_NAMES,
+    qkv=(),
+    mlp_norm=NAMES.mlp_norm,
+    latent=LatentNames(
+        q="attn_q",
+        q_a="attn_q_a",
+        q_a_norm="attn_q_a_norm",
+        q_b="attn_q_b",
+        kv_a="attn_kv_a_mqa",
+        kv_a_norm="attn_kv_a_norm",
+        kv_b="attn_kv_b",
+    ),
+)
 _QWEN3_5_NAMES = replace(_SHARED_EXPERT_NAMES, shared_gate="ffn_gate_inp_shexp", delta=_DELTA_NAMES)
 #: The names of the architectures that have others than NAMES.
 _OTHER_NAMES = {
@@ -105,6 +122,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2_NAMES),
     "gemma4": _GEMMA4_NAMES,
     "glm4moe": _GLM4_MOE_NAMES,
+    "deepseek2": _DEEPSEEK2_NAMES,
     "minimax-m2": _MINIMAX_M2_NAMES,
     "olmo2": _OLMO2_NAMES,
     "ernie4_5-moe": _ERNIE4_5_MOE_NAMES,
@@ -118,6 +136,8 @@ def tensor_names(config: ModelConfig, architecture: str, drafts: int) -> TensorN
     names = _OTHER_NAMES.get(architecture, NAMES)
     if config.delta is not None and config.delta.by_head:
         names = replace(names, delta=replace(_DELTA_NAMES, inputs=("ssm_in", "ssm_ba")))
+    if config.names.router_correction is None:
+        names = replace(names, router_correction=None)
     # Files may have K and V of layers that share those of others.
     shared = [i for i, kv_layer in enumerate(config.kv_layers) if kv_layer != i]
     names = replace(names, aside=tuple(f"blk.{i}.{name}." for i in shared for name in _KV))
@@ -144,10 +164,16 @@ class Part:
     #: The model's tensor has this shape; None: that of the file's.
     reshaped: tuple[int, ...] | None = None
     negative_exp: bool = False  # the file has -exp(x) in place of x
+    #: The matrices of V [heads, v_size, rank] of latent attention, behind which `tensor` has those of K [heads, rank,
+    #: k_size]: the model's tensor is [heads * (k_size + v_size), rank].
+    v_heads: GGUFTensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the model's tensor."""
+        if self.v_heads is not None:
+            (heads, rank, k_size), v_size = self.tensor.shape, self.v_heads.shape[1]
+            return heads * (k_size + v_size), rank
         if self.reshaped is not None:
             return self.reshaped
         return self.tensor.shape if self.rows is None else (len(self.rows), *self.tensor.shape[1:])
@@ -166,9 +192,23 @@ def find_parts(tensors: dict[str, GGUFTensor], architecture: str, config: ModelC
             heads = {"attn_q": config.n_q_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2])
             if heads and part.shape[0] % (2 * heads) == 0:
                 parts[name] = replace(part, rows=halves_of_heads(part.shape[0], heads))
+    if config.latent is not None:
+        _join_latent_heads(parts, config.latent)
     if config.delta is not None and _fits(parts, config.delta):
         _undo_delta(parts, config.delta, tiled=architecture in _TILED)
     return parts
+
+
+def _join_latent_heads(parts: dict[str, Part], latent: Latent) -> None:
+    """Give the matrices of K and V of all heads, which files have as two tensors of a layer, the name of both."""
+    for name in [name for name in parts if name.endswith(".attn_k_b.weight")]:
+        k_heads, v_heads = parts[name], parts.get(name.replace("attn_k_b", "attn_v_b"))
+        if v_heads is None:
+            continue
+        n, sizes = len(k_heads.tensor.shape) == 3 and k_heads.tensor.shape[0], (latent.rank, latent.k_size)
+        if k_heads.tensor.shape == (n, *sizes) and v_heads.tensor.shape == (n, latent.v_size, latent.rank):
+            del parts[name], parts[name.replace("attn_k_b", "attn_v_b")]
+            parts[name.replace("attn_k_b", "attn_kv_b")] = replace(k_heads, v_heads=v_heads.tensor)
 
 
 def _split_experts(parts: dict[str, Part], n: int) -> None:

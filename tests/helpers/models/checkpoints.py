@@ -70,11 +70,11 @@ _GLM4_MOE = {
 #: Heads whose K, without RoPE, V and latent rows have different sizes.
 _LATENT = {
     "num_key_value_heads": 4,
-    "kv_lora_rank": 48,
-    "q_lora_rank": 40,
-    "qk_nope_head_dim": 24,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
+    "v_head_dim": 24,
     "n_routed_experts": 12,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 32,
@@ -302,7 +302,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "glm4-moe-lite": (
         "glm4_moe_lite",
-        {**_LATENT, "n_group": 1, "topk_group": 1, "attention_bias": True, "num_nextn_predict_layers": 1},
+        {**_LATENT, "rope": {**_YARN_OF_DEEPSEEK, "mscale": 1.3}, "num_nextn_predict_layers": 1},
         {},
     ),
     "glm4-moe-lite-halves": (

@@ -24,6 +24,12 @@ _NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -104,6 +110,7 @@ _ARCHITECTURES = {
     "gemma4_text": "gemma4",
     "ministral3": "mistral3",
     "glm4_moe": "glm4moe",
+    **dict.fromkeys(("glm4_moe_lite", "deepseek_v2", "deepseek_v3"), "deepseek2"),
     "minimax_m2": "minimax-m2",
     "olmo3": "olmo2",
     "ernie4_5_moe": "ernie4_5-moe",
@@ -157,10 +164,16 @@ def stored_tensors(
     name: str, values: torch.Tensor, config: Any, legacy: bool, fused: bool
 ) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a GGUF file that hold a parameter of transformers' model, in the order of llama.cpp. `legacy`:
-    files of Qwen3-Next before llama.cpp took Q, K, V and Z apart. `fused`: gate and up of experts in one tensor."""
+    files of Qwen3-Next before llama.cpp took Q, K, V and Z apart, and of DeepSeek before it absorbed matrices. `fused`:
+    gate and up of experts in one tensor."""
     stored, parts = gguf_name(name), name.split(".")
     architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     part = stored.split(".")[-2]
+    if part == "attn_kv_b" and not legacy:
+        k, v = values.unflatten(0, (config.num_attention_heads, -1)).split(
+            [config.qk_nope_head_dim, config.v_head_dim], 1
+        )
+        return [(stored.replace("kv_b", "k_b"), k.transpose(1, 2)), (stored.replace("kv_b", "v_b"), v)]
     if architecture in ("llama", "granite", "smollm3", "mistral3") and part in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
         return [(stored, interleave(values, heads))]
@@ -232,10 +245,12 @@ def write_gguf(
     if architecture == "gemma4":
         _add_gemma4(writer, config)
     else:
-        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_head_count_kv(config.num_key_value_heads if architecture != "deepseek2" or legacy else 1)
         if intermediate_size := getattr(config, "intermediate_size", None):
             writer.add_feed_forward_length(intermediate_size)
-        if head_dim := getattr(config, "head_dim", None):
+        if architecture == "deepseek2":
+            _add_deepseek2(writer, config, legacy)
+        elif head_dim := getattr(config, "head_dim", None):
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
     if architecture in ("gemma2", "gemma3"):
@@ -368,6 +383,31 @@ def _add_glm4_moe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_group_used_count(config.topk_group)
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
     writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+
+
+def _add_deepseek2(writer: gguf.GGUFWriter, config: Any, legacy: bool) -> None:
+    k_size, v_size = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    writer.add_key_length(k_size if legacy else config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(v_size if legacy else config.kv_lora_rank)
+    if not legacy:
+        writer.add_key_length_mla(k_size)
+        writer.add_value_length_mla(v_size)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    sigmoid = config.model_type != "deepseek_v2"
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if sigmoid or config.topk_method != "greedy":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 1))
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    if config.rope_parameters["rope_type"] == "yarn":
+        _add_yarn(writer, config.rope_parameters)
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
 
 
 def _add_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
