@@ -136,8 +136,7 @@ def test_the_defaults_of_a_text_part_are_those_of_its_own_class():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_group": 2}, "'n_group' is 2; experts in several groups are not supported"),
-        ({"topk_group": 2}, "'topk_group' is 2; experts in several groups are not supported"),
+        ({"n_group": 4}, "1 of 4 groups of 6 experts cannot be chosen"),
         ({"routed_scaling_factor": 0}, "'routed_scaling_factor' is 0.0, not a positive"),
         ({"first_k_dense_replace": -1}, "'first_k_dense_replace' is -1, not a whole number"),
         ({"num_experts_per_tok": 7}, "7 experts for each token of 6"),
@@ -206,7 +205,6 @@ def test_divisors_of_frequencies_leave_the_rest_of_a_head_as_it_is(tmp_path):
     ("fields", "message"),
     [
         ({"expert_gating_func": 1}, r"m\.gguf: 'glm4moe\.expert_gating_func' is 1, not 2"),
-        ({"expert_group_count": 4}, r"'glm4moe\.expert_group_count' is 4; experts in several groups"),
         ({"nextn_predict_layers": 9}, r"'glm4moe\.block_count' is -5, not a positive whole number"),
         ({"rope.dimension_count": 10**6}, "a partial_rotary_factor of 31250 is not supported"),
         ({"expert_unheard": 1}, r"the key 'glm4moe\.expert_unheard' is not understood"),

@@ -9,7 +9,7 @@ from typing import Any
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE
 from fastdecode.spart.checkpoints.config import CheckpointError, Experts, Latent, LatentNames, Rope
 from fastdecode.spart.checkpoints.config_json import ConfigJson, attention_factor
-from fastdecode.spart.checkpoints.glm import GLM4_MOE_NAMES, with_head
+from fastdecode.spart.checkpoints.glm import GLM4_MOE_NAMES, first_dense, routed_experts, with_head, with_shared
 from fastdecode.spart.checkpoints.llama_like import checked_types
 from fastdecode.transports.base import LayerOptions
 
@@ -30,7 +30,7 @@ def deepseek_v2(config: ConfigJson) -> dict[str, Any]:
         raise CheckpointError("config.json: 'mlp_bias' is set, which is not supported for DeepSeek-V2")
     if config.raw.get("norm_topk_prob"):  # which DeepSeek's code and transformers understand differently
         raise CheckpointError("config.json: 'norm_topk_prob' is set, which is not supported for DeepSeek-V2")
-    _require(config, "scoring_func", "softmax")
+    _require(config, scoring_func="softmax", moe_layer_freq=1)
     latent = Latent(
         rank=config.size("kv_lora_rank", 512),
         k_size=config.size("qk_nope_head_dim", 128),
@@ -54,7 +54,7 @@ def deepseek_v2(config: ConfigJson) -> dict[str, Any]:
         raise CheckpointError(f"config.json: 'topk_method' is {method!r}, not 'greedy' or 'group_limited_greedy'")
     return {
         **_common(config, latent, max_positions=2048),
-        "experts": _with_shared(config, experts, _first_dense(config, 0), n_shared=2),
+        "experts": with_shared(config, experts, first_dense(config, 0), n_shared=2),
         "names": replace(DEEPSEEK_NAMES, router_correction=None),
     }
 
@@ -68,10 +68,11 @@ def deepseek_v3(config: ConfigJson) -> dict[str, Any]:
         q_rank=_q_rank(config, 1536),
         interleaved=config.flag("rope_interleave", True),
     )
-    experts = _corrected_experts(config, n=256, used=8, size=2048, scale=2.5, groups=8, used_groups=4)
+    _require(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    experts = routed_experts(config, n=256, used=8, size=2048, scale=2.5, groups=8, used_groups=4)
     return {
         **_common(config, latent, max_positions=4096),
-        "experts": _with_shared(config, experts, _first_dense(config, 3), n_shared=1),
+        "experts": with_shared(config, experts, first_dense(config, 3)),
         "names": with_head(DEEPSEEK_NAMES, config.size("num_hidden_layers")),
     }
 
@@ -86,16 +87,17 @@ def glm4_moe_lite(config: ConfigJson) -> dict[str, Any]:
         q_rank=_q_rank(config, 768),
         interleaved=config.flag("rope_interleave", True),
     )
-    experts = _corrected_experts(config, n=64, used=4, size=1536, scale=1.8, groups=1, used_groups=1)
+    _require(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    experts = routed_experts(config, n=64, used=4, size=1536, scale=1.8)
     types = config.raw.get("mlp_layer_types")
     if types is None:
-        _require(config, "first_k_dense_replace", 1)
+        _require(config, first_k_dense_replace=1)
         types = ["dense", *["sparse"] * (n_layers - 1)]
     types = checked_types(types, ("dense", "sparse"), n_layers, "mlp_layer_types")
     dense = frozenset(i for i, kind in enumerate(types) if kind == "dense")
     return {
         **_common(config, latent, max_positions=202752, norm_eps=1e-5),
-        "experts": _with_shared(config, experts, dense, n_shared=1),
+        "experts": with_shared(config, experts, dense),
         "names": with_head(DEEPSEEK_NAMES, n_layers),
     }
 
@@ -151,40 +153,9 @@ def _q_rank(config: ConfigJson, default: int) -> int:
     return 0 if config.raw.get("q_lora_rank", default) is None else config.size("q_lora_rank", default)
 
 
-def _corrected_experts(
-    config: ConfigJson, n: int, used: int, size: int, scale: float, groups: int, used_groups: int
-) -> Experts:
-    """Experts that are chosen by corrected sigmoids. The arguments are the defaults of absent keys."""
-    _require(config, "scoring_func", "sigmoid")
-    _require(config, "topk_method", "noaux_tc")
-    return Experts(
-        config.size("n_routed_experts", n),
-        config.size("num_experts_per_tok", used),
-        config.size("moe_intermediate_size", size),
-        renormalise=config.flag("norm_topk_prob", True),
-        sigmoid=True,
-        single_router=True,
-        scale=config.number("routed_scaling_factor", scale),
-        groups=config.size("n_group", groups),
-        used_groups=config.size("topk_group", used_groups),
-        group_best=2,
-    )
-
-
-def _first_dense(config: ConfigJson, default: int) -> frozenset[int]:
-    n_layers = config.size("num_hidden_layers")
-    return frozenset(range(min(config.size("first_k_dense_replace", default, least=0), n_layers)))
-
-
-def _with_shared(config: ConfigJson, experts: Experts, dense: frozenset[int], n_shared: int) -> Experts:
-    """`experts` with the dense layers and the shared experts, whose number is `n_shared` where the key is absent."""
-    _require(config, "moe_layer_freq", 1)
-    shared = experts.intermediate_size * config.size("n_shared_experts", n_shared, least=0)
-    return replace(experts, dense_layers=dense, shared_size=shared)
-
-
-def _require(config: ConfigJson, name: str, value: Any) -> None:
-    """Raise CheckpointError for a key of another value. The class in transformers does not read the key, which
+def _require(config: ConfigJson, **values: Any) -> None:
+    """Raise CheckpointError for a key of another value. The classes in transformers do not read these keys, which
     checkpoints have for DeepSeek's own code."""
-    if config.raw.get(name, value) != value:
-        raise CheckpointError(f"config.json: {name!r} is {config.raw[name]!r}; only {value!r} is supported")
+    for name, value in values.items():
+        if config.raw.get(name, value) != value:
+            raise CheckpointError(f"config.json: {name!r} is {config.raw[name]!r}; only {value!r} is supported")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fastdecode.spart.checkpoints.config import CheckpointError, Experts, MTPNames, TensorNames
+from fastdecode.spart.checkpoints.config import Experts, MTPNames, TensorNames
 from fastdecode.spart.checkpoints.config_json import ConfigJson
 from fastdecode.spart.checkpoints.llama_like import LLAMA_NAMES, equal_heads, llama_like
 
@@ -21,9 +21,6 @@ GLM4_MOE_NAMES = replace(
 
 
 def glm4_moe(config: ConfigJson) -> dict[str, Any]:
-    for name in ("n_group", "topk_group"):
-        if (groups := config.size(name, 1)) != 1:
-            raise CheckpointError(f"config.json: {name!r} is {groups}; experts in several groups are not supported")
     fraction = config.number("partial_rotary_factor", 0.5)
     config = ConfigJson(config.raw | {"partial_rotary_factor": fraction})
     sees = config.raw.get("model_type") == "glm4v_moe_text"
@@ -31,24 +28,40 @@ def glm4_moe(config: ConfigJson) -> dict[str, Any]:
         **llama_like(config, 8, equal_heads(config), 65536 if sees else 131072, norm_eps=1e-5, partial=True),
         "qkv_bias": config.flag("attention_bias", sees),
         "qk_norm": config.flag("use_qk_norm", False),
-        "experts": _experts(config),
+        "experts": with_shared(config, routed_experts(config, n=128, used=8, size=1408), first_dense(config, 1)),
         "names": with_head(GLM4_MOE_NAMES, config.size("num_hidden_layers")),
     }
 
 
-def _experts(config: ConfigJson) -> Experts:
-    n_layers, size = config.size("num_hidden_layers"), config.size("moe_intermediate_size", 1408)
+def routed_experts(
+    config: ConfigJson, n: int, used: int, size: int, scale: float = 1.0, groups: int = 1, used_groups: int = 1
+) -> Experts:
+    """Experts that are chosen by corrected sigmoids, of which no layer is without and none are shared. The arguments
+    are the defaults of absent keys."""
     return Experts(
-        config.size("n_routed_experts", 128),
-        config.size("num_experts_per_tok", 8),
-        size,
+        config.size("n_routed_experts", n),
+        config.size("num_experts_per_tok", used),
+        config.size("moe_intermediate_size", size),
         renormalise=config.flag("norm_topk_prob", True),
         sigmoid=True,
         single_router=True,
-        scale=config.number("routed_scaling_factor", 1.0),
-        dense_layers=frozenset(range(min(config.size("first_k_dense_replace", 1, least=0), n_layers))),
-        shared_size=size * config.size("n_shared_experts", 1, least=0),
+        scale=config.number("routed_scaling_factor", scale),
+        groups=config.size("n_group", groups),
+        used_groups=config.size("topk_group", used_groups),
+        group_best=2,
     )
+
+
+def with_shared(config: ConfigJson, experts: Experts, dense: frozenset[int], n_shared: int = 1) -> Experts:
+    """`experts` with the dense layers and the shared experts, whose number is `n_shared` where the key is absent."""
+    shared = experts.intermediate_size * config.size("n_shared_experts", n_shared, least=0)
+    return replace(experts, dense_layers=dense, shared_size=shared)
+
+
+def first_dense(config: ConfigJson, default: int) -> frozenset[int]:
+    """The dense layers, which are the first ones."""
+    n_layers = config.size("num_hidden_layers")
+    return frozenset(range(min(config.size("first_k_dense_replace", default, least=0), n_layers)))
 
 
 def with_head(names: TensorNames, n_layers: int) -> TensorNames:

@@ -295,6 +295,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "norm_topk_prob": False,
             "n_shared_experts": 2,
             "first_k_dense_replace": 2,
+            "n_group": 3,
+            "topk_group": 2,
             "tie_word_embeddings": True,
             "rope": {"partial_rotary_factor": 0.25},
         },
