@@ -133,7 +133,7 @@ def test_ranks_that_have_the_same_kv_head_keep_k_and_v_several_times(checkpoint,
 
 def test_what_each_rank_has_whole_counts_for_each(tmp_path):
     path = save_hf_model("gemma4_text", tmp_path)
-    backend = choose_backend("auto", path)
+    backend = choose_backend("transformers", path)
     one, two = (
         weights_of(NodeConfig(model=path, tensor_parallel=n), backend, torch.device("cpu"), torch.float32)[0]
         for n in (1, 2)
