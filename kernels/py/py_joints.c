@@ -45,8 +45,8 @@ static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     fd_isa_t isa;
     int gelu, whole_norms;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnnffppO!O", keys, &j.act_dtype, &j.hidden, &j.inner, &j.q_heads,
-                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &gelu, &whole_norms,
-                                     &PyTuple_Type, &layers, &reduction) ||
+                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &gelu, &whole_norms, &PyTuple_Type,
+                                     &layers, &reduction) ||
         !fd_py_choose_isa(NULL, &isa) || (reduction != Py_None && !(j.reduction = fd_py_reduction(reduction))))
         return NULL;
     const size_t most = 1u << 24;

@@ -44,9 +44,12 @@ static fd_products_t one(size_t ins, size_t outs) { return (fd_products_t){{{ins
 
 int main(void) {
     const size_t width = HEADS * HEAD_SIZE;
-    const fd_joint_layer_t layer = {
-        .attention_norm = &width, .mlp_norm = &width, /* which nothing reads */
-        .qkv = one(HIDDEN, QKV), .o = one(width, HIDDEN), .up = one(HIDDEN, 2 * INNER), .down = one(INNER, HIDDEN)};
+    const fd_joint_layer_t layer = {.attention_norm = &width,
+                                    .mlp_norm = &width, /* which nothing reads */
+                                    .qkv = one(HIDDEN, QKV),
+                                    .o = one(width, HIDDEN),
+                                    .up = one(HIDDEN, 2 * INNER),
+                                    .down = one(INNER, HIDDEN)};
     const fd_joint_layer_t layers[] = {layer, layer};
     const fd_joints_t joints = {.number_bytes = 2,
                                 .hidden = HIDDEN,
