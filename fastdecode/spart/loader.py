@@ -26,7 +26,8 @@ from fastdecode.spart.checkpoints.mxfp4 import MXFP4Checkpoint
 from fastdecode.spart.checkpoints.quantised_files import QuantisedCheckpoint
 from fastdecode.spart.checkpoints.rounded import METHOD, RoundedCheckpoint, RoundedWriter
 from fastdecode.spart.checkpoints.tensors import Checkpoint, SafetensorsCheckpoint
-from fastdecode.spart.decoder.weights import Blueprint, Model, Weights
+from fastdecode.spart.decoder.blueprint import Blueprint
+from fastdecode.spart.decoder.weights import Model, Weights
 from fastdecode.spart.lora.adapters import AdapterSet, check_adapted
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.parameters.calibrated import CalibratedParameters

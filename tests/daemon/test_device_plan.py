@@ -23,7 +23,8 @@ from fastdecode.daemon.device_plan import (
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.spart import loader, read_config
 from fastdecode.spart.backend import choose_backend
-from fastdecode.spart.decoder.weights import Blueprint, Model
+from fastdecode.spart.decoder.blueprint import Blueprint
+from fastdecode.spart.decoder.weights import Model
 from fastdecode.spart.linears.quantised import Quantised
 from fastdecode.spart.linears.stack import make_linear, quantised_embedding
 from fastdecode.transports.base import Lease

@@ -25,7 +25,7 @@ from fastdecode.spart.checkpoints.config import WrongValue
 from fastdecode.spart.checkpoints.families import FAMILIES, make_config
 from fastdecode.spart.checkpoints.tensors import require_finite
 from fastdecode.spart.decoder.block_ops import ACTIVATIONS
-from fastdecode.spart.decoder.weights import Blueprint
+from fastdecode.spart.decoder.blueprint import Blueprint
 from fastdecode.spart.linears.dense import PackedLinear, known_rows
 from fastdecode.spart.loader import _Wanted
 

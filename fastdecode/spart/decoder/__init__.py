@@ -4,6 +4,7 @@ decoder     SPart: a step, a generator that yields while the R-nodes attend
 step_rows   StepRows: the rows of a step, from its chunks
 layer_pass  DecoderLayers and DecoderPass: the layers, and the pass of a step through them
 weights     Model: configuration and parameters
+blueprint   Blueprint: which tensors of a checkpoint make up which parameter
 rope        rotary position embedding
 experts     a layer's experts in place of its MLP
 block_ops   BlockOps: the operations between products, in torch or in C

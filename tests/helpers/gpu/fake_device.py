@@ -147,7 +147,8 @@ def make_spart(directory: str, dtype: torch.dtype, state_slots: int = 0) -> Any:
     """The S-Part of the model in `directory`, of which only the configuration is read, with two links."""
     from fastdecode.spart import read_config
     from fastdecode.spart.decoder import decoder
-    from fastdecode.spart.decoder.weights import Blueprint, Model
+    from fastdecode.spart.decoder.blueprint import Blueprint
+    from fastdecode.spart.decoder.weights import Model
 
     config = read_config(directory)
     device = torch.device(DEVICE)
