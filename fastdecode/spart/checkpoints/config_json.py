@@ -54,6 +54,13 @@ class ConfigJson:
             raise WrongValue(f"config.json: {name!r} is {value!r}, not true or false")
         return value
 
+    def require(self, **values: Any) -> None:
+        """Raise CheckpointError for a key that has another value. An absent key has the value that the family implies,
+        and a published file may have keys that its class in transformers does not read."""
+        for name, value in values.items():
+            if self.raw.get(name, value) != value:
+                raise CheckpointError(f"config.json: {name!r} is {self.raw[name]!r}; only {value!r} is supported")
+
     def activation(self, name: str, default: str) -> str:
         """One of ACTIVATIONS."""
         value = self.raw.get(name, default)

@@ -30,14 +30,7 @@ def deepseek_v2(config: ConfigJson) -> dict[str, Any]:
         raise CheckpointError("config.json: 'mlp_bias' is set, which is not supported for DeepSeek-V2")
     if config.raw.get("norm_topk_prob"):  # which DeepSeek's code and transformers understand differently
         raise CheckpointError("config.json: 'norm_topk_prob' is set, which is not supported for DeepSeek-V2")
-    _require(config, scoring_func="softmax", moe_layer_freq=1)
-    latent = Latent(
-        rank=config.size("kv_lora_rank", 512),
-        k_size=config.size("qk_nope_head_dim", 128),
-        rope_size=config.size("qk_rope_head_dim", 64),
-        v_size=config.size("v_head_dim", 128),
-        q_rank=_q_rank(config, 1536),
-    )
+    config.require(scoring_func="softmax", moe_layer_freq=1, rope_interleave=True)
     experts = Experts(
         config.size("n_routed_experts", 64),
         config.size("num_experts_per_tok"),
@@ -53,45 +46,29 @@ def deepseek_v2(config: ConfigJson) -> dict[str, Any]:
     elif method != "greedy":
         raise CheckpointError(f"config.json: 'topk_method' is {method!r}, not 'greedy' or 'group_limited_greedy'")
     return {
-        **_common(config, latent, max_positions=2048),
+        **_common(config, _latent(config), max_positions=2048),
         "experts": with_shared(config, experts, first_dense(config, 0), n_shared=2),
         "names": replace(DEEPSEEK_NAMES, router_correction=None),
     }
 
 
 def deepseek_v3(config: ConfigJson) -> dict[str, Any]:
-    latent = Latent(
-        rank=config.size("kv_lora_rank", 512),
-        k_size=config.size("qk_nope_head_dim", 128),
-        rope_size=config.size("qk_rope_head_dim", 64),
-        v_size=config.size("v_head_dim", 128),
-        q_rank=_q_rank(config, 1536),
-        interleaved=config.flag("rope_interleave", True),
-    )
-    _require(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    config.require(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     experts = routed_experts(config, n=256, used=8, size=2048, scale=2.5, groups=8, used_groups=4)
     return {
-        **_common(config, latent, max_positions=4096),
+        **_common(config, _latent(config), max_positions=4096),
         "experts": with_shared(config, experts, first_dense(config, 3)),
         "names": with_head(DEEPSEEK_NAMES, config.size("num_hidden_layers")),
     }
 
 
 def glm4_moe_lite(config: ConfigJson) -> dict[str, Any]:
-    n_layers = config.size("num_hidden_layers")
-    latent = Latent(
-        rank=config.size("kv_lora_rank", 512),
-        k_size=config.size("qk_nope_head_dim", 192),
-        rope_size=config.size("qk_rope_head_dim", 64),
-        v_size=config.size("v_head_dim", 256),
-        q_rank=_q_rank(config, 768),
-        interleaved=config.flag("rope_interleave", True),
-    )
-    _require(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    n_layers, latent = config.size("num_hidden_layers"), _latent(config, k_size=192, v_size=256, q_rank=768)
+    config.require(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     experts = routed_experts(config, n=64, used=4, size=1536, scale=1.8)
     types = config.raw.get("mlp_layer_types")
     if types is None:
-        _require(config, first_k_dense_replace=1)
+        config.require(first_k_dense_replace=1)
         types = ["dense", *["sparse"] * (n_layers - 1)]
     types = checked_types(types, ("dense", "sparse"), n_layers, "mlp_layer_types")
     dense = frozenset(i for i, kind in enumerate(types) if kind == "dense")
@@ -100,6 +77,19 @@ def glm4_moe_lite(config: ConfigJson) -> dict[str, Any]:
         "experts": with_shared(config, experts, dense),
         "names": with_head(DEEPSEEK_NAMES, n_layers),
     }
+
+
+def _latent(config: ConfigJson, k_size: int = 128, v_size: int = 128, q_rank: int = 1536) -> Latent:
+    """The sizes of latent attention. The arguments are the defaults of absent keys."""
+    without_q = config.raw.get("q_lora_rank", q_rank) is None  # null is not the default
+    return Latent(
+        rank=config.size("kv_lora_rank", 512),
+        k_size=config.size("qk_nope_head_dim", k_size),
+        rope_size=config.size("qk_rope_head_dim", 64),
+        v_size=config.size("v_head_dim", v_size),
+        q_rank=0 if without_q else config.size("q_lora_rank", q_rank),
+        interleaved=config.flag("rope_interleave", True),
+    )
 
 
 def _common(config: ConfigJson, latent: Latent, max_positions: int, norm_eps: float = 1e-6) -> dict[str, Any]:
@@ -146,16 +136,3 @@ def _softmax_scale(config: ConfigJson, latent: Latent, rope: Rope) -> float:
         numbers = ConfigJson(table)
         scale = attention_factor(numbers.number("factor", rope.factor), numbers.number("mscale_all_dim", 1.0))
     return scale * scale / math.sqrt(latent.q_size)
-
-
-def _q_rank(config: ConfigJson, default: int) -> int:
-    """`q_lora_rank`, 0 for null."""
-    return 0 if config.raw.get("q_lora_rank", default) is None else config.size("q_lora_rank", default)
-
-
-def _require(config: ConfigJson, **values: Any) -> None:
-    """Raise CheckpointError for a key of another value. The classes in transformers do not read these keys, which
-    checkpoints have for DeepSeek's own code."""
-    for name, value in values.items():
-        if config.raw.get(name, value) != value:
-            raise CheckpointError(f"config.json: {name!r} is {config.raw[name]!r}; only {value!r} is supported")

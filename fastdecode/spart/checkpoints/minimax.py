@@ -16,22 +16,18 @@ MINIMAX_M2_NAMES = replace(
     expert_up=("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
     expert_down="block_sparse_moe.experts.{e}.w2",
 )
-#: Keys that MiniMaxM2Config lacks and published files have, with the values that its model implies.
-_IMPLIED = {
-    "scoring_func": "sigmoid",
-    "use_qk_norm": True,
-    "qk_norm_type": "per_layer",
-    "use_routing_bias": True,
-    "shared_intermediate_size": 0,
-    "sliding_window": None,
-}
 
 
 def minimax_m2(config: ConfigJson) -> dict[str, Any]:
     """The defaults are those of MiniMaxM2Config."""
-    for name, implied in _IMPLIED.items():
-        if (value := config.raw.get(name, implied)) != implied:
-            raise CheckpointError(f"config.json: {name!r} is {value!r}; only {implied!r} is supported")
+    config.require(
+        scoring_func="sigmoid",
+        use_qk_norm=True,
+        qk_norm_type="per_layer",
+        use_routing_bias=True,
+        shared_intermediate_size=0,
+        sliding_window=None,
+    )
     kinds = config.raw.get("attn_type_list") or []
     if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
         raise CheckpointError(f"config.json: 'attn_type_list' is {kinds!r}; only layers of type 1 are supported")
