@@ -181,6 +181,8 @@ class NativeBlockOps(BlockOps):
         self._rms = config.norm == "rms"
         self.gelu = gates_by(config, "gelu_pytorch_tanh", "gelu_new")
         self._gates = self.gelu or gates_by(config, "silu")
+        #: Whether kernels/decoder has the gate of the model's experts.
+        self.gates_experts = self._gates or (config.experts is not None and config.experts.clamped_swiglu is not None)
         self.angle_dtype = torch.float32
         self.act_dtype = ACT_NAMES[dtype]
 

@@ -15,9 +15,6 @@ from fastdecode.spart.linears.experts import ExpertLinears, ExpertRows
 from fastdecode.spart.served import act_code
 from fastdecode.spart.threads import pool_threads
 
-#: Activations whose gates kernels/decoder computes, and whether they are GELU.
-_GATES = {"silu": False, "gelu_pytorch_tanh": True, "gelu_new": True}
-
 
 @dataclass(slots=True)
 class MLP:
@@ -72,20 +69,18 @@ class Mixture:
         self._native: _native.ExpertOps | None = None
         self.load: torch.Tensor | None = None
 
-    def run_in_c(self, activation: str, dtype: torch.dtype) -> None:
+    def run_in_c(self, gelu: bool, dtype: torch.dtype) -> None:
         """Let one call of kernels/decoder compute the experts of rows in `dtype` on a CPU, if kernels/ has all of their
-        products and the `activation`."""
+        products. `gelu`: their gate is that of GELU by tanh, else of SiLU, or the clamped one of gpt-oss."""
         up, down, config = self._up.native, self._down.native, self._config
-        clamped = config.clamped_swiglu
-        known = clamped is not None or activation in _GATES
-        if known and up and down and all(multiplies(products, dtype) for products in up + down):
+        if up and down and all(multiplies(products, dtype) for products in up + down):
             self._native = _native.ExpertOps(
                 act_code(dtype),
                 self._router.shape[1],
                 config.intermediate_size,
                 config.used,
-                clamped is None and _GATES[activation],
-                *(clamped or (0.0, 0.0)),
+                gelu,
+                *(config.clamped_swiglu or (0.0, 0.0)),
                 tuple(zip(up, down, strict=True)),
             )
 
