@@ -7,11 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from models.checkpoints import make_checkpoint, make_model, reference
+from models.gguf_keys import config_of_keys
 from models.gguf_made import tokenizer_fields, write_gguf
 from models.llama_cpp_checks import last_logits, logits_of_llama_cpp, needs_llama_cpp
 from models.spart_steps import EXACT, text
@@ -19,11 +18,11 @@ from models.spart_steps import EXACT, text
 from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
-from fastdecode.spart import CheckpointError, ModelConfig, load_model, read_config
+from fastdecode.spart import CheckpointError, ModelConfig, load_model
 from fastdecode.spart.checkpoints.families import make_config
 from fastdecode.spart.loader import block_linears
 
-#: What the published config.json of Kimi K2 says, without what is read for every family alike.
+#: A configuration in the form of Kimi K2's, with keys that DeepSeek's own code reads and transformers does not.
 KIMI_K2 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "kimi_k2",
@@ -106,7 +105,7 @@ def test_latent_rows_are_stored_in_place_of_heads():
     assert "kv_b_proj" not in changed, "an adapter for a matrix that is absorbed is refused"
 
 
-def test_a_published_configuration():
+def test_a_configuration_of_kimi_k2():
     config = make_config(KIMI_K2)
     assert (config.n_layers, config.head_size, config.rope_head_size(False), config.row_sizes[1]) == (61, 576, 64, 576)
     assert (config.latent.q_rank, config.latent.k_size, config.latent.v_size) == (1536, 128, 128)
@@ -197,23 +196,22 @@ async def test_logits_are_those_of_the_model_in_the_file(name, kind, tmp_path):
     assert (await last_logits(path, tokens, tmp_path) - want).abs().max() < budget * want.std()
 
 
+#: The keys of a file with latent attention.
+KEYS = {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 80,
+    "attention.value_length": 64,
+    "attention.kv_lora_rank": 64,
+    "rope.dimension_count": 16,
+    "expert_feed_forward_length": 48,
+    "expert_count": 8,
+    "expert_used_count": 2,
+}
+
+
 def metadata(path: Path, **fields: int | float | bool | str) -> ModelConfig:
-    """The configuration of a file without the tensors of blocks."""
-    writer = gguf.GGUFWriter(path, "deepseek2")
-    sizes = {"context_length": 512, "embedding_length": 96, "feed_forward_length": 64, "block_count": 4}
-    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 1, "attention.key_length": 80}
-    sizes |= {"attention.value_length": 64, "attention.kv_lora_rank": 64, "rope.dimension_count": 16}
-    sizes |= {"attention.layer_norm_rms_epsilon": 1e-5, "expert_feed_forward_length": 48}
-    sizes |= {"expert_count": 8, "expert_used_count": 2}
-    for key, value in (sizes | fields).items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add[type(value)](f"deepseek2.{key}", value)
-    writer.add_tensor("token_embd.weight", np.zeros((8, 96), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return read_config(path)
+    """The configuration of a file with other values of some keys."""
+    return config_of_keys(path, "deepseek2", KEYS | fields)
 
 
 def test_what_llama_cpp_takes_for_granted(tmp_path):

@@ -12,9 +12,10 @@ import gguf
 import numpy as np
 import pytest
 from models.checkpoints import VARIANTS, make_model
+from models.gguf_keys import config_of_keys
 from models.gguf_made import write_gguf
 
-from fastdecode.spart import CheckpointError, ModelConfig, load_model, read_config
+from fastdecode.spart import CheckpointError, ModelConfig, load_model
 from fastdecode.spart.checkpoints.config import Rope
 
 
@@ -34,17 +35,13 @@ def test_no_unused_tensor_is_reported(name, tmp_path, caplog):
 # ---- metadata alone ----
 
 KEYS: dict[str, Any] = {
-    "context_length": 512,
     "embedding_length": 64,
-    "block_count": 4,
     "feed_forward_length": 96,
-    "attention.head_count": 4,
     "attention.head_count_kv": [2, 2, 2, 1],
     "attention.key_length": 64,
     "attention.value_length": 64,
     "attention.key_length_swa": 32,
     "attention.value_length_swa": 32,
-    "attention.layer_norm_rms_epsilon": 1e-6,
     "attention.shared_kv_layers": 0,
     "attention.sliding_window": 16,
     "attention.sliding_window_pattern": [True, True, True, False],
@@ -60,21 +57,10 @@ def metadata(
 ) -> ModelConfig:
     """The configuration of a file with other values of some keys. ...: without the key. `factors`: RoPE's divisors.
     `v`: layers that see all tokens and have V of their own."""
-    writer = gguf.GGUFWriter(path, "gemma4")
-    for key, value in (KEYS | fields).items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        if value is not ...:
-            add.get(type(value), writer.add_array)(f"gemma4.{key}", value)
-    writer.add_tensor("token_embd.weight", np.zeros((8, 64), np.float32))
-    for layer in v:
-        writer.add_tensor(f"blk.{layer}.attn_v.weight", np.zeros((64, 64), np.float32))
+    tensors = {f"blk.{layer}.attn_v.weight": np.zeros((64, 64), np.float32) for layer in v}
     if factors is not None:
-        writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return read_config(path)
+        tensors["rope_freqs.weight"] = np.array(factors, np.float32)
+    return config_of_keys(path, "gemma4", KEYS | fields, tensors)
 
 
 def test_what_the_keys_mean(tmp_path):

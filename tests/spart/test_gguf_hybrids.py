@@ -8,11 +8,11 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from models.checkpoints import VARIANTS, YARN, make_model
+from models.gguf_keys import config_of_keys
 from models.gguf_made import write_gguf
 from models.mtp_made import kind_of_head
 from models.quantised_checks import EXACT, error_of_logits
@@ -181,9 +181,5 @@ def test_the_keys_of_a_model_without_experts_are_not_those_of_a_mixture(made: An
     write_gguf(tmp_path / "m.gguf", made("qwen3.5"), "F32", {"qwen35.expert_count": 4})
     with pytest.raises(CheckpointError, match=r"'qwen35\.expert_count' is not understood"):
         read_config(tmp_path / "m.gguf")
-    writer = gguf.GGUFWriter(tmp_path / "n.gguf", "nemotron_h")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
     with pytest.raises(CheckpointError, match="architecture 'nemotron_h' is not known; known are llama"):
-        read_config(tmp_path / "n.gguf")
+        config_of_keys(tmp_path / "n.gguf", "nemotron_h", {})

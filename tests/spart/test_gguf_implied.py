@@ -7,12 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from models.checkpoints import VARIANTS, VOCAB_SIZE, make_checkpoint, make_model
+from models.gguf_keys import config_of_keys
 from models.gguf_made import tokenizer_fields, write_gguf
 from models.llama_cpp_checks import last_logits, logits_of_llama_cpp, needs_llama_cpp
 from models.spart_steps import EXACT, text
@@ -108,19 +107,9 @@ def _gelu_of_a_table(x: torch.Tensor) -> torch.Tensor:
 
 
 def config_of(path: Path, architecture: str, n_layers: int, **fields: int | float | str) -> ModelConfig:
-    """The configuration of a file without the tensors of blocks."""
-    writer = gguf.GGUFWriter(path, architecture)
-    sizes = {"context_length": 512, "embedding_length": 96, "feed_forward_length": 64, "block_count": n_layers}
-    sizes |= {"attention.head_count": 4, "attention.key_length": 32, "attention.layer_norm_rms_epsilon": 1e-6}
-    for key, value in (sizes | fields).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{architecture}.{key}", value)
-    writer.add_tensor("token_embd.weight", np.zeros((8, 96), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return read_config(path)
+    """The configuration of a file with these keys beside the sizes."""
+    sizes = {"block_count": n_layers, "attention.key_length": 32}
+    return config_of_keys(path, architecture, sizes | fields)
 
 
 def test_the_largest_models_scale_scores_by_the_hidden_size(tmp_path):

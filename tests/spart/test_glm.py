@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from models.checkpoints import make_checkpoint, make_model, reference
+from models.gguf_keys import config_of_keys
 from models.gguf_made import tokenizer_fields, write_gguf
 from models.llama_cpp_checks import last_logits, logits_of_llama_cpp, needs_llama_cpp
 from models.spart_steps import text
 
-from fastdecode.spart import CheckpointError, ModelConfig, load_model, read_config
+from fastdecode.spart import CheckpointError, ModelConfig, load_model
 from fastdecode.spart.checkpoints.families import make_config
 from fastdecode.spart.checkpoints.quantisation import parse_quantisation
 
@@ -162,23 +162,11 @@ async def test_logits_are_those_of_llama_cpp(name, tmp_path):
 
 
 def metadata(path: Path, factors: int = 0, **fields: int | float | bool) -> ModelConfig:
-    """The configuration of a file without the tensors of blocks. `factors` is the number of RoPE's divisors, 0 for
+    """The configuration of a file with these keys beside the sizes. `factors` is the number of RoPE's divisors, 0 for
     none."""
-    writer = gguf.GGUFWriter(path, "glm4moe")
-    sizes = {"context_length": 512, "embedding_length": 96, "feed_forward_length": 64, "block_count": 4}
-    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 32}
-    sizes |= {"attention.layer_norm_rms_epsilon": 1e-5, "expert_count": 4, "expert_used_count": 2}
-    for key, value in (sizes | fields).items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-        add(f"glm4moe.{key}", value)
-    writer.add_tensor("token_embd.weight", np.zeros((8, 96), np.float32))
-    if factors:
-        writer.add_tensor("rope_freqs.weight", np.full(factors, 2, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return read_config(path)
+    keys = {"attention.head_count_kv": 2, "attention.key_length": 32, "expert_count": 4, "expert_used_count": 2}
+    tensors = {"rope_freqs.weight": np.full(factors, 2, np.float32)} if factors else None
+    return config_of_keys(path, "glm4moe", keys | fields, tensors)
 
 
 def test_what_llama_cpp_takes_for_granted(tmp_path):
