@@ -1,4 +1,5 @@
-/* Rows for a linear, of those that a product has: one linear of a block, or those of some experts. */
+/* A linear and the rows that it multiplies. A product has one such task for a linear of a block, and a task for each
+ * expert that has rows. */
 #pragma once
 
 #include <stddef.h>

@@ -5,14 +5,14 @@
 
 enum { LINE = 64 };
 
-/* The rows of a step for each of their experts, sorted by expert: `pairs` in all. */
+/* A step. Each row makes a pair with each of its experts, and the pairs are sorted by expert. */
 typedef struct {
     const fd_experts_t *e;
     const fd_expert_rows_t *r;
-    size_t pairs, row_bytes; /* bytes of a row of x */
+    size_t pairs, row_bytes; /* rows * used; the bytes of a row of x */
     size_t *starts;          /* [n + 1]: the first pair of each expert */
     uint32_t *at;            /* [rows][used]: the pair of each of a row's experts */
-    uint32_t *row_of;        /* [pairs] */
+    uint32_t *row_of;        /* [pairs]: the row of each pair */
     fd_linear_task_t *tasks; /* [n] */
     uint8_t *a, *b;          /* areas, from which the operations read and into which they write in turns */
 } run_t;

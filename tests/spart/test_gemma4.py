@@ -20,7 +20,7 @@ from fastdecode.spart.decoder.layer_pass import DecoderPass
 from fastdecode.spart.linears.dense import DenseEmbedding
 from fastdecode.spart.step.batch import Chunk, StepBatch
 
-#: Keys of the text part as they are published, with those that describe the layers that see all tokens.
+#: A configuration in the form of Gemma 4 E2B's: one of a model with a text part, in which layers share K and V.
 E2B = {
     "architectures": ["Gemma4ForConditionalGeneration"],
     "model_type": "gemma4",

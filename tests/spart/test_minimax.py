@@ -1,4 +1,4 @@
-"""MiniMax-M2: its published configuration, and which keys are refused by name."""
+"""MiniMax-M2: what its configuration means, and which keys are refused by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fastdecode.spart import CheckpointError, ModelConfig
 from fastdecode.spart.checkpoints.families import make_config
 from fastdecode.spart.checkpoints.quantisation import parse_quantisation
 
-#: Keys of published files that MiniMaxM2Config lacks, beside those of every family.
-PUBLISHED = {
+#: A configuration in the form of MiniMax-M2's, with keys that its own code reads and MiniMaxM2Config lacks.
+MINIMAX_M2 = {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "model_type": "minimax_m2",
     "attn_type_list": [1] * 62,
@@ -55,14 +55,14 @@ def config_of(**changes: Any) -> ModelConfig:
     return make_config({key: value for key, value in raw.items() if value is not ...})
 
 
-def test_a_published_configuration():
-    config = make_config(PUBLISHED)
+def test_a_configuration_with_the_keys_of_its_own_code():
+    config = make_config(MINIMAX_M2)
     assert (config.n_layers, config.head_size, config.n_kv_heads) == (62, 128, 8)
     assert (config.rope.theta, config.rope.width(128), config.whole_qk_norm) == (5e6, 64, True)
     experts = config.experts
     assert (experts.n, experts.used, experts.intermediate_size, experts.shared_size) == (256, 8, 1536, 0)
     assert (experts.sigmoid, experts.renormalise, experts.scale) == (True, True, 1.0)
-    assert config.quantisation == parse_quantisation(PUBLISHED["quantization_config"])
+    assert config.quantisation == parse_quantisation(MINIMAX_M2["quantization_config"])
 
 
 def test_keys_that_are_absent_have_the_defaults_of_the_class():

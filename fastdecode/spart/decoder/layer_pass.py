@@ -302,8 +302,8 @@ class DecoderPass:
             self._joint_rows = self._joints.last_rows(self.x, self._o)
 
     def _narrow_exchange(self, rows: torch.Tensor, attending: int) -> None:
-        """Go on with some rows of the exchange, int64 [n], of which the first `attending` are those that R-nodes attend
-        to. The rows of prompts move up behind these: they are the S-Part's own."""
+        """Keep the rows `rows`, int64 [n], of the exchange. R-nodes attend to the first `attending` of them. The S-Part
+        attends to the others, which are rows of prompts and move up behind those."""
         n, exchange = len(rows), self._exchange
         exchange.o[attending:n] = exchange.o.index_select(0, rows[attending:])
         self._o = exchange.o[:n]
