@@ -331,7 +331,6 @@ class Joints:
         cls,
         act_dtype: int,
         hidden: int,
-        inner: int,
         q_heads: int,
         kv_heads: int,
         head_size: int,
@@ -343,10 +342,12 @@ class Joints:
         reduction: RankReduction | None,
     ) -> Joints:
         """A layer is the addresses of the weights of its attention norm, MLP norm, Q norm, K norm, and norms of the
-        outputs of O and down, 0 for none; whether its RoPE has the second angles; and the linears of QKV, O, up and
-        down: tuples of QuantisedLinear, or of one Dense16Linear. `gelu`: see fd_gate_rows_t; `whole_norms`: see
-        fd_rope_rows_t. A `reduction` sums the outputs of O and down over all ranks; `q_heads`, `kv_heads` and `inner`
-        are then those of this rank.
+        outputs of O and of the MLP and experts, 0 for none; whether its RoPE has the second angles; the linears of QKV
+        and O; the MLP, a tuple of its columns and the linears of up and down; and its ExpertOps, beside which the MLP
+        is the shared expert. A layer may have None in place of one of the last two. Linears are tuples of
+        QuantisedLinear, or of one Dense16Linear. `gelu`: see fd_gate_rows_t; `whole_norms`: see fd_rope_rows_t. A
+        `reduction` sums the outputs of O and of the MLP and experts over all ranks; heads and columns are then those of
+        this rank.
 
         Raises ValueError if the ISA has no row operations for the dtype, or linears of other sizes or dtypes.
         """
@@ -359,30 +360,42 @@ class Joints:
         their blocks.
         """
 
+#: The addresses of a router's weight, bias, correction and expert_scale, 0 for none (router.h).
+_RouterWeights = tuple[int, ...]
+#: A router's used, groups, used_groups and group_best.
+_RouterChoice = tuple[int, int, int, int]
+#: A router's output_scale, least_sum, scale, single and sigmoid.
+_RouterScores = tuple[float, float, float, bool, bool]
+
 class ExpertOps:
-    """The experts of a layer (experts.h), for rows of an activation dtype, an index of region.contract.ACT_DTYPES."""
+    """The router and the experts of a layer (experts.h), for rows of an activation dtype, an index of
+    region.contract.ACT_DTYPES. The addresses are not checked."""
 
     def __new__(
         cls,
         act_dtype: int,
         hidden: int,
         inner: int,
-        used: int,
         gelu: bool,
         alpha: float,
         limit: float,
+        weights: _RouterWeights,
+        choice: _RouterChoice,
+        scores: _RouterScores,
+        load: int,
         experts: tuple[tuple[object, object], ...],
-        /,
     ) -> ExpertOps:
         """An expert is its linears of up and down, as in Joints; experts are alike in them. `gelu`, `alpha` and `limit`
-        are those of fd_gate_rows_t.
+        are those of fd_gate_rows_t, `weights`, `choice` and `scores` those of the router. The rows of each expert are
+        added to int64 [experts], whose address is `load`.
 
-        Raises ValueError if the ISA has no row operations for the dtype, or linears of other sizes or dtypes.
+        Raises ValueError for a router that cannot choose, if the ISA has no row operations for the dtype, and for
+        linears of other sizes or dtypes.
         """
 
-    def run(self, x: int, out: int, chosen: int, shares: int, load: int, rows: int, threads: int, /) -> None:
-        """Compute the experts of a step's rows, an fd_expert_rows_t of addresses, which are not checked. Other Python
-        threads run meanwhile. Raises MemoryError."""
+    def run(self, x: int, router_x: int, out: int, rows: int, threads: int, /) -> None:
+        """Compute the experts' outputs for a step's rows (fd_experts_run). Other Python threads run meanwhile. Raises
+        MemoryError."""
 
 class RankError(RuntimeError):
     """A rank of a tensor-parallel S-Part does not take part any more. The message names it."""

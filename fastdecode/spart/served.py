@@ -21,6 +21,11 @@ def act_code(dtype: torch.dtype) -> int:
     return ACT_DTYPES.index(ACT_NAMES[dtype])
 
 
+def address_of(tensor: torch.Tensor | None) -> int:
+    """The address of a tensor's elements; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def with_sinks(options: LayerOptions, sinks: Sequence[torch.Tensor | None]) -> LayerOptions:
     """`options` with the values of the model's attention sinks [n_q_heads], one tensor for each layer, or None."""
     values = [layer.float().cpu() for layer in sinks if layer is not None]

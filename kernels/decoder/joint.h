@@ -1,13 +1,15 @@
 /* What an S-Part on a CPU computes between the attention of two layers, in one call: the rest of a block from its O
  * rows, then Q, K and V of the next block. The blocks have Llama's architecture: RMS norms before attention and
  * MLP, a gated SiLU, RoPE; or Gemma's, which also normalises what a block adds, has a gated GELU, and may turn the
- * heads of some layers by other angles; or OLMo 2's, which normalises only what a block adds.
+ * heads of some layers by other angles; or OLMo 2's, which normalises only what a block adds. A mixture of experts may
+ * stand in place of the MLP, or beside it: then the MLP is the shared expert.
  *
  * A single row's products take microseconds, less than Python takes to ask for them.
  */
 #pragma once
 
 #include "region/region.h"
+#include "experts.h"
 #include "product.h"
 #include "reduction.h"
 #include "row_ops.h"
@@ -15,23 +17,26 @@
 typedef struct {
     const void *attention_norm, *mlp_norm; /* [hidden], or NULL */
     const void *q_norm, *k_norm;           /* as in fd_rope_rows_t, or NULL */
-    /* [hidden], or NULL: of the outputs of `o` and `down`, before they are added to the residual stream. */
+    /* [hidden], or NULL: of the outputs of `o` and of the MLP and experts, before the residual stream adds them. */
     const void *attention_post_norm, *mlp_post_norm;
     bool second_rope; /* RoPE turns its heads by the second angles */
+    size_t inner;     /* the MLP's columns; 0: it has none */
     fd_products_t qkv, o, up, down;
+    const fd_experts_t *experts; /* or NULL: it has none */
 } fd_joint_layer_t;
 
 typedef struct {
     const fd_row_ops_t *ops;
     uint32_t act_dtype;
     size_t number_bytes; /* of an activation */
-    size_t hidden, inner, q_heads, kv_heads, head_size;
+    size_t hidden, q_heads, kv_heads, head_size;
+    size_t inner;     /* the most columns of an MLP */
     float eps, scale; /* of the norms; of what a block adds to the residual stream */
     bool gelu;        /* see fd_gate_rows_t */
     bool whole_norms; /* see fd_rope_rows_t */
     size_t n_layers;
     const fd_joint_layer_t *layers;
-    /* NULL, or what sums the outputs of `o` and `down` over the ranks that share the heads and the MLP's columns. */
+    /* NULL, or what sums the outputs of `o` and of MLPs and experts over the ranks that share heads and columns. */
     fd_reduction_t *reduction;
 } fd_joints_t;
 

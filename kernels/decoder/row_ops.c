@@ -32,10 +32,14 @@ static void run_mix(void *data, size_t first, size_t n) {
     const run_t *run = data;
     run->ops->mix(run->o, first, n);
 }
+static void run_router(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    run->ops->router(run->o, first, n);
+}
 
-static void share(void (*body)(void *, size_t, size_t), run_t *run, size_t rows, unsigned threads) {
+static void share(void (*body)(void *, size_t, size_t), run_t *run, size_t parts, unsigned threads) {
     const fd_loop_kind_t before = fd_loops_compute(FD_LOOP_ROWS);
-    fd_parallel(body, run, rows, 0, threads);
+    fd_parallel(body, run, parts, 0, threads);
     fd_loops_compute(before);
 }
 
@@ -51,4 +55,8 @@ void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows,
 }
 void fd_mix_rows(const fd_row_ops_t *ops, const fd_mix_rows_t *o, size_t rows, unsigned threads) {
     share(run_mix, &(run_t){ops, o}, rows, fd_worth_threads(rows * o->width * o->n, threads));
+}
+void fd_router_rows(const fd_row_ops_t *ops, const fd_router_rows_t *o, unsigned threads) {
+    const size_t blocks = (o->rows + FD_ROUTER_BLOCK - 1) / FD_ROUTER_BLOCK;
+    share(run_router, &(run_t){ops, o}, blocks * o->n, fd_worth_threads(o->rows * o->n * o->width, threads));
 }

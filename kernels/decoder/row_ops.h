@@ -40,6 +40,15 @@ typedef struct {
     size_t n, width;
 } fd_mix_rows_t;
 
+/* The rows of a router, out [rows][n] = x [rows][width] W^T + bias, unless the bias is NULL. With `single` the matrix
+ * W [n][width] and the bias [n] are fp32; else they are in the activation dtype, to which the outputs are rounded. */
+typedef struct {
+    const void *x, *weight, *bias;
+    float *out;
+    size_t n, width, rows;
+    bool single;
+} fd_router_rows_t;
+
 /* RoPE's angles, fp32 [rows][pairs] each. cos and sin turn K heads; q_cos and q_sin turn Q heads, and may be the same
  * pointers. A factor in q_cos and q_sin multiplies the elements of Q that RoPE turns. */
 typedef struct {
@@ -59,20 +68,26 @@ typedef struct {
     bool whole_norms;
 } fd_rope_rows_t;
 
-/* One ISA's functions for one activation dtype; each computes `n` rows from `row` on. */
+/* A router's rows are computed in blocks of this many, because each reads the whole matrix. */
+enum { FD_ROUTER_BLOCK = 16 };
+
+/* One ISA's functions for one activation dtype; each computes `n` rows from `row` on. `router` computes `n` outputs of
+ * blocks, of which output `first` is that of expert first % n in block first / n. */
 typedef struct {
     const char *isa;
     void (*norm)(const fd_norm_rows_t *o, size_t row, size_t n);
     void (*gate)(const fd_gate_rows_t *o, size_t row, size_t n);
     void (*rope)(const fd_rope_rows_t *o, size_t row, size_t n);
     void (*mix)(const fd_mix_rows_t *o, size_t row, size_t n);
+    void (*router)(const fd_router_rows_t *o, size_t first, size_t n);
 } fd_row_ops_t;
 
 /* The functions of an ISA that this machine supports; NULL if it has none for the dtype. */
 const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype);
 
-/* Runs one of them over `rows` rows of `elements` numbers each, by as many of `threads` threads as pay. */
+/* Runs one of them over all rows, by as many of `threads` threads as pay. */
 void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads);
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads);
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads);
 void fd_mix_rows(const fd_row_ops_t *ops, const fd_mix_rows_t *o, size_t rows, unsigned threads);
+void fd_router_rows(const fd_row_ops_t *ops, const fd_router_rows_t *o, unsigned threads);

@@ -135,6 +135,41 @@ FD_INLINE void mix_rows(const uint32_t dtype, const fd_mix_rows_t *o, size_t row
     }
 }
 
+/* The product of two rows of n numbers. */
+FD_INLINE float row_product(const uint32_t x_dtype, const void *x, const uint32_t y_dtype, const void *y, size_t n) {
+    vec_t sums[4] = {vec_zero(), vec_zero(), vec_zero(), vec_zero()};
+    size_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        for (size_t j = 0; j < 4; j++)
+            sums[j] = vec_fma(load(x_dtype, x, i + j * LANES), load(y_dtype, y, i + j * LANES), sums[j]);
+    for (; i + LANES <= n; i += LANES) sums[0] = vec_fma(load(x_dtype, x, i), load(y_dtype, y, i), sums[0]);
+    float sum = vec_reduce_add(vec_add(vec_add(sums[0], sums[1]), vec_add(sums[2], sums[3])));
+    for (; i < n; i++) sum = fmaf(load_one(x_dtype, x, i), load_one(y_dtype, y, i), sum);
+    return sum;
+}
+
+FD_INLINE void router_rows_by(const uint32_t dtype, const uint32_t weight_dtype, const fd_router_rows_t *o,
+                              size_t first, size_t n) {
+    for (size_t part = first; part < first + n; part++) {
+        const size_t expert = part % o->n, row = part / o->n * FD_ROUTER_BLOCK;
+        const void *weight = at(weight_dtype, o->weight, expert * o->width);
+        const float bias = o->bias ? load_one(weight_dtype, o->bias, expert) : 0.0f;
+        for (size_t r = row; r < o->rows && r < row + FD_ROUTER_BLOCK; r++) {
+            float *out = o->out + r * o->n + expert;
+            *out = row_product(dtype, at(dtype, o->x, r * o->width), weight_dtype, weight, o->width) + bias;
+            if (weight_dtype == FD_ACT_FP32) continue;
+            uint16_t rounded;
+            store_one(weight_dtype, &rounded, 0, *out);
+            *out = load_one(weight_dtype, &rounded, 0);
+        }
+    }
+}
+
+FD_INLINE void router_rows(const uint32_t dtype, const fd_router_rows_t *o, size_t first, size_t n) {
+    if (o->single) router_rows_by(dtype, FD_ACT_FP32, o, first, n);
+    else router_rows_by(dtype, dtype, o, first, n);
+}
+
 /* The head x, normalised by `factor` and the weights `norm`, if there are any, and with RoPE, to `to`; x and `to` do
  * not overlap. */
 FD_INLINE void rope_head(const uint32_t dtype, const fd_rope_rows_t *o, const void *x, float factor, const void *norm,
@@ -199,8 +234,10 @@ FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t r
     static void norm_##name(const fd_norm_rows_t *o, size_t row, size_t n) { norm_rows(dtype, o, row, n); }            \
     static void gate_##name(const fd_gate_rows_t *o, size_t row, size_t n) { gate_rows(dtype, o, row, n); }            \
     static void rope_##name(const fd_rope_rows_t *o, size_t row, size_t n) { rope_rows(dtype, o, row, n); }            \
-    static void mix_##name(const fd_mix_rows_t *o, size_t row, size_t n) { mix_rows(dtype, o, row, n); }
-#define FD_ROW_OPS_ENTRY(name, dtype, text, isa) [dtype] = {isa, norm_##name, gate_##name, rope_##name, mix_##name},
+    static void mix_##name(const fd_mix_rows_t *o, size_t row, size_t n) { mix_rows(dtype, o, row, n); }               \
+    static void router_##name(const fd_router_rows_t *o, size_t first, size_t n) { router_rows(dtype, o, first, n); }
+#define FD_ROW_OPS_ENTRY(name, dtype, text, isa)                                                                       \
+    [dtype] = {isa, norm_##name, gate_##name, rope_##name, mix_##name, router_##name},
 #define FD_ROW_OPS(isa)                                                                                                \
     FD_ACT_FORMATS(FD_ROW_OPS_OF)                                                                                      \
     const fd_row_ops_t fd_row_ops_##isa[FD_ACT_DTYPES] = {FD_ACT_FORMATS(FD_ROW_OPS_ENTRY, #isa)};

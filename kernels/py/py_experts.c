@@ -31,21 +31,34 @@ static bool read_expert(const fd_experts_t *e, PyObject *o, fd_expert_t *expert)
            FD_PY_FAIL(PyExc_ValueError, "the experts' linears are not alike");
 }
 
+static bool can_choose(const fd_router_t *r) {
+    const size_t most = FD_MOST_GROUPS;
+    if (!r->groups || r->groups > most || r->n % r->groups || r->used_groups > r->groups) return false;
+    const size_t size = r->n / r->groups;
+    return r->group_best <= fd_min(most, size) && r->used && r->used <= size * r->used_groups;
+}
+
 static PyObject *experts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"act_dtype", "hidden", "inner", "used", "gelu", "alpha", "limit", "experts", NULL};
+    static char *keys[] = {"act_dtype", "hidden", "inner",  "gelu", "alpha",   "limit",
+                           "weights",   "choice", "scores", "load", "experts", NULL};
     fd_experts_t e = {0};
+    fd_router_t *r = &e.router;
     PyObject *experts;
     fd_isa_t isa;
-    int gelu;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnpffO!", keys, &e.act_dtype, &e.hidden, &e.inner, &e.used, &gelu,
-                                     &e.alpha, &e.limit, &PyTuple_Type, &experts) ||
+    int gelu, single, sigmoid;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Innpff(KKKK)(nnnn)(fffpp)KO!", keys, &e.act_dtype, &e.hidden,
+                                     &e.inner, &gelu, &e.alpha, &e.limit, FD_ADDRESS(r->weight), FD_ADDRESS(r->bias),
+                                     FD_ADDRESS(r->correction), FD_ADDRESS(r->expert_scale), &r->used, &r->groups,
+                                     &r->used_groups, &r->group_best, &r->output_scale, &r->least_sum, &r->scale,
+                                     &single, &sigmoid, FD_ADDRESS(e.load), &PyTuple_Type, &experts) ||
         !fd_py_choose_isa(NULL, &isa))
         return NULL;
     const size_t most = 1u << 24, n = (size_t)PyTuple_GET_SIZE(experts);
-    e.gelu = gelu, e.n = n;
-    e.ops = fd_row_ops(isa, e.act_dtype);
+    e.gelu = gelu, r->single = single, r->sigmoid = sigmoid;
+    r->n = n, r->width = e.hidden;
+    e.ops = r->ops = fd_row_ops(isa, e.act_dtype);
     if (!e.ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
-    if (!e.hidden || !e.inner || e.hidden > most || e.inner > most || !e.used || e.used > n)
+    if (!e.hidden || !e.inner || e.hidden > most || e.inner > most || !can_choose(r))
         return PyErr_Format(PyExc_ValueError, "no such mixture");
     experts_t *self = (experts_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
@@ -66,14 +79,21 @@ static void experts_dealloc(experts_t *self) {
     fd_py_free(self);
 }
 
+const fd_experts_t *fd_py_experts(PyObject *o) {
+    if (Py_IS_TYPE(o, fd_py_experts_type)) return &((experts_t *)o)->experts;
+    PyErr_SetString(PyExc_TypeError, "not an ExpertOps");
+    return NULL;
+}
+
 static PyObject *experts_run(experts_t *self, PyObject *args) {
     fd_expert_rows_t r;
     unsigned threads;
-    fd_status_t status;
-    if (!PyArg_ParseTuple(args, "KKKKKnI", FD_ADDRESS(r.x), FD_ADDRESS(r.out), FD_ADDRESS(r.chosen),
-                          FD_ADDRESS(r.shares), FD_ADDRESS(r.load), &r.rows, &threads))
+    fd_status_t status = FD_INTERNAL;
+    if (!PyArg_ParseTuple(args, "KKKnI", FD_ADDRESS(r.x), FD_ADDRESS(r.router_x), FD_ADDRESS(r.out), &r.rows, &threads))
         return NULL;
-    FD_WITHOUT_GIL(status = fd_experts_run(&self->experts, &r, threads ? threads : 1));
+    void *scratch = PyMem_RawMalloc(fd_experts_scratch(&self->experts, r.rows));
+    if (scratch) FD_WITHOUT_GIL(status = fd_experts_run(&self->experts, &r, scratch, threads ? threads : 1));
+    PyMem_RawFree(scratch);
     if (status != FD_OK) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }

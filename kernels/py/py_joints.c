@@ -10,6 +10,8 @@
 #include "py_products.h"
 #include "py_reduction.h"
 
+enum { MOST = 1 << 24 }; /* of each size */
+
 typedef struct {
     PyObject_HEAD
     fd_joints_t joints;
@@ -20,41 +22,56 @@ typedef struct {
     size_t scratch_rows;
 } joints_t;
 
+static bool read_mlp(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *layer) {
+    PyObject *up, *down;
+    if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "an MLP is a tuple");
+    if (!PyArg_ParseTuple(o, "nOO", &layer->inner, &up, &down)) return false;
+    if (!layer->inner || layer->inner > MOST) return FD_PY_FAIL(PyExc_ValueError, "no such MLP");
+    return fd_py_products(up, j->act_dtype, j->hidden, 2 * layer->inner, &layer->up) &&
+           fd_py_products(down, j->act_dtype, layer->inner, j->hidden, &layer->down);
+}
+
+static bool read_experts(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *layer) {
+    layer->experts = fd_py_experts(o);
+    if (!layer->experts) return false;
+    return (layer->experts->hidden == j->hidden && layer->experts->act_dtype == j->act_dtype) ||
+           FD_PY_FAIL(PyExc_ValueError, "the experts have other rows");
+}
+
 static bool read_layer(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *layer) {
     const uint32_t act = j->act_dtype;
-    PyObject *qkv, *out, *up, *down;
+    PyObject *qkv, *out, *mlp, *experts;
     int second_rope;
     if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "a layer is a tuple");
     if (!PyArg_ParseTuple(o, "KKKKKKpOOOO", FD_ADDRESS(layer->attention_norm), FD_ADDRESS(layer->mlp_norm),
                           FD_ADDRESS(layer->q_norm), FD_ADDRESS(layer->k_norm), FD_ADDRESS(layer->attention_post_norm),
-                          FD_ADDRESS(layer->mlp_post_norm), &second_rope, &qkv, &out, &up, &down))
+                          FD_ADDRESS(layer->mlp_post_norm), &second_rope, &qkv, &out, &mlp, &experts))
         return false;
     layer->second_rope = second_rope;
     const size_t q = j->q_heads * j->head_size, kv = j->kv_heads * j->head_size;
     return fd_py_products(qkv, act, j->hidden, q + 2 * kv, &layer->qkv) &&
-           fd_py_products(out, act, q, j->hidden, &layer->o) &&
-           fd_py_products(up, act, j->hidden, 2 * j->inner, &layer->up) &&
-           fd_py_products(down, act, j->inner, j->hidden, &layer->down);
+           fd_py_products(out, act, q, j->hidden, &layer->o) && (mlp == Py_None || read_mlp(j, mlp, layer)) &&
+           (experts == Py_None || read_experts(j, experts, layer)) &&
+           (layer->inner || layer->experts || FD_PY_FAIL(PyExc_ValueError, "a layer has neither MLP nor experts"));
 }
 
 static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"act_dtype",      "hidden", "inner",       "q_heads", "kv_heads",  "head_size", "eps",
-                           "residual_scale", "gelu",   "whole_norms", "layers",  "reduction", NULL};
+    static char *keys[] = {"act_dtype",      "hidden", "q_heads",     "kv_heads", "head_size", "eps",
+                           "residual_scale", "gelu",   "whole_norms", "layers",   "reduction", NULL};
     fd_joints_t j = {0};
     PyObject *layers, *reduction;
     fd_isa_t isa;
     int gelu, whole_norms;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnnffppO!O", keys, &j.act_dtype, &j.hidden, &j.inner, &j.q_heads,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnffppO!O", keys, &j.act_dtype, &j.hidden, &j.q_heads,
                                      &j.kv_heads, &j.head_size, &j.eps, &j.scale, &gelu, &whole_norms, &PyTuple_Type,
                                      &layers, &reduction) ||
         !fd_py_choose_isa(NULL, &isa) || (reduction != Py_None && !(j.reduction = fd_py_reduction(reduction))))
         return NULL;
-    const size_t most = 1u << 24;
     j.gelu = gelu, j.whole_norms = whole_norms;
     j.ops = fd_row_ops(isa, j.act_dtype);
     if (!j.ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
-    if (!j.hidden || !j.inner || !j.q_heads || !j.kv_heads || !j.head_size || j.hidden > most || j.inner > most ||
-        j.q_heads > most || j.kv_heads > most || j.head_size > most || !PyTuple_GET_SIZE(layers))
+    if (!j.hidden || !j.q_heads || !j.kv_heads || !j.head_size || j.hidden > MOST || j.q_heads > MOST ||
+        j.kv_heads > MOST || j.head_size > MOST || !PyTuple_GET_SIZE(layers))
         return PyErr_Format(PyExc_ValueError, "no such model");
     joints_t *self = (joints_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
@@ -65,8 +82,10 @@ static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->products = Py_NewRef(layers);
     self->reduction = Py_NewRef(reduction);
     if (!self->layers) PyErr_NoMemory();
-    for (size_t i = 0; self->layers && i < n; i++)
+    for (size_t i = 0; self->layers && i < n; i++) {
         if (!read_layer(&self->joints, PyTuple_GET_ITEM(layers, i), &self->layers[i])) break;
+        self->joints.inner = fd_max(self->joints.inner, self->layers[i].inner);
+    }
     if (!PyErr_Occurred()) return (PyObject *)self;
     Py_DECREF(self);
     return NULL;

@@ -11,6 +11,10 @@
 bool fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product); /* py_linears.c */
 bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product);   /* py_dense16.c */
 
+/* The fd_experts_t of an ExpertOps, valid as long as `o`; NULL with an exception for another object. In py_experts.c.
+ */
+const fd_experts_t *fd_py_experts(PyObject *o);
+
 /* Reads a tuple of linears whose outputs stand side by side: `outs` in all, of `ins` inputs. Returns false with an
  * exception. In py_products.c. */
 bool fd_py_products(PyObject *parts, uint32_t act, size_t ins, size_t outs, fd_products_t *products);

@@ -10,7 +10,7 @@ enum { LINE = 64, ROWS = 3, HEADS = 3, HEAD_SIZE = 10, HIDDEN = 30, INNER = 50, 
 static uint16_t o[ROWS * HIDDEN];
 static uint8_t memory[4096];
 static const uint8_t *begin, *end; /* of the scratch */
-static int products;
+static int products, mixtures;
 
 static bool is_line(const void *numbers, size_t bytes) {
     const uint8_t *at = numbers;
@@ -25,6 +25,17 @@ static fd_status_t multiply(const void *ops, const fd_linear_task_t *task, size_
     return FD_OK;
 }
 
+size_t fd_experts_scratch(const fd_experts_t *e, size_t rows) {
+    (void)e, (void)rows;
+    return LINE;
+}
+fd_status_t fd_experts_run(const fd_experts_t *e, const fd_expert_rows_t *r, void *scratch, unsigned threads) {
+    (void)e, (void)threads;
+    REQUIRE(r->x == r->router_x && is_line(r->x, r->rows * HIDDEN * 2) && is_line(r->out, r->rows * HIDDEN * 2));
+    REQUIRE(is_line(scratch, LINE));
+    mixtures++;
+    return FD_OK;
+}
 fd_loop_kind_t fd_loops_compute(fd_loop_kind_t kind) { return kind; }
 fd_status_t fd_reduction_sum(fd_reduction_t *r, void *y, size_t n, uint32_t dtype, unsigned threads) {
     (void)r, (void)y, (void)n, (void)dtype, (void)threads;
@@ -48,9 +59,13 @@ int main(void) {
                                     .mlp_norm = &width, /* which nothing reads */
                                     .qkv = one(HIDDEN, QKV),
                                     .o = one(width, HIDDEN),
+                                    .inner = INNER,
                                     .up = one(HIDDEN, 2 * INNER),
                                     .down = one(INNER, HIDDEN)};
-    const fd_joint_layer_t layers[] = {layer, layer};
+    const fd_experts_t experts = {0};
+    fd_joint_layer_t with_experts = layer;
+    with_experts.experts = &experts;
+    const fd_joint_layer_t layers[] = {layer, with_experts};
     const fd_joints_t joints = {.number_bytes = 2,
                                 .hidden = HIDDEN,
                                 .inner = INNER,
@@ -65,7 +80,8 @@ int main(void) {
     for (size_t offset = 0; offset < LINE; offset++) {
         begin = memory + offset, end = begin + bytes;
         REQUIRE(fd_joint_run(&joints, 1, &rows, memory + offset, 1) == FD_OK);
+        REQUIRE(fd_joint_run(&joints, 2, &rows, memory + offset, 1) == FD_OK);
     }
-    REQUIRE(products == 4 * LINE);
+    REQUIRE(products == 7 * LINE && mixtures == LINE);
     return 0;
 }

@@ -21,7 +21,7 @@ from fastdecode.spart.decoder.block_ops import RowHeads
 from fastdecode.spart.decoder.cuda_ops import make_block_ops
 from fastdecode.spart.decoder.experts import MLP
 from fastdecode.spart.decoder.joints import JointRows, LayerJoints, make_joints, why_no_joints
-from fastdecode.spart.decoder.layer_pass import DecoderPass
+from fastdecode.spart.decoder.layer_pass import DecoderLayers, DecoderPass
 from fastdecode.spart.decoder.rope import Angles
 from fastdecode.spart.decoder.weights import Balance, Layer, Norm
 from fastdecode.spart.linears.dense16 import Linear16
@@ -47,7 +47,10 @@ MODELS = {
     ("ministral3", "int4"): True,  # with queries scaled by their position
     ("olmo2", "int4"): True,  # with norms of what a block adds alone, and of all heads as one
     ("olmo3", "int8"): True,
-    ("mixtral", "int8"): False,
+    ("mixtral", "int8"): True,
+    ("gpt-oss", "int4"): True,  # with a clamped gate
+    ("glm4-moe", "int8"): True,  # with a shared expert, and a layer without experts
+    ("qwen3-next", "int8"): False,
     ("opt", "int8"): False,
 }
 #: Every variant is among them, because why_no_joints could lack an option that only one variant sets.
@@ -65,7 +68,7 @@ def load(name, weights):
 
 
 def joints_of(model):
-    return make_joints(model.config, model.weights.layers, make_block_ops(model.config, CPU, model.dtype))
+    return DecoderLayers(model).joints
 
 
 async def logits(spart_of, tmp_path, model) -> list[torch.Tensor]:
@@ -123,15 +126,15 @@ def test_models_of_other_blocks_have_no_joints(name, weights, has):
     ("name", "weights", "dtype", "reason"),
     [
         ("opt", "int8", "fp32", "RMS norms"),
-        ("mixtral", "int8", "fp32", "experts"),
+        ("qwen3-next", "int8", "fp32", "shared expert has a gate"),
+        ("mixtral", "int8", "bf16", "experts of bf16 rows"),
         ("llama-gqa", "dense", "fp32", "products of fp32 rows"),
         ("llama-gqa", "int8", "bf16", "products of bf16 rows"),
     ],
 )
 def test_a_model_without_joints_says_why(name, weights, dtype, reason):
     model = load_model(make_checkpoint(name), device=CPU, dtype=dtype, weights=weights)
-    ops = make_block_ops(model.config, CPU, model.dtype)
-    assert reason in why_no_joints(model.config, model.weights.layers, ops)
+    assert reason in why_no_joints(model.config, model.weights.layers, DecoderLayers(model).ops)
 
 
 @pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")

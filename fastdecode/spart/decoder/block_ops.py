@@ -20,7 +20,7 @@ from fastdecode.spart.decoder.rope import Angles, apply_rope
 from fastdecode.spart.decoder.weights import Layer, Norm
 from fastdecode.spart.prefill.heads import heads_in, kv_heads_in
 from fastdecode.spart.ranks.reduction import Reduction
-from fastdecode.spart.served import ACT_NAMES, act_code
+from fastdecode.spart.served import ACT_NAMES, act_code, address_of
 from fastdecode.spart.shape import Heads
 from fastdecode.spart.threads import pool_threads
 
@@ -180,16 +180,11 @@ class NativeBlockOps(BlockOps):
         self.vectors = VectorOps(dtype)
         self._rms = config.norm == "rms"
         self.gelu = gates_by(config, "gelu_pytorch_tanh", "gelu_new")
-        self._gates = self.gelu or gates_by(config, "silu")
-        #: Whether kernels/decoder has the gate of the model's experts.
-        self.gates_experts = self._gates or (config.experts is not None and config.experts.clamped_swiglu is not None)
+        #: Whether kernels/decoder has the gate of the model's MLPs; that of its experts.
+        self.gates = self.gelu or gates_by(config, "silu")
+        self.gates_experts = self.gates or (config.experts is not None and config.experts.clamped_swiglu is not None)
         self.angle_dtype = torch.float32
         self.act_dtype = ACT_NAMES[dtype]
-
-    @property
-    def complete(self) -> bool:
-        """Whether kernels/decoder has the norms and the activation of the model's blocks."""
-        return self._rms and self._gates
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if self._rms and norm.weight is not None:
@@ -202,18 +197,13 @@ class NativeBlockOps(BlockOps):
         return super().add_norm(x, y, norm)
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        return self.vectors.gate(x, self.gelu) if self._gates else super().activate(x)
+        return self.vectors.gate(x, self.gelu) if self.gates else super().activate(x)
 
     def write_heads(self, qkv: torch.Tensor, layer: Layer, angles: Angles | None, out: RowHeads) -> None:
         if angles is None:
             super().write_heads(qkv, layer, angles, out)
         else:
             self.vectors.write_heads(qkv, layer, angles, out, self._config.norm_eps)
-
-
-def address_of(tensor: torch.Tensor | None) -> int:
-    """The address of a tensor's elements; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def gates_by(config: ModelConfig, *activations: str) -> bool:

@@ -21,13 +21,12 @@ from fastdecode.spart.decoder.block_ops import (
     NativeBlockOps,
     RowHeads,
     VectorOps,
-    address_of,
     gates_by,
     norm_whole,
 )
 from fastdecode.spart.decoder.rope import Angles
 from fastdecode.spart.decoder.weights import Layer, Norm
-from fastdecode.spart.served import ACT_NAMES, act_code
+from fastdecode.spart.served import ACT_NAMES, act_code, address_of
 
 log = logging.getLogger(__name__)
 

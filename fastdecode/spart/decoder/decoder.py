@@ -188,14 +188,14 @@ class SPart:
     def expert_load(self) -> dict[int, list[int]]:
         """The number of rows that each expert has had, by layer, with the rows that fill up captured steps."""
         mixtures = ((i, block.mlp) for i, block in enumerate(self.model.weights.blocks))
-        return {i: mlp.load.tolist() for i, mlp in mixtures if isinstance(mlp, Mixture) and mlp.load is not None}
+        return {i: mlp.load.tolist() for i, mlp in mixtures if isinstance(mlp, Mixture)}
 
     def forget_expert_load(self) -> None:
         """Count the rows of `expert_load` anew, for all S-Parts of the model."""
         for i in self.expert_load:
             mlp = self.model.weights.blocks[i].mlp
             assert isinstance(mlp, Mixture)
-            mlp.load = None
+            mlp.load.zero_()
 
     @property
     def config(self) -> ModelConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from fastdecode.kernels import _native
 from fastdecode.spart.checkpoints.config import Experts
 from fastdecode.spart.linears.base import Linear, multiplies
 from fastdecode.spart.linears.experts import ExpertLinears, ExpertRows
-from fastdecode.spart.served import act_code
+from fastdecode.spart.served import act_code, address_of
 from fastdecode.spart.threads import pool_threads
 
 
@@ -46,8 +47,7 @@ class SharedExpert:
 
 
 class Mixture:
-    """The router and the experts of one layer. `load` int64 [experts] counts the rows that each expert has had; None:
-    before the first step."""
+    """The router and the experts of one layer."""
 
     def __init__(
         self,
@@ -66,23 +66,38 @@ class Mixture:
         self.shared, self._expert_scale = shared, expert_scale
         self._config, self._router, self._router_bias, self._correction = config, router, router_bias, correction
         self._up, self._down = up, down
-        self._native: _native.ExpertOps | None = None
-        self.load: torch.Tensor | None = None
+        self.native: _native.ExpertOps | None = None
+
+    @cached_property
+    def load(self) -> torch.Tensor:
+        """The number of rows that each expert has had, int64 [experts]."""
+        with torch.inference_mode(False):  # a tensor of that mode cannot be set to zero outside of it
+            return torch.zeros(self._config.n, dtype=torch.int64, device=self._router.device)
 
     def run_in_c(self, gelu: bool, dtype: torch.dtype) -> None:
-        """Let one call of kernels/decoder compute the experts of rows in `dtype` on a CPU, if kernels/ has all of their
-        products. `gelu`: their gate is that of GELU by tanh, else of SiLU, or the clamped one of gpt-oss."""
-        up, down, config = self._up.native, self._down.native, self._config
-        if up and down and all(multiplies(products, dtype) for products in up + down):
-            self._native = _native.ExpertOps(
-                act_code(dtype),
-                self._router.shape[1],
-                config.intermediate_size,
-                config.used,
-                gelu,
-                *(config.clamped_swiglu or (0.0, 0.0)),
-                tuple(zip(up, down, strict=True)),
-            )
+        """Let one call of kernels/decoder choose and compute the experts of rows in `dtype` on a CPU, if kernels/ has
+        all of their products. `gelu`: their gate is that of GELU by tanh, else of SiLU, or the clamped one of
+        gpt-oss."""
+        up, down, c = self._up.native, self._down.native, self._config
+        if not (up and down and all(multiplies(products, dtype) for products in up + down)):
+            return
+        weights = self._router, self._router_bias, self._correction, self._expert_scale
+        assert all(weight is None or weight.is_contiguous() for weight in weights)
+        single = self._router.dtype is torch.float32
+        assert single or self._router.dtype is dtype
+        least_sum = c.least_sum if c.renormalise else 0.0
+        self.native = _native.ExpertOps(
+            act_code(dtype),
+            self._router.shape[1],
+            c.intermediate_size,
+            gelu,
+            *(c.clamped_swiglu or (0.0, 0.0)),
+            tuple(map(address_of, weights)),
+            (c.used, c.groups, c.used_groups, c.group_best),
+            (c.router_scale, least_sum, c.scale, single, c.sigmoid),
+            self.load.data_ptr(),
+            tuple(zip(up, down, strict=True)),
+        )
 
     def __call__(
         self,
@@ -98,22 +113,12 @@ class Mixture:
         """
         if not len(x):  # the last layer of a rank, in a step that draws no token
             return torch.empty_like(x)
-        shares, chosen = self.choose(x if router_input is None else router_input)
-        if self.load is None:
-            self.load = torch.zeros(self._config.n, dtype=torch.int64, device=x.device)
-        if self._native is None:
-            return self._computed(x, shares, chosen, activate)
+        routed = x if router_input is None else router_input
+        if self.native is None:
+            return self._computed(x, *self.choose(routed), activate)
         out = torch.empty_like(x)
-        assert x.is_contiguous() and shares.is_contiguous() and chosen.is_contiguous() and shares.dtype is torch.float32
-        self._native.run(
-            x.data_ptr(),
-            out.data_ptr(),
-            chosen.data_ptr(),
-            shares.data_ptr(),
-            self.load.data_ptr(),
-            len(x),
-            pool_threads(),
-        )
+        assert x.is_contiguous() and routed.is_contiguous() and x.dtype is routed.dtype
+        self.native.run(x.data_ptr(), routed.data_ptr(), out.data_ptr(), len(x), pool_threads())
         return out
 
     def _computed(
@@ -127,7 +132,6 @@ class Mixture:
         used = self._config.used
         experts, order = chosen.flatten().sort(stable=True)
         counts = experts.new_zeros(self._config.n).scatter_add_(0, experts, torch.ones_like(experts))
-        assert self.load is not None
         self.load += counts
         rows = ExpertRows(experts, counts)
         results = self._down(activate(self._up(x.index_select(0, order // used), rows)), rows)

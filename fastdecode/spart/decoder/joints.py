@@ -1,8 +1,8 @@
 """LayerJoints: what a CPU computes between the attention of two layers, in one call of kernels/decoder.
 
 The call does what BlockOps and the linears do one by one, in the same order and with the same results. A model has
-joints if its blocks are Llama's or Gemma's (RMS norms, RoPE, a gated SiLU or GELU) and kernels/ computes all of their
-products.
+joints if its blocks are Llama's or Gemma's (RMS norms, RoPE, and a gated SiLU or GELU or experts) and kernels/ computes
+all of their products.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.checkpoints.config import ModelConfig
-from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads, address_of
-from fastdecode.spart.decoder.experts import MLP
+from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
+from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.rope import Angles
 from fastdecode.spart.decoder.weights import AttentionBlock, Layer
 from fastdecode.spart.linears.base import Linear, multiplies
 from fastdecode.spart.prefill.prompt_attention import NativePrompts
 from fastdecode.spart.ranks.reduction import Reduction
+from fastdecode.spart.served import address_of
 from fastdecode.spart.threads import pool_threads
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,6 @@ class LayerJoints:
         self._native = _native.Joints(
             ACT_DTYPES.index(act_dtype),
             config.hidden_size,
-            config.intermediate_size,
             config.n_q_heads,
             config.n_kv_heads,
             config.head_size,
@@ -56,7 +56,7 @@ class LayerJoints:
             config.residual_scale,
             gelu,
             config.whole_qk_norm,
-            tuple(map(_native_layer, layers)),
+            tuple(_native_layer(config, layer) for layer in layers),
             None if reduction is None else reduction.native,
         )
 
@@ -138,17 +138,29 @@ def _balanced(layers: Sequence[Layer]) -> bool:
     return any(layer.balance is not None for layer in layers)
 
 
+def _mlp(layer: Layer) -> MLP | None:
+    """The MLP of a layer, which is the shared expert of a mixture."""
+    if isinstance(layer.mlp, MLP):
+        return layer.mlp
+    return None if layer.mlp.shared is None else layer.mlp.shared.mlp
+
+
 def _linears(layer: Layer) -> tuple[Linear, ...]:
-    assert isinstance(layer.mlp, MLP)
-    return layer.qkv, layer.o, layer.mlp.up, layer.mlp.down
+    mlp = _mlp(layer)
+    return (layer.qkv, layer.o) if mlp is None else (layer.qkv, layer.o, mlp.up, mlp.down)
 
 
-def _native_layer(layer: Layer) -> tuple[object, ...]:
+def _native_layer(config: ModelConfig, layer: Layer) -> tuple[object, ...]:
     """The layer as _native.Joints wants it."""
+    mlp, columns, experts = _mlp(layer), config.intermediate_size, None
+    if isinstance(layer.mlp, Mixture):
+        assert config.experts is not None
+        columns, experts = config.experts.shared_size, layer.mlp.native
+    products = None if mlp is None else (columns, mlp.up.native, mlp.down.native)
     norms = layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm
     of_attention, of_mlp, *post = (None if norm is None else norm.weight for norm in norms)
     weights = of_attention, of_mlp, layer.q_norm, layer.k_norm, *post
-    return *map(address_of, weights), layer.second_rope, *(linear.native for linear in _linears(layer))
+    return *map(address_of, weights), layer.second_rope, layer.qkv.native, layer.o.native, products, experts
 
 
 def why_no_joints(
@@ -160,8 +172,15 @@ def why_no_joints(
     """
     if not isinstance(ops, NativeBlockOps):
         return "kernels/decoder has no row operations for this device"
-    if not ops.complete or not config.norm_first or config.rope is None:
-        return "a block lacks RMS norms before attention and MLP, RoPE, or a gated SiLU or GELU"
+    if config.norm != "rms" or not config.norm_first or config.rope is None:
+        return "a block lacks RMS norms before attention and MLP, or RoPE"
+    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Mixture)]
+    if not ops.gates and any(_mlp(layer) is not None for layer in layers):
+        return "an MLP has no gated SiLU or GELU"
+    if any(mixture.native is None for mixture in mixtures):
+        return f"kernels/decoder does not compute its experts of {ops.act_dtype} rows"
+    if any(mixture.shared is not None and mixture.shared.gate is not None for mixture in mixtures):
+        return "a shared expert has a gate"
     if config.delta is not None or config.output_gate:
         return "a block keeps a state, or its heads have gates"
     if config.latent is not None:
@@ -170,8 +189,6 @@ def why_no_joints(
         return "layers have heads, norms of V, scales, embeddings or MLPs of their own"
     if config.whole_qk_norm and reduction is not None:
         return "ranks share heads that are normalised as one"
-    if not all(isinstance(layer.mlp, MLP) for layer in layers):
-        return "a layer has experts"
     if any(norm and norm.weight is None for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)):
         return "a norm has no weights"
     if not all(multiplies(linear.native, ops.vectors.dtype) for layer in layers for linear in _linears(layer)):

@@ -70,11 +70,11 @@ class DecoderLayers:
         self.model, self.weights = model, model.weights
         self.layers = model.weights.layers
         self.ops = make_block_ops(config, model.device, model.dtype)
-        self.joints = make_joints(config, self.layers, self.ops, model.reduction)
         if isinstance(self.ops, NativeBlockOps) and self.ops.gates_experts:
             for block in model.weights.all_blocks:
                 if isinstance(block.mlp, Mixture):
                     block.mlp.run_in_c(self.ops.gelu, model.dtype)
+        self.joints = make_joints(config, self.layers, self.ops, model.reduction)
         self.rope, self.second_rope = (self._rotary(second) for second in (False, True))
         #: A number of the dtype that embeddings have, as in transformers' code for Gemma.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=model.dtype).item()
