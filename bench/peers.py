@@ -14,6 +14,7 @@ from fastdecode.bench.load import PeerLoad
 from fastdecode.bench.peer_process import worker_file
 from fastdecode.bench.vllm_environment import needed_vllm_python, vllm_env
 from fastdecode.daemon.machine import total_memory
+from fastdecode.daemon.weights import torch_name
 from fastdecode.spart import read_config
 from fastdecode.spart.ranks.cut import why_not_shared
 
@@ -72,7 +73,7 @@ class Transformers(Peer):
 
     def command(self, kv_format: str, kv_bytes: int) -> Command:
         load = self.load
-        arguments = {"model": str(load.model), "dtype": _torch_name(load), "device": str(load.device)}
+        arguments = {"model": str(load.model), "dtype": torch_name(load.dtype), "device": str(load.device)}
         return Command(sys.executable, worker_file("transformers"), arguments | {"threads": load.threads}, _QUIET)
 
 
@@ -91,7 +92,7 @@ class Vllm(Peer):
 
     def command(self, kv_format: str, kv_bytes: int) -> Command:
         load = self.load
-        arguments: dict[str, Any] = {"model": str(load.model), "dtype": _torch_name(load), "format": kv_format}
+        arguments: dict[str, Any] = {"model": str(load.model), "dtype": torch_name(load.dtype), "format": kv_format}
         arguments |= {"batch": load.batch, "context": load.context, "steps": load.steps}
         env = _QUIET | vllm_env(self.reserved(kv_bytes) >> 30) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         return Command(self._python, worker_file("vllm"), arguments, env)
@@ -152,10 +153,6 @@ class OwnRanks(Peer):
 
 
 _QUIET = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
-
-
-def _torch_name(load: PeerLoad) -> str:
-    return str(load.dtype).removeprefix("torch.")
 
 
 def _check_dense_directory(peer: str, load: PeerLoad) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 import uvloop
 
+from fastdecode.bench.options import keep
 from fastdecode.bench.serving import client, report, workload
 from fastdecode.bench.serving.options import add_load_arguments, load_requests
 from fastdecode.daemon.option_values import count
@@ -78,8 +79,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         rows.append(row)
         if not args.json:
             print(("" if rate is None else f"rate {rate:g}: ") + report.table(row), flush=True)
-        if args.out:
-            args.out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        keep(args.out, result)
         await asyncio.sleep(0)
     return result
 

@@ -70,13 +70,8 @@ class DecodeShape:
 
     def memory(self, model: ServedModel) -> int:
         """Bytes of --kv-memory with which one R-node can hold the load."""
-        hello = self.hello(model)
-        layers = hello.geometry.n_layers
-        return (
-            self.batch * self.blocks * KVPages.from_hello(hello).block_bytes
-            + layers * _ROUNDING_BYTES
-            + region_layout(hello.geometry).region_bytes
-        )
+        geometry = self.hello(model).geometry
+        return kv_bytes(model, self) + geometry.n_layers * _ROUNDING_BYTES + region_layout(geometry).region_bytes
 
 
 def kv_bytes(model: ServedModel, shape: DecodeShape) -> int:

@@ -268,7 +268,7 @@ class RealSystem:
             children = [r_node("shm", self.r_threads, memory + _SPARE_MEMORY) for _ in range(self.r_nodes)]
             urls = [stack.enter_context(child) for child in children]
             hello = self.model.hello(n, limits.max_batch_tokens, self.kv_dtype, memory, 2 * n * limits.max_batch_size)
-            links = [await connect(url, dataclasses.replace(hello), None) for url in urls]
+            links = [await connect(url, hello, None) for url in urls]
             engine = Engine(
                 SPart(self.model, links, state_slots=n * limits.max_batch_size),
                 links,
