@@ -47,6 +47,17 @@ async def move(source: Driver, target: Driver, seq: int, to: int, *, rounds=(), 
     target.shadows[to] = type(shadow)(tag, *shadow.cut(length))
 
 
+async def delivering(url: str, admitted: str, page_bytes: int, mac: str | None = None) -> tuple[Caller, str]:
+    """A migration connection that presents a token, and the type of the R-node's answer."""
+    caller = await Caller.dial(url)
+    await caller.read_message()
+    caller.send_message(
+        {"type": "DELIVER", "version": PROTOCOL_VERSION, "nonce": "11" * 32, "mac": mac, "token": admitted}
+        | {"page_bytes": page_bytes}
+    )
+    return caller, (await caller.read_message())["type"]
+
+
 @pytest.mark.parametrize("kv_dtype", quick(KV_DTYPES, "int8"))
 async def test_a_moved_sequence_goes_on_as_if_it_had_not_moved(tmp_path, kv_dtype):
     """With every format; pages first, then the rest, while both R-nodes work for other sequences."""
@@ -166,13 +177,8 @@ async def test_with_a_secret_both_ends_prove_that_they_know_it():
         admitted = token()
         await target.link.admit_migration((2, 9), 100, admitted)
         for mac in (None, "00" * 32):
-            caller = await Caller.dial(b)
-            await caller.read_message()
-            caller.send_message(
-                {"type": "DELIVER", "version": PROTOCOL_VERSION, "nonce": "11" * 32, "mac": mac, "token": admitted}
-                | {"page_bytes": target.link.lease.page_bytes}
-            )
-            assert (await caller.read_message())["type"] == "REFUSED"
+            caller, answer = await delivering(b, admitted, target.link.lease.page_bytes, mac)
+            assert answer == "REFUSED"
             await caller.close()
 
 
@@ -404,13 +410,8 @@ async def test_a_migration_connection_that_says_something_else_is_closed():
         page_bytes = target.link.lease.page_bytes
         for hostile in ({"type": "PING", "id": 1}, {"type": "PAGES", "first": 0, "n_pages": 2**32 - 1, "length": 1}):
             await target.link.admit_migration((1, 5), 300, admitted := token())
-            caller = await Caller.dial(b)
-            await caller.read_message()
-            caller.send_message(
-                {"type": "DELIVER", "version": PROTOCOL_VERSION, "nonce": "11" * 32, "mac": None, "token": admitted}
-                | {"page_bytes": page_bytes}
-            )
-            assert (await caller.read_message())["type"] == "ACCEPTED"
+            caller, reply = await delivering(b, admitted, page_bytes)
+            assert reply == "ACCEPTED"
             caller.send_message(hostile)
             await asyncio.wait_for(caller.read_to_end(), HANG_S)
             await caller.close()
@@ -431,13 +432,8 @@ async def test_what_follows_a_whole_sequence_is_another_one_or_the_end():
             ({"type": "NEXT", "token": token(), "page_bytes": page_bytes}, "no sequence waits for this token"),
         ):
             await target.link.admit_migration((1, 5), 100, admitted := token())
-            caller = await Caller.dial(b)
-            await caller.read_message()
-            caller.send_message(
-                {"type": "DELIVER", "version": PROTOCOL_VERSION, "nonce": "11" * 32, "mac": None, "token": admitted}
-                | {"page_bytes": page_bytes}
-            )
-            assert (await caller.read_message())["type"] == "ACCEPTED"
+            caller, reply = await delivering(b, admitted, page_bytes)
+            assert reply == "ACCEPTED"
             caller.send_message({"type": "PAGES", "first": 0, "n_pages": 1, "length": 100})
             caller.send(bytes(page_bytes))
             assert (await caller.read_message())["type"] == "OK"

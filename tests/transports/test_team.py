@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import random
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
@@ -16,54 +15,15 @@ from wire.link_driver import SMALL, Driver, Payloads, hello, in_thread
 from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.region.geometry import Geometry
 from fastdecode.transports._native import StepGroup
-from fastdecode.transports.base import CallRefused, Hello, LayerOptions, Link, LinkDown, TransportError
+from fastdecode.transports.base import CallRefused, LayerOptions, LinkDown, TransportError
+from fastdecode.transports.partition import connect_team
 from fastdecode.transports.registry import connect
 from fastdecode.transports.team import Team, part_of
 
 #: Heads that two and four R-nodes can share.
 FOUR = Geometry(n_slots=2, max_rows=32, n_layers=2, n_q_heads=8, n_kv_heads=4, head_size=16, act_dtype="fp32")
-
-Open = Callable[[Hello, int], Awaitable[Team]]
-
-
-@pytest.fixture(params=["shm", "tcp"], scope="module")
-def nodes(request, tmp_path_factory):
-    processes = [RNodeProcess.over(request.param, tmp_path_factory.mktemp("node")) for _ in range(4)]
-    yield processes
-    for process in processes:
-        assert process.end() == 0
-
-
-@pytest.fixture
-async def team_of(nodes) -> AsyncIterator[Open]:
-    """Opens a team of n R-nodes."""
-    teams: list[Team] = []
-
-    async def open_team(wanted: Hello, n: int) -> Team:
-        teams.append(await open_on(nodes[:n], wanted))
-        return teams[-1]
-
-    yield open_team
-    for team in teams:
-        await team.close()
-        assert await team.closed() is None
-
-
-async def open_on(nodes: list[RNodeProcess], wanted: Hello) -> Team:
-    n = len(nodes)
-    links = [await connect(node.url, part_of(wanted, i, n), None) for i, node in enumerate(nodes)]
-    return Team(links, wanted)
-
-
 #: V of these heads is a part of their K.
 LATENT = dataclasses.replace(FOUR, head_size=24, v_size=16, v_in_k=True)
-
-
-def few_steps(link: Link, wanted: Hello) -> None:
-    driver = Driver(link, wanted)
-    driver.fill(0, 100)
-    driver.step(0, [(0, 1, True), (1, 20, False)])
-    driver.step(1, [(1, 4, True), (0, 1, True), (2, 7, False)])
 
 
 @pytest.mark.quick
@@ -72,7 +32,7 @@ def few_steps(link: Link, wanted: Hello) -> None:
 async def test_attention_equals_float64(team_of, n, kv_dtype):
     wanted = hello(FOUR, kv_dtype, windows=(0, 70))
     team = await team_of(wanted, n)
-    await in_thread(few_steps, team, wanted)
+    await in_thread(Driver(team, wanted).few_steps)
     stats = await team.stats()
     assert (stats["seqs"], stats["pages_total"]) == (3, team.lease.n_pages)
     assert {(await member.link.stats())["seqs"] for member in team.members} == {3}
@@ -89,18 +49,18 @@ async def test_each_layer_has_its_own_heads_sinks_and_softcap(team_of):
             heads=((8, 4, 16, 16), (4, 2, 24, 8)),
         ),
     )
-    await in_thread(few_steps, await team_of(wanted, 2), wanted)
+    await in_thread(Driver(await team_of(wanted, 2), wanted).few_steps)
 
 
 async def test_slopes_and_shared_k_and_v(team_of):
     slopes = np.array([0.5, 0.25, 0.125, 0.0, 0.3, 0.2, 0.1, 0.05], "<f4").tobytes()
     wanted = hello(FOUR, layers=LayerOptions(segments=(90, 0), kv_layers=(0, 0), slopes=slopes))
-    await in_thread(few_steps, await team_of(wanted, 4), wanted)
+    await in_thread(Driver(await team_of(wanted, 4), wanted).few_steps)
 
 
 async def test_v_that_is_a_part_of_k(team_of):
     wanted = hello(LATENT, kv_dtype="int8")
-    await in_thread(few_steps, await team_of(wanted, 2), wanted)
+    await in_thread(Driver(await team_of(wanted, 2), wanted).few_steps)
 
 
 @pytest.mark.parametrize("act_dtype", ["fp16", "bf16"])
@@ -209,9 +169,9 @@ async def test_the_end_of_a_member_ends_the_team_and_frees_the_other_leases(sche
     processes = [RNodeProcess(LISTEN_URLS[scheme].format(folder=folder), 64 << 20) for folder in folders]
     wanted = hello(FOUR)
     try:
-        team = await open_on(processes, wanted)
+        team = await connect_team([process.url for process in processes], wanted, None)
         driver = Driver(team, wanted)
-        await in_thread(few_steps, team, wanted)
+        await in_thread(Driver(team, wanted).few_steps)
         with_a_link = Held.by(processes[0].pid)
         processes[1].end(signal.SIGKILL)
         error = await asyncio.wait_for(team.closed(), 20)
@@ -222,8 +182,8 @@ async def test_the_end_of_a_member_ends_the_team_and_frees_the_other_leases(sche
         with pytest.raises((LinkDown, ValueError)):
             await in_thread(lambda: driver.step(0, [(3, 1, True)]))
         processes[1].start()
-        again = await open_on(processes, wanted)
-        await in_thread(few_steps, again, wanted)
+        again = await connect_team([process.url for process in processes], wanted, None)
+        await in_thread(Driver(again, wanted).few_steps)
         await again.close()
     finally:
         for process in processes:

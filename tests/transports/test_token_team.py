@@ -5,44 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
-from nodes.rnode_process import RNodeProcess
 from wire.link_driver import SMALL, Driver, hello, in_thread
 
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import Hello, LayerOptions, TransportError
-from fastdecode.transports.partition import connect_team
 from fastdecode.transports.token_team import TokenTeam, pages_of, part_length, token_part_of
 
 WIDE = dataclasses.replace(SMALL, max_rows=700)
-
-Open = Callable[[Hello, int], Awaitable[TokenTeam]]
-
-
-@pytest.fixture(params=["shm", "tcp"], scope="module")
-def nodes(request, tmp_path_factory):
-    processes = [RNodeProcess.over(request.param, tmp_path_factory.mktemp("node")) for _ in range(3)]
-    yield processes
-    for process in processes:
-        assert process.end() == 0
-
-
-@pytest.fixture
-async def team_of(nodes) -> AsyncIterator[Open]:
-    """Opens a team of n R-nodes."""
-    teams: list[TokenTeam] = []
-
-    async def open_team(wanted: Hello, n: int) -> TokenTeam:
-        teams.append(await connect_team([node.url for node in nodes[:n]], wanted, None, partition="tokens"))
-        return teams[-1]
-
-    yield open_team
-    for team in teams:
-        await team.close()
-        assert await team.closed() is None
 
 
 @pytest.mark.quick
@@ -83,7 +55,7 @@ def many_steps(team: TokenTeam, wanted: Hello, seed: int) -> None:
 @pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "int4"])
 async def test_attention_equals_float64(team_of, n, kv_dtype):
     wanted = hello(WIDE, kv_dtype)
-    team = await team_of(wanted, n)
+    team = await team_of(wanted, n, "tokens")
     await in_thread(many_steps, team, wanted, n)
     assert (await team.stats())["seqs"] == 4
 
@@ -93,26 +65,26 @@ async def test_sinks_softcaps_and_layers_with_their_own_heads(team_of):
         softcaps=(0, 1.5), sinks=np.arange(8).astype("<f4").tobytes(), heads=((4, 2, 16, 16), (4, 1, 16, 8))
     )
     wanted = hello(WIDE, layers=layers)
-    await in_thread(many_steps, await team_of(wanted, 2), wanted, 1)
+    await in_thread(many_steps, await team_of(wanted, 2, "tokens"), wanted, 1)
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8", "int4"])
 async def test_v_in_k(team_of, kv_dtype):
     latent = dataclasses.replace(WIDE, n_q_heads=20, n_kv_heads=1, head_size=40, v_size=32, v_in_k=True)
     wanted = hello(latent, kv_dtype)
-    await in_thread(many_steps, await team_of(wanted, 2), wanted, 3)
+    await in_thread(many_steps, await team_of(wanted, 2, "tokens"), wanted, 3)
 
 
 @pytest.mark.parametrize("act_dtype", ["fp16", "bf16"])
 async def test_half_precision_rows(team_of, act_dtype):
     wanted = hello(dataclasses.replace(WIDE, act_dtype=act_dtype), kv_dtype="fp16")
-    await in_thread(many_steps, await team_of(wanted, 2), wanted, 2)
+    await in_thread(many_steps, await team_of(wanted, 2, "tokens"), wanted, 2)
 
 
 async def test_trim_fork_cut_and_free(team_of):
     """Also to lengths at which a member keeps nothing."""
     wanted = hello(WIDE)
-    team = await team_of(wanted, 2)
+    team = await team_of(wanted, 2, "tokens")
     driver = Driver(team, wanted)
     await in_thread(driver.fill, 0, 2 * PAGE_TOKENS + 36)
     await driver.fork_seq(0, 1, PAGE_TOKENS + 6)

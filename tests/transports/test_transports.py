@@ -36,14 +36,7 @@ PAGES = (KV_BYTES - region_layout(SMALL).region_bytes) // (
 async def test_attention_equals_float64(shared_node):
     wanted = hello(windows=(0, 70))
     link = await connect(shared_node.url, wanted, None)
-    driver = Driver(link, wanted)
-
-    def steps():
-        driver.fill(0, 100)
-        driver.step(0, [(0, 1, True), (1, 20, False)])
-        driver.step(1, [(1, 4, True), (0, 1, True), (2, 7, False)])
-
-    await in_thread(steps)
+    await in_thread(Driver(link, wanted).few_steps)
     assert link.lease.page_bytes == SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS  # of one layer
     assert (link.lease.full_sections, link.lease.limited_sections, link.lease.reach) == (1, 1, 70)
     assert (link.lease.max_seqs, link.lease.n_pages) == (8, (1 << 20) // link.lease.page_bytes)
@@ -60,14 +53,7 @@ async def test_what_layers_do_besides_is_agreed_at_hello(shared_node):
     )
     wanted = hello(windows=(0, 70), layers=layers)
     link = await connect(shared_node.url, wanted, None)
-    driver = Driver(link, wanted)
-
-    def steps():
-        driver.fill(0, 100)
-        driver.step(0, [(0, 1, True), (1, 20, False)])
-        driver.step(1, [(1, 4, True), (0, 1, True), (2, 7, False)])
-
-    await in_thread(steps)
+    await in_thread(Driver(link, wanted).few_steps)
     assert link.lease.page_bytes == SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS  # of one layer
     await link.close()
 

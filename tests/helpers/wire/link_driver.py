@@ -127,6 +127,12 @@ class Driver(peer.Link):
         times = self.link.disarm(slot) if bell == self.g.n_layers else None
         return peer.Reply(0, Status.OK, bell, times.busy_ns if times else 0, times.kv_bytes if times else 0, "")
 
+    def few_steps(self) -> None:
+        """Steps of sequences 0 to 2, which are empty before."""
+        self.fill(0, 100)
+        self.step(0, [(0, 1, True), (1, 20, False)])
+        self.step(1, [(1, 4, True), (0, 1, True), (2, 7, False)])
+
     async def free_seq(self, seq_index: int) -> None:
         await self.link.free([(seq_index, self.shadows.pop(seq_index).tag)])
 
