@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Literal
 
 import pytest
+from nodes.node_process import Node
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict
 
@@ -30,16 +29,13 @@ REQUESTS = 12
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory) -> Iterator[str]:
     """A node's address, up to and with /v1."""
-    command = [sys.executable, "-m", "fastdecode.daemon.node", "--port", "0", "--kv-memory", "128MiB"]
-    node = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    node = Node(tmp_path_factory.mktemp("node"), "--port", "0", "--kv-memory", "128MiB")
     try:
-        yield re.search(r"http://\S+/v1", node.stdout.readline())[0]
+        yield node.wait_for(r"http://\S+/v1")[0]
     finally:
-        node.terminate()
-        node.wait(60)
-        node.stdout.close()
+        node.end()
 
 
 @pytest.fixture(scope="module")

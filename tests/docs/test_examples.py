@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nodes.node_process import Node
 from nodes.ports import ports_in_a_row
 from openai import OpenAI
 from sources.folders import ROOT
@@ -27,19 +27,13 @@ def run(command: list[str], stdin: str = "", env: dict[str, str] | None = None) 
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory) -> Iterator[str]:
     """An S-node with an embedded R-node."""
-    node = subprocess.Popen(
-        [sys.executable, "-m", "fastdecode.daemon.node", "--port", "0", "--kv-memory", "128MiB"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    node = Node(tmp_path_factory.mktemp("node"), "--port", "0", "--kv-memory", "128MiB")
     try:
-        yield re.search(r"http://\S+/v1", node.stdout.readline())[0]
+        yield node.wait_for(r"http://\S+/v1")[0]
     finally:
-        node.terminate()
-        node.wait(60)
-        node.stdout.close()
+        node.end()
 
 
 def test_chat_client_holds_a_conversation(url):

@@ -4,14 +4,14 @@ attention sinks, chunked attention, ALiBi, and heads of V of another size than t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from attention import kernel_calls
 from attention.emulated import NEON, kernels, params
 from attention.kernel_budget import budget, unit
-from attention.kernel_reference import Cache, aligned_bytes, assert_close, normal, queries, reference
+from attention.kernel_reference import Cache, Shape, aligned_bytes, assert_close, normal, queries, reference
 from attention.kv_accuracy import stored_kv
 
 from fastdecode.kernels import _native as native
@@ -19,17 +19,6 @@ from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 
 by_isa = pytest.mark.parametrize("isa", params([*native.isa_supported(), NEON]))
 by_kv_dtype = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-
-
-class Shape(NamedTuple):
-    """One head's attention; `length` counts the query block's own tokens."""
-
-    head_size: int
-    v_size: int
-    group: int
-    q_len: int
-    length: int
-    window: int = 0
 
 
 SHAPES = [

@@ -4,14 +4,14 @@ float64 on NumPy."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from attention import kernel_calls
 from attention.emulated import NEON, SCALAR, is_emulated, kernels, neighbours, params
 from attention.kernel_budget import budget
-from attention.kernel_reference import Cache, Partial, aligned_bytes, assert_close, normal, queries, reference
+from attention.kernel_reference import Cache, Partial, Shape, aligned_bytes, assert_close, normal, queries, reference
 from attention.kv_accuracy import INTEGERS, hadamard, stored
 from quick import quick
 
@@ -24,17 +24,6 @@ ISAS = native.isa_supported()
 DTYPES = [name for name in KV_DTYPES if name != "int8-int4"]
 by_isa = pytest.mark.parametrize("isa", params([*ISAS, NEON]))
 by_kv_dtype = pytest.mark.parametrize("kv_dtype", DTYPES)
-
-
-class Shape(NamedTuple):
-    """One head's attention; `length` counts the query block's own tokens."""
-
-    head_size: int
-    v_size: int
-    group: int
-    q_len: int
-    length: int
-    window: int = 0
 
 
 SHAPES = [

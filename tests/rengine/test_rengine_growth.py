@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from attention.arena_memory import (
     faults,
     hugetlb_bytes,
     hugetlb_pages,
+    link_of,
     until,
 )
 from attention.rengine_peer import KV_FP16, KV_FP32, KV_INT4, KV_INT8, Geometry, Link
@@ -31,19 +30,6 @@ from fastdecode.region.contract import MAX_PAGES, PAGE_TOKENS, ROW_ATTEND, Statu
 SMALL = Geometry(n_slots=2, max_rows=512)
 
 
-@contextlib.contextmanager
-def growing(n_pages: int, max_pages: int, g: Geometry = SMALL, kv_dtype: int = KV_FP32, **kwargs) -> Iterator[Link]:
-    """A link to an engine of its own with 1 GiB, whose lease may grow from `n_pages` to `max_pages`."""
-    engine = _native.REngine(2, 1 << 30, spin_us=20, **kwargs)
-    link = Link(engine, g, kv_dtype, n_pages, max_pages=max_pages)
-    link.engine = engine
-    try:
-        yield link
-    finally:
-        link.close()
-        engine.close()
-
-
 def pages_of(link: Link, seq_index: int) -> list[int]:
     return link.lease.pages(seq_index, link.shadows[seq_index].tag)
 
@@ -51,7 +37,7 @@ def pages_of(link: Link, seq_index: int) -> list[int]:
 @pytest.mark.quick
 @pytest.mark.parametrize("kv_dtype", [KV_FP32, KV_FP16, KV_INT4])
 def test_sequences_go_on_over_each_growth_and_their_pages_do_not_move(kv_dtype):
-    with growing(3, 40, kv_dtype=kv_dtype) as link:
+    with link_of(3, max_pages=40, g=SMALL, kv_dtype=kv_dtype) as link:
         link.fill(0, 2 * PAGE_TOKENS + 5)
         for n_pages in (5, 11, 26, 40):
             before = pages_of(link, 0)
@@ -65,7 +51,7 @@ def test_sequences_go_on_over_each_growth_and_their_pages_do_not_move(kv_dtype):
 
 
 def test_a_full_lease_refuses_a_step_and_takes_it_after_it_has_grown():
-    with growing(2, 4) as link:
+    with link_of(2, max_pages=4, g=SMALL) as link:
         link.fill(0, 2 * PAGE_TOKENS)
         entry = [(0, link.shadows[0].tag, 2 * PAGE_TOKENS, 1, ROW_ATTEND)]
         link.table(0, entry)
@@ -99,7 +85,7 @@ def test_growth_counts_against_the_budget_that_all_leases_share():
 
 
 def test_limits_of_growth():
-    with growing(2, 4) as link:
+    with link_of(2, max_pages=4, g=SMALL) as link:
         with pytest.raises(MemoryError, match="may grow to 4 pages, not to 5"):
             link.lease.grow(5)
         assert link.lease.stats()["pages_total"] == 2
@@ -108,7 +94,7 @@ def test_limits_of_growth():
         link.lease.close()
         with pytest.raises(RuntimeError, match="closed"):
             link.lease.grow(3)
-    with growing(2, 0) as link, pytest.raises(MemoryError, match="may grow to 2 pages, not to 3"):
+    with link_of(2, max_pages=0, g=SMALL) as link, pytest.raises(MemoryError, match="may grow to 2 pages, not to 3"):
         link.lease.grow(3)
 
 
@@ -137,7 +123,7 @@ def test_only_granted_pages_take_memory(huge_pages):
     most_collapsed = 8 if huge_pages == "madvise" else 0
     gc.collect()
     before = arena_bytes(flag)
-    with growing(9, 1000, g=g, huge_pages=huge_pages) as link:
+    with link_of(9, max_pages=1000, g=g, huge_pages=huge_pages) as link:
         assert arena_bytes(flag) == before
         append(link, 0, 9 * PAGE_TOKENS)
         assert arena_bytes(flag) - before == 9 * 8 * 32768
@@ -151,7 +137,7 @@ def test_only_granted_pages_take_memory(huge_pages):
 def test_new_pages_are_faulted_in_ahead_of_use():
     gc.collect()
     others = arena_bytes("nh")
-    with growing(9, 65, g=BIG, huge_pages="off", prefault=True) as link:
+    with link_of(9, max_pages=65, g=BIG, huge_pages="off", prefault=True) as link:
         until(lambda: faulted_in(link), "never faulted in")
         for n_pages in (10, 64, 65):  # 9 and 65 pages end with half of a part
             link.lease.grow(n_pages)
@@ -171,7 +157,7 @@ def test_a_retired_link_gives_memory_back_in_every_layer():
     assert 33 * chunk % OS_PAGE
     gc.collect()
     before = arena_bytes("nh")
-    with growing(11, 40, g=g, kv_dtype=KV_INT8, huge_pages="off") as link:
+    with link_of(11, max_pages=40, g=g, kv_dtype=KV_INT8, huge_pages="off") as link:
         append(link, 0, 11 * PAGE_TOKENS)
         link.lease.grow(33)
         append(link, 1, 22 * PAGE_TOKENS)
@@ -187,7 +173,7 @@ def test_a_retired_link_gives_memory_back_in_every_layer():
 def test_results_are_right_while_a_lease_grows_under_load():
     """Another thread grows the lease, a page at a time, while calls are served."""
     g = Geometry(n_slots=1, max_rows=64, n_layers=3, n_q_heads=4, n_kv_heads=2, head_size=64)
-    with growing(12, 400, g=g, huge_pages="off") as link:
+    with link_of(12, max_pages=400, g=g, huge_pages="off") as link:
         rng, stop = np.random.default_rng(3), threading.Event()
 
         def grow() -> None:

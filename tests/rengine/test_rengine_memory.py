@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +25,7 @@ from attention.arena_memory import (
     faults,
     hugetlb_bytes,
     hugetlb_pages,
+    link_of,
     until,
 )
 from attention.rengine_peer import KV_FP32, Geometry, Link
@@ -38,19 +37,6 @@ from fastdecode.region.contract import PAGE_TOKENS, Status
 
 #: On a busy machine, an engine may have faulted in a whole lease before this thread gets to make a call.
 TRIES = 20
-
-
-@contextlib.contextmanager
-def link_of(n_pages: int, threads: int = 2, g: Geometry = BIG, **kwargs) -> Iterator[Link]:
-    """A link to an engine of its own."""
-    engine = _native.REngine(threads, 1 << 30, spin_us=20, **kwargs)
-    link = Link(engine, g, KV_FP32, n_pages)
-    link.engine = engine
-    try:
-        yield link
-    finally:
-        link.close()
-        engine.close()
 
 
 def test_a_retired_link_keeps_the_memory_of_the_sequences_that_stay():

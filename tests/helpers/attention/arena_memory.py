@@ -9,10 +9,12 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from attention.rengine_peer import FP32, Geometry, Link
+from attention.rengine_peer import FP32, KV_FP32, Geometry, Link
+from fastdecode.kernels import _native
 from fastdecode.region.contract import Status
 
 #: 512 KiB a page and layer, 1 MiB a page.
@@ -20,6 +22,21 @@ BIG = Geometry(n_slots=2, max_rows=512, n_layers=1, n_q_heads=8, n_kv_heads=8, h
 MIB = 1 << 20
 OS_PAGE = os.sysconf("SC_PAGE_SIZE")
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+@contextlib.contextmanager
+def link_of(
+    n_pages: int, threads: int = 2, g: Geometry = BIG, kv_dtype: int = KV_FP32, max_pages: int = 0, **kwargs: Any
+) -> Iterator[Link]:
+    """A link to an engine of its own with 1 GiB."""
+    engine = _native.REngine(threads, 1 << 30, spin_us=20, **kwargs)
+    link = Link(engine, g, kv_dtype, n_pages, max_pages=max_pages)
+    link.engine = engine
+    try:
+        yield link
+    finally:
+        link.close()
+        engine.close()
 
 
 def append(link: Link, seq_index: int, tokens: int, at: int = 0) -> None:

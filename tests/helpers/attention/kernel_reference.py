@@ -21,6 +21,17 @@ def aligned_bytes(n: int, fill: int = 0xFF) -> np.ndarray:
     return buffer[start : start + n]
 
 
+class Shape(NamedTuple):
+    """One head's attention; `length` counts the query block's own tokens."""
+
+    head_size: int
+    v_size: int
+    group: int
+    q_len: int
+    length: int
+    window: int = 0
+
+
 class Partial(NamedTuple):
     """Un-normalised results as attention.h defines them: m, l [q_len, group], acc [q_len, group, head_size]."""
 
