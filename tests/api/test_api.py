@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines.api_client import MODEL, served
 from engines.real_engine import real_engine
+from engines.toy import until
 
 PROMPT = "The quick brown fox"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
@@ -26,12 +27,6 @@ def greedy(model, ids, n):
 def chat_prompt(tokenizer, messages):
     """The token ids of a conversation: the template itself writes the special tokens."""
     return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 from engines.continued_stream import ContinuedStream, adopted
 from engines.real_engine import real_engine
 from models.adapters_made import merged, save_adapter
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from models.greedy import is_greedy
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.state.request import SamplingParams
@@ -37,13 +37,6 @@ async def r_nodes(tmp_path):
         await node.close()
 
 
-def judged(judge, ids, tokens):
-    """Every token is the one that transformers would have chosen after the tokens before it."""
-    with torch.inference_mode():
-        logits = judge(torch.tensor([ids + tokens])).logits[0]
-    return tokens == logits[len(ids) - 1 : -1].argmax(-1).tolist()
-
-
 async def goes_on_at_another(checkpoint, tmp_path, r_nodes, judge, params, **options):
     """Streams of a first engine, which ends, are right and all adopted when a second engine has ended them."""
     common = {"r_nodes": r_nodes, "kv_digest": "ab" * 32, "max_batch_tokens": 64} | options
@@ -55,7 +48,7 @@ async def goes_on_at_another(checkpoint, tmp_path, r_nodes, judge, params, **opt
         there = [await stream.goes_on(second, n) for n, stream in enumerate(here, 7)]
         for stream in there:
             [tokens] = await stream.end()
-            assert len(tokens) == N_TOKENS and judged(judge, stream.ids, tokens)
+            assert len(tokens) == N_TOKENS and is_greedy(judge, stream.ids, tokens)
         assert adopted(second) == (len(LENGTHS), 0)
         assert second.scheduler.recomputed_tokens == 0
 
@@ -100,5 +93,5 @@ async def test_a_sequence_that_has_given_back_pages_is_recomputed(tmp_path, r_no
         assert stream.sequences[0].pages.floor
     async with real_engine(checkpoint, tmp_path, **options) as second:
         [tokens] = await (await stream.goes_on(second, 3)).end()
-        assert judged(reference(checkpoint), ids, tokens)
+        assert is_greedy(reference(checkpoint), ids, tokens)
         assert adopted(second) == (0, 1)

@@ -10,12 +10,12 @@ import signal
 import pytest
 import torch
 from engines.make_engine import make_engine
-from engines.token_stream import submit
+from engines.token_stream import greedy, submit, tokens_of
+from engines.toy import until
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from models.greedy import is_greedy
-from nodes.rnode_process import RNodeProcess
+from nodes.rnode_process import RNodeProcess, r_node_processes
 
-from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import SPart, load_model
 from fastdecode.transports.registry import connect
 
@@ -27,11 +27,7 @@ async def serving(checkpoint, *urls, **options):
     """A started engine over R-node processes, and these."""
     torch.set_num_threads(1)
     model = load_model(checkpoint, device="cpu", dtype=torch.float32)
-    with contextlib.ExitStack() as processes:
-        nodes = []
-        for url in urls:
-            nodes.append(RNodeProcess(url, 256 << 20))
-            processes.callback(nodes[-1].end)
+    with r_node_processes(*urls) as nodes:
         hello = model.hello(2, ROWS, "fp32", 100 << 20, 2 * STREAMS)
         links = [await connect(node.url, hello, None) for node in nodes]
         spart = SPart(model, links, state_slots=STREAMS)
@@ -50,25 +46,14 @@ def prompts(n, seed=0):
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((5, 30, 127, 129)))] for _ in range(n)]
 
 
-async def tokens_of(stream):
-    return [event.token async for event in stream]
-
-
 def assert_greedy(judge, given, results):
     """Every token is the one that transformers would have chosen after the tokens before it."""
     for prompt, tokens in zip(given, results, strict=True):
         assert is_greedy(judge, prompt, tokens)
 
 
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 def start(engine, given):
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    return asyncio.gather(*(tokens_of(submit(engine, prompt, params)) for prompt in given))
+    return asyncio.gather(*(tokens_of(submit(engine, prompt, greedy(TOKENS))) for prompt in given))
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 
 import pytest
 from engines.make_engine import make_engine
-from engines.token_stream import submit
-from engines.toy import ToyLink, ToySPart, continuation, tokens_of, until
+from engines.token_stream import submit, tokens_of
+from engines.toy import ToyLink, ToySPart, continuation, until
+from engines.toy_engine import generate
 
 from fastdecode.engine import rnode_control
 from fastdecode.engine.state.request import PromptTooLong, SamplingParams
@@ -32,15 +32,6 @@ async def growing(*links, **options):
             assert node.n_pages == node.link.pages
     finally:
         await engine.stop()
-
-
-async def generate(engine, n, tokens, seed=0, longest=150):
-    """Run `n` requests of random prompts at once; every answer must be right."""
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(3, 900) for _ in range(rng.randint(1, longest))] for _ in range(n)]
-    params = SamplingParams(temperature=0.0, max_tokens=tokens)
-    answers = await asyncio.gather(*(tokens_of(submit(engine, p, params)) for p in prompts))
-    assert answers == [continuation(p, tokens) for p in prompts]
 
 
 async def test_a_lease_grows_ahead_of_need_so_nothing_is_preempted():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from engines.token_stream import submit
-from engines.toy import ToyLink, tokens_of, until
+from engines.token_stream import submit, tokens_of
+from engines.toy import ToyLink, until
 from engines.toy_engine import generate, started
 
 from fastdecode.engine.state.request import GenerationFailed, SamplingParams

@@ -6,8 +6,8 @@ import asyncio
 import random
 
 import pytest
-from engines.token_stream import submit
-from engines.toy import ToyLink, continuation, tokens_of, until
+from engines.token_stream import submit, tokens_of
+from engines.toy import ToyLink, continuation, until
 from engines.toy_engine import generate, started
 
 from fastdecode.engine.migration import migrator

@@ -4,7 +4,6 @@ the tokens stay the ones of `generate`, and the ones that are drawn without draf
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import random
 import signal
@@ -15,11 +14,11 @@ import pytest
 import torch
 from engines.make_engine import make_engine
 from engines.real_engine import real_engine
-from engines.token_stream import submit
+from engines.token_stream import submit, tokens_of
 from models.checkpoints import VOCAB_SIZE, make_checkpoint
 from models.hf_models import save_model
 from models.mtp_made import make_head
-from nodes.rnode_process import RNodeProcess
+from nodes.rnode_process import r_node_processes
 
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart import SPart, load_model
@@ -29,10 +28,6 @@ GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 LENGTHS = (3, 120, 150, 270)
 NATIVE = ("qwen3.5", "qwen3-next", "qwen3.5-moe", "glm4-moe", "deepseek-v3")
 OF_TRANSFORMERS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
-
-
-async def tokens_of(stream):
-    return [event.token async for event in stream]
 
 
 def text(n, seed=0, vocab_size=VOCAB_SIZE):
@@ -118,10 +113,7 @@ async def test_preempted_sequences_go_on(tmp_path):
 async def test_a_killed_r_node_costs_no_token():
     path, prompts, wanted, _ = learned("qwen3.5")
     model = load_model(path, device="cpu", dtype=torch.float32, mtp=2)
-    with contextlib.ExitStack() as processes:
-        nodes = [RNodeProcess("tcp://127.0.0.1:0", 64 << 20) for _ in range(2)]
-        for node in nodes:
-            processes.callback(node.end)
+    with r_node_processes(*["tcp://127.0.0.1:0"] * 2, kv_bytes=64 << 20) as nodes:
         hello = model.hello(2, 64, "fp32", 32 << 20, 32)
         links = [await connect(node.url, hello, None) for node in nodes]
         spart = SPart(model, links, state_slots=40)

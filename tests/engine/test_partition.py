@@ -7,22 +7,20 @@ import contextlib
 import functools
 import json
 import os
-import random
 import re
 import shutil
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
 from engines.make_engine import make_engine
-from engines.token_stream import submit
-from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
-from models.greedy import is_greedy
+from engines.token_stream import greedy, submit, tokens_of
+from models.checkpoints import make_checkpoint, reference
+from models.greedy import is_greedy, prompts
 from models.hf_models import save_model
-from nodes.rnode_process import RNodeProcess
+from nodes.rnode_process import r_node_processes
 
-from fastdecode.engine.state.request import GenerationFailed, NotReady, SamplingParams
+from fastdecode.engine.state.request import GenerationFailed, NotReady
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.backend import choose_backend
 from fastdecode.transports.partition import connect_team
@@ -31,25 +29,16 @@ ROWS = 128  # well below the longest prompts, so that they are chunked
 LENGTHS = [1, 2, 63, 64, 65, 129, 300, 600, 17, 5]
 
 
-@contextlib.contextmanager
-def r_nodes(*urls: str) -> Iterator[list[RNodeProcess]]:
-    with contextlib.ExitStack() as stack:
-        nodes = []
-        for url in urls:
-            nodes.append(RNodeProcess(url, kv_bytes=256 << 20))
-            stack.callback(nodes[-1].end)
-        yield nodes
-
-
 @pytest.fixture(scope="module")
 def shm_nodes(tmp_path_factory):
-    with r_nodes(*[f"shm://{tmp_path_factory.mktemp('r')}/r.sock" for _ in range(4)]) as nodes:
+    urls = [f"shm://{tmp_path_factory.mktemp('r')}/r.sock" for _ in range(4)]
+    with r_node_processes(*urls) as nodes:
         yield nodes
 
 
 @pytest.fixture(scope="module")
 def tcp_nodes():
-    with r_nodes(*["tcp://127.0.0.1:0"] * 4) as nodes:
+    with r_node_processes(*["tcp://127.0.0.1:0"] * 4) as nodes:
         yield nodes
 
 
@@ -112,19 +101,6 @@ async def serving(path, nodes, *, partition="heads", backend="native", kv_dtype=
         await engine.stop()
         for link in engine.spart.links:
             await link.close()
-
-
-def greedy(n):
-    return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
-
-
-def prompts(lengths, seed=0, vocabulary=VOCAB_SIZE):
-    rng = random.Random(seed)
-    return [[rng.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
-
-
-async def tokens_of(stream):
-    return [event.token async for event in stream]
 
 
 async def generate(engine, given, n=32):
@@ -258,7 +234,7 @@ async def test_a_quantised_cache_gives_the_tokens_of_one_r_node(kv_dtype, shm_no
 async def test_a_killed_member_ends_the_streams_and_the_team_serves_again_once_it_is_back(scheme, tmp_path):
     path = make_checkpoint("llama-mha")
     urls = ["tcp://127.0.0.1:0"] * 2 if scheme == "tcp" else [f"shm://{tmp_path}/r{i}.sock" for i in range(2)]
-    with r_nodes(*urls) as nodes:
+    with r_node_processes(*urls) as nodes:
         async with serving(path, nodes, prefix_cache=True) as engine:
             given = prompts([10, 200, 30], seed=8)
             leased = engine.spart.links[0].lease.n_pages

@@ -9,8 +9,8 @@ import asyncio
 import random
 
 import pytest
-from engines.token_stream import submit
-from engines.toy import POISON, ToyLink, continuation, tokens_of, until
+from engines.token_stream import submit, tokens_of
+from engines.toy import POISON, ToyLink, continuation, until
 from engines.toy_engine import ASK, ask, keeping
 
 from fastdecode.engine.state.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex, page_hashes

@@ -8,8 +8,8 @@ import random
 
 import pytest
 from engines.make_engine import make_engine
-from engines.token_stream import submit
-from engines.toy import ToyLink, ToySPart, continuation, tokens_of, until
+from engines.token_stream import submit, tokens_of
+from engines.toy import ToyLink, ToySPart, continuation, until
 from engines.toy_engine import started
 
 from fastdecode.engine.migration.prefill_worker import PrefillWorker

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines.token_stream import submit
-from engines.toy import ToyLink, continuation, tokens_of
+from engines.token_stream import submit, tokens_of
+from engines.toy import ToyLink, continuation
 from engines.toy_engine import running
 from engines.virtual import MODEL, serve, toy_system
 

@@ -10,17 +10,17 @@ import mmap
 import random
 import re
 import signal
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from engines.make_engine import make_engine
-from engines.token_stream import submit
-from models.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
-from models.greedy import is_greedy
+from engines.token_stream import greedy, submit, tokens_of
+from engines.toy import until
+from models.checkpoints import FAMILIES, make_checkpoint, reference
+from models.greedy import is_greedy, prompts
 from models.spart_steps import staged_bytes
-from nodes.rnode_process import RNodeProcess
+from nodes.rnode_process import r_node_processes
 from wire.cut_proxy import CutProxy
 
 from fastdecode.engine.scheduling import deadline
@@ -35,19 +35,10 @@ from fastdecode.transports.registry import connect
 ROWS = 128  # well below the longest prompts, so that they are chunked
 
 
-@contextlib.contextmanager
-def r_nodes(*urls: str) -> Iterator[list[RNodeProcess]]:
-    with contextlib.ExitStack() as stack:
-        nodes = []
-        for url in urls:
-            nodes.append(RNodeProcess(url, kv_bytes=256 << 20))
-            stack.callback(nodes[-1].end)
-        yield nodes
-
-
 @pytest.fixture(scope="module")
 def shm_nodes(tmp_path_factory):
-    with r_nodes(*[f"shm://{tmp_path_factory.mktemp('r')}/r.sock" for _ in range(3)]) as nodes:
+    urls = [f"shm://{tmp_path_factory.mktemp('r')}/r.sock" for _ in range(3)]
+    with r_node_processes(*urls) as nodes:
         yield nodes
 
 
@@ -58,7 +49,7 @@ def shm_node(shm_nodes):
 
 @pytest.fixture(scope="module")
 def tcp_nodes():
-    with r_nodes(*["tcp://127.0.0.1:0"] * 3) as nodes:
+    with r_node_processes(*["tcp://127.0.0.1:0"] * 3) as nodes:
         yield nodes
 
 
@@ -127,30 +118,6 @@ async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **
             await link.close()
 
 
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-def greedy(n):
-    return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
-
-
-def prompts(lengths, seed=0):
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(n)] for n in lengths]
-
-
-async def tokens_of(stream):
-    return [event.token async for event in stream]
-
-
-def assert_greedy(judge, prompt, tokens):
-    """Every token is the one that transformers would have chosen after the tokens before it."""
-    assert is_greedy(judge, prompt, tokens)
-
-
 @pytest.fixture
 def judge(family):
     return judge_of(family)
@@ -186,7 +153,7 @@ async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches,
         results = await asyncio.gather(*(tokens_of(submit(engine, p, greedy(64))) for p in given))
         for prompt, tokens in zip(given, results, strict=True):
             assert len(tokens) == 64
-            assert_greedy(judge, prompt, tokens)
+            assert is_greedy(judge, prompt, tokens)
         await engine.r_nodes.refresh()
         assert all(node.attention_seconds > 0 for node in engine.stats.nodes), "every R-node had work"
         assert all(node.bandwidth.bytes_per_second for node in engine.cluster.nodes)
@@ -240,7 +207,7 @@ async def test_choices_of_one_prompt(model, judge, tcp_nodes):
         engine.submit_choices(prompt, params, {name: queue.put_nowait for name, queue in queues.items()})
         together = [[(await queue.get()).token for _ in range(60)] for queue in queues.values()]
         assert together == alone and len(set(map(tuple, together))) > 1
-        assert_greedy(judge, prompt, await tokens_of(submit(engine, prompt, greedy(60))))
+        assert is_greedy(judge, prompt, await tokens_of(submit(engine, prompt, greedy(60))))
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen3.5"])
@@ -251,7 +218,7 @@ async def test_tiny_lease_preempts_and_changes_nothing(priorities, model, judge,
         params = [dataclasses.replace(greedy(150), priority=priorities[i % len(priorities)]) for i in range(len(given))]
         results = await asyncio.gather(*(tokens_of(submit(engine, p, q)) for p, q in zip(given, params, strict=True)))
         for prompt, tokens in zip(given, results, strict=True):
-            assert_greedy(judge, prompt, tokens)
+            assert is_greedy(judge, prompt, tokens)
         assert engine.stats.totals.preemptions > 0
 
 
@@ -266,7 +233,7 @@ async def test_prompts_that_share_prefixes_equal_transformers(family, n_nodes, t
         for turn in range(3):
             answers = await asyncio.gather(*(tokens_of(submit(engine, h, greedy(20))) for h in histories))
             for history, answer in zip(histories, answers, strict=True):
-                assert_greedy(judge, history, answer)
+                assert is_greedy(judge, history, answer)
             histories = [h + a + [3 + turn] * 7 for h, a in zip(histories, answers, strict=True)]
         totals = engine.stats.totals
         shared = 256 if engine.spart.states is not None else 300  # whole pages of the common tokens
@@ -278,7 +245,7 @@ async def test_a_prompt_submitted_many_times_at_once_is_computed_once(model, jud
     (prompt,) = prompts([300])
     async with serving(model, tcp_nodes[:1], prefix_cache=True) as engine:
         for tokens in await asyncio.gather(*(tokens_of(submit(engine, prompt, greedy(40))) for _ in range(6))):
-            assert_greedy(judge, prompt, tokens)
+            assert is_greedy(judge, prompt, tokens)
         assert engine.stats.totals.prefix_hits == 5 * 256
 
 
@@ -310,7 +277,7 @@ async def test_cancel_in_the_queue_in_prefill_and_in_decode_frees_pages(model, j
 async def test_sigkill_of_the_only_r_node_ends_streams_and_a_new_one_serves_on(model, judge, tmp_path):
     url = f"shm://{tmp_path}/r.sock"
     with contextlib.ExitStack() as processes:
-        (node,) = processes.enter_context(r_nodes(url))
+        (node,) = processes.enter_context(r_node_processes(url))
         async with serving(model, [node]) as engine:
             streams = [submit(engine, p, greedy(800)) for p in prompts([10, 200, 30])]
             await anext(streams[0])
@@ -320,10 +287,10 @@ async def test_sigkill_of_the_only_r_node_ends_streams_and_a_new_one_serves_on(m
                     await tokens_of(stream)
             with pytest.raises(NotReady):
                 submit(engine, [5], greedy(5))
-            (again,) = processes.enter_context(r_nodes(url))
+            (again,) = processes.enter_context(r_node_processes(url))
             engine.replace_link(0, await engine.link_to(again.url))
             prompt = prompts([100])[0]
-            assert_greedy(judge, prompt, await tokens_of(submit(engine, prompt, greedy(20))))
+            assert is_greedy(judge, prompt, await tokens_of(submit(engine, prompt, greedy(20))))
 
 
 @pytest.mark.quick
@@ -331,7 +298,7 @@ async def test_sigkill_of_the_only_r_node_ends_streams_and_a_new_one_serves_on(m
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 async def test_sigkill_of_one_of_two_r_nodes_costs_time_not_tokens(scheme, model, judge, tmp_path):
     urls = ["tcp://127.0.0.1:0"] * 2 if scheme == "tcp" else [f"shm://{tmp_path}/r{i}.sock" for i in range(2)]
-    with r_nodes(*urls) as nodes:
+    with r_node_processes(*urls) as nodes:
         async with serving(model, nodes) as engine:
             given = prompts([10, 200, 30, 77, 64, 3])
             streams = [submit(engine, p, greedy(200)) for p in given]
@@ -341,7 +308,7 @@ async def test_sigkill_of_one_of_two_r_nodes_costs_time_not_tokens(scheme, model
             for prompt, first, stream in zip(given, firsts, streams, strict=True):
                 tokens = [first, *await tokens_of(stream)]
                 assert len(tokens) == 200
-                assert_greedy(judge, prompt, tokens)
+                assert is_greedy(judge, prompt, tokens)
             assert [node.alive for node in engine.stats.nodes] == [True, False]
 
 
@@ -358,14 +325,14 @@ async def test_data_connection_that_ends_while_the_control_connection_lives(how,
         results = await asyncio.gather(*map(tokens_of, streams))
         for prompt, first, tokens in zip(given, firsts, results, strict=True):
             assert len(tokens) == 99
-            assert_greedy(judge, prompt, [first, *tokens])
+            assert is_greedy(judge, prompt, [first, *tokens])
         assert [node.alive for node in engine.stats.nodes] == [True, False]
         assert isinstance(await lost.link.closed(), LinkDown)
         engine.replace_link(1, await engine.link_to(proxy.url))
         for prompt, tokens in zip(
             given, await asyncio.gather(*(tokens_of(submit(engine, p, greedy(5))) for p in given)), strict=True
         ):
-            assert_greedy(judge, prompt, tokens)
+            assert is_greedy(judge, prompt, tokens)
         assert (await engine.spart.links[1].stats())["calls"] > 0
 
 
@@ -383,7 +350,7 @@ async def test_data_connection_that_falls_silent_while_the_control_connection_li
         results = await asyncio.gather(*map(tokens_of, streams))
         for prompt, first, tokens in zip(given, firsts, results, strict=True):
             assert len(tokens) == 59
-            assert_greedy(judge, prompt, [first, *tokens])
+            assert is_greedy(judge, prompt, [first, *tokens])
         assert [node.alive for node in engine.stats.nodes] == [True, False]
         assert "has not come within" in str(await lost.closed())
 
@@ -404,7 +371,7 @@ async def test_two_of_three_data_connections_end_at_once(how, model, judge, tcp_
         results = await asyncio.gather(*map(tokens_of, streams))
         for prompt, first, tokens in zip(given, firsts, results, strict=True):
             assert len(tokens) == 99
-            assert_greedy(judge, prompt, [first, *tokens])
+            assert is_greedy(judge, prompt, [first, *tokens])
         assert [node.alive for node in engine.stats.nodes] == [True, False, False]
 
 
@@ -423,7 +390,7 @@ async def test_refused_call_fails_the_refusing_r_nodes_sequences_only(model, jud
         assert all("refused" in str(results[i]) for i in placed[1])
         for i in placed[0]:
             assert len(results[i]) == 99
-            assert_greedy(judge, given[i], [firsts[i], *results[i]])
+            assert is_greedy(judge, given[i], [firsts[i], *results[i]])
         assert all(node.alive for node in engine.stats.nodes)
 
 
@@ -436,7 +403,7 @@ async def test_step_an_r_node_refuses_fails_and_the_engine_goes_on(model, judge,
         with pytest.raises(GenerationFailed, match="refused"):
             await tokens_of(stream)
         prompt = prompts([100])[0]
-        assert_greedy(judge, prompt, await tokens_of(submit(engine, prompt, greedy(20))))
+        assert is_greedy(judge, prompt, await tokens_of(submit(engine, prompt, greedy(20))))
 
 
 def test_region_stays_mapped_while_the_s_part_looks_at_it(model):

@@ -9,17 +9,13 @@ import pytest
 import torch
 from engines.real_engine import real_engine
 from engines.scheduler_world import WORD, World
-from engines.token_stream import submit
+from engines.token_stream import submit, tokens_of
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from models.hf_models import save_model
 
 from fastdecode.engine.state.guesser import Guesser
 from fastdecode.engine.state.request import SamplingParams
 from fastdecode.spart.step.batch import Sampled
-
-
-async def tokens_of(stream):
-    return [event.token async for event in stream]
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from engines.make_engine import make_engine
 from engines.scheduler_world import World
-from engines.token_stream import submit
-from engines.toy import POISON, ToyLink, ToySPart, continuation, tokens_of
+from engines.token_stream import submit, tokens_of
+from engines.toy import POISON, ToyLink, ToySPart, continuation
 from engines.toy_engine import ASK, ask, generate, keeping, running, started
 
 from fastdecode.engine.state.request import SamplingParams

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from engines.real_engine import real_engine
-from engines.token_stream import submit
-from engines.toy import tokens_of, until
+from engines.token_stream import greedy, submit, tokens_of
+from engines.toy import until
 from models.hf_models import VOCAB_SIZE, save_model
 
 from fastdecode.engine.state.pages import PageBook, PageGroups, PageTable
-from fastdecode.engine.state.request import SamplingParams
 from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple, region_layout
@@ -44,10 +43,6 @@ def expected(directory: Path, prompts: list[list[int]], n: int) -> list[list[int
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": n}
     return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
-
-
-def greedy(n: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
 
 
 @pytest.mark.parametrize(

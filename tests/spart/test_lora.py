@@ -13,7 +13,7 @@ import pytest
 import torch
 from engines.api_client import served
 from engines.real_engine import real_engine
-from engines.token_stream import submit
+from engines.token_stream import submit, tokens_of
 from models.adapters_made import merged, save_adapter
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, make_model
 from models.greedy import is_greedy
@@ -67,14 +67,6 @@ def greedy(n: int, adapter: str | None) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, adapter=adapter)
 
 
-async def tokens_of(stream) -> list[int]:
-    return [event.token async for event in stream]
-
-
-def assert_greedy(judge, prompt: list[int], tokens: list[int]) -> None:
-    assert is_greedy(judge, prompt, tokens)
-
-
 async def test_64_requests_over_8_adapters_and_the_base_model_equal_the_merged_models(directories, tmp_path):
     """All at once, with prompts that begin alike: the prefix cache must not mix what adapters have computed."""
     base = make_checkpoint("llama-gqa")
@@ -99,8 +91,8 @@ async def test_64_requests_over_8_adapters_and_the_base_model_equal_the_merged_m
         judge = merged(base, directory)
         for (asked, prompt), tokens in zip(requests, outputs, strict=True):
             if asked == name:
-                assert_greedy(judge, prompt, tokens)
-        assert_greedy(judge, shared, again[names.index(name)])
+                assert is_greedy(judge, prompt, tokens)
+        assert is_greedy(judge, shared, again[names.index(name)])
 
 
 @pytest.mark.parametrize(
@@ -125,7 +117,7 @@ async def test_other_models_equal_the_merged_model(backend, model_type, options,
         ]
     for judge, of_judge in zip((merged(base, directory), merged(base, None)), outputs, strict=True):
         for prompt, tokens in zip(prompts, of_judge, strict=True):
-            assert_greedy(judge, prompt, tokens)
+            assert is_greedy(judge, prompt, tokens)
 
 
 @pytest.mark.parametrize("product", ["padded", "grouped", "looped"])

@@ -1,4 +1,4 @@
-"""The token stream of one request to an Engine."""
+"""The token stream of one request to an Engine, and the parameters of a greedy one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ def submit(engine: Engine, prompt_ids: list[int], params: SamplingParams, reques
     events: asyncio.Queue[TokenEvent | EngineError | None] = asyncio.Queue()
     [seq] = engine.submit_choices(prompt_ids, params, {request_id or secrets.token_hex(12): events.put_nowait})
     return RequestStream(seq, events, engine.cancel)
+
+
+def greedy(n: int) -> SamplingParams:
+    """A request of `n` tokens, whatever these are."""
+    return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+
+
+async def tokens_of(stream: RequestStream) -> list[int]:
+    return [event.token async for event in stream]
 
 
 class RequestStream:

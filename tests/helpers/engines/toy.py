@@ -43,10 +43,6 @@ async def until(condition):
             await asyncio.sleep(0.001)
 
 
-async def tokens_of(stream):
-    return [event.token async for event in stream]
-
-
 class ToyLink:
     resident = False
 

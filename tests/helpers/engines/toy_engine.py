@@ -7,8 +7,8 @@ import contextlib
 import random
 
 from engines.make_engine import make_engine
-from engines.token_stream import submit
-from engines.toy import ToySPart, continuation, tokens_of, until
+from engines.token_stream import submit, tokens_of
+from engines.toy import ToySPart, continuation, until
 from fastdecode.engine.state.request import SamplingParams
 
 ASK = SamplingParams(temperature=0.0, max_tokens=10)
@@ -82,10 +82,10 @@ async def ask(engine, prompt, params=ASK):
     return events[-1].reused
 
 
-async def generate(engine, n, tokens, seed=0):
+async def generate(engine, n, tokens, seed=0, longest=150):
     """Run `n` requests of random prompts at once; every answer must be right."""
     rng = random.Random(seed)
-    prompts = [[rng.randrange(3, 900) for _ in range(rng.randint(1, 150))] for _ in range(n)]
+    prompts = [[rng.randrange(3, 900) for _ in range(rng.randint(1, longest))] for _ in range(n)]
     params = SamplingParams(temperature=0.0, max_tokens=tokens)
     answers = await asyncio.gather(*(tokens_of(submit(engine, p, params)) for p in prompts))
     assert answers == [continuation(p, tokens) for p in prompts]

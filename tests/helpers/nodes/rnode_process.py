@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,17 @@ class RNodeProcess(ScriptProcess):
 
     def unstick(self) -> None:
         self._stuck_pipe.write_bytes(b"!")
+
+
+@contextlib.contextmanager
+def r_node_processes(*urls: str, kv_bytes: int = 256 << 20) -> Iterator[list[RNodeProcess]]:
+    """R-nodes that listen at these URLs."""
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for url in urls:
+            nodes.append(RNodeProcess(url, kv_bytes))
+            stack.callback(nodes[-1].end)
+        yield nodes
 
 
 class FarRNode:
