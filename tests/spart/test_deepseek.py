@@ -53,7 +53,7 @@ KIMI_K2 = {
     "rms_norm_eps": 1e-06,
     "rope_scaling": {
         "beta_fast": 1.0,
-        "beta_slow": 0.5,
+        "beta_slow": 1.0,
         "factor": 32.0,
         "mscale": 1.0,
         "mscale_all_dim": 1.0,

@@ -142,7 +142,10 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
         ({"hidden_act": None}, "'hidden_act' is None, not a name"),
         ({"rope_parameters": {"rope_type": ["x"]}}, "'rope_type' is .'x'., not a name"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "attention_factor": NAN}}, "'attention_factor' is nan"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 1}}, "'beta_slow' is 1, 'beta_fast' 1"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 0.5}},
+            "'beta_slow' is 1, 'beta_fast' 0.5",
+        ),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "a 'rope_theta' of 1 is too small"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}},

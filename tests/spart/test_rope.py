@@ -40,6 +40,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "truncate": False,
         "attention_factor": 1.3,
     },
+    "yarn without a ramp, as in Kimi K2": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+    },
     "yarn with mscale": {
         "rope_type": "yarn",
         "factor": 8.0,

@@ -152,8 +152,8 @@ def _llama3(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
 def _yarn(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
     factor = _positive(raw, "factor", max_positions / trained_on)
     fast, slow = _positive(raw, "beta_fast", 32.0), _positive(raw, "beta_slow", 1.0)
-    if fast <= slow:
-        raise WrongValue(f"config.json: 'beta_slow' is {slow:g}, 'beta_fast' {fast:g}, which is not more")
+    if fast < slow:  # they are equal in Kimi K2
+        raise WrongValue(f"config.json: 'beta_slow' is {slow:g}, 'beta_fast' {fast:g}, which is less")
     scale, scale_all = (_number(raw, name, 0.0) for name in ("mscale", "mscale_all_dim"))
     attention = attention_factor(factor, scale) / attention_factor(factor, scale_all) if scale and scale_all else None
     return Rope(
