@@ -244,3 +244,8 @@ def test_what_llama_cpp_takes_for_granted(tmp_path):
 def test_keys_of_a_file_that_are_not_understood_are_named(fields, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         metadata(tmp_path / "m.gguf", **fields)
+
+
+def test_a_file_without_an_embedding_holds_no_language_model(tmp_path):
+    with pytest.raises(CheckpointError, match=r"m\.gguf holds no language model: it lacks 'token_embd\.weight'"):
+        config_of_keys(tmp_path / "m.gguf", "deepseek2", KEYS, {"token_embd.weight": ...})

@@ -222,6 +222,10 @@ class _Metadata:
     def config_json(self) -> dict[str, Any]:
         """What config.json would say. Raises CheckpointError."""
         path, fields, tensors = self._file.path, self._file.fields, self._file.tensors
+        if "token_embd.weight" not in tensors or "attention.head_count" not in self.own:
+            raise CheckpointError(
+                f"{path} holds no language model: it lacks 'token_embd.weight' or the number of heads"
+            )
         raw: dict[str, Any] = {"norm_topk_prob": True}
         if self.architecture == "glm4moe":
             raw = self._glm4_moe()
@@ -235,10 +239,6 @@ class _Metadata:
             raw = self._partial_rope()
         raw |= {name: self.own[key] for key, name in self._keys.items() if key in self.own}
         by_layer = gemma4_json(self._file) if self.architecture == "gemma4" else {}
-        if "token_embd.weight" not in tensors or "num_attention_heads" not in raw:
-            raise CheckpointError(
-                f"{path} holds no language model: it lacks 'token_embd.weight' or the number of heads"
-            )
         experts = self.own.get("expert_count", 0)
         family = FAMILIES[self.architecture][bool(experts)]
         if family is None:

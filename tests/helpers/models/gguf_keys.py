@@ -22,19 +22,20 @@ SIZES = {
 
 
 def config_of_keys(
-    path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, np.ndarray] | None = None
+    path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, Any] | None = None
 ) -> ModelConfig:
     """The configuration of a file that is written with SIZES and `keys`, which stand there behind the architecture's
-    name. ...: without the key."""
+    name, a token embedding and `tensors`. ...: without the key, or the embedding."""
     writer = gguf.GGUFWriter(path, architecture)
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     keys = SIZES | keys
     for key, value in keys.items():
         if value is not ...:
             add.get(type(value), writer.add_array)(f"{architecture}.{key}", value)
-    writer.add_tensor("token_embd.weight", np.zeros((8, keys["embedding_length"]), np.float32))
-    for name, tensor in (tensors or {}).items():
-        writer.add_tensor(name, tensor)
+    embedding = np.zeros((8, keys["embedding_length"]), np.float32)
+    for name, tensor in ({"token_embd.weight": embedding} | (tensors or {})).items():
+        if tensor is not ...:
+            writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
