@@ -11,7 +11,10 @@ import random
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from models.checkpoints import (
@@ -32,6 +35,7 @@ from fastdecode.spart import Model, SPart, load_model
 from fastdecode.spart.exchange import SlotViews, link_rows, make_exchange
 from fastdecode.spart.int4.balance import balance_for
 from fastdecode.spart.step.batch import Chunk, SampleSpec, StepBatch, StepOutput
+from fastdecode.spart.step.penalties import LogitRules
 from fastdecode.transports.base import CallRefused, LinkDown
 
 SLOTS = 12  # most sequences of a test whose model's layers keep states
@@ -145,6 +149,30 @@ async def test_tokens_that_a_generation_config_suppresses_are_never_drawn(temper
         [sampled] = run(SPart(model, links).step(StepBatch(0, [chunk]))).sampled
     want = reference(directory).generate(torch.tensor([prompt]), max_new_tokens=1, do_sample=False)
     assert sampled.token == want[0, -1] not in likely
+
+
+class OnlyToken(NamedTuple):
+    """A TokenMask that allows one token."""
+
+    token: int
+
+    def fill(self, row: npt.NDArray[np.int32]) -> None:
+        row[:] = 0
+        row[self.token // 32] = np.int32(1 << self.token % 32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+async def test_a_suppressed_token_that_is_penalised_is_drawn_where_no_other_is_allowed(temperature, tmp_path):
+    directory, forced = tmp_path / "model", 40
+    shutil.copytree(make_checkpoint("llama-gqa"), directory)
+    (directory / "generation_config.json").write_text(json.dumps({"suppress_tokens": [forced]}))
+    model = load_model(directory, dtype="fp32")
+    rules = LogitRules(repetition=100.0, prompt=[forced])
+    spec = SampleSpec(temperature, rules=rules, mask=OnlyToken(forced))
+    async with linked(model, tmp_path) as links:
+        chunk = Chunk(0, 0, 1, 0, [forced], True, spec)
+        [sampled] = run(SPart(model, links).step(StepBatch(0, [chunk]))).sampled
+    assert sampled.token == forced
 
 
 @pytest.mark.parametrize("variant", ["qwen3.5", "qwen3.5-moe", "gemma3", "glm4-moe"])

@@ -56,6 +56,10 @@ class LayerPass(Protocol):
         """
 
 
+#: The logits of tokens that are never drawn: they stay finite if a penalty multiplies them, by 100 at most.
+_SUPPRESSED = -1e36
+
+
 def draft_passes(most: int, n: int) -> int:
     """The passes of an MTP head that drafts up to `most` tokens, 0 without a head, in a step that drafts `n`: the first
     one stores K and V, so no step leaves it out."""
@@ -154,7 +158,7 @@ class DecoderLayers:
         if cap := config.logit_softcap:
             logits = logits.float().div_(cap).tanh_().mul_(cap)
         if self._suppressed is not None:
-            logits.index_fill_(1, self._suppressed, torch.finfo(logits.dtype).min)
+            logits.index_fill_(1, self._suppressed, max(torch.finfo(logits.dtype).min, _SUPPRESSED))
         return logits
 
 
