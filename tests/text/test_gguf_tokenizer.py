@@ -54,6 +54,19 @@ _DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
     r"\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+#: In Kimi's own code, which makes a tokenizer of tiktoken with these alternatives.
+_KIMI_K2 = (
+    r"[\p{Han}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"\p{N}{1,3}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r"\s*[\r\n]+",
+    r"\s+(?!\S)",
+    r"\s+",
+)
 #: `tokenizer.ggml.pre` -> the pre-tokenizer of the tokenizer.json that models of this name are published with.
 PRE = {
     "gpt-2": _PLAIN,
@@ -67,6 +80,7 @@ PRE = {
     "deepseek-v3": pre_tokenizers.Sequence(
         [*(pre_tokenizers.Split(Regex(words), "isolated") for words in _DEEPSEEK_V3), _REST]
     ),
+    "kimi-k2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex("|".join(_KIMI_K2)), "isolated"), _REST]),
     "qwen35": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"), _REST]),
     **{
         name: pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), "isolated"), _REST])
@@ -140,6 +154,33 @@ def test_sentence_piece_tokenizers(tmp_path):
         assert ours.encode(text, add_special_tokens=False) == ids
         assert ours.encode(text) == [tokens.index("<s>"), *ids]
         assert ours.decode(ids) == theirs.decode(ids)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+@pytest.mark.parametrize("pre", ["deepseek-llm", "deepseek-v3"])
+def test_words_are_those_of_llama_cpp(pre, tmp_path):
+    """The vocabulary has all pairs of bytes, so where pairs begin and end tells how a text is cut."""
+    import llama_cpp
+
+    source = random.Random(0)
+    pieces = [*"aBcé12 3\n中文かな가.,!/'ǅƻ\u0331𝐀", "  ", "\n\n", " x", "'s", "don't", "ABc", " 中", "。", "。 "]
+    texts = [*TEXTS[len(CORPUS) + 6 :], *("".join(source.choices(pieces, k=12)) for _ in range(200))]
+    characters = sorted({c for word, _ in _PLAIN.pre_tokenize_str("".join(texts)) for c in word})
+    pairs = [(a, b) for a in characters for b in characters if not (a + b).isdecimal()]
+    tokens = [*characters, *map("".join, pairs)]
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(tokens),
+        "tokenizer.ggml.merges": [*map(" ".join, pairs)],
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    path = write(tmp_path / "t.gguf", fields)
+    ours, theirs = Tokenizer.from_dir(path), llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    for text in texts:
+        assert ours.encode(text) == theirs.tokenize(text.encode(), add_bos=False, special=False), text
+    theirs.close()
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
