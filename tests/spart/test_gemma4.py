@@ -79,6 +79,7 @@ def test_the_last_layer_sees_all_tokens():
     ("variant", "changes", "message"),
     [
         ("gemma4", {"use_bidirectional_attention": "all"}, "'use_bidirectional_attention' is 'all'"),
+        ("gemma4", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
         ("gemma4", {"per_layer_config": {"1": {"intermediate_size": 8}}}, "'per_layer_config' has 'intermediate_size'"),
         ("gemma4", {"per_layer_config": {"1": {"head_dim": 32}}}, "in layers with one RoPE"),
         ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "lacks 'sliding_attention'"),

@@ -68,8 +68,10 @@ GEMMA4_MOE_NAMES = replace(
 
 def gemma4(config: ConfigJson) -> dict[str, Any]:
     """The text part. Gemma4UnifiedTextConfig has other defaults, and no experts or embeddings of layers."""
-    if config.raw.get("use_bidirectional_attention") == "all":
-        raise CheckpointError("config.json: 'use_bidirectional_attention' is 'all'; tokens here see none behind them")
+    if (seeing := config.raw.get("use_bidirectional_attention")) not in (None, "vision"):  # of tokens of images
+        raise CheckpointError(
+            f"config.json: 'use_bidirectional_attention' is {seeing!r}; tokens here see none behind them"
+        )
     unified = config.raw.get("model_type") == "gemma4_unified_text"
     n_layers = config.size("num_hidden_layers")
     types = config.raw.get("layer_types")
