@@ -70,3 +70,13 @@ def test_windows_of_a_file(fields, windows, theta, tmp_path: Path):
     config = read_config(tmp_path / "m.gguf")
     assert (config.windows, config.second_rope and config.second_rope.theta) == (windows, theta)
     assert config.rope == Rope()
+
+
+def test_the_attention_factor_of_a_file_is_that_of_the_configuration(tmp_path: Path):
+    """llama.cpp's converter writes config.json's number, which has YaRN's factor in it."""
+    write_gguf(
+        tmp_path / "m.gguf", make_model("olmo3"), "F32", more=lambda writer: writer.add_rope_scaling_attn_factors(1.25)
+    )
+    config = read_config(tmp_path / "m.gguf")
+    assert (config.rope.kind, config.rope.attention_factor) == ("yarn", 1.25)
+    assert config.second_rope == Rope(theta=500000.0)

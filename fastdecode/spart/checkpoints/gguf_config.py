@@ -141,7 +141,7 @@ _FAMILY_OTHER_KEYS = {
         *("expert_gating_func", "rope.scaling.yarn_log_multiplier"),
     },
     "minimax-m2": {"expert_gating_func"},
-    "olmo2": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
+    "olmo2": {"attention.sliding_window_pattern", "rope.freq_base_swa", "rope.scaling.attn_factor"},
     "ernie4_5-moe": {"expert_shared_count", "expert_shared_feed_forward_length"},
     "mistral3": {"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"},
 }
@@ -155,6 +155,7 @@ _SCALING_KEYS = {
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.attn_factor": "attention_factor",
     "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
     "attention.temperature_scale": "llama_4_scaling_beta",
 }
