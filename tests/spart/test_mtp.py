@@ -14,7 +14,7 @@ from fastdecode.spart import load_model, read_config
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.checkpoints.config import CheckpointError
 from fastdecode.spart.loader import block_linears
-from fastdecode.spart.step.batch import Chunk, StepBatch
+from fastdecode.spart.step.batch import Chunk, ScoreSpec, StepBatch
 
 PASSES = 3
 NATIVE = ("qwen3.5", "qwen3-next", "qwen3.5-moe", "glm4-moe", "glm4-moe-lite", "deepseek-v3")
@@ -95,3 +95,18 @@ def test_a_model_without_a_head_is_refused():
         load_model(make_checkpoint("glm4-moe"), device="cpu", mtp=1)
     with pytest.raises(CheckpointError, match="an MTP head of LlamaForCausalLM is not supported"):
         load_model(make_checkpoint("llama-gqa"), device="cpu", mtp=1)
+
+
+async def test_ranks_draw_the_same_token_after_a_prompt_that_is_scored(tmp_path):
+    directory = make_checkpoint("deepseek-v3")
+    path, tokens = make_head(directory).save(directory, tmp_path / "m"), known(40, 3)
+    ranks = Ranks(path, 2, dtype=torch.float32, mtp=1)
+    drawn = []
+    async with ranks.sparts(tmp_path, "fp32") as sparts:
+        for i, score in enumerate((None, ScoreSpec(tokens[1:], 1))):
+            chunk = Chunk(0, i, 1, 0, tokens, True, GREEDY, len(tokens), score=score)
+            [sampled] = ranks.each(lambda spart, c=chunk: run(spart.step(StepBatch(0, [c], drafts=1))), sparts)[
+                0
+            ].sampled
+            drawn.append(sampled.token)
+    assert drawn[0] == drawn[1]

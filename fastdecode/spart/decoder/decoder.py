@@ -95,8 +95,8 @@ class SPart:
             logits = layer_pass.logits()
             drawn: list[Sampled] | None = None
             if self._config.mtp:
+                drawn = self._draw(logits, rows)  # before the head is called again, which overwrites logits of ranks
                 scores = rows.scorer(layer_pass.scored_logits, rows.uploaded)
-                drawn = self._draw(logits, rows)
                 passes = layer_pass.draft(of_rank_0(rows.following(drawn), self.model.reduction), n_drafts, timeout)
                 drafts = yield from _exchanged(passes, exchange, clock, timeout)
                 for one, tokens in zip(drawn, drafts.tolist(), strict=True):
