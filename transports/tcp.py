@@ -170,7 +170,7 @@ async def listen(url: str, host: str, port: int, secret: bytes | None, insecure:
         if secret is None and not insecure and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
             raise TransportError(
                 f"other machines can reach {url} and there is no shared secret, so anybody could use this node; "
-                "give it a secret, or listen on 127.0.0.1"
+                "give it a secret (--secret-file), or listen on 127.0.0.1"
             )
         sock = socket.socket(family, kind, proto)
         try:

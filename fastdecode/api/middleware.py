@@ -138,7 +138,8 @@ def _from_aiohttp(error: web.HTTPException, request: web.Request) -> ApiError:
             message = f"{request.method} is not allowed on {request.path}"
             return ApiError(405, message, code="method_not_allowed", headers=headers)
         case web.HTTPNotFound():
-            return ApiError(404, f"there is no {request.path} here", code="not_found")
+            hint = "" if request.path.startswith("/v1/") else "; the API is under /v1, as in /v1/chat/completions"
+            return ApiError(404, f"there is no {request.path} here{hint}", code="not_found")
     return ApiError(error.status, error.reason)
 
 

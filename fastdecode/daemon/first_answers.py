@@ -40,7 +40,7 @@ async def first_answers(
             except LinkDown as error:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise
+                    raise LinkDown(f"{error} (is it running? --connect-seconds waits longer for it)") from None
                 if str(error) != last_message:
                     last_message = str(error)
                     log.warning("%s; trying again for %.0f s", last_message, left)

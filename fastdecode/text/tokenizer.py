@@ -95,7 +95,10 @@ class Tokenizer:
         directory = source.path
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise TokenizerError(f"{directory} has no tokenizer.json")
+            raise TokenizerError(
+                f"{directory} has no tokenizer.json, which a model needs beside its weights; for a model with another "
+                "tokenizer file, save_pretrained of transformers' AutoTokenizer writes one"
+            )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust library raises a plain Exception
@@ -247,7 +250,10 @@ class Tokenizer:
         if self._template_names:
             names = ", ".join(self._template_names)
             raise ChatTemplateError(f"the model has no chat template named default; its templates are named {names}")
-        raise ChatTemplateError("the model has no chat template; use /v1/completions with a prompt in its own format")
+        raise ChatTemplateError(
+            "the model has no chat template; use /v1/completions with a prompt in its own format, or start the node "
+            "with --chat-template FILE"
+        )
 
 
 def _shrink(backend: tokenizers.Tokenizer) -> int | None:

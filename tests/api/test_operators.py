@@ -62,7 +62,8 @@ async def test_a_request_id_is_taken_returned_and_logged(tokenizer, caplog):
     assert [line["status"] for line in lines] == [200, 200, 200, 404, 400]
     assert [line.get("request_id") for line in lines] == ["trace-7", "trace-7", "trace-8", "trace-9", None]
     assert [line.get("completion_tokens") for line in lines] == [2, 1, None, None, None]
-    assert [line.get("error") for line in lines[2:]] == [None, "there is no /nothing here", lines[4]["error"]]
+    missing = "there is no /nothing here; the API is under /v1, as in /v1/chat/completions"
+    assert [line.get("error") for line in lines[2:]] == [None, missing, lines[4]["error"]]
     assert lines[4]["error"] == "prompt: this field is required"
     assert lines[0]["id"].startswith("cmpl-") and lines[0]["prompt_tokens"] == 1
     assert all(line["seconds"] >= 0 and line["client"] == "127.0.0.1" for line in lines)

@@ -73,7 +73,7 @@ S_STARTS = [
     # R-nodes
     (
         "--r-node shm://{none} --connect-seconds 0",
-        "no R-node can be reached at shm://{none}: No such",
+        "no R-node can be reached at shm://{none}: No such file or directory (is it running? --connect-seconds",
     ),
     ("--r-node tcp://127.0.0.1:{taken}", "tcp://127.0.0.1:{taken} does not answer as an R-node"),
     (
@@ -87,7 +87,11 @@ S_STARTS = [
 R_STARTS = [
     ("", "--role r needs --listen"),
     ("--listen tcp://127.0.0.1:{taken}", "cannot listen on tcp://127.0.0.1:{taken}: Address already in use"),
-    ("--listen tcp://0.0.0.0:0", "other machines can reach tcp://0.0.0.0:0 and there is no shared secret"),
+    (
+        "--listen tcp://0.0.0.0:0",
+        "other machines can reach tcp://0.0.0.0:0 and there is no shared secret, so anybody could use this node; "
+        "give it a secret (--secret-file), or",
+    ),
     ("--listen http://127.0.0.1:7300", "'http://127.0.0.1:7300' does not begin with a known transport"),
     ("--listen shm:///nowhere/socket", "cannot listen on shm:///nowhere/socket: No such file or directory"),
     ("--listen tcp://127.0.0.1:0 --kv-memory 64", "--kv-memory: 64 is less than a MiB; is 64GiB meant?"),
