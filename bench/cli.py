@@ -57,7 +57,7 @@ def run_command(program: str, description: str | None, modules: dict[str, str], 
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except (TransportError, OSError, RuntimeError, ValueError) as error:
+    except (TransportError, ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
         sys.exit(f"{program} {args.command}: {error}")
 
 

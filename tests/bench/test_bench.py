@@ -106,6 +106,12 @@ def test_states_move_bytes():
     assert row["sequences"] == 2 and row["gbps"] > 0 and row["memory_gbps"] > 0
 
 
+def test_a_command_without_a_package_that_it_needs_ends_with_its_name(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit, match=r"fastdecode-bench checkpoint: .*transformers"):
+        main(["checkpoint", "--permute", str(model_dir()), "--out", str(tmp_path)])
+
+
 def test_a_permuted_model_computes_the_same_with_other_weights(tmp_path):
     bench("checkpoint", "--permute", str(model_dir()), "--dtype", "fp32", "--out", str(tmp_path))
     ids = torch.arange(3, 43)[None]
