@@ -43,6 +43,8 @@ def set_up_logging(level: str, form: str) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    if level == "info":  # torch logs the statistics of its caches at exit
+        logging.getLogger("torch").setLevel(logging.WARNING)
     logging.captureWarnings(True)
 
 

@@ -158,10 +158,10 @@ async def _serve(node: _LoadedNode) -> None:
         stack.callback(asyncio.create_task(log_activity(lambda: engine.stats)).cancel)
         server = await _serve_api(node, engine, stack)
         freeze()
-        _greet(node.config, server.port, node.settings)
+        greet(node.config, server.port, node.settings)
         await shutdown
         seconds = node.config.drain_seconds
-        log.info("draining: running requests may go on for %.0f s", seconds)
+        log.info("draining: running requests may go on for %.0f s; a second signal ends them now", seconds)
         await server.drain(seconds)
         if prefill is not None:
             await prefill.drain(seconds)
@@ -414,9 +414,11 @@ def _engine_options(
     )
 
 
-def _greet(config: NodeConfig, port: int, settings: ApiSettings) -> None:
+def greet(config: NodeConfig, port: int, settings: ApiSettings) -> None:
     """Announce the API's address and a command to try it."""
-    name, scheme = settings.names[0], "http" if settings.tls is None else "https"
+    asked = str(config.model)  # `chat`, where that is a name besides the model's own
+    name = asked if asked in settings.names else settings.names[0]
+    scheme = "http" if settings.tls is None else "https"
     url = f"{scheme}://{bracketed(config.host)}:{port}/v1"
     endpoint, ask = "completions", '"prompt": "It was a"'
     if settings.tokenizer.template_source():

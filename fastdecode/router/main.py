@@ -134,7 +134,7 @@ async def _run(
         url = f"{'https' if tls else 'http'}://{bracketed(args.host)}:{server.port}/v1"
         announce(log, args.log_format, f"Router on {url}")
         await shutdown
-        log.info("draining: running requests may go on for %.0f s", args.drain_seconds)
+        log.info("draining: running requests may go on for %.0f s; a second signal ends them now", args.drain_seconds)
         await server.drain(args.drain_seconds)
         await server.close()
         await pool.close()

