@@ -39,6 +39,12 @@ def test_figures_of_the_readme_stand_in_performance_md():
         assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d|\.\d)", performance), figure
 
 
+def test_the_page_on_installing_bounds_torch_as_the_package_does():
+    """A newer CPU build would be replaced, by default with the one for CUDA."""
+    [bound] = re.findall(r'"torch>=[\d.]+,(<[\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert f"pip install 'torch{bound}' --index-url" in (ROOT / "docs/install.md").read_text()
+
+
 # ---- commands ----
 
 
