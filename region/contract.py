@@ -6,7 +6,11 @@ from enum import IntEnum
 
 import numpy as np
 
-from . import _native
+try:
+    from . import _native
+except ImportError as error:
+    message = f"{error}. In a checkout: python setup.py build_ext --inplace builds the C beside the sources"
+    raise ImportError(message) from None
 
 #: Version of the region's layout, the control messages and the hand-shake together. Both ends must have the same one.
 PROTOCOL_VERSION = _native.PROTOCOL_VERSION

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -130,3 +132,9 @@ def test_a_region_cannot_be_resized():
         with pytest.raises(PermissionError):
             os.ftruncate(region.fd, size)
     region.close()
+
+
+def test_a_checkout_without_its_c_says_how_to_build_it():
+    code = "import sys; sys.modules['fastdecode.region._native'] = None; import fastdecode.region.contract"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "python setup.py build_ext --inplace" in done.stderr
