@@ -142,6 +142,13 @@ def test_a_scaling_that_phi3_does_not_have_is_refused():
         make_config(raw)
 
 
+def test_a_scaling_for_layers_of_one_type_is_refused_where_all_have_the_same():
+    raw = config_of("llama", {}).to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    raw["rope_parameters"] = {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
+    with pytest.raises(CheckpointError, match="RoPE for layers of type 'full_attention' alone is not supported"):
+        make_config(raw)
+
+
 async def test_sequences_on_both_sides_of_longropes_limit_equal_transformers(tmp_path):
     """transformers computes a whole sequence with the factors of its length, so K and V of the two are not shared."""
     directory = make_checkpoint("phi3-longrope")  # trained on 256 positions

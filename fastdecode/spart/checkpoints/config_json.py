@@ -101,6 +101,9 @@ class ConfigJson:
         """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4). `theta` and
         `scaling` are the defaults. `partial`: the family may turn only the first elements of each head."""
         raw = self.rope_table(scaling)
+        for name, value in raw.items():
+            if isinstance(value, dict):
+                raise CheckpointError(f"config.json: RoPE for layers of type {name!r} alone is not supported here")
         kind = raw.get("rope_type") or raw.get("type") or "default"
         if not isinstance(kind, str):
             raise WrongValue(f"config.json: 'rope_type' is {kind!r}, not a name")
