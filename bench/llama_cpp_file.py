@@ -4,6 +4,10 @@ or F16, Q8_0, or Q4_0."""
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +23,9 @@ KV_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "q8_0", "int4"
 #: Format of the weights -> name and number of the file's type.
 _FILE_TYPES = {"int8": ("Q8_0", 7), "int4": ("Q4_0", 2)}
 _DENSE_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 32)}
+#: `model_type` of config.json -> llama.cpp's name of the architecture.
+_ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
 def gguf_of(load: PeerLoad, folder: Path) -> Path:
@@ -43,17 +50,20 @@ def gguf_of(load: PeerLoad, folder: Path) -> Path:
 
 
 def _write(directory: Path, dtype: torch.dtype, path: Path) -> None:
-    """Write a Llama checkpoint of Hugging Face's layout as a GGUF file without a tokenizer. Raises ValueError."""
+    """Write a checkpoint of Hugging Face's layout as a GGUF file without a tokenizer. Raises ValueError for one of
+    another family than _ARCHITECTURES has."""
     import gguf
 
     config = json.loads((directory / "config.json").read_text())
-    if config.get("model_type") != "llama":
-        raise ValueError(f"the llama.cpp peer takes Llama checkpoints and GGUF files, not {config.get('model_type')!r}")
+    architecture = _ARCHITECTURES.get(config.get("model_type"))
+    if architecture is None:
+        known, model_type = " and ".join(_ARCHITECTURES), config.get("model_type")
+        raise ValueError(f"the llama.cpp peer takes {known} checkpoints and GGUF files, not {model_type!r}")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     rope = config.get("rope_parameters") or config
     if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
         raise ValueError("the llama.cpp peer takes no checkpoint with scaled RoPE")
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -67,22 +77,42 @@ def _write(directory: Path, dtype: torch.dtype, path: Path) -> None:
     if head_size := config.get("head_dim"):
         writer.add_key_length(head_size)
         writer.add_value_length(head_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    [known_as] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    names = gguf.get_tensor_name_map(known_as, config["num_hidden_layers"])
     kind = gguf.GGMLQuantizationType[_DENSE_TYPES[dtype][0]]
-    for part in sorted(directory.glob("*.safetensors")):
-        with safe_open(part, "pt") as tensors:
-            for name in tqdm(tensors.keys(), desc="writing GGUF", leave=False):
-                values, stored = tensors.get_tensor(name).float(), names.get_name(name, (".weight",))
-                if stored is None:
-                    raise ValueError(f"llama.cpp has no tensor {name} in a Llama checkpoint")
-                turned = {"attn_q": heads, "attn_k": kv_heads}.get(stored.split(".")[-2])
-                if turned:  # llama.cpp wants the two elements of a pair of RoPE side by side
-                    shape = values.shape
-                    values = values.view(turned, 2, -1, *shape[1:]).transpose(1, 2).reshape(shape)
-                used = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-                data = gguf.quants.quantize(np.ascontiguousarray(values.numpy()), used)
-                writer.add_tensor(stored, data, raw_dtype=used)
+    for name, values in tqdm(_tensors(directory), desc="writing GGUF", leave=False):
+        stored = names.get_name(name, (".weight",))
+        if stored is None:
+            raise ValueError(f"llama.cpp has no tensor {name} in a {architecture} checkpoint")
+        turned = {"attn_q": heads, "attn_k": kv_heads}.get(stored.split(".")[-2])
+        if turned and architecture == "llama":  # llama.cpp wants the two elements of a pair of RoPE side by side
+            shape = values.shape
+            values = values.view(turned, 2, -1, *shape[1:]).transpose(1, 2).reshape(shape)
+        single = values.ndim == 1 or "ffn_gate_inp" in stored  # vectors and routers
+        used = gguf.GGMLQuantizationType.F32 if single else kind
+        data = gguf.quants.quantize(np.ascontiguousarray(values.numpy()), used)
+        writer.add_tensor(stored, data, raw_dtype=used)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names and the values in fp32 of a checkpoint's tensors. Experts' matrices of one kind in a layer, each
+    [out, in], are one tensor [experts, out, in], whose name lacks the number of the expert."""
+    with ExitStack() as stack:
+        parts = [stack.enter_context(safe_open(part, "pt")) for part in sorted(directory.glob("*.safetensors"))]
+        where = {name: part for part in parts for name in part.keys()}  # noqa: SIM118 - not a dict
+        experts: dict[str, dict[int, str]] = defaultdict(dict)
+        for name, part in where.items():
+            if match := _EXPERT.fullmatch(name):
+                experts[f"{match[1]}.{match[3]}"][int(match[2])] = name
+            else:
+                yield name, part.get_tensor(name).float()
+        for name, each in experts.items():
+            yield name, torch.stack([where[each[i]].get_tensor(each[i]).float() for i in range(len(each))])

@@ -22,28 +22,36 @@ def load_of(model, weights="auto", dtype=torch.float32):
     return PeerLoad(model, weights, dtype, torch.device("cpu"), 2, 2, 40, 4)
 
 
-def test_the_gguf_file_has_the_weights_of_the_checkpoint(tmp_path):
-    directory = make_checkpoint("llama-gqa")
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe"])
+def test_the_gguf_file_has_the_weights_of_the_checkpoint(name, tmp_path):
+    directory = make_checkpoint(name)
     stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(gguf_of(load_of(directory), tmp_path)).tensors}
     model = reference(directory)
     heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
-    for name, parameter in model.named_parameters():
-        wanted, part = parameter.detach().float(), gguf_name(name).split(".")[-2]
-        if part in heads:
-            wanted = interleave(wanted, heads[part])
-        assert np.array_equal(stored.pop(gguf_name(name)), wanted.numpy()), name
-    assert not stored
+    wanted = {gguf_name(name): parameter.detach().float() for name, parameter in model.named_parameters()}
+    for name, tensor in list(wanted.items()):
+        part = name.split(".")[-2]
+        if part in heads and model.config.model_type == "llama":
+            wanted[name] = interleave(tensor, heads[part])
+        if part == "ffn_gate_up_exps":
+            del wanted[name]
+            for kind, each in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                wanted[name.replace("gate_up", kind)] = each
+    assert stored.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert np.array_equal(stored[name], tensor.numpy()), name
 
 
 def test_a_checkpoint_of_another_family_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="Llama checkpoints and GGUF files, not 'opt'"):
+    with pytest.raises(ValueError, match="llama and qwen3_moe checkpoints and GGUF files, not 'opt'"):
         gguf_of(load_of(make_checkpoint("opt")), tmp_path)
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
-@pytest.mark.parametrize("weights", ["dense", "int8", "int4"])
-def test_llama_cpp_decodes_beside_the_split_system(weights):
-    command = ["-m", "fastdecode.bench.cli", "decode", "--json", "--model", str(model_dir())]
+@pytest.mark.parametrize(("weights", "variant"), [("dense", ""), ("int8", ""), ("int4", ""), ("dense", "qwen3-moe")])
+def test_llama_cpp_decodes_beside_the_split_system(weights, variant):
+    model = make_checkpoint(variant) if variant else model_dir()
+    command = ["-m", "fastdecode.bench.cli", "decode", "--json", "--model", str(model)]
     command += ["--batch", "2", "--context", "40", "--steps", "4", "--rounds", "2", "--weights", weights]
     done = run(*command, "--peer", "llama.cpp")
     assert done.returncode == 0, done.stderr
