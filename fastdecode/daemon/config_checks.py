@@ -133,7 +133,8 @@ def check_options(config: NodeOptions) -> None:
 
 
 def check_machine(config: NodeOptions) -> None:
-    """Raise ConfigError for an option that asks for memory or cpus that this machine does not have."""
+    """Raise ConfigError for an option that asks for memory or cpus that this machine does not have, or for a new
+    directory that is there. At start alone: later the node itself has changed what is there."""
     wanted, total = config.kv_memory or 0, total_memory()
     if config.huge_pages == "hugetlb":  # the pool of huge pages has a limit of its own
         pool = huge_pages()
@@ -153,6 +154,11 @@ def check_machine(config: NodeOptions) -> None:
     if config.numa_node is not None and config.numa_node not in known:
         there = ", ".join(map(str, known)) or "none"
         raise ConfigError(f"--numa-node: there is no NUMA node {config.numa_node}, there are: {there}")
+    if config.save_weights is not None and config.save_weights.exists():
+        raise ConfigError(
+            f"--save-weights {config.save_weights}: this exists already; if an earlier start saved its weights there, "
+            f"--model {config.save_weights} without --weights takes them"
+        )
 
 
 def given(config: NodeOptions, *names: str) -> list[str]:

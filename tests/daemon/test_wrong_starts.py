@@ -37,6 +37,7 @@ S_STARTS = [
     ("--tensor-parallel 2 --backend transformers --lora a={empty}", "are not supported together for LlamaForCausalLM"),
     ("--tensor-parallel 2 --numa-node 0", "--tensor-parallel and --numa-node are not supported together"),
     ("--tensor-parallel 2 --weights int4", "--tensor-parallel and --weights int4 need --no-calibration"),
+    ("--weights int8 --save-weights {empty}", "--save-weights {empty}: this exists already"),
     ("--config {none}", "--config {none}: No such file or directory"),
     ("--config {text}", "must be a mapping of options and values"),
     # files
