@@ -312,10 +312,11 @@ class RowOps:
 
 #: The addresses of an fd_angles_t.
 _Angles = tuple[int, int, int, int]
-#: The rows of a step: the addresses of x and o, the address and the stride of Q, the same of K and V, the angles and
-#: the second ones, their pairs, the number of rows, and of threads. The addresses behind that of o are 0 if no layer
-#: follows.
-_JointStep = tuple[int, int, int, int, int, int, _Angles, _Angles, int, int, int]
+#: The rows of a step: the addresses of x, o and the gates of Q heads; the address and the stride of Q, the same of K
+#: and V; the angles and the second ones, their pairs; the addresses of inputs and sums of each block with a state, and
+#: of the order, the sources and the targets of rows; the number of rows, and of threads. What no layer needs is 0 or
+#: ().
+_JointStep = tuple[int, int, int, int, int, int, int, _Angles, _Angles, int, tuple[int, ...], tuple[int, ...], int, int]
 
 #: A prompt's chunk: its first row in the step, its rows, the position of the first one, and for each layer the address
 #: of the blocks' words, the words of a head, the window and the segment (0: no such limit).
@@ -338,15 +339,23 @@ class Joints:
         residual_scale: float,
         gelu: bool,
         whole_norms: bool,
+        output_gate: bool,
         layers: tuple[tuple[object, ...], ...],
+        last_states: tuple[tuple[object, ...], ...],
         reduction: RankReduction | None,
     ) -> Joints:
-        """A layer is the addresses of the weights of its attention norm, MLP norm, Q norm, K norm, and norms of the
-        outputs of O and of the MLP and experts, 0 for none; whether its RoPE has the second angles; the linears of QKV
-        and O; the MLP, a tuple of its columns and the linears of up and down; and its ExpertOps, beside which the MLP
-        is the shared expert. A layer may have None in place of one of the last two. Linears are tuples of
-        QuantisedLinear, or of one Dense16Linear. `gelu`: see fd_gate_rows_t; `whole_norms`: see fd_rope_rows_t. A
-        `reduction` sums the outputs of O and of the MLP and experts over all ranks; heads and columns are then those of
+        """A layer is the addresses of the weights of its attention norm, the norm of the outputs of O, Q norm and K
+        norm, 0 for none; whether its RoPE has the second angles; the linears of QKV and O; its MLP and experts; and
+        the blocks with a state before it. Such a block is the address of its norm, the linears before and behind the
+        rule, its DeltaRows, and its MLP and experts; `last_states` are those behind the last layer.
+
+        MLP and experts are the addresses of the norms of their inputs and outputs; the MLP, a tuple of its columns and
+        the linears of up and down, or None; ExpertOps, beside which the MLP is the shared expert, or None; and the
+        address of the shared expert's gate, 0 for none. Linears are tuples of QuantisedLinear, or of one
+        Dense16Linear.
+
+        `gelu`: see fd_gate_rows_t; `whole_norms`: see fd_rope_rows_t; `output_gate`: Q heads have gates beside them. A
+        `reduction` sums the outputs of O and of MLPs and experts over all ranks; heads and columns are then those of
         this rank.
 
         Raises ValueError if the ISA has no row operations for the dtype, or linears of other sizes or dtypes.

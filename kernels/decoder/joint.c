@@ -1,110 +1,149 @@
 #include "joint.h"
 
+#include <math.h>
+
 #include "cpu/parallel.h"
 
 enum { LINE = 64 };
 
-/* The scratch has two areas, from which the operations read and into which they write in turns. If a layer has experts,
- * there is an area for their outputs and their own scratch. Each begins with a cache line: then AMX's products store
- * whole lines of outputs past the caches, and load whole lines of rows. */
+/* A step's rows on their way through a joint. The scratch has two areas, from which the operations read and into which
+ * they write in turns, one for the outputs of experts, and one for the scratch of experts and states, if there are any.
+ * Each begins with a cache line: then AMX's products store whole lines of outputs past the caches, and load whole lines
+ * of rows. */
 typedef struct {
-    void *a, *b, *of_experts, *experts;
-} areas_t;
+    const fd_joints_t *j;
+    const fd_joint_rows_t *r;
+    void *a, *b, *of_experts, *more;
+    void *block; /* what the last block adds to the residual stream; NULL: nothing */
+    unsigned threads;
+} pass_t;
 
 static size_t area_bytes(const fd_joints_t *j, size_t rows) {
-    const size_t qkv = (j->q_heads + 2 * j->kv_heads) * j->head_size,
-                 widest = fd_max(fd_max(2 * j->inner, j->hidden), qkv);
-    return fd_round_up(rows * widest * j->number_bytes, LINE);
+    return fd_round_up(rows * j->widest * j->number_bytes, LINE);
+}
+
+static size_t experts_scratch(const fd_feed_forward_t *f, size_t rows) {
+    return f->experts ? fd_experts_scratch(f->experts, rows) : 0;
 }
 
 size_t fd_joint_scratch(const fd_joints_t *j, size_t rows) {
-    size_t experts = 0;
-    for (size_t i = 0; i < j->n_layers; i++)
-        if (j->layers[i].experts) experts = fd_max(experts, fd_experts_scratch(j->layers[i].experts, rows));
-    return (experts ? 3 : 2) * area_bytes(j, rows) + experts + LINE - 1;
+    size_t more = 0;
+    for (size_t i = 0; i < j->n_layers; i++) more = fd_max(more, experts_scratch(&j->layers[i].feed_forward, rows));
+    for (size_t i = 0; i < j->n_states; i++) {
+        more = fd_max(more, experts_scratch(&j->states[i].feed_forward, rows));
+        more = fd_max(more, fd_delta_scratch(j->states[i].rule, rows) * sizeof(float));
+    }
+    return (more ? 3 : 2) * area_bytes(j, rows) + more + LINE - 1;
 }
 
-static fd_status_t multiply(const fd_joints_t *j, fd_loop_kind_t kind, const fd_products_t *p, const void *x,
-                            size_t rows, void *y, unsigned threads) {
+static fd_status_t multiply(const pass_t *s, fd_loop_kind_t kind, const fd_products_t *p, const void *x, void *y) {
     const size_t stride = fd_products_outs(p);
     size_t first = 0;
     fd_status_t status = FD_OK;
     const fd_loop_kind_t before = fd_loops_compute(kind);
     for (const fd_product_t *part = p->parts; part < p->parts + p->n && status == FD_OK; first += part++->outs) {
-        const fd_linear_task_t task = {part->linear, x, (uint8_t *)y + first * j->number_bytes, rows};
-        status = part->multiply(part->ops, &task, 1, stride, threads);
+        const fd_linear_task_t task = {part->linear, x, (uint8_t *)y + first * s->j->number_bytes, s->r->rows};
+        status = part->multiply(part->ops, &task, 1, stride, s->threads);
     }
     fd_loops_compute(before);
     return status;
 }
 
 /* Ends a part of a block: the ranks sum its outputs y [rows][hidden], and weights, if there are any, normalise them. */
-static fd_status_t sum_over_ranks(const fd_joints_t *j, size_t rows, void *y, const void *post_norm, unsigned threads) {
+static fd_status_t sum_over_ranks(const pass_t *s, void *y, const void *post_norm) {
+    const fd_joints_t *j = s->j;
     fd_status_t status = FD_OK;
-    if (j->reduction) status = fd_reduction_sum(j->reduction, y, rows * j->hidden, j->act_dtype, threads);
+    if (j->reduction) status = fd_reduction_sum(j->reduction, y, s->r->rows * j->hidden, j->act_dtype, s->threads);
     if (status != FD_OK || !post_norm) return status;
     const fd_norm_rows_t o = {.x = y, .out = y, .weight = post_norm, .eps = j->eps, .width = j->hidden};
-    fd_norm_rows(j->ops, &o, rows, threads);
+    fd_norm_rows(j->ops, &o, s->r->rows, s->threads);
     return FD_OK;
 }
 
-/* Adds `y` to the residual stream, unless it is NULL, and returns its norm, in `out`; the stream itself if `weight` is
+/* Adds `y` to the residual stream, unless it is NULL, and returns its norm, in area b; the stream itself if `weight` is
  * NULL. */
-static const void *norm(const fd_joints_t *j, const fd_joint_rows_t *r, const void *y, const void *weight, void *out,
-                        unsigned threads) {
-    const fd_norm_rows_t o = {r->x, out, y, weight, j->scale, j->eps, j->hidden};
-    if (y || weight) fd_norm_rows(j->ops, &o, r->rows, threads);
-    return weight ? out : r->x;
+static const void *norm(const pass_t *s, const void *y, const void *weight) {
+    const fd_norm_rows_t o = {s->r->x, s->b, y, weight, s->j->scale, s->j->eps, s->j->hidden};
+    if (y || weight) fd_norm_rows(s->j->ops, &o, s->r->rows, s->threads);
+    return weight ? s->b : s->r->x;
 }
 
-/* The outputs of a block's MLP and experts, in `*out`, for x [rows][hidden], which is b or stands in no area. */
-static fd_status_t feed_forward(const fd_joints_t *j, const fd_joint_layer_t *l, const void *x, size_t rows,
-                                const areas_t *areas, void **out, unsigned threads) {
+/* Adds the outputs of the shared expert, in area a, to those of the experts: multiplied by the sigmoids of `gates`
+ * [rows], unless that is NULL. */
+static void add_shared(const pass_t *s, const float *gates) {
+    fd_norm_rows_t sum = {.x = s->of_experts, .y = s->a, .scale = 1.0f, .width = s->j->hidden};
+    if (!gates) fd_norm_rows(s->j->ops, &sum, s->r->rows, s->threads);
+    for (size_t row = 0; gates && row < s->r->rows; row++) {
+        sum.scale = 1.0f / (1.0f + expf(-gates[row]));
+        s->j->ops->norm(&sum, row, 1);
+    }
+}
+
+/* Adds `mixed`, the outputs of attention or of a rule, to the residual stream, and computes the rest of the block. */
+static fd_status_t feed_forward(pass_t *s, const void *mixed, const fd_feed_forward_t *f) {
+    const fd_joints_t *j = s->j;
+    const size_t rows = s->r->rows;
+    const void *x = norm(s, mixed, f->norm);
+    const fd_expert_rows_t chosen = {x, x, s->of_experts, rows};
     fd_status_t status = FD_OK;
-    void *a = areas->a, *b = areas->b, *of_experts = areas->of_experts;
-    *out = l->experts ? of_experts : a;
-    const fd_expert_rows_t r = {x, x, of_experts, rows};
-    if (l->experts) status = fd_experts_run(l->experts, &r, areas->experts, threads);
-    if (status != FD_OK || !l->inner) return status;
-    if (multiply(j, FD_LOOP_UP, &l->up, x, rows, a, threads) != FD_OK) return FD_INTERNAL;
-    const fd_gate_rows_t gate = {.x = a, .out = b, .width = l->inner, .gelu = j->gelu};
-    fd_gate_rows(j->ops, &gate, rows, threads);
-    if (multiply(j, FD_LOOP_DOWN, &l->down, b, rows, a, threads) != FD_OK) return FD_INTERNAL;
-    const fd_norm_rows_t sum = {.x = of_experts, .y = a, .scale = 1.0f, .width = j->hidden};
-    if (l->experts) fd_norm_rows(j->ops, &sum, rows, threads);
-    return FD_OK;
+    s->block = f->experts ? s->of_experts : s->a;
+    if (f->experts) status = fd_experts_run(f->experts, &chosen, s->more, s->threads);
+    if (status == FD_OK && f->inner) {
+        const fd_gate_rows_t gate = {.x = s->a, .out = s->b, .width = f->inner, .gelu = j->gelu};
+        const fd_router_rows_t shared = {x, f->shared_gate, NULL, s->more, 1, j->hidden, rows, false};
+        if (f->shared_gate) fd_router_rows(j->ops, &shared, s->threads); /* before area b is overwritten */
+        if (multiply(s, FD_LOOP_UP, &f->up, x, s->a) != FD_OK) return FD_INTERNAL;
+        fd_gate_rows(j->ops, &gate, rows, s->threads);
+        if (multiply(s, FD_LOOP_DOWN, &f->down, s->b, s->a) != FD_OK) return FD_INTERNAL;
+        if (f->experts) add_shared(s, f->shared_gate ? s->more : NULL);
+    }
+    return status == FD_OK ? sum_over_ranks(s, s->block, f->post_norm) : status;
 }
 
-fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch,
-                         unsigned threads) {
-    const size_t bytes = area_bytes(j, r->rows);
-    uint8_t *a = (uint8_t *)fd_round_up((uintptr_t)scratch, LINE), *b = a + bytes;
-    const areas_t areas = {a, b, b + bytes, b + 2 * bytes};
-    void *block = NULL; /* what the last block adds to the residual stream */
-    fd_status_t status;
-    if (layer > 0) {
-        const fd_joint_layer_t *l = &j->layers[layer - 1];
-        status = multiply(j, FD_LOOP_O, &l->o, r->o, r->rows, a, threads);
-        if (status == FD_OK) status = sum_over_ranks(j, r->rows, a, l->attention_post_norm, threads);
-        if (status != FD_OK) return status;
-        const void *rows = norm(j, r, a, l->mlp_norm, b, threads);
-        status = feed_forward(j, l, rows, r->rows, &areas, &block, threads);
-        if (status == FD_OK) status = sum_over_ranks(j, r->rows, block, l->mlp_post_norm, threads);
-        if (status != FD_OK) return status;
-    }
-    if (layer == j->n_layers) {
-        norm(j, r, block, NULL, NULL, threads);
-        return FD_OK;
-    }
-    const fd_joint_layer_t *l = &j->layers[layer];
-    const void *rows = norm(j, r, block, l->attention_norm, b, threads);
-    if (multiply(j, FD_LOOP_QKV, &l->qkv, rows, r->rows, a, threads) != FD_OK) return FD_INTERNAL;
+/* The rest of a layer from its O rows. */
+static fd_status_t finish(pass_t *s, const fd_joint_layer_t *l) {
+    const size_t width = s->j->q_heads * s->j->head_size;
+    const fd_sigmoid_rows_t gated = {s->r->o, s->r->gate, s->b, width};
+    if (s->j->output_gate) fd_sigmoid_rows(s->j->ops, &gated, s->r->rows, s->threads);
+    fd_status_t status = multiply(s, FD_LOOP_O, &l->o, s->j->output_gate ? s->b : s->r->o, s->a);
+    if (status == FD_OK) status = sum_over_ranks(s, s->a, l->attention_post_norm);
+    return status == FD_OK ? feed_forward(s, s->a, &l->feed_forward) : status;
+}
+
+/* A block with a state, which is that of `states`. */
+static fd_status_t pass_state(pass_t *s, const fd_state_block_t *block, const fd_states_t *states) {
+    const fd_joint_rows_t *r = s->r;
+    const void *x = norm(s, s->block, block->norm);
+    if (multiply(s, FD_LOOP_QKV, &block->inputs, x, s->a) != FD_OK) return FD_INTERNAL;
+    const fd_delta_rows_t rows = {.y = s->a,
+                                  .y_stride = fd_products_outs(&block->inputs),
+                                  .out = s->b,
+                                  .inputs = states->inputs,
+                                  .sums = states->sums,
+                                  .rows = r->in_order,
+                                  .sources = r->sources,
+                                  .targets = r->targets,
+                                  .n = r->rows,
+                                  .scratch = s->more};
+    fd_delta_rows(block->ops, block->rule, &rows, s->threads);
+    if (multiply(s, FD_LOOP_O, &block->out, s->b, s->a) != FD_OK) return FD_INTERNAL;
+    const fd_status_t status = sum_over_ranks(s, s->a, NULL);
+    return status == FD_OK ? feed_forward(s, s->a, &block->feed_forward) : status;
+}
+
+/* Q, K and V of a layer. */
+static fd_status_t project(pass_t *s, const fd_joint_layer_t *l) {
+    const fd_joints_t *j = s->j;
+    const fd_joint_rows_t *r = s->r;
+    const void *x = norm(s, s->block, l->attention_norm);
+    if (multiply(s, FD_LOOP_QKV, &l->qkv, x, s->a) != FD_OK) return FD_INTERNAL;
     const fd_rope_rows_t rope = {
-        .qkv = a,
+        .qkv = s->a,
         .q_norm = l->q_norm,
         .k_norm = l->k_norm,
         .q = r->q,
         .kv = r->kv,
+        .gate = j->output_gate ? r->gate : NULL,
         .angles = l->second_rope ? r->second_angles : r->angles,
         .eps = j->eps,
         .q_stride = r->q_stride,
@@ -115,6 +154,22 @@ fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows
         .pairs = r->pairs,
         .whole_norms = j->whole_norms,
     };
-    fd_rope_rows(j->ops, &rope, r->rows, threads);
+    fd_rope_rows(j->ops, &rope, r->rows, s->threads);
+    return FD_OK;
+}
+
+fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch,
+                         unsigned threads) {
+    const size_t bytes = area_bytes(j, r->rows);
+    uint8_t *a = (uint8_t *)fd_round_up((uintptr_t)scratch, LINE);
+    pass_t s = {j, r, a, a + bytes, a + 2 * bytes, a + 3 * bytes, NULL, threads};
+    size_t state = 0;
+    for (size_t i = 0; i < layer; i++) state += j->layers[i].n_states;
+    const size_t end = layer < j->n_layers ? state + j->layers[layer].n_states : j->n_states;
+    fd_status_t status = layer > 0 ? finish(&s, &j->layers[layer - 1]) : FD_OK;
+    for (; state < end && status == FD_OK; state++) status = pass_state(&s, &j->states[state], &r->states[state]);
+    if (status != FD_OK) return status;
+    if (layer < j->n_layers) return project(&s, &j->layers[layer]);
+    norm(&s, s.block, NULL);
     return FD_OK;
 }

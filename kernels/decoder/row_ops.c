@@ -24,6 +24,10 @@ static void run_gate(void *data, size_t first, size_t n) {
     const run_t *run = data;
     run->ops->gate(run->o, first, n);
 }
+static void run_sigmoid(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    run->ops->sigmoid(run->o, first, n);
+}
 static void run_rope(void *data, size_t first, size_t n) {
     const run_t *run = data;
     run->ops->rope(run->o, first, n);
@@ -48,6 +52,9 @@ void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows,
 }
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads) {
     share(run_gate, &(run_t){ops, o}, rows, fd_worth_threads(rows * o->width * 4, threads));
+}
+void fd_sigmoid_rows(const fd_row_ops_t *ops, const fd_sigmoid_rows_t *o, size_t rows, unsigned threads) {
+    share(run_sigmoid, &(run_t){ops, o}, rows, fd_worth_threads(rows * o->width * 4, threads));
 }
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads) {
     const size_t width = (o->q_heads + 2 * o->kv_heads) * o->head_size;

@@ -30,6 +30,13 @@ typedef struct {
     float alpha, limit;
 } fd_gate_rows_t;
 
+/* out [rows][width] = x * sigmoid(gate). `out` may be x or gate. */
+typedef struct {
+    const void *x, *gate;
+    void *out;
+    size_t width;
+} fd_sigmoid_rows_t;
+
 /* out [rows][width] = the sum over i < n of shares [rows][n] times the rows of y that `from` [rows][n] names, added in
  * this order. `shares` are fp32. */
 typedef struct {
@@ -56,12 +63,13 @@ typedef struct {
 } fd_angles_t;
 
 /* A row of qkv is Q heads, K heads, V heads. Q goes to q; K and then V go to kv; rows stand `q_stride` and `kv_stride`
- * elements apart there. Heads are normalised if there are weights [head_size] for them; with `whole_norms` all Q heads
- * as one, and all K heads, by weights for all of their elements. The halves (a, b) of the first 2 * pairs elements of Q
- * and K heads become (a cos - b sin, b cos + a sin). */
+ * elements apart there. If `gate` is not NULL, each Q head of qkv is followed by as many elements, which go to gate
+ * [rows][q_heads * head_size]. Heads are normalised if there are weights [head_size] for them; with `whole_norms` all Q
+ * heads as one, and all K heads, by weights for all of their elements. The halves (a, b) of the first 2 * pairs
+ * elements of Q and K heads become (a cos - b sin, b cos + a sin). */
 typedef struct {
     const void *qkv, *q_norm, *k_norm, *v_norm;
-    void *q, *kv;
+    void *q, *kv, *gate;
     fd_angles_t angles;
     float eps;
     size_t q_stride, kv_stride, q_heads, kv_heads, head_size, pairs;
@@ -77,6 +85,7 @@ typedef struct {
     const char *isa;
     void (*norm)(const fd_norm_rows_t *o, size_t row, size_t n);
     void (*gate)(const fd_gate_rows_t *o, size_t row, size_t n);
+    void (*sigmoid)(const fd_sigmoid_rows_t *o, size_t row, size_t n);
     void (*rope)(const fd_rope_rows_t *o, size_t row, size_t n);
     void (*mix)(const fd_mix_rows_t *o, size_t row, size_t n);
     void (*router)(const fd_router_rows_t *o, size_t first, size_t n);
@@ -88,6 +97,7 @@ const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype);
 /* Runs one of them over all rows, by as many of `threads` threads as pay. */
 void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads);
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads);
+void fd_sigmoid_rows(const fd_row_ops_t *ops, const fd_sigmoid_rows_t *o, size_t rows, unsigned threads);
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads);
 void fd_mix_rows(const fd_row_ops_t *ops, const fd_mix_rows_t *o, size_t rows, unsigned threads);
 void fd_router_rows(const fd_row_ops_t *ops, const fd_router_rows_t *o, unsigned threads);

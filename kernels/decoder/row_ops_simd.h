@@ -114,6 +114,21 @@ FD_INLINE void gate_rows(const uint32_t dtype, const fd_gate_rows_t *o, size_t r
     else gate_rows_by(dtype, false, o, row, n);
 }
 
+/* sigmoid(z) = e^min(z, 0) / (1 + e^-|z|). */
+FD_INLINE void sigmoid_rows(const uint32_t dtype, const fd_sigmoid_rows_t *o, size_t row, size_t n) {
+    const size_t end = (row + n) * o->width;
+    const vec_t one = vec_set1(1.0f), log2_e = vec_set1(LOG2_E);
+    size_t i = row * o->width;
+    for (; i + LANES <= end; i += LANES) {
+        const vec_t z = vec_mul(load(dtype, o->gate, i), log2_e);
+        const vec_t above = vec_exp2_of_float(vec_min(z, vec_zero()));
+        const vec_t below = vec_add(one, vec_exp2_of_float(vec_sub(vec_zero(), vec_abs(z))));
+        store(dtype, o->out, i, vec_mul(load(dtype, o->x, i), vec_div(above, below)));
+    }
+    for (; i < end; i++)
+        store_one(dtype, o->out, i, load_one(dtype, o->x, i) / (1.0f + expf(-load_one(dtype, o->gate, i))));
+}
+
 FD_INLINE void mix_rows(const uint32_t dtype, const fd_mix_rows_t *o, size_t row, size_t n) {
     const size_t width = o->width;
     for (size_t r = row; r < row + n; r++) {
@@ -200,44 +215,48 @@ FD_INLINE void rope_head(const uint32_t dtype, const fd_rope_rows_t *o, const vo
         store_one(dtype, to, i, load_one(dtype, x, i) * factor * (norm ? load_one(dtype, norm, i) : 1.0f));
 }
 
-/* The `heads` heads x of a row, as rope_head. */
-FD_INLINE void rope_heads(const uint32_t dtype, const fd_rope_rows_t *o, const void *x, size_t heads, const void *norm,
-                          const float *cos, const float *sin, void *to) {
+/* The `heads` heads of a row, of which each begins `step` elements behind the one before, as rope_head. */
+FD_INLINE void rope_heads(const uint32_t dtype, const fd_rope_rows_t *o, const void *x, size_t step, size_t heads,
+                          const void *norm, const float *cos, const float *sin, void *to) {
     const size_t size = o->head_size, normed = o->whole_norms ? heads * size : size;
     float factor = 1.0f;
     for (size_t i = 0; i < heads * size; i += size) {
-        const void *head = at(dtype, x, i), *weights = norm ? at(dtype, norm, i % normed) : NULL;
+        const void *head = at(dtype, x, i / size * step), *weights = norm ? at(dtype, norm, i % normed) : NULL;
         if (norm && i % normed == 0) factor = inverse_rms(dtype, head, normed, o->eps);
         rope_head(dtype, o, head, factor, weights, cos, sin, (void *)at(dtype, to, i));
     }
 }
 
 FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t row, size_t n) {
-    const size_t size = o->head_size, v_bytes = o->kv_heads * size * fd_act_bytes(dtype);
+    const size_t size = o->head_size, head_bytes = size * fd_act_bytes(dtype), q_step = o->gate ? 2 * size : size;
     const fd_angles_t *angles = &o->angles;
     for (size_t r = row; r < row + n; r++) {
         const size_t first = r * o->pairs;
-        const void *from = at(dtype, o->qkv, r * (o->q_heads + 2 * o->kv_heads) * size);
+        const void *from = at(dtype, o->qkv, r * (o->q_heads * q_step + 2 * o->kv_heads * size));
         void *q = (void *)at(dtype, o->q, r * o->q_stride), *kv = (void *)at(dtype, o->kv, r * o->kv_stride);
-        rope_heads(dtype, o, from, o->q_heads, o->q_norm, angles->q_cos + first, angles->q_sin + first, q);
-        from = at(dtype, from, o->q_heads * size);
-        rope_heads(dtype, o, from, o->kv_heads, o->k_norm, angles->cos + first, angles->sin + first, kv);
+        rope_heads(dtype, o, from, q_step, o->q_heads, o->q_norm, angles->q_cos + first, angles->q_sin + first, q);
+        for (size_t head = 0; o->gate && head < o->q_heads; head++)
+            memcpy((void *)at(dtype, o->gate, (r * o->q_heads + head) * size), at(dtype, from, head * q_step + size),
+                   head_bytes);
+        from = at(dtype, from, o->q_heads * q_step);
+        rope_heads(dtype, o, from, size, o->kv_heads, o->k_norm, angles->cos + first, angles->sin + first, kv);
         from = at(dtype, from, o->kv_heads * size);
         void *v = (void *)at(dtype, kv, o->kv_heads * size);
         const fd_norm_rows_t v_heads = {(void *)from, v, NULL, o->v_norm, 0, o->eps, size};
         if (o->v_norm) norm_rows(dtype, &v_heads, 0, o->kv_heads);
-        else memcpy(v, from, v_bytes);
+        else memcpy(v, from, o->kv_heads * head_bytes);
     }
 }
 
 #define FD_ROW_OPS_OF(name, dtype, text)                                                                               \
     static void norm_##name(const fd_norm_rows_t *o, size_t row, size_t n) { norm_rows(dtype, o, row, n); }            \
     static void gate_##name(const fd_gate_rows_t *o, size_t row, size_t n) { gate_rows(dtype, o, row, n); }            \
+    static void sigmoid_##name(const fd_sigmoid_rows_t *o, size_t row, size_t n) { sigmoid_rows(dtype, o, row, n); }   \
     static void rope_##name(const fd_rope_rows_t *o, size_t row, size_t n) { rope_rows(dtype, o, row, n); }            \
     static void mix_##name(const fd_mix_rows_t *o, size_t row, size_t n) { mix_rows(dtype, o, row, n); }               \
     static void router_##name(const fd_router_rows_t *o, size_t first, size_t n) { router_rows(dtype, o, first, n); }
 #define FD_ROW_OPS_ENTRY(name, dtype, text, isa)                                                                       \
-    [dtype] = {isa, norm_##name, gate_##name, rope_##name, mix_##name, router_##name},
+    [dtype] = {isa, norm_##name, gate_##name, sigmoid_##name, rope_##name, mix_##name, router_##name},
 #define FD_ROW_OPS(isa)                                                                                                \
     FD_ACT_FORMATS(FD_ROW_OPS_OF)                                                                                      \
     const fd_row_ops_t fd_row_ops_##isa[FD_ACT_DTYPES] = {FD_ACT_FORMATS(FD_ROW_OPS_ENTRY, #isa)};

@@ -4,12 +4,13 @@
 #include <Python.h>
 
 #include "py_object.h"
-#include "decoder/delta.h"
+#include "py_products.h"
 
 typedef struct {
     fd_py_kernels_t head;
     const fd_delta_ops_t *ops;
     fd_delta_t block;
+    uint32_t act_dtype;
 } delta_t;
 
 static PyObject *delta_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -27,8 +28,18 @@ static PyObject *delta_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     const fd_delta_ops_t *ops = fd_delta_ops(isa, act_dtype);
     if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no delta rule for this dtype", fd_isa_name(isa));
     delta_t *self = (delta_t *)type->tp_alloc(type, 0);
-    if (self) self->ops = ops, self->head.isa = ops->isa, self->block = d;
+    if (self) self->ops = ops, self->head.isa = ops->isa, self->block = d, self->act_dtype = act_dtype;
     return (PyObject *)self;
+}
+
+const fd_delta_t *fd_py_delta(PyObject *o, uint32_t act, const fd_delta_ops_t **ops) {
+    const delta_t *self = (delta_t *)o;
+    if (Py_IS_TYPE(o, fd_py_delta_type) && self->act_dtype == act) {
+        *ops = self->ops;
+        return &self->block;
+    }
+    PyErr_SetString(PyExc_TypeError, "not DeltaRows of the activation dtype");
+    return NULL;
 }
 
 static PyObject *advance(delta_t *self, PyObject *args) {

@@ -16,58 +16,115 @@ typedef struct {
     PyObject_HEAD
     fd_joints_t joints;
     fd_joint_layer_t *layers;
-    PyObject *products;  /* the layers as they were given */
+    fd_state_block_t *states;
+    fd_states_t *memory; /* [n_states]: the states of the last step's pool, which all steps share */
+    PyObject *products;  /* the layers and the last states as they were given */
     PyObject *reduction; /* the RankReduction, or None */
     void *scratch;
     size_t scratch_rows;
 } joints_t;
 
-static bool read_mlp(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *layer) {
-    PyObject *up, *down;
-    if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "an MLP is a tuple");
-    if (!PyArg_ParseTuple(o, "nOO", &layer->inner, &up, &down)) return false;
-    if (!layer->inner || layer->inner > MOST) return FD_PY_FAIL(PyExc_ValueError, "no such MLP");
-    return fd_py_products(up, j->act_dtype, j->hidden, 2 * layer->inner, &layer->up) &&
-           fd_py_products(down, j->act_dtype, layer->inner, j->hidden, &layer->down);
+static bool widen(fd_joints_t *j, size_t width) {
+    j->widest = fd_max(j->widest, width);
+    return true;
 }
 
-static bool read_experts(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *layer) {
-    layer->experts = fd_py_experts(o);
-    if (!layer->experts) return false;
-    return (layer->experts->hidden == j->hidden && layer->experts->act_dtype == j->act_dtype) ||
+static bool read_mlp(fd_joints_t *j, PyObject *o, fd_feed_forward_t *f) {
+    PyObject *up, *down;
+    if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "an MLP is a tuple");
+    if (!PyArg_ParseTuple(o, "nOO", &f->inner, &up, &down)) return false;
+    if (!f->inner || f->inner > MOST) return FD_PY_FAIL(PyExc_ValueError, "no such MLP");
+    return fd_py_products(up, j->act_dtype, j->hidden, 2 * f->inner, &f->up) &&
+           fd_py_products(down, j->act_dtype, f->inner, j->hidden, &f->down) && widen(j, 2 * f->inner);
+}
+
+static bool read_experts(const fd_joints_t *j, PyObject *o, fd_feed_forward_t *f) {
+    f->experts = fd_py_experts(o);
+    if (!f->experts) return false;
+    return (f->experts->hidden == j->hidden && f->experts->act_dtype == j->act_dtype) ||
            FD_PY_FAIL(PyExc_ValueError, "the experts have other rows");
 }
 
-static bool read_layer(const fd_joints_t *j, PyObject *o, fd_joint_layer_t *layer) {
-    const uint32_t act = j->act_dtype;
-    PyObject *qkv, *out, *mlp, *experts;
+static bool read_feed_forward(fd_joints_t *j, PyObject *o, fd_feed_forward_t *f) {
+    PyObject *mlp, *experts;
+    if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "an MLP and experts are a tuple");
+    if (!PyArg_ParseTuple(o, "KKOOK", FD_ADDRESS(f->norm), FD_ADDRESS(f->post_norm), &mlp, &experts,
+                          FD_ADDRESS(f->shared_gate)))
+        return false;
+    return (mlp == Py_None || read_mlp(j, mlp, f)) && (experts == Py_None || read_experts(j, experts, f)) &&
+           (f->experts || (f->inner && !f->shared_gate) || FD_PY_FAIL(PyExc_ValueError, "a block has no MLP"));
+}
+
+static bool read_state(fd_joints_t *j, PyObject *o, fd_state_block_t *block) {
+    PyObject *inputs, *out, *rule, *feed_forward;
+    if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "a block with a state is a tuple");
+    if (!PyArg_ParseTuple(o, "KOOOO", FD_ADDRESS(block->norm), &inputs, &out, &rule, &feed_forward)) return false;
+    block->rule = fd_py_delta(rule, j->act_dtype, &block->ops);
+    if (!block->rule) return false;
+    const size_t v_width = block->rule->v_heads * block->rule->v_size;
+    const size_t width = fd_delta_channels(block->rule) + v_width + 2 * block->rule->v_heads;
+    return fd_py_products(inputs, j->act_dtype, j->hidden, width, &block->inputs) &&
+           fd_py_products(out, j->act_dtype, v_width, j->hidden, &block->out) && widen(j, width) &&
+           read_feed_forward(j, feed_forward, &block->feed_forward);
+}
+
+/* Reads blocks with a state, behind those that there are. Returns false with an exception. */
+static bool read_states(joints_t *self, PyObject *blocks) {
+    const size_t n = (size_t)PyTuple_GET_SIZE(blocks);
+    fd_joints_t *j = &self->joints;
+    fd_state_block_t *states = n ? PyMem_Realloc(self->states, (j->n_states + n) * sizeof *states) : self->states;
+    if (n && !states) return PyErr_NoMemory() != NULL;
+    j->states = self->states = states;
+    for (size_t i = 0; i < n; i++, j->n_states++) {
+        states[j->n_states] = (fd_state_block_t){0};
+        if (!read_state(j, PyTuple_GET_ITEM(blocks, i), &states[j->n_states])) return false;
+    }
+    return true;
+}
+
+static bool read_layer(joints_t *self, PyObject *o, fd_joint_layer_t *layer) {
+    fd_joints_t *j = &self->joints;
+    PyObject *qkv, *out, *feed_forward, *states;
     int second_rope;
     if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "a layer is a tuple");
-    if (!PyArg_ParseTuple(o, "KKKKKKpOOOO", FD_ADDRESS(layer->attention_norm), FD_ADDRESS(layer->mlp_norm),
-                          FD_ADDRESS(layer->q_norm), FD_ADDRESS(layer->k_norm), FD_ADDRESS(layer->attention_post_norm),
-                          FD_ADDRESS(layer->mlp_post_norm), &second_rope, &qkv, &out, &mlp, &experts))
+    if (!PyArg_ParseTuple(o, "KKKKpOOOO!", FD_ADDRESS(layer->attention_norm), FD_ADDRESS(layer->attention_post_norm),
+                          FD_ADDRESS(layer->q_norm), FD_ADDRESS(layer->k_norm), &second_rope, &qkv, &out, &feed_forward,
+                          &PyTuple_Type, &states))
         return false;
-    layer->second_rope = second_rope;
+    layer->second_rope = second_rope, layer->n_states = (size_t)PyTuple_GET_SIZE(states);
     const size_t q = j->q_heads * j->head_size, kv = j->kv_heads * j->head_size;
-    return fd_py_products(qkv, act, j->hidden, q + 2 * kv, &layer->qkv) &&
-           fd_py_products(out, act, q, j->hidden, &layer->o) && (mlp == Py_None || read_mlp(j, mlp, layer)) &&
-           (experts == Py_None || read_experts(j, experts, layer)) &&
-           (layer->inner || layer->experts || FD_PY_FAIL(PyExc_ValueError, "a layer has neither MLP nor experts"));
+    const size_t width = (j->output_gate ? 2 * q : q) + 2 * kv;
+    return fd_py_products(qkv, j->act_dtype, j->hidden, width, &layer->qkv) &&
+           fd_py_products(out, j->act_dtype, q, j->hidden, &layer->o) && widen(j, width) &&
+           read_feed_forward(j, feed_forward, &layer->feed_forward) && read_states(self, states);
+}
+
+static bool read_blocks(joints_t *self, PyObject *layers, PyObject *last_states) {
+    const size_t n = (size_t)PyTuple_GET_SIZE(layers);
+    self->joints.layers = self->layers = PyMem_Calloc(n, sizeof *self->layers);
+    if (!self->layers) return PyErr_NoMemory() != NULL;
+    self->joints.n_layers = n;
+    for (size_t i = 0; i < n; i++)
+        if (!read_layer(self, PyTuple_GET_ITEM(layers, i), &self->layers[i])) return false;
+    if (!read_states(self, last_states)) return false;
+    self->memory = PyMem_Calloc(self->joints.n_states, sizeof *self->memory);
+    return self->memory || PyErr_NoMemory() != NULL;
 }
 
 static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"act_dtype",      "hidden", "q_heads",     "kv_heads", "head_size", "eps",
-                           "residual_scale", "gelu",   "whole_norms", "layers",   "reduction", NULL};
+    static char *keys[] = {"act_dtype", "hidden",         "q_heads",   "kv_heads",    "head_size",
+                           "eps",       "residual_scale", "gelu",      "whole_norms", "output_gate",
+                           "layers",    "last_states",    "reduction", NULL};
     fd_joints_t j = {0};
-    PyObject *layers, *reduction;
+    PyObject *layers, *last_states, *reduction;
     fd_isa_t isa;
-    int gelu, whole_norms;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnffppO!O", keys, &j.act_dtype, &j.hidden, &j.q_heads,
-                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &gelu, &whole_norms, &PyTuple_Type,
-                                     &layers, &reduction) ||
+    int gelu, whole_norms, output_gate;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnffpppO!O!O", keys, &j.act_dtype, &j.hidden, &j.q_heads,
+                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &gelu, &whole_norms, &output_gate,
+                                     &PyTuple_Type, &layers, &PyTuple_Type, &last_states, &reduction) ||
         !fd_py_choose_isa(NULL, &isa) || (reduction != Py_None && !(j.reduction = fd_py_reduction(reduction))))
         return NULL;
-    j.gelu = gelu, j.whole_norms = whole_norms;
+    j.gelu = gelu, j.whole_norms = whole_norms, j.output_gate = output_gate;
     j.ops = fd_row_ops(isa, j.act_dtype);
     if (!j.ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
     if (!j.hidden || !j.q_heads || !j.kv_heads || !j.head_size || j.hidden > MOST || j.q_heads > MOST ||
@@ -75,24 +132,19 @@ static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return PyErr_Format(PyExc_ValueError, "no such model");
     joints_t *self = (joints_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    const size_t n = (size_t)PyTuple_GET_SIZE(layers);
-    self->layers = PyMem_Calloc(n, sizeof *self->layers);
-    j.number_bytes = fd_act_bytes(j.act_dtype), j.n_layers = n, j.layers = self->layers;
+    j.number_bytes = fd_act_bytes(j.act_dtype), j.widest = j.hidden;
     self->joints = j;
-    self->products = Py_NewRef(layers);
+    self->products = PyTuple_Pack(2, layers, last_states);
     self->reduction = Py_NewRef(reduction);
-    if (!self->layers) PyErr_NoMemory();
-    for (size_t i = 0; self->layers && i < n; i++) {
-        if (!read_layer(&self->joints, PyTuple_GET_ITEM(layers, i), &self->layers[i])) break;
-        self->joints.inner = fd_max(self->joints.inner, self->layers[i].inner);
-    }
-    if (!PyErr_Occurred()) return (PyObject *)self;
+    if (self->products && read_blocks(self, layers, last_states)) return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
 }
 
 static void joints_dealloc(joints_t *self) {
     PyMem_Free(self->layers);
+    PyMem_Free(self->states);
+    PyMem_Free(self->memory);
     PyMem_RawFree(self->scratch);
     Py_XDECREF(self->products);
     Py_XDECREF(self->reduction);
@@ -105,15 +157,32 @@ typedef struct {
     unsigned threads;
 } step_t;
 
-/* Reads x, o, q, q_stride, kv, kv_stride, angles, second angles, pairs, rows, threads, and makes room for
- * the rows. */
+/* Reads the addresses of the states, a tuple of those of inputs and sums of each block. */
+static bool read_memory(joints_t *self, PyObject *addresses) {
+    const size_t n = self->joints.n_states;
+    if ((size_t)PyTuple_GET_SIZE(addresses) != 2 * n)
+        return FD_PY_FAIL(PyExc_ValueError, "%zd addresses of states for %zu blocks", PyTuple_GET_SIZE(addresses), n);
+    for (size_t i = 0; i < n; i++) {
+        self->memory[i].inputs = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, 2 * i));
+        self->memory[i].sums = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, 2 * i + 1));
+    }
+    return !PyErr_Occurred();
+}
+
+/* Reads x, o, gate, q, q_stride, kv, kv_stride, angles, second angles, pairs, states, their order, sources and targets,
+ * rows, threads, and makes room for the rows. */
 static bool read_step(joints_t *self, PyObject *tuple, step_t *step) {
     fd_joint_rows_t *r = &step->rows;
     Py_ssize_t rows;
-    if (!PyArg_ParseTuple(tuple, "KKKnKn(KKKK)(KKKK)nnI", FD_ADDRESS(r->x), FD_ADDRESS(r->o), FD_ADDRESS(r->q),
-                          &r->q_stride, FD_ADDRESS(r->kv), &r->kv_stride, FD_ANGLES(r->angles),
-                          FD_ANGLES(r->second_angles), &r->pairs, &rows, &step->threads))
+    PyObject *states;
+    if (!PyArg_ParseTuple(tuple, "KKKKnKn(KKKK)(KKKK)nO!(KKK)nI", FD_ADDRESS(r->x), FD_ADDRESS(r->o),
+                          FD_ADDRESS(r->gate), FD_ADDRESS(r->q), &r->q_stride, FD_ADDRESS(r->kv), &r->kv_stride,
+                          FD_ANGLES(r->angles), FD_ANGLES(r->second_angles), &r->pairs, &PyTuple_Type, &states,
+                          FD_ADDRESS(r->in_order), FD_ADDRESS(r->sources), FD_ADDRESS(r->targets), &rows,
+                          &step->threads) ||
+        !read_memory(self, states))
         return false;
+    r->states = self->memory;
     if (rows < 0) return FD_PY_FAIL(PyExc_ValueError, "%zd rows", rows);
     r->rows = (size_t)rows;
     if (r->rows > self->scratch_rows) {

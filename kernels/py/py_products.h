@@ -15,6 +15,10 @@ bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product);   
  */
 const fd_experts_t *fd_py_experts(PyObject *o);
 
+/* The fd_delta_t of a DeltaRows and its functions, valid as long as `o`; NULL with an exception for another object or
+ * another activation dtype. In py_delta.c. */
+const fd_delta_t *fd_py_delta(PyObject *o, uint32_t act, const fd_delta_ops_t **ops);
+
 /* Reads a tuple of linears whose outputs stand side by side: `outs` in all, of `ins` inputs. Returns false with an
  * exception. In py_products.c. */
 bool fd_py_products(PyObject *parts, uint32_t act, size_t ins, size_t outs, fd_products_t *products);

@@ -54,7 +54,7 @@ static PyObject *gate(row_ops_t *self, PyObject *args) {
 }
 
 static PyObject *rope(row_ops_t *self, PyObject *args) {
-    fd_rope_rows_t o;
+    fd_rope_rows_t o = {0};
     size_t rows;
     unsigned threads;
     int whole_norms;

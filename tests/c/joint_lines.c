@@ -5,7 +5,8 @@
 #include "cpu/parallel.h"
 #include "require.h"
 
-enum { LINE = 64, ROWS = 3, HEADS = 3, HEAD_SIZE = 10, HIDDEN = 30, INNER = 50, QKV = 3 * HEADS * HEAD_SIZE };
+enum { LINE = 64, ROWS = 3, HEADS = 3, HEAD_SIZE = 10, HIDDEN = 30, INNER = 50, QKV = 4 * HEADS * HEAD_SIZE };
+enum { V_WIDTH = 8, STATE = 2 * 3 + 2 * V_WIDTH + 4 }; /* of the rule */
 
 static uint16_t o[ROWS * HIDDEN];
 static uint8_t memory[4096];
@@ -47,41 +48,68 @@ void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *rows, size_t n,
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *rows, size_t n, unsigned threads) {
     (void)ops, (void)rows, (void)n, (void)threads;
 }
+void fd_sigmoid_rows(const fd_row_ops_t *ops, const fd_sigmoid_rows_t *rows, size_t n, unsigned threads) {
+    (void)ops, (void)n, (void)threads;
+    REQUIRE(rows->x == o && is_line(rows->out, ROWS * HEADS * HEAD_SIZE * 2));
+}
+void fd_router_rows(const fd_row_ops_t *ops, const fd_router_rows_t *rows, unsigned threads) {
+    (void)ops, (void)threads;
+    REQUIRE(is_line(rows->out, ROWS * sizeof(float)));
+}
+void fd_delta_rows(const fd_delta_ops_t *ops, const fd_delta_t *d, const fd_delta_rows_t *r, unsigned threads) {
+    (void)ops, (void)threads;
+    REQUIRE(is_line(r->y, ROWS * r->y_stride * 2) && is_line(r->out, ROWS * V_WIDTH * 2));
+    REQUIRE(is_line(r->scratch, fd_delta_scratch(d, ROWS) * sizeof(float)));
+}
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *rows, size_t n, unsigned threads) {
     (void)ops, (void)rows, (void)n, (void)threads;
 }
 
 static fd_products_t one(size_t ins, size_t outs) { return (fd_products_t){{{ins, outs, multiply, NULL, NULL}}, 1}; }
 
+static void norm_row(const fd_norm_rows_t *rows, size_t row, size_t n) { (void)rows, (void)row, (void)n; }
+
 int main(void) {
     const size_t width = HEADS * HEAD_SIZE;
-    const fd_joint_layer_t layer = {.attention_norm = &width,
-                                    .mlp_norm = &width, /* which nothing reads */
-                                    .qkv = one(HIDDEN, QKV),
-                                    .o = one(width, HIDDEN),
-                                    .inner = INNER,
-                                    .up = one(HIDDEN, 2 * INNER),
-                                    .down = one(INNER, HIDDEN)};
+    const fd_row_ops_t ops = {.norm = norm_row};
     const fd_experts_t experts = {0};
+    const fd_feed_forward_t mlp = {.norm = &width,
+                                   /* which nothing reads */ .inner = INNER,
+                                   .up = one(HIDDEN, 2 * INNER),
+                                   .down = one(INNER, HIDDEN)};
+    fd_feed_forward_t shared = mlp;
+    shared.experts = &experts, shared.shared_gate = &width;
+    const fd_joint_layer_t layer = {
+        .attention_norm = &width, .qkv = one(HIDDEN, QKV), .o = one(width, HIDDEN), .feed_forward = mlp};
     fd_joint_layer_t with_experts = layer;
-    with_experts.experts = &experts;
+    with_experts.feed_forward = shared, with_experts.n_states = 1;
     const fd_joint_layer_t layers[] = {layer, with_experts};
-    const fd_joints_t joints = {.number_bytes = 2,
+    const fd_delta_t rule = {.k_heads = 1, .v_heads = 2, .k_size = 3, .v_size = V_WIDTH / 2};
+    const fd_state_block_t state = {
+        .norm = &width, .inputs = one(HIDDEN, STATE), .out = one(V_WIDTH, HIDDEN), .rule = &rule, .feed_forward = mlp};
+    const fd_state_block_t states[] = {state, state};
+    const fd_joints_t joints = {.ops = &ops,
+                                .number_bytes = 2,
                                 .hidden = HIDDEN,
-                                .inner = INNER,
+                                .widest = QKV,
                                 .q_heads = HEADS,
                                 .kv_heads = HEADS,
                                 .head_size = HEAD_SIZE,
+                                .output_gate = true,
                                 .n_layers = 2,
-                                .layers = layers};
-    const fd_joint_rows_t rows = {.o = o, .rows = ROWS};
+                                .n_states = 2,
+                                .layers = layers,
+                                .states = states};
+    const fd_states_t slots[2] = {0};
+    const fd_joint_rows_t rows = {.o = o, .rows = ROWS, .states = slots};
     const size_t bytes = fd_joint_scratch(&joints, ROWS);
     REQUIRE(bytes + LINE <= sizeof memory);
     for (size_t offset = 0; offset < LINE; offset++) {
         begin = memory + offset, end = begin + bytes;
-        REQUIRE(fd_joint_run(&joints, 1, &rows, memory + offset, 1) == FD_OK);
-        REQUIRE(fd_joint_run(&joints, 2, &rows, memory + offset, 1) == FD_OK);
+        for (size_t layer = 0; layer <= 2; layer++)
+            REQUIRE(fd_joint_run(&joints, layer, &rows, memory + offset, 1) == FD_OK);
     }
-    REQUIRE(products == 7 * LINE && mixtures == LINE);
+    /* QKV, O and MLP of two layers, and four products of each block with a state. */
+    REQUIRE(products == (2 * 4 + 2 * 4) * LINE && mixtures == LINE);
     return 0;
 }

@@ -19,5 +19,5 @@ def test_a_steps_products_read_and_write_whole_lines(tmp_path: Path) -> None:
     sources = [ROOT / "tests/c/joint_lines.c", ROOT / "kernels/decoder/joint.c"]
     program = tmp_path / "joint_lines"
     flags = ["-std=gnu11", "-Wall", "-fsanitize=address,undefined", *INCLUDES]
-    subprocess.run(["gcc", *flags, *sources, "-o", program], check=True)
+    subprocess.run(["gcc", *flags, *sources, "-lm", "-o", program], check=True)
     subprocess.run([program], check=True)

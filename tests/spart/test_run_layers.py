@@ -44,17 +44,18 @@ def calls(monkeypatch):
 
 def steps(n_links: int) -> list[list[Chunk]]:
     """A prompt for every link, two steps that decode, and two with the chunks of a longer prompt for every link."""
-    prompts = [Chunk(i, 0, 1, 0, text(20 + i), True, GREEDY) for i in range(n_links)]
-    decodes = [[Chunk(i, 0, 1, 20 + i + step, [5 + step], False, GREEDY) for i in range(n_links)] for step in range(4)]
-    first = [Chunk(i, 1, 1, 0, text(70 + i), True, None) for i in range(n_links)]
-    second = [Chunk(i, 1, 1, 70 + i, text(9), True, GREEDY) for i in range(n_links)]
+    links = range(n_links)
+    prompts = [Chunk(i, 0, 1, 0, text(20 + i), True, GREEDY, state=i) for i in links]
+    decodes = [[Chunk(i, 0, 1, 20 + i + step, [5 + step], False, GREEDY, state=i) for i in links] for step in range(4)]
+    first = [Chunk(i, 1, 1, 0, text(70 + i), True, None, state=n_links + i) for i in links]
+    second = [Chunk(i, 1, 1, 70 + i, text(9), True, GREEDY, state=n_links + i) for i in links]
     return [prompts, *decodes[:2], decodes[2] + first, decodes[3] + second]
 
 
 async def outputs(model, tmp_path, n_links: int, scheme: str, n_slots: int, stand_in: bool = False):
     tmp_path.mkdir()
     async with linked(model, tmp_path, n=n_links, scheme=scheme, n_slots=n_slots, stand_in=stand_in) as links:
-        spart = SPart(model, links)
+        spart = SPart(model, links, state_slots=2 * n_links)
         return [run(spart.step(StepBatch(0, chunks), keep_logits=True)) for chunks in steps(n_links)], spart.timeline
 
 
@@ -88,6 +89,17 @@ async def test_prompts_attend_as_layer_after_layer(name, weights, tmp_path, call
     assert bool(calls) == (DecoderLayers(model).joints is not None)
 
 
+@pytest.mark.parametrize(("name", "n_calls"), [("mixtral", 5), ("qwen3.5", 2), ("qwen3-next", 2), ("qwen3.5-last", 2)])
+async def test_layers_with_experts_or_states_run_at_once(name, n_calls, tmp_path, calls):
+    """Layers with states do so in the steps in which each sequence has one row."""
+    model = load_model(make_checkpoint(name), device=torch.device("cpu"), dtype="fp32", weights="int8")
+    layer_after_layer, _ = await outputs(model, tmp_path / "a", 2, "shm", n_slots=2)
+    at_once, _ = await outputs(model, tmp_path / "b", 2, "shm", n_slots=1)
+    assert len(calls) == n_calls
+    for got, want in zip(at_once, layer_after_layer, strict=True):
+        assert torch.equal(got.logits, want.logits)
+
+
 @pytest.mark.parametrize(("change", "match"), [
     ({"rows": 5}, "beyond the step's"),
     ({"first": 1}, "beyond the step's"),
@@ -106,7 +118,7 @@ def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
     good |= {"head_words": attention.words(model.config.heads_of(0), 64), "window": 0, "segment": 0}
 
     def capsule(first, rows, pos, layers, *layer):
-        step = (*[0] * 6, (0,) * 4, (0,) * 4, 0, 4, 1)
+        step = (*[0] * 7, (0,) * 4, (0,) * 4, 0, (), (0,) * 3, 4, 1)
         return joints._native.spart_layers(step, (attention.native, 1.0, [(first, rows, pos, [(0, *layer)] * layers)]))
 
     assert capsule(*good.values())
@@ -116,7 +128,7 @@ def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
 
 def test_prompts_of_another_kind_are_refused(model):
     joints, attention = DecoderLayers(model).joints._native, PackedAttention(model.dtype).native
-    step = (*[0] * 6, (0,) * 4, (0,) * 4, 0, 4, 1)
+    step = (*[0] * 7, (0,) * 4, (0,) * 4, 0, (), (0,) * 3, 4, 1)
     with pytest.raises(TypeError, match="of the joints' dtype"):
         joints.spart_layers(step, (PackedAttention(torch.float16).native, 1.0, []))
     for prompts in ([attention, 1.0, []], (attention, 1.0, [[0, 4, 0, []]]), (joints, 1.0, [])):

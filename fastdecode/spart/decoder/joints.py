@@ -1,8 +1,8 @@
 """LayerJoints: what a CPU computes between the attention of two layers, in one call of kernels/decoder.
 
-The call does what BlockOps and the linears do one by one, in the same order and with the same results. A model has
-joints if its blocks are Llama's or Gemma's (RMS norms, RoPE, and a gated SiLU or GELU or experts) and kernels/ computes
-all of their products.
+The call does what BlockOps and the linears do one by one, in the same order and with the same results, but for the
+sigmoids of gates, which differ by rounding. A model has joints if its blocks are Llama's or Gemma's (RMS norms, RoPE,
+and a gated SiLU or GELU or experts) or keep a state by the gated delta rule, and kernels/ has all of their products.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
 from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.rope import Angles
-from fastdecode.spart.decoder.weights import AttentionBlock, Layer
+from fastdecode.spart.decoder.weights import AttentionBlock, Block, Layer, Norm, StateBlock
 from fastdecode.spart.linears.base import Linear, multiplies
 from fastdecode.spart.prefill.prompt_attention import NativePrompts
 from fastdecode.spart.ranks.reduction import Reduction
 from fastdecode.spart.served import address_of
+from fastdecode.spart.states.delta import DeltaBlock
+from fastdecode.spart.states.pool import StateRows
 from fastdecode.spart.threads import pool_threads
 
 log = logging.getLogger(__name__)
+
+
+#: The blocks with a state before each layer, and behind the last one, with their rules.
+StatesBetween = Sequence[Sequence[tuple[StateBlock, DeltaBlock]]]
 
 
 class LayerJoints:
@@ -38,6 +44,7 @@ class LayerJoints:
         act_dtype: str,
         reduction: Reduction | None = None,
         gelu: bool = False,
+        between: StatesBetween = (),
     ):
         """The layers of a model for which why_no_joints returned None, and the dtype of its activations. `gelu`: they
         have GELU in place of SiLU. Where a `reduction` sums over ranks, `config` counts the heads and the MLP's columns
@@ -46,6 +53,10 @@ class LayerJoints:
         Raises ValueError if the sizes of its linears are not those of `config`.
         """
         self._layers = tuple(layers)
+        self._gates = config.n_q_heads * config.head_size if config.output_gate else 0  # of a row
+        states = [
+            tuple(_native_state(config, *each) for each in blocks) for blocks in between or [()] * (len(layers) + 1)
+        ]
         self._native = _native.Joints(
             ACT_DTYPES.index(act_dtype),
             config.hidden_size,
@@ -56,7 +67,9 @@ class LayerJoints:
             config.residual_scale,
             gelu,
             config.whole_qk_norm,
-            tuple(_native_layer(config, layer) for layer in layers),
+            config.output_gate,
+            tuple((*_native_layer(config, layer), before) for layer, before in zip(layers, states, strict=False)),
+            states[-1],
             None if reduction is None else reduction.native,
         )
 
@@ -67,10 +80,13 @@ class LayerJoints:
         angles: Angles,
         out: RowHeads,
         second_angles: Angles | None = None,
+        states: StateRows | None = None,
     ) -> JointRows | None:
         """The rows of a step: x [n, hidden_size] is the residual stream, o [n, q_heads * head_size] the O rows, and
         `angles` are in fp32; `second_angles` are those of layers with the second RoPE. Returns None if they do not lie
-        as the joints need them."""
+        as the joints need them, if some rows are a span of `states`, or if a gated layer is balanced."""
+        if (states is not None and states.spans) or (self._gates and _balanced(self._layers)):
+            return None
         second = angles if second_angles is None else second_angles
         dense = (x, o, *angles, *second)
         if not all(tensor.is_contiguous() for tensor in dense) or len(o) != len(x) or len(out.q) != len(x):
@@ -79,7 +95,9 @@ class LayerJoints:
             return None
         assert x.dtype is o.dtype is out.q.dtype is out.kv.dtype
         assert all(tensor.dtype is torch.float32 for tensor in dense[2:])
+        gates = x.new_empty(len(x), self._gates)
         projected = (
+            gates.data_ptr(),
             out.q.data_ptr(),
             out.q.stride(0),
             out.kv.data_ptr(),
@@ -87,18 +105,22 @@ class LayerJoints:
             angles.addresses,
             second.addresses,
             angles.cos.shape[-1],
+            () if states is None else states.pool.addresses,
+            (0, 0, 0) if states is None else tuple(tensor.data_ptr() for tensor in states.singles),
         )
-        return JointRows(self._native, self._layers, x, o, projected)
+        return JointRows(self._native, self._layers, x, o, projected, gates)
 
     def last_rows(self, x: torch.Tensor, o: torch.Tensor) -> JointRows:
         """Rows that are only to be finished in the last layer; x and o as for `rows`, contiguous."""
         return JointRows(self._native, self._layers, x, o)
 
 
-#: The addresses and the distances of the rows of Q and of K and V, the addresses of the angles and of the second
-#: ones, and their pairs.
-_Projected = tuple[int, int, int, int, tuple[int, int, int, int], tuple[int, int, int, int], int]
-_NOTHING: _Projected = (0, 0, 0, 0, (0, 0, 0, 0), (0, 0, 0, 0), 0)
+#: The address of the gates, the addresses and the distances of the rows of Q and of K and V, the addresses of the
+#: angles and of the second ones, their pairs, and the addresses of the states and of the rows' slots.
+_Projected = tuple[
+    int, int, int, int, int, tuple[int, int, int, int], tuple[int, int, int, int], int, tuple[int, ...], tuple[int, ...]
+]
+_NOTHING: _Projected = (0, 0, 0, 0, 0, (0, 0, 0, 0), (0, 0, 0, 0), 0, (), (0, 0, 0))
 
 
 class JointRows:
@@ -111,8 +133,9 @@ class JointRows:
         x: torch.Tensor,
         o: torch.Tensor,
         projected: _Projected = _NOTHING,
+        gates: torch.Tensor | None = None,
     ):
-        self._native, self._layers = native, layers
+        self._native, self._layers, self._gates = native, layers, gates
         self._step = (x.data_ptr(), o.data_ptr(), *projected, len(x), pool_threads())
 
     def run(self, joint: int) -> bool:
@@ -138,33 +161,52 @@ def _balanced(layers: Sequence[Layer]) -> bool:
     return any(layer.balance is not None for layer in layers)
 
 
-def _mlp(layer: Layer) -> MLP | None:
-    """The MLP of a layer, which is the shared expert of a mixture."""
-    if isinstance(layer.mlp, MLP):
-        return layer.mlp
-    return None if layer.mlp.shared is None else layer.mlp.shared.mlp
+def _mlp(block: Block) -> MLP | None:
+    """The MLP of a block, which is the shared expert of a mixture."""
+    if isinstance(block.mlp, MLP):
+        return block.mlp
+    return None if block.mlp.shared is None else block.mlp.shared.mlp
 
 
-def _linears(layer: Layer) -> tuple[Linear, ...]:
-    mlp = _mlp(layer)
-    return (layer.qkv, layer.o) if mlp is None else (layer.qkv, layer.o, mlp.up, mlp.down)
+def _linears(block: Block) -> tuple[Linear, ...]:
+    mlp = _mlp(block)
+    return (*block.mixing, *(() if mlp is None else (mlp.up, mlp.down)))
+
+
+def _weight(norm: Norm | None) -> int:
+    return 0 if norm is None else address_of(norm.weight)
+
+
+def _native_feed_forward(config: ModelConfig, block: Block) -> tuple[object, ...]:
+    """The MLP and the experts of a block as _native.Joints wants them."""
+    mlp, columns, experts, gate = _mlp(block), config.intermediate_size, None, None
+    if isinstance(block.mlp, Mixture):
+        assert config.experts is not None
+        columns, experts = config.experts.shared_size, block.mlp.native
+        gate = None if block.mlp.shared is None else block.mlp.shared.gate
+    products = None if mlp is None else (columns, mlp.up.native, mlp.down.native)
+    return _weight(block.mlp_norm), _weight(block.mlp_post_norm), products, experts, address_of(gate)
 
 
 def _native_layer(config: ModelConfig, layer: Layer) -> tuple[object, ...]:
-    """The layer as _native.Joints wants it."""
-    mlp, columns, experts = _mlp(layer), config.intermediate_size, None
-    if isinstance(layer.mlp, Mixture):
-        assert config.experts is not None
-        columns, experts = config.experts.shared_size, layer.mlp.native
-    products = None if mlp is None else (columns, mlp.up.native, mlp.down.native)
-    norms = layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm
-    of_attention, of_mlp, *post = (None if norm is None else norm.weight for norm in norms)
-    weights = of_attention, of_mlp, layer.q_norm, layer.k_norm, *post
-    return *map(address_of, weights), layer.second_rope, layer.qkv.native, layer.o.native, products, experts
+    """The layer as _native.Joints wants it, but for the states before it."""
+    norms = _weight(layer.attention_norm), _weight(layer.attention_post_norm)
+    heads = address_of(layer.q_norm), address_of(layer.k_norm), layer.second_rope, layer.qkv.native, layer.o.native
+    return *norms, *heads, _native_feed_forward(config, layer)
+
+
+def _native_state(config: ModelConfig, block: StateBlock, rule: DeltaBlock) -> tuple[object, ...]:
+    """The block as _native.Joints wants it."""
+    products = block.delta.inputs.native, block.delta.out.native
+    return _weight(block.attention_norm), *products, rule.native, _native_feed_forward(config, block)
 
 
 def why_no_joints(
-    config: ModelConfig, layers: Sequence[Layer], ops: BlockOps, reduction: Reduction | None = None
+    config: ModelConfig,
+    layers: Sequence[Layer],
+    ops: BlockOps,
+    reduction: Reduction | None = None,
+    between: StatesBetween = (),
 ) -> str | None:
     """The reason why a model's blocks are computed operation by operation, or None if it has joints.
 
@@ -174,36 +216,39 @@ def why_no_joints(
         return "kernels/decoder has no row operations for this device"
     if config.norm != "rms" or not config.norm_first or config.rope is None:
         return "a block lacks RMS norms before attention and MLP, or RoPE"
-    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Mixture)]
-    if not ops.gates and any(_mlp(layer) is not None for layer in layers):
+    states = [each for some in between for each in some]
+    blocks: list[Block] = [*layers, *(block for block, _ in states)]
+    if not ops.gates and any(_mlp(block) is not None for block in blocks):
         return "an MLP has no gated SiLU or GELU"
-    if any(mixture.native is None for mixture in mixtures):
+    if any(isinstance(block.mlp, Mixture) and block.mlp.native is None for block in blocks):
         return f"kernels/decoder does not compute its experts of {ops.act_dtype} rows"
-    if any(mixture.shared is not None and mixture.shared.gate is not None for mixture in mixtures):
-        return "a shared expert has a gate"
-    if config.delta is not None or config.output_gate:
-        return "a block keeps a state, or its heads have gates"
+    if any(rule.native is None or block.attention_post_norm is not None for block, rule in states):
+        return "kernels/decoder does not have the rule of a state, or its output is normalised"
     if config.latent is not None:
         return "attention is latent"
     if config.options.heads or config.v_norm or config.names.block_scale or config.per_layer or config.mlp_sizes:
         return "layers have heads, norms of V, scales, embeddings or MLPs of their own"
     if config.whole_qk_norm and reduction is not None:
         return "ranks share heads that are normalised as one"
-    if any(norm and norm.weight is None for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)):
+    if any(norm and norm.weight is None for block in blocks for norm in (block.attention_norm, block.mlp_norm)):
         return "a norm has no weights"
-    if not all(multiplies(linear.native, ops.vectors.dtype) for layer in layers for linear in _linears(layer)):
+    if not all(multiplies(linear.native, ops.vectors.dtype) for block in blocks for linear in _linears(block)):
         return f"kernels/linears does not compute all of its products of {ops.act_dtype} rows"
     return None
 
 
 def make_joints(
-    config: ModelConfig, blocks: Sequence[AttentionBlock], ops: BlockOps, reduction: Reduction | None = None
+    config: ModelConfig,
+    blocks: Sequence[AttentionBlock],
+    ops: BlockOps,
+    reduction: Reduction | None = None,
+    between: StatesBetween = (),
 ) -> LayerJoints | None:
     """The joints of a model's layers, or None if it has none."""
     layers = [block for block in blocks if isinstance(block, Layer)]
-    reason = why_no_joints(config, layers, ops, reduction)
+    reason = why_no_joints(config, layers, ops, reduction, between)
     if reason is not None:
         log.debug("the decoder runs operation by operation: %s", reason)
         return None
     assert isinstance(ops, NativeBlockOps)
-    return LayerJoints(config, layers, ops.act_dtype, reduction, ops.gelu)
+    return LayerJoints(config, layers, ops.act_dtype, reduction, ops.gelu, between)

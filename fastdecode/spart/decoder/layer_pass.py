@@ -78,7 +78,6 @@ class DecoderLayers:
             for block in model.weights.all_blocks:
                 if isinstance(block.mlp, Mixture):
                     block.mlp.run_in_c(self.ops.gelu, model.dtype)
-        self.joints = make_joints(config, self.layers, self.ops, model.reduction)
         self.rope, self.second_rope = (self._rotary(second) for second in (False, True))
         #: A number of the dtype that embeddings have, as in transformers' code for Gemma.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=model.dtype).item()
@@ -94,6 +93,7 @@ class DecoderLayers:
                 self.between[-1].append((block, rule))
             else:
                 self.between.append([])
+        self.joints = make_joints(config, self.layers, self.ops, model.reduction, self.between)
 
     def _rotary(self, second: bool) -> RotaryEmbedding | None:
         model = self.model
@@ -191,7 +191,9 @@ class DecoderPass:
         self._layers, self._between = layers.layers, layers.between
         self._joints, self._joint_rows = layers.joints, None
         if layers.joints is not None and adapters is None and self._angles is not None:
-            self._joint_rows = layers.joints.rows(self.x, self._o, self._angles, self.heads, self._second_angles)
+            self._joint_rows = layers.joints.rows(
+                self.x, self._o, self._angles, self.heads, self._second_angles, states
+            )
 
     def layers(self, clock: StepClock | None = None, timeout: float = 0.0) -> Generator[None, None, None]:
         """See LayerPass. `clock` None: the device itself waits for the R-nodes."""

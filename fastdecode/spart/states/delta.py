@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from fastdecode.kernels import _native
 from fastdecode.spart.checkpoints.config import DeltaRule
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
@@ -73,6 +74,11 @@ class DeltaBlock:
         if weights.norm.device.type == "cpu" and NativeRows.supports(dtype):
             parameters = self._conv, self._rate, weights.decay_bias, weights.norm
             self._native = NativeRows(rule, parameters, norm_eps, _LENGTH_EPS, dtype)
+
+    @property
+    def native(self) -> _native.DeltaRows | None:
+        """The rule of rows that advance states by one token; None: torch computes them."""
+        return None if self._native is None else self._native.native
 
     @property
     def isa(self) -> str | None:

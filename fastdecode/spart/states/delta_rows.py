@@ -31,7 +31,7 @@ class NativeRows:
         assert all(tensor.is_contiguous() and tensor.dtype is torch.float32 for tensor in parameters)
         self._rule, self._dtype, self._parameters = rule, dtype, parameters
         conv, rate, bias, norm = (tensor.data_ptr() for tensor in parameters)
-        self._native = _native.DeltaRows(
+        self.native = _native.DeltaRows(
             act_code(dtype),
             (rule.k_heads, rule.v_heads, rule.k_size, rule.v_size),
             rule.kernel,
@@ -49,7 +49,7 @@ class NativeRows:
     @property
     def isa(self) -> str:
         """The ISA of the functions."""
-        return self._native.isa
+        return self.native.isa
 
     def advance(
         self, y: torch.Tensor, out: torch.Tensor, inputs: torch.Tensor, sums: torch.Tensor, singles: Singles
@@ -64,7 +64,7 @@ class NativeRows:
         assert all(tensor.dtype is torch.int64 and tensor.is_contiguous() for tensor in singles)
         if not len(singles.rows):
             return
-        self._native.advance(
+        self.native.advance(
             y.data_ptr(),
             y.stride(0),
             out.data_ptr(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -40,6 +41,11 @@ class StatePool:
             [_memory((n_slots, *one.shape), device, one.dtype or dtype) for one in tensors] for tensors in blocks
         ]
         self._lengths: list[int | None] = [None] * n_slots  # tokens that a slot's state has seen; None: not known
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """The addresses of the tensors of all blocks."""
+        return tuple(tensor.data_ptr() for tensor in chain.from_iterable(self.blocks))
 
     def begin(self, chunk: Chunk) -> None:
         """Take the slots of a chunk for a step: the state of a sequence that begins is zero.
