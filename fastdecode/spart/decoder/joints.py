@@ -84,8 +84,10 @@ class LayerJoints:
     ) -> JointRows | None:
         """The rows of a step: x [n, hidden_size] is the residual stream, o [n, q_heads * head_size] the O rows, and
         `angles` are in fp32; `second_angles` are those of layers with the second RoPE. Returns None if they do not lie
-        as the joints need them, if some rows are a span of `states`, or if a gated layer is balanced."""
-        if (states is not None and states.spans) or (self._gates and _balanced(self._layers)):
+        as the joints need them, if some rows are not `singles` of `states`, or if a gated layer is balanced."""
+        if states is not None and (states.spans or len(states.singles.rows) != len(x)):
+            return None
+        if self._gates and _balanced(self._layers):
             return None
         second = angles if second_angles is None else second_angles
         dense = (x, o, *angles, *second)
