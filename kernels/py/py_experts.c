@@ -35,7 +35,7 @@ static bool can_choose(const fd_router_t *r) {
     const size_t most = FD_MOST_GROUPS;
     if (!r->groups || r->groups > most || r->n % r->groups || r->used_groups > r->groups) return false;
     const size_t size = r->n / r->groups;
-    return r->group_best <= fd_min(most, size) && r->used && r->used <= size * r->used_groups;
+    return r->group_best && r->group_best <= fd_min(most, size) && r->used && r->used <= size * r->used_groups;
 }
 
 static PyObject *experts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {

@@ -155,7 +155,17 @@ def test_a_row_that_is_not_finite_spoils_no_other_row(kind):
 @pytest.mark.skipif(_native.isa_supported() == ["scalar"], reason="an ISA without vectors")
 @pytest.mark.parametrize(
     "choice",
-    [(0, 1, 1, 1), (7, 1, 1, 1), (-1, 1, 1, 1), (3, 0, 1, 1), (3, 4, 1, 1), (3, 3, 1, 1), (3, 3, 4, 1)],
+    [
+        (0, 1, 1, 1),
+        (7, 1, 1, 1),
+        (-1, 1, 1, 1),
+        (3, 0, 1, 1),
+        (3, 4, 1, 1),
+        (3, 3, 1, 1),
+        (3, 3, 4, 1),
+        (3, 3, 3, 0),
+        (3, 3, 3, 3),
+    ],
     ids=str,
 )
 def test_a_router_that_cannot_choose_is_refused(choice):
