@@ -12,7 +12,6 @@
 enum { DELTA_ROWS = 8, DELTA_VECTORS = LANES == 8 ? 4 : 8 };
 
 FD_INLINE float delta_silu(float x) { return x / (1.0f + expf(-x)); }
-FD_INLINE float delta_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 /* log(1 + e^x). */
 FD_INLINE float delta_softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
@@ -166,7 +165,7 @@ FD_INLINE void delta_advance(const uint32_t dtype, const fd_delta_t *d, const fd
             const size_t shared = h / group, own = h % group;
             const float *q = row + shared * k_size, *k = q + k_width, *v = row + 2 * k_width + h * v_size;
             float *u = r->scratch + r->n * channels + h * 2 * v_size, *o = u + v_size;
-            const float beta = delta_sigmoid(load_one(dtype, y, d->beta.first + shared * d->beta.step + own));
+            const float beta = fd_sigmoid(load_one(dtype, y, d->beta.first + shared * d->beta.step + own));
             const float decay = load_one(dtype, y, d->decay.first + shared * d->decay.step + own) + d->bias[h];
             const float fade = expf(d->rate[h] * delta_softplus(decay));
             const float *from = r->sums + ((size_t)r->sources[i] * d->v_heads + h) * state;

@@ -1,7 +1,5 @@
 #include "joint.h"
 
-#include <math.h>
-
 #include "cpu/parallel.h"
 
 enum { LINE = 64 };
@@ -74,7 +72,7 @@ static void add_shared(const pass_t *s, const float *gates) {
     fd_norm_rows_t sum = {.x = s->of_experts, .y = s->a, .scale = 1.0f, .width = s->j->hidden};
     if (!gates) fd_norm_rows(s->j->ops, &sum, s->r->rows, s->threads);
     for (size_t row = 0; gates && row < s->r->rows; row++) {
-        sum.scale = 1.0f / (1.0f + expf(-gates[row]));
+        sum.scale = fd_sigmoid(gates[row]);
         s->j->ops->norm(&sum, row, 1);
     }
 }

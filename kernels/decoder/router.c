@@ -30,7 +30,7 @@ static void score(const fd_router_t *r, float *x) {
         if (x[i] > most) most = x[i];
     }
     for (size_t i = 0; i < r->n; i++) {
-        x[i] = r->sigmoid ? 1.0f / (1.0f + expf(-x[i])) : expf(x[i] - most);
+        x[i] = r->sigmoid ? fd_sigmoid(x[i]) : expf(x[i] - most);
         sum += x[i];
     }
     for (size_t i = 0; i < r->n && !r->sigmoid; i++) x[i] /= sum;

@@ -3,12 +3,15 @@
  */
 #pragma once
 
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include "cpu/isa.h"
 #include "region/formats.h"
+
+static inline float fd_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 /* x [rows][width] += scale * y, unless y is NULL; out = x / sqrt(mean(x^2) + eps) * weight [width] (RMS norm, Zhang and
  * Sennrich, arXiv 1910.07467), unless weight is NULL. Everything is in the activation dtype. `out` may be x. */

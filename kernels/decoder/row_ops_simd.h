@@ -7,25 +7,22 @@
 #include "cpu/exp2_simd.h"
 #include "row_ops.h"
 
-/* 1 / sqrt(mean(x^2) + eps) of a row's n numbers. */
-FD_INLINE float inverse_rms(const uint32_t dtype, const void *x, size_t n, float eps) {
+/* The product of two rows of n numbers. */
+FD_INLINE float row_product(const uint32_t x_dtype, const void *x, const uint32_t y_dtype, const void *y, size_t n) {
     vec_t sums[4] = {vec_zero(), vec_zero(), vec_zero(), vec_zero()};
     size_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES)
-        for (int j = 0; j < 4; j++) {
-            const vec_t v = load(dtype, x, i + (size_t)j * LANES);
-            sums[j] = vec_fma(v, v, sums[j]);
-        }
-    for (; i + LANES <= n; i += LANES) {
-        const vec_t v = load(dtype, x, i);
-        sums[0] = vec_fma(v, v, sums[0]);
-    }
+        for (size_t j = 0; j < 4; j++)
+            sums[j] = vec_fma(load(x_dtype, x, i + j * LANES), load(y_dtype, y, i + j * LANES), sums[j]);
+    for (; i + LANES <= n; i += LANES) sums[0] = vec_fma(load(x_dtype, x, i), load(y_dtype, y, i), sums[0]);
     float sum = vec_reduce_add(vec_add(vec_add(sums[0], sums[1]), vec_add(sums[2], sums[3])));
-    for (; i < n; i++) {
-        const float v = load_one(dtype, x, i);
-        sum += v * v;
-    }
-    return 1.0f / sqrtf(sum / (float)n + eps);
+    for (; i < n; i++) sum = fmaf(load_one(x_dtype, x, i), load_one(y_dtype, y, i), sum);
+    return sum;
+}
+
+/* 1 / sqrt(mean(x^2) + eps) of a row's n numbers. */
+FD_INLINE float inverse_rms(const uint32_t dtype, const void *x, size_t n, float eps) {
+    return 1.0f / sqrtf(row_product(dtype, x, dtype, x, n) / (float)n + eps);
 }
 
 FD_INLINE void norm_rows(const uint32_t dtype, const fd_norm_rows_t *o, size_t row, size_t n) {
@@ -126,7 +123,7 @@ FD_INLINE void sigmoid_rows(const uint32_t dtype, const fd_sigmoid_rows_t *o, si
         store(dtype, o->out, i, vec_mul(load(dtype, o->x, i), vec_div(above, below)));
     }
     for (; i < end; i++)
-        store_one(dtype, o->out, i, load_one(dtype, o->x, i) / (1.0f + expf(-load_one(dtype, o->gate, i))));
+        store_one(dtype, o->out, i, load_one(dtype, o->x, i) * fd_sigmoid(load_one(dtype, o->gate, i)));
 }
 
 FD_INLINE void mix_rows(const uint32_t dtype, const fd_mix_rows_t *o, size_t row, size_t n) {
@@ -148,19 +145,6 @@ FD_INLINE void mix_rows(const uint32_t dtype, const fd_mix_rows_t *o, size_t row
             store_one(dtype, out, i, sum);
         }
     }
-}
-
-/* The product of two rows of n numbers. */
-FD_INLINE float row_product(const uint32_t x_dtype, const void *x, const uint32_t y_dtype, const void *y, size_t n) {
-    vec_t sums[4] = {vec_zero(), vec_zero(), vec_zero(), vec_zero()};
-    size_t i = 0;
-    for (; i + 4 * LANES <= n; i += 4 * LANES)
-        for (size_t j = 0; j < 4; j++)
-            sums[j] = vec_fma(load(x_dtype, x, i + j * LANES), load(y_dtype, y, i + j * LANES), sums[j]);
-    for (; i + LANES <= n; i += LANES) sums[0] = vec_fma(load(x_dtype, x, i), load(y_dtype, y, i), sums[0]);
-    float sum = vec_reduce_add(vec_add(vec_add(sums[0], sums[1]), vec_add(sums[2], sums[3])));
-    for (; i < n; i++) sum = fmaf(load_one(x_dtype, x, i), load_one(y_dtype, y, i), sum);
-    return sum;
 }
 
 FD_INLINE void router_rows_by(const uint32_t dtype, const uint32_t weight_dtype, const fd_router_rows_t *o,

@@ -97,9 +97,9 @@ class LayerJoints:
             return None
         assert x.dtype is o.dtype is out.q.dtype is out.kv.dtype
         assert all(tensor.dtype is torch.float32 for tensor in dense[2:])
-        gates = x.new_empty(len(x), self._gates)
+        gates = x.new_empty(len(x), self._gates) if self._gates else None
         projected = (
-            gates.data_ptr(),
+            address_of(gates),
             out.q.data_ptr(),
             out.q.stride(0),
             out.kv.data_ptr(),
