@@ -50,8 +50,8 @@ def gguf_of(load: PeerLoad, folder: Path) -> Path:
 
 
 def _write(directory: Path, dtype: torch.dtype, path: Path) -> None:
-    """Write a checkpoint of Hugging Face's layout as a GGUF file without a tokenizer. Raises ValueError for one of
-    another family than _ARCHITECTURES has."""
+    """Write a checkpoint of Hugging Face's layout as a GGUF file without a tokenizer. Raises ValueError for a family
+    that _ARCHITECTURES lacks."""
     import gguf
 
     config = json.loads((directory / "config.json").read_text())

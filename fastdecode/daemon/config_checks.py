@@ -134,7 +134,7 @@ def check_options(config: NodeOptions) -> None:
 
 def check_machine(config: NodeOptions) -> None:
     """Raise ConfigError for an option that asks for memory or cpus that this machine does not have, or for a new
-    directory that is there. At start alone: later the node itself has changed what is there."""
+    directory that exists. The node calls this at start alone, because it makes such a directory itself later."""
     wanted, total = config.kv_memory or 0, total_memory()
     if config.huge_pages == "hugetlb":  # the pool of huge pages has a limit of its own
         pool = huge_pages()

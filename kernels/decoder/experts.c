@@ -74,14 +74,14 @@ static fd_status_t multiply(const run_t *run, bool up, const uint8_t *x, uint8_t
     return status;
 }
 
-/* A part of the scratch at `memory`, a whole line, with which the next part begins, too. */
+/* Takes `bytes` bytes of the scratch at `memory`, and moves `memory` on to the next whole line. */
 static void *take(uintptr_t *memory, size_t bytes) {
     void *part = (void *)*memory;
     *memory += fd_round_up(bytes, LINE);
     return part;
 }
 
-/* The step of `rows` rows, with its scratch from `memory` on, which is a whole line. `end`: that of the scratch. */
+/* Lays out a step of `rows` rows. Its scratch begins at `memory`, which is a whole line, and ends at `end`. */
 static run_t lay_out(const fd_experts_t *e, size_t rows, uintptr_t memory, uintptr_t *end) {
     const size_t bytes = fd_act_bytes(e->act_dtype), pairs = rows * e->router.used;
     run_t run = {.e = e, .rows = rows, .pairs = pairs, .row_bytes = e->hidden * bytes};

@@ -98,7 +98,7 @@ static fd_status_t feed_forward(pass_t *s, const void *mixed, const fd_feed_forw
     return status == FD_OK ? sum_over_ranks(s, s->block, f->post_norm) : status;
 }
 
-/* The rest of a layer from its O rows. */
+/* Computes the rest of a layer from its O rows. */
 static fd_status_t finish(pass_t *s, const fd_joint_layer_t *l) {
     const size_t width = s->j->q_heads * s->j->head_size;
     const fd_sigmoid_rows_t gated = {s->r->o, s->r->gate, s->b, width};
@@ -108,7 +108,7 @@ static fd_status_t finish(pass_t *s, const fd_joint_layer_t *l) {
     return status == FD_OK ? feed_forward(s, s->a, &l->feed_forward) : status;
 }
 
-/* A block with a state, which is that of `states`. */
+/* Computes a block with a state, which reads and writes `states`. */
 static fd_status_t pass_state(pass_t *s, const fd_state_block_t *block, const fd_states_t *states) {
     const fd_joint_rows_t *r = s->r;
     const void *x = norm(s, s->block, block->norm);
@@ -129,7 +129,7 @@ static fd_status_t pass_state(pass_t *s, const fd_state_block_t *block, const fd
     return status == FD_OK ? feed_forward(s, s->a, &block->feed_forward) : status;
 }
 
-/* Q, K and V of a layer. */
+/* Computes Q, K and V of a layer. */
 static fd_status_t project(pass_t *s, const fd_joint_layer_t *l) {
     const fd_joints_t *j = s->j;
     const fd_joint_rows_t *r = s->r;

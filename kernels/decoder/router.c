@@ -12,7 +12,7 @@ typedef struct {
     uint32_t *chosen;
 } run_t;
 
-/* The indices of the k largest of n numbers, by falling size; of equal ones the first comes first. */
+/* Finds the indices of the k largest of n numbers, by falling size. Of equal numbers the first comes first. */
 static void largest(const float *x, size_t n, size_t k, uint32_t *index) {
     size_t found = 0;
     for (size_t i = 0; i < n; i++) {
@@ -36,7 +36,7 @@ static void score(const fd_router_t *r, float *x) {
     for (size_t i = 0; i < r->n && !r->sigmoid; i++) x[i] /= sum;
 }
 
-/* Makes the numbers of experts outside the best groups lower than any score. */
+/* Makes the numbers of those experts lower than any score that are in none of the best groups. */
 static void limit_to_groups(const fd_router_t *r, float *wanted) {
     const size_t size = r->n / r->groups;
     float sums[FD_MOST_GROUPS];

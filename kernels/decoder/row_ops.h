@@ -79,7 +79,7 @@ typedef struct {
     bool whole_norms;
 } fd_rope_rows_t;
 
-/* A router's rows are computed in blocks of this many, because each reads the whole matrix. */
+/* A router's rows are computed in blocks of this many rows, because each block reads the whole matrix. */
 enum { FD_ROUTER_BLOCK = 16 };
 
 /* One ISA's functions for one activation dtype; each computes `n` rows from `row` on. `router` computes `n` outputs of

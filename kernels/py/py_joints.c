@@ -68,7 +68,7 @@ static bool read_state(fd_joints_t *j, PyObject *o, fd_state_block_t *block) {
            read_feed_forward(j, feed_forward, &block->feed_forward);
 }
 
-/* Reads blocks with a state, behind those that there are. Returns false with an exception. */
+/* Appends `blocks` to the joints' blocks with a state. The function returns false with an exception. */
 static bool read_states(joints_t *self, PyObject *blocks) {
     const size_t n = (size_t)PyTuple_GET_SIZE(blocks);
     fd_joints_t *j = &self->joints;

@@ -339,7 +339,7 @@ class ModelConfig(AttentionShape):
     residual_scale: float = 1.0  # the output of each sublayer is multiplied by it before it is added
     logit_divisor: float = 1.0  # the logits are divided by it
     logit_softcap: float = 0.0  # a logit x becomes cap * tanh(x / cap); 0: the logits stay as they are
-    suppressed: tuple[int, ...] = ()  # tokens that are never drawn if there is another: their logits are very low
+    suppressed: tuple[int, ...] = ()  # tokens that are drawn only if no other token is allowed
     quantisation: Quantisation | None = None  # of a checkpoint in safetensors
     output_gate: bool = False  # each Q head has a gate beside it, whose sigmoid multiplies the head's output
     qkv_bias: bool = False

@@ -68,7 +68,7 @@ GEMMA4_MOE_NAMES = replace(
 
 def gemma4(config: ConfigJson) -> dict[str, Any]:
     """The text part. Gemma4UnifiedTextConfig has other defaults, and no experts or embeddings of layers."""
-    if (seeing := config.raw.get("use_bidirectional_attention")) not in (None, "vision"):  # of tokens of images
+    if (seeing := config.raw.get("use_bidirectional_attention")) not in (None, "vision"):  # "vision" is of images
         raise CheckpointError(
             f"config.json: 'use_bidirectional_attention' is {seeing!r}; tokens here see none behind them"
         )

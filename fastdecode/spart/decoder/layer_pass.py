@@ -56,7 +56,7 @@ class LayerPass(Protocol):
         """
 
 
-#: The logits of tokens that are never drawn: they stay finite if a penalty multiplies them, by 100 at most.
+#: The logits of suppressed tokens. They stay finite if a penalty multiplies them, which it does by 100 at most.
 _SUPPRESSED = -1e36
 
 
@@ -282,8 +282,8 @@ class DecoderPass:
         drawn after them, because nothing else needs what the rest of the model makes of them. `last`: no layer follows.
 
         All rows are kept in a step without joints, unless layers share K and V or ranks share the model: these sum the
-        same rows, and one of them may have joints. A step with adapters has joints at no rank; with states or an MTP
-        head all rows pass."""
+        same rows, and one of them may have joints. A step with adapters has joints at no rank. In a step with states or
+        an MTP head all rows pass."""
         has_joints = self._joint_rows is not None or self._decoder.model.reduction is not None
         all_pass = self._config.mtp or self._adapters is not None or self._states is not None
         if not self._prompts or all_pass or not (has_joints or self._config.shares_kv):
