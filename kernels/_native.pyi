@@ -250,15 +250,12 @@ class DeltaRows:
         out: int,
         inputs: int,
         sums: int,
-        rows: int,
-        sources: int,
-        targets: int,
-        n: int,
+        rows: tuple[int, int, int, int, int, int],
         threads: int,
         /,
     ) -> None:
-        """Advance states by `n` rows (fd_delta_rows_t). Nothing is checked. Other Python threads run meanwhile. Raises
-        MemoryError."""
+        """Advance states by rows, given as StateRows.addresses. Nothing is checked. Other Python threads run meanwhile.
+        Raises MemoryError."""
 
 class RowOps:
     """The S-Part's operations between products (row_ops.h), for an activation dtype, an index of

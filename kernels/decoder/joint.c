@@ -24,12 +24,13 @@ static size_t experts_scratch(const fd_feed_forward_t *f, size_t rows) {
     return f->experts ? fd_experts_scratch(f->experts, rows) : 0;
 }
 
-size_t fd_joint_scratch(const fd_joints_t *j, size_t rows) {
+size_t fd_joint_scratch(const fd_joints_t *j, const fd_joint_rows_t *r) {
+    const size_t rows = r->rows;
     size_t more = 0;
     for (size_t i = 0; i < j->n_layers; i++) more = fd_max(more, experts_scratch(&j->layers[i].feed_forward, rows));
     for (size_t i = 0; i < j->n_states; i++) {
         more = fd_max(more, experts_scratch(&j->states[i].feed_forward, rows));
-        more = fd_max(more, fd_delta_scratch(j->states[i].rule, rows) * sizeof(float));
+        more = fd_max(more, fd_delta_scratch(j->states[i].rule, r->n_singles) * sizeof(float));
     }
     return (more ? 3 : 2) * area_bytes(j, rows) + more + LINE - 1;
 }
@@ -118,12 +119,14 @@ static fd_status_t pass_state(pass_t *s, const fd_state_block_t *block, const fd
                                   .out = s->b,
                                   .inputs = states->inputs,
                                   .sums = states->sums,
-                                  .rows = r->in_order,
+                                  .rows = r->singles,
                                   .sources = r->sources,
                                   .targets = r->targets,
-                                  .n = r->rows,
-                                  .scratch = s->more};
-    fd_delta_rows(block->ops, block->rule, &rows, s->threads);
+                                  .n = r->n_singles,
+                                  .scratch = s->more,
+                                  .spans = r->spans,
+                                  .n_spans = r->n_spans};
+    if (fd_delta_rows(block->ops, block->rule, &rows, s->threads) != FD_OK) return FD_INTERNAL;
     if (multiply(s, FD_LOOP_O, &block->out, s->b, s->a) != FD_OK) return FD_INTERNAL;
     const fd_status_t status = sum_over_ranks(s, s->a, NULL);
     return status == FD_OK ? feed_forward(s, s->a, &block->feed_forward) : status;

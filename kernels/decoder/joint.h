@@ -77,12 +77,14 @@ typedef struct {
     size_t q_stride, kv_stride;
     fd_angles_t angles, second_angles;
     size_t pairs, rows;
-    const fd_states_t *states; /* [n_states], and the order and the slots of all rows, as in fd_delta_rows_t */
-    const int64_t *in_order, *sources, *targets;
+    const fd_states_t *states; /* [n_states]; and the rows that advance them, as in fd_delta_rows_t */
+    const int64_t *singles, *sources, *targets;
+    size_t n_singles, n_spans;
+    const fd_delta_span_t *spans;
 } fd_joint_rows_t;
 
-/* Bytes of scratch, at any address, that fd_joint_run needs for `rows` rows. */
-size_t fd_joint_scratch(const fd_joints_t *j, size_t rows);
+/* Bytes of scratch, at any address, that fd_joint_run needs for the step. */
+size_t fd_joint_scratch(const fd_joints_t *j, const fd_joint_rows_t *r);
 
 /* Finishes block `layer - 1`, if there is one, computes the blocks with a state behind it, and projects block `layer`,
  * if there is one. FD_INTERNAL if memory runs out, FD_LINK_CLOSED if the reduction is broken. */

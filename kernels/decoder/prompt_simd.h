@@ -1,11 +1,7 @@
-/* fd_prompt_ops_t of an ISA, written with its vec_* primitives. The including file defines TILE_VECTORS, with which a
- * tile of sums fits into the registers, and, if it multiplies pairs of bf16, FD_BF16_PAIRS with its functions. An ISA
- * that multiplies whole tiles defines FD_OWN_MULTIPLY_TILE with multiply_whole_tile, TILE_ROWS, and STEP_WORDS, of
- * which the words of a row of Q, K or weights are a multiple.
+/* fd_prompt_ops_t of an ISA, written with its vec_* primitives.
  *
- * Both products of attention, Q K^T and P V, are computed in tiles of at most TILE_ROWS rows by TILE_VECTORS vectors. A
- * tile broadcasts words of its rows and multiplies them with whole vectors of words: of K, words lie side by side for
- * the keys of a panel, of V for the dimensions. A word is a number in fp32, or a pair of bf16.
+ * Both products of attention, Q K^T and P V, are computed in tiles (tile_simd.h). Of K, words lie side by side for the
+ * keys of a panel, of V for the dimensions.
  */
 #pragma once
 
@@ -15,14 +11,10 @@
 #include "cpu/act_simd.h"
 #include "cpu/exp2_simd.h"
 #include "prompt.h"
+#include "tile_simd.h"
 
-#ifndef FD_OWN_MULTIPLY_TILE
-enum { TILE_ROWS = 6, STEP_WORDS = 1 };
-#endif
-enum { KEYS = FD_PROMPT_KEYS, PANEL = TILE_VECTORS * LANES, LINE = 64, AHEAD = 2 };
+enum { KEYS = FD_PROMPT_KEYS, PANEL = TILE_VECTORS * LANES };
 
-/* A word, which may hold a float or two halves. */
-typedef uint32_t __attribute__((may_alias)) word_t;
 typedef uint16_t __attribute__((may_alias)) half_word_t;
 
 /* The layout of a block: K [panel][depth][PANEL] and then V [keys_depth][width], in words. */
@@ -58,54 +50,6 @@ FD_INLINE void pack_row(const uint32_t dtype, const int pairs, const void *x, wo
     }
     to[(n - 1) / 2] = 0;
     memcpy(to, x, n * sizeof(uint16_t));
-}
-
-/* Where a tile's products ask for memory that is needed later: AHEAD lines from `at` on for each step of the sums. */
-typedef struct {
-    const uint8_t *at;
-    size_t step; /* bytes; 0: the lines were asked for already */
-} ahead_t;
-
-/* sums [rows][vectors] of a [rows][depth] and b [depth][vectors]; added to c, or written there. */
-FD_INLINE void multiply_tile(const int pairs, const int rows, const int vectors, const word_t *a, size_t a_stride,
-                             const word_t *b, size_t b_stride, size_t depth, float *c, size_t c_stride, const int add,
-                             ahead_t ahead) {
-#ifdef FD_OWN_MULTIPLY_TILE
-    for (size_t i = 0; i < depth * AHEAD && ahead.step; i++) __builtin_prefetch(ahead.at + i * LINE, 0, 2);
-    multiply_whole_tile(vectors, a, a_stride, b, b_stride, depth, c, c_stride, add);
-#else
-    vec_t sums[TILE_ROWS][TILE_VECTORS];
-    FD_UNROLL
-    for (int r = 0; r < rows; r++) {
-        FD_UNROLL
-        for (int j = 0; j < vectors; j++)
-            sums[r][j] = add ? vec_load(c + (size_t)r * c_stride + (size_t)j * LANES) : vec_zero();
-    }
-    for (size_t i = 0; i < depth; i++, b += b_stride, ahead.at += ahead.step) {
-        FD_UNROLL
-        for (size_t line = 0; line < AHEAD; line++) __builtin_prefetch(ahead.at + line * LINE, 0, 2);
-        vec_t x[TILE_VECTORS];
-        FD_UNROLL
-        for (int j = 0; j < vectors; j++) x[j] = vec_load((const float *)b + (size_t)j * LANES);
-        FD_UNROLL
-        for (int r = 0; r < rows; r++) {
-            const vec_t y = vec_broadcast(a + (size_t)r * a_stride + i);
-            FD_UNROLL
-            for (int j = 0; j < vectors; j++) {
-#ifdef FD_BF16_PAIRS
-                if (pairs) sums[r][j] = vec_add_pairs(sums[r][j], y, x[j]);
-                else
-#endif
-                    sums[r][j] = vec_fma(y, x[j], sums[r][j]);
-            }
-        }
-    }
-    FD_UNROLL
-    for (int r = 0; r < rows; r++) {
-        FD_UNROLL
-        for (int j = 0; j < vectors; j++) vec_store(c + (size_t)r * c_stride + (size_t)j * LANES, sums[r][j]);
-    }
-#endif
 }
 
 /* Packs the K of `n` tokens, which are tokens `t` to t + n - 1 of the block. */
@@ -240,7 +184,7 @@ FD_INLINE void attend_tile(const int pairs, const int rows, const fd_prompt_t *o
     ahead_t ahead = ahead_of(block + l->words, l->k_words, r / (size_t)rows * l->depth * (KEYS / PANEL));
     for (size_t panel = 0; panel < KEYS / PANEL; panel++, ahead.at += l->depth * ahead.step)
         multiply_tile(pairs, rows, TILE_VECTORS, b->q + r * l->depth, l->depth, block + panel * l->depth * PANEL, PANEL,
-                      l->depth, b->scores + panel * PANEL, KEYS, 0, ahead);
+                      l->depth, b->scores + panel * PANEL, KEYS, 0, &ahead);
     for (size_t i = 0; i < n; i++) {
         const size_t position = base + (r + i) / o->group, begin = first_seen(o, position);
         const size_t first = begin > key ? begin - key : 0, last = position + 1 > key ? position + 1 - key : 0;
@@ -252,10 +196,10 @@ FD_INLINE void attend_tile(const int pairs, const int rows, const fd_prompt_t *o
     size_t column = 0;
     for (; column + PANEL <= l->width; column += PANEL, ahead.at += l->keys_depth * ahead.step)
         multiply_tile(pairs, rows, TILE_VECTORS, b->p, l->keys_depth, v + column, l->width, l->keys_depth, out + column,
-                      l->width, 1, ahead);
+                      l->width, 1, &ahead);
     for (; column < l->width; column += LANES)
         multiply_tile(pairs, rows, 1, b->p, l->keys_depth, v + column, l->width, l->keys_depth, out + column, l->width,
-                      1, ahead);
+                      1, &ahead);
 }
 
 /* The attention of all rows to a block, in tiles of about equal heights. Rows that a tile lacks would cost as much as

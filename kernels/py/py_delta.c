@@ -45,21 +45,23 @@ const fd_delta_t *fd_py_delta(PyObject *o, uint32_t act, const fd_delta_ops_t **
 static PyObject *advance(delta_t *self, PyObject *args) {
     fd_delta_rows_t r;
     unsigned threads;
-    if (!PyArg_ParseTuple(args, "KnKKKKKKnI", FD_ADDRESS(r.y), &r.y_stride, FD_ADDRESS(r.out), FD_ADDRESS(r.inputs),
+    if (!PyArg_ParseTuple(args, "KnKKK(KKKnKn)I", FD_ADDRESS(r.y), &r.y_stride, FD_ADDRESS(r.out), FD_ADDRESS(r.inputs),
                           FD_ADDRESS(r.sums), FD_ADDRESS(r.rows), FD_ADDRESS(r.sources), FD_ADDRESS(r.targets), &r.n,
-                          &threads))
+                          FD_ADDRESS(r.spans), &r.n_spans, &threads))
         return NULL;
     r.scratch = PyMem_RawMalloc(fd_delta_scratch(&self->block, r.n) * sizeof *r.scratch);
     if (!r.scratch) return PyErr_NoMemory();
-    FD_WITHOUT_GIL(fd_delta_rows(self->ops, &self->block, &r, threads));
+    fd_status_t status;
+    FD_WITHOUT_GIL(status = fd_delta_rows(self->ops, &self->block, &r, threads));
     PyMem_RawFree(r.scratch);
+    if (status != FD_OK) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"advance", (PyCFunction)advance, METH_VARARGS, "Advance the states of rows (fd_delta_rows_t)."},
+    {"advance", (PyCFunction)advance, METH_VARARGS, "Advance states by rows (fd_delta_rows_t)."},
     {NULL, NULL, 0, NULL},
 };
 FD_PY_TYPE(fd_py_delta_spec, "fastdecode.kernels._native.DeltaRows", delta_t,
-           {Py_tp_doc, "The gated delta rule of a block, for rows of decoding sequences (delta.h)."},
-           {Py_tp_new, delta_new}, {Py_tp_methods, methods}, {Py_tp_members, fd_py_isa_member});
+           {Py_tp_doc, "The gated delta rule of a block (delta.h)."}, {Py_tp_new, delta_new}, {Py_tp_methods, methods},
+           {Py_tp_members, fd_py_isa_member});

@@ -21,7 +21,7 @@ typedef struct {
     PyObject *products;  /* the layers and the last states as they were given */
     PyObject *reduction; /* the RankReduction, or None */
     void *scratch;
-    size_t scratch_rows;
+    size_t scratch_bytes;
 } joints_t;
 
 static bool widen(fd_joints_t *j, size_t width) {
@@ -151,9 +151,10 @@ static void joints_dealloc(joints_t *self) {
     fd_py_free(self);
 }
 
-/* The rows of a step, and the threads that compute them. */
+/* The rows of a step, the scratch that they need, and the threads that compute them. */
 typedef struct {
     fd_joint_rows_t rows;
+    size_t scratch_bytes;
     unsigned threads;
 } step_t;
 
@@ -169,26 +170,27 @@ static bool read_memory(joints_t *self, PyObject *addresses) {
     return !PyErr_Occurred();
 }
 
-/* Reads x, o, gate, q, q_stride, kv, kv_stride, angles, second angles, pairs, states, their order, sources and targets,
- * rows, threads, and makes room for the rows. */
+/* Reads x, o, gate, q, q_stride, kv, kv_stride, angles, second angles, pairs, states, the rows that advance them, rows,
+ * threads, and makes room for the rows. */
 static bool read_step(joints_t *self, PyObject *tuple, step_t *step) {
     fd_joint_rows_t *r = &step->rows;
     Py_ssize_t rows;
     PyObject *states;
-    if (!PyArg_ParseTuple(tuple, "KKKKnKn(KKKK)(KKKK)nO!(KKK)nI", FD_ADDRESS(r->x), FD_ADDRESS(r->o),
+    if (!PyArg_ParseTuple(tuple, "KKKKnKn(KKKK)(KKKK)nO!(KKKnKn)nI", FD_ADDRESS(r->x), FD_ADDRESS(r->o),
                           FD_ADDRESS(r->gate), FD_ADDRESS(r->q), &r->q_stride, FD_ADDRESS(r->kv), &r->kv_stride,
                           FD_ANGLES(r->angles), FD_ANGLES(r->second_angles), &r->pairs, &PyTuple_Type, &states,
-                          FD_ADDRESS(r->in_order), FD_ADDRESS(r->sources), FD_ADDRESS(r->targets), &rows,
-                          &step->threads) ||
+                          FD_ADDRESS(r->singles), FD_ADDRESS(r->sources), FD_ADDRESS(r->targets), &r->n_singles,
+                          FD_ADDRESS(r->spans), &r->n_spans, &rows, &step->threads) ||
         !read_memory(self, states))
         return false;
     r->states = self->memory;
     if (rows < 0) return FD_PY_FAIL(PyExc_ValueError, "%zd rows", rows);
     r->rows = (size_t)rows;
-    if (r->rows > self->scratch_rows) {
+    step->scratch_bytes = fd_joint_scratch(&self->joints, r);
+    if (step->scratch_bytes > self->scratch_bytes) {
         PyMem_RawFree(self->scratch);
-        self->scratch = PyMem_RawMalloc(fd_joint_scratch(&self->joints, r->rows));
-        self->scratch_rows = self->scratch ? r->rows : 0;
+        self->scratch = PyMem_RawMalloc(step->scratch_bytes);
+        self->scratch_bytes = self->scratch ? step->scratch_bytes : 0;
     }
     if (rows && !self->scratch) return PyErr_NoMemory() != NULL;
     if (!step->threads) step->threads = 1;
@@ -230,7 +232,7 @@ typedef struct {
 static int compute_rows(void *self, uint32_t layer) {
     spart_layers_t *s = self;
     s->status = FD_INTERNAL;
-    if (layer > s->joints->joints.n_layers || s->step.rows.rows > s->joints->scratch_rows) return -1;
+    if (layer > s->joints->joints.n_layers || s->step.scratch_bytes > s->joints->scratch_bytes) return -1;
     s->status = run_joint(s->joints, layer, &s->step);
     return s->status == FD_OK ? 0 : -1;
 }

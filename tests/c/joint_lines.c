@@ -56,10 +56,11 @@ void fd_router_rows(const fd_row_ops_t *ops, const fd_router_rows_t *rows, unsig
     (void)ops, (void)threads;
     REQUIRE(is_line(rows->out, ROWS * sizeof(float)));
 }
-void fd_delta_rows(const fd_delta_ops_t *ops, const fd_delta_t *d, const fd_delta_rows_t *r, unsigned threads) {
+fd_status_t fd_delta_rows(const fd_delta_ops_t *ops, const fd_delta_t *d, const fd_delta_rows_t *r, unsigned threads) {
     (void)ops, (void)threads;
     REQUIRE(is_line(r->y, ROWS * r->y_stride * 2) && is_line(r->out, ROWS * V_WIDTH * 2));
-    REQUIRE(is_line(r->scratch, fd_delta_scratch(d, ROWS) * sizeof(float)));
+    REQUIRE(r->n == ROWS && is_line(r->scratch, fd_delta_scratch(d, ROWS) * sizeof(float)));
+    return FD_OK;
 }
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *rows, size_t n, unsigned threads) {
     (void)ops, (void)rows, (void)n, (void)threads;
@@ -101,8 +102,8 @@ int main(void) {
                                 .layers = layers,
                                 .states = states};
     const fd_states_t slots[2] = {0};
-    const fd_joint_rows_t rows = {.o = o, .rows = ROWS, .states = slots};
-    const size_t bytes = fd_joint_scratch(&joints, ROWS);
+    const fd_joint_rows_t rows = {.o = o, .rows = ROWS, .states = slots, .n_singles = ROWS};
+    const size_t bytes = fd_joint_scratch(&joints, &rows);
     REQUIRE(bytes + LINE <= sizeof memory);
     for (size_t offset = 0; offset < LINE; offset++) {
         begin = memory + offset, end = begin + bytes;

@@ -114,8 +114,7 @@ def counted(monkeypatch):
 async def test_a_joint_gives_the_results_of_its_operations(form, isa, tmp_path, counted, monkeypatch):
     model = load(*form)
     with_joints = await logits(SPart, tmp_path / "a", model)
-    n_steps = 5 if model.config.delta is None else 2  # those without spans of states
-    n_joints = n_steps * (model.config.n_layers + 1) if joints_of(model) else 0
+    n_joints = len(with_joints) * (model.config.n_layers + 1) if joints_of(model) else 0
     assert counted == [True] * n_joints
     monkeypatch.setattr(layer_pass, "make_joints", lambda *_: None)
     one_by_one = await logits(SPart, tmp_path / "b", model)

@@ -84,9 +84,7 @@ class LayerJoints:
     ) -> JointRows | None:
         """The rows of a step: x [n, hidden_size] is the residual stream, o [n, q_heads * head_size] the O rows, and
         `angles` are in fp32; `second_angles` are those of layers with the second RoPE. Returns None if they do not lie
-        as the joints need them, if some rows are not `singles` of `states`, or if a gated layer is balanced."""
-        if states is not None and (states.spans or len(states.singles.rows) != len(x)):
-            return None
+        as the joints need them, or if a gated layer is balanced."""
         if self._gates and _balanced(self._layers):
             return None
         second = angles if second_angles is None else second_angles
@@ -108,7 +106,7 @@ class LayerJoints:
             second.addresses,
             angles.cos.shape[-1],
             () if states is None else states.pool.addresses,
-            (0, 0, 0) if states is None else tuple(tensor.data_ptr() for tensor in states.singles),
+            (0,) * 6 if states is None else states.addresses,
         )
         return JointRows(self._native, self._layers, x, o, projected, gates)
 
@@ -122,7 +120,7 @@ class LayerJoints:
 _Projected = tuple[
     int, int, int, int, int, tuple[int, int, int, int], tuple[int, int, int, int], int, tuple[int, ...], tuple[int, ...]
 ]
-_NOTHING: _Projected = (0, 0, 0, 0, 0, (0, 0, 0, 0), (0, 0, 0, 0), 0, (), (0, 0, 0))
+_NOTHING: _Projected = (0, 0, 0, 0, 0, (0, 0, 0, 0), (0, 0, 0, 0), 0, (), (0,) * 6)
 
 
 class JointRows:

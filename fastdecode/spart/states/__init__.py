@@ -2,5 +2,5 @@
 
 pool        StatePool: the states of all sequences, a slot each, and a step's rows in it
 delta       the gated delta rule (Qwen3-Next, Qwen3.5)
-delta_rows  the same in C, for rows of decoding sequences
+delta_rows  the same in C
 """

@@ -1,7 +1,6 @@
 """The gated delta rule (Yang et al., arXiv 2412.06464): a block's rows from their sequences' states.
 
-Rows that take their sequences' states one token further are computed by kernels/decoder on a CPU (delta_rows.py), other
-rows by torch.
+On a CPU kernels/decoder computes them (delta_rows.py), elsewhere torch.
 
 A state S [k_size, v_size] of a V head maps keys to values. A token decays it and corrects the value that it has for the
 token's key:
@@ -77,12 +76,12 @@ class DeltaBlock:
 
     @property
     def native(self) -> _native.DeltaRows | None:
-        """The rule of rows that advance states by one token; None: torch computes them."""
+        """The rule in kernels/decoder; None: torch computes it."""
         return None if self._native is None else self._native.native
 
     @property
     def isa(self) -> str | None:
-        """The ISA of the rows that advance states by one token; None: torch computes them."""
+        """The ISA of the rule in kernels/decoder; None: torch computes it."""
         return None if self._native is None else self._native.isa
 
     def __call__(self, h: torch.Tensor, rows: StateRows, adapters: AdapterRows | None) -> torch.Tensor:
@@ -91,12 +90,12 @@ class DeltaBlock:
         out = y.new_empty(len(y), self._rule.v_width)
         inputs, sums = rows.pool.blocks[self._index]
         if self._native is not None:
-            self._native.advance(y, out, inputs, sums, rows.singles)
+            self._native.advance(y, out, inputs, sums, rows)
         else:
             for singles in rows.rounds():
                 out.index_copy_(0, singles.rows, self._advance_rows(y, inputs, sums, singles))
-        for span in rows.spans:
-            out[span.rows] = self._advance_span(y[span.rows], inputs, sums, span)
+            for span in rows.spans:
+                out[span.rows] = self._advance_span(y[span.rows], inputs, sums, span)
         return adapted_product(self._weights.out, out, adapters)
 
     def _advance_rows(

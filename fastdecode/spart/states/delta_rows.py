@@ -1,6 +1,7 @@
-"""NativeRows: the gated delta rule of kernels/decoder (delta.h), for rows that advance their states by one token each.
+"""NativeRows: the gated delta rule of kernels/decoder (delta.h).
 
-One call does what takes torch some forty small operations, and it reads and writes each state once.
+One call does what takes torch some forty small operations for rows that advance their states by one token each, and it
+reads and writes each of these states once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from fastdecode.kernels import _native
 from fastdecode.spart.checkpoints.config import DeltaRule
 from fastdecode.spart.served import act_code
-from fastdecode.spart.states.pool import Singles
+from fastdecode.spart.states.pool import StateRows
 from fastdecode.spart.threads import pool_threads
 
 
@@ -52,30 +53,16 @@ class NativeRows:
         return self.native.isa
 
     def advance(
-        self, y: torch.Tensor, out: torch.Tensor, inputs: torch.Tensor, sums: torch.Tensor, singles: Singles
+        self, y: torch.Tensor, out: torch.Tensor, inputs: torch.Tensor, sums: torch.Tensor, rows: StateRows
     ) -> None:
-        """Write rows of `out` [n, v_heads * v_size] from the same rows of the projections y [n, width], and advance the
-        states: `inputs` [slots, kernel - 1, channels] and `sums` [slots, v_heads, k_size, v_size]. A row may go on from
-        the state that an earlier one leaves."""
+        """Write `out` [n, v_heads * v_size] from the projections y [n, width], and advance the states: `inputs`
+        [slots, kernel - 1, channels] and `sums` [slots, v_heads, k_size, v_size]."""
         rule = self._rule
         assert y.stride(1) == 1 and y.shape[1] == rule.channels + rule.v_width + 2 * rule.v_heads
         assert out.is_contiguous() and inputs.is_contiguous() and sums.is_contiguous() and sums.dtype is torch.float32
         assert y.dtype is out.dtype is inputs.dtype is self._dtype
-        assert all(tensor.dtype is torch.int64 and tensor.is_contiguous() for tensor in singles)
-        if not len(singles.rows):
-            return
-        self.native.advance(
-            y.data_ptr(),
-            y.stride(0),
-            out.data_ptr(),
-            inputs.data_ptr(),
-            sums.data_ptr(),
-            singles.rows.data_ptr(),
-            singles.sources.data_ptr(),
-            singles.targets.data_ptr(),
-            len(singles.rows),
-            pool_threads(),
-        )
+        tensors = inputs.data_ptr(), sums.data_ptr()
+        self.native.advance(y.data_ptr(), y.stride(0), out.data_ptr(), *tensors, rows.addresses, pool_threads())
 
 
 def _layout(rule: DeltaRule) -> tuple[tuple[int, int], ...]:

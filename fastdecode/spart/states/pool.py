@@ -111,6 +111,12 @@ class Span(NamedTuple):
     source: int
     target: int
 
+    @property
+    def n(self) -> int:
+        """The number of rows."""
+        n: int = self.rows.stop - self.rows.start
+        return n
+
 
 class StateRows:
     """A step's rows in the pool.
@@ -135,7 +141,7 @@ class StateRows:
             for n, target in after:
                 spans.append(Span(slice(first, start + n), source, target))
                 source, first = target, start + n
-            if any(span.rows.stop - span.rows.start != 1 for span in spans):
+            if any(span.n != 1 for span in spans):
                 self.spans += spans
                 continue
             singles += [[] for _ in range(len(spans) - len(singles))]
@@ -150,6 +156,15 @@ class StateRows:
     def on_device(self, uploaded: dict[str, torch.Tensor]) -> None:
         """Take `singles` from the step's table."""
         self.singles = Singles(*(uploaded[f"state {name}"] for name in ("rows", "sources", "targets")))
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int, int, int, int]:
+        """The addresses of `singles` and their number, and the address and number of `spans`, as fd_delta_span_t."""
+        assert all(tensor.dtype is torch.int64 and tensor.is_contiguous() for tensor in self.singles)
+        spans = [(span.rows.start, span.n, span.source, span.target) for span in self.spans]
+        self._spans = torch.tensor(spans, dtype=torch.int64)
+        rows, sources, targets = (tensor.data_ptr() for tensor in self.singles)
+        return rows, sources, targets, len(self.singles.rows), self._spans.data_ptr(), len(spans)
 
     def rounds(self) -> Iterator[Singles]:
         """`singles` in parts, in each of which every sequence has at most one row."""
