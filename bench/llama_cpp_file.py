@@ -3,12 +3,12 @@ or F16, Q8_0, or Q4_0."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,14 +17,34 @@ from tqdm import tqdm
 
 from fastdecode.bench.load import PeerLoad
 from fastdecode.gguf.file import find_gguf
+from fastdecode.spart import ModelConfig, read_config
+from fastdecode.spart.checkpoints.config import DeltaRule
+
+if TYPE_CHECKING:
+    import gguf
 
 #: KV format -> the nearest type of llama.cpp.
 KV_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0", "int8-int4": "q8_0"}
 #: Format of the weights -> name and number of the file's type.
 _FILE_TYPES = {"int8": ("Q8_0", 7), "int4": ("Q4_0", 2)}
 _DENSE_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 32)}
-#: `model_type` of config.json -> llama.cpp's name of the architecture.
-_ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
+#: `architectures` of config.json -> llama.cpp's name of the architecture.
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
+}
+#: The numbers of RoPE's pairs that turn by a token's time, row and column in an image; in text all three are equal.
+_ROPE_SECTIONS = [11, 11, 10, 0]
+#: Tensors that have the V heads of the delta rule -> the dimension along which these stand, behind Q and K if there
+#: are such.
+_V_HEADS = {
+    **dict.fromkeys(("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"), 0),
+    "ssm_out": 1,
+}
+#: Parts of the names of matrices that llama.cpp takes in fp32 alone, as it takes vectors.
+_SINGLE = ("ffn_gate_inp", "ssm_conv1d")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
@@ -54,45 +74,24 @@ def _write(directory: Path, dtype: torch.dtype, path: Path) -> None:
     that _ARCHITECTURES lacks."""
     import gguf
 
-    config = json.loads((directory / "config.json").read_text())
-    architecture = _ARCHITECTURES.get(config.get("model_type"))
+    config = read_config(directory)
+    architecture = _ARCHITECTURES.get(config.architecture)
     if architecture is None:
-        known, model_type = " and ".join(_ARCHITECTURES), config.get("model_type")
-        raise ValueError(f"the llama.cpp peer takes {known} checkpoints and GGUF files, not {model_type!r}")
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    rope = config.get("rope_parameters") or config
-    if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+        known = ", ".join(_ARCHITECTURES)
+        raise ValueError(f"the llama.cpp peer takes GGUF files and {known}, not {config.architecture}")
+    if config.rope is None or config.rope.kind != "default":
         raise ValueError("the llama.cpp peer takes no checkpoint with scaled RoPE")
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_string("tokenizer.ggml.model", "no_vocab")
-    if head_size := config.get("head_dim"):
-        writer.add_key_length(head_size)
-        writer.add_value_length(head_size)
-    if experts := config.get("num_experts") or config.get("num_local_experts"):
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    _add_keys(writer, config)
     [known_as] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
-    names = gguf.get_tensor_name_map(known_as, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(known_as, config.n_blocks)
     kind = gguf.GGMLQuantizationType[_DENSE_TYPES[dtype][0]]
     for name, values in tqdm(_tensors(directory), desc="writing GGUF", leave=False):
-        stored = names.get_name(name, (".weight",))
+        stored = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
         if stored is None:
             raise ValueError(f"llama.cpp has no tensor {name} in a {architecture} checkpoint")
-        turned = {"attn_q": heads, "attn_k": kv_heads}.get(stored.split(".")[-2])
-        if turned and architecture == "llama":  # llama.cpp wants the two elements of a pair of RoPE side by side
-            shape = values.shape
-            values = values.view(turned, 2, -1, *shape[1:]).transpose(1, 2).reshape(shape)
-        single = values.ndim == 1 or "ffn_gate_inp" in stored  # vectors and routers
+        values = _in_its_layout(stored, values, config)
+        single = values.ndim == 1 or any(part in stored for part in _SINGLE)
         used = gguf.GGMLQuantizationType.F32 if single else kind
         data = gguf.quants.quantize(np.ascontiguousarray(values.numpy()), used)
         writer.add_tensor(stored, data, raw_dtype=used)
@@ -100,6 +99,60 @@ def _write(directory: Path, dtype: torch.dtype, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_keys(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.n_blocks)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.n_q_heads)
+    writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_size)
+    writer.add_value_length(config.head_size)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_rope_dimension_count(config.rope.width(config.head_size))
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_string("tokenizer.ggml.model", "no_vocab")
+    if experts := config.experts:
+        writer.add_expert_count(experts.n)
+        writer.add_expert_used_count(experts.used)
+        writer.add_expert_feed_forward_length(experts.intermediate_size)
+        if experts.shared_size:
+            writer.add_expert_shared_feed_forward_length(experts.shared_size)
+    if rule := config.delta:
+        recurrent = [i in rule.blocks for i in range(config.n_blocks)]
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
+        writer.add_rope_dimension_sections(_ROPE_SECTIONS)
+        writer.add_ssm_conv_kernel(rule.kernel)
+        writer.add_ssm_state_size(rule.k_size)
+        writer.add_ssm_group_count(rule.k_heads)
+        writer.add_ssm_time_step_rank(rule.v_heads)
+        writer.add_ssm_inner_size(rule.v_width)
+
+
+def _in_its_layout(stored: str, values: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """A tensor of a checkpoint as llama.cpp wants it, which calls it `stored`."""
+    part = stored.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    values = values.squeeze()  # a convolution [channels, 1, kernel], a gate [1, in]
+    turned = {"attn_q": config.n_q_heads, "attn_k": config.n_kv_heads}.get(part)
+    if turned and config.architecture == "LlamaForCausalLM":  # the two elements of a pair of RoPE stand side by side
+        values = values.unflatten(0, (turned, 2, -1)).transpose(1, 2).flatten(0, 2)
+    elif part == "ssm_a":
+        values = -values.exp()
+    elif part.endswith("_norm") and part != "ssm_norm":
+        values = values + config.norm_offset
+    return _tiled(values, _V_HEADS[part], config.delta) if config.delta and part in _V_HEADS else values
+
+
+def _tiled(values: torch.Tensor, dim: int, rule: DeltaRule) -> torch.Tensor:
+    """`values` with another order of the V heads along `dim`: the first of each K head, then the second, and so on."""
+    size = 1 if values.shape[dim] == rule.v_heads else rule.v_size
+    width = rule.v_heads * size
+    before, heads = values.split([values.shape[dim] - width, width], dim)
+    heads = heads.unflatten(dim, (rule.k_heads, -1, size)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+    return torch.cat([before, heads], dim)
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
