@@ -309,11 +309,14 @@ class RowOps:
 
 #: The addresses of an fd_angles_t.
 _Angles = tuple[int, int, int, int]
-#: The rows of a step: the addresses of x, o and the gates of Q heads; the address and the stride of Q, the same of K
-#: and V; the angles and the second ones, their pairs; the addresses of inputs and sums of each block with a state, and
-#: of the order, the sources and the targets of rows; the number of rows, and of threads. What no layer needs is 0 or
-#: ().
-_JointStep = tuple[int, int, int, int, int, int, int, _Angles, _Angles, int, tuple[int, ...], tuple[int, ...], int, int]
+#: The rows of a step: the address of x; the address and the stride of O, and of the parts of the per-layer embedding;
+#: the address of the gates of Q heads; the address and the stride of Q, and of K and V; the angles and their pairs, and
+#: the second ones; the addresses of inputs and sums of each block with a state, and StateRows.addresses; the number of
+#: rows, and of threads. What no layer needs is 0 or ().
+_JointStep = tuple[
+    int, int, int, int, int, int, int, int, int, int,
+    _Angles, int, _Angles, int, tuple[int, ...], tuple[int, int, int, int, int, int], int, int,
+]  # fmt: skip
 
 #: A prompt's chunk: its first row in the step, its rows, the position of the first one, and for each layer the address
 #: of the blocks' words, the words of a head, the window and the segment (0: no such limit).
@@ -329,9 +332,6 @@ class Joints:
         cls,
         act_dtype: int,
         hidden: int,
-        q_heads: int,
-        kv_heads: int,
-        head_size: int,
         eps: float,
         residual_scale: float,
         gelu: bool,
@@ -341,15 +341,18 @@ class Joints:
         last_states: tuple[tuple[object, ...], ...],
         reduction: RankReduction | None,
     ) -> Joints:
-        """A layer is the addresses of the weights of its attention norm, the norm of the outputs of O, Q norm and K
-        norm, 0 for none; whether its RoPE has the second angles; the linears of QKV and O; its MLP and experts; and
-        the blocks with a state before it. Such a block is the address of its norm, the linears before and behind the
-        rule, its DeltaRows, and its MLP and experts; `last_states` are those behind the last layer.
+        """A layer is its Q heads, KV heads and head size; the addresses of the weights of its attention norm, the norm
+        of the outputs of O, Q norm, K norm and V norm, 0 for none; whether its RoPE has the second angles; whether K is
+        its V; the linears of QKV and O; its MLP and experts; its part of the per-layer embedding, or None: the first
+        number, the numbers, the linears of gate and out and the address of the norm; the address of the factor of its
+        output, or 0; and the blocks with a state before it. A block with a state is the address of its norm, the
+        linears before and behind the rule, its DeltaRows, and its MLP and experts; `last_states` are those behind the
+        last layer.
 
         MLP and experts are the addresses of the norms of their inputs and outputs; the MLP, a tuple of its columns and
         the linears of up and down, or None; ExpertOps, beside which the MLP is the shared expert, or None; and the
-        address of the shared expert's gate, 0 for none. Linears are tuples of QuantisedLinear, or of one
-        Dense16Linear.
+        address of the shared expert's gate, 0 for none; and those of fd_mixture_norms_t. Linears are tuples of
+        QuantisedLinear, or of one Dense16Linear.
 
         `gelu`: see fd_gate_rows_t; `whole_norms`: see fd_rope_rows_t; `output_gate`: Q heads have gates beside them. A
         `reduction` sums the outputs of O and of MLPs and experts over all ranks; heads and columns are then those of

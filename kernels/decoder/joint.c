@@ -1,5 +1,7 @@
 #include "joint.h"
 
+#include <string.h>
+
 #include "cpu/parallel.h"
 
 enum { LINE = 64 };
@@ -12,7 +14,9 @@ typedef struct {
     const fd_joints_t *j;
     const fd_joint_rows_t *r;
     void *a, *b, *of_experts, *more;
-    void *block; /* what the last block adds to the residual stream; NULL: nothing */
+    /* The next norm adds scale * addend to the residual stream, and multiplies it by the factor; NULL: not. */
+    const void *addend, *factor;
+    float scale;
     unsigned threads;
 } pass_t;
 
@@ -48,22 +52,35 @@ static fd_status_t multiply(const pass_t *s, fd_loop_kind_t kind, const fd_produ
     return status;
 }
 
+/* Normalises y [rows][hidden], unless `weight` is NULL. */
+static void normalise(const pass_t *s, void *y, const void *weight) {
+    const fd_norm_rows_t o = {.x = y, .out = y, .weight = weight, .eps = s->j->eps, .width = s->j->hidden};
+    if (weight) fd_norm_rows(s->j->ops, &o, s->r->rows, s->threads);
+}
+
 /* Ends a part of a block: the ranks sum its outputs y [rows][hidden], and weights, if there are any, normalise them. */
 static fd_status_t sum_over_ranks(const pass_t *s, void *y, const void *post_norm) {
     const fd_joints_t *j = s->j;
     fd_status_t status = FD_OK;
     if (j->reduction) status = fd_reduction_sum(j->reduction, y, s->r->rows * j->hidden, j->act_dtype, s->threads);
-    if (status != FD_OK || !post_norm) return status;
-    const fd_norm_rows_t o = {.x = y, .out = y, .weight = post_norm, .eps = j->eps, .width = j->hidden};
-    fd_norm_rows(j->ops, &o, s->r->rows, s->threads);
-    return FD_OK;
+    if (status == FD_OK) normalise(s, y, post_norm);
+    return status;
 }
 
-/* Adds `y` to the residual stream, unless it is NULL, and returns its norm, in area b; the stream itself if `weight` is
- * NULL. */
-static const void *norm(const pass_t *s, const void *y, const void *weight) {
-    const fd_norm_rows_t o = {s->r->x, s->b, y, weight, s->j->scale, s->j->eps, s->j->hidden};
-    if (y || weight) fd_norm_rows(s->j->ops, &o, s->r->rows, s->threads);
+/* The norm that follows is to add `y` to the residual stream. */
+static void add_later(pass_t *s, const void *y, float scale) { s->addend = y, s->scale = scale; }
+
+/* Adds what is to be added to the residual stream, and writes its norm to `out`, unless `weight` is NULL. */
+static void norm_to(pass_t *s, const void *weight, void *out) {
+    const fd_joints_t *j = s->j;
+    const fd_norm_rows_t o = {s->r->x, out, s->addend, weight, s->factor, s->scale, j->eps, j->hidden};
+    if (s->addend || s->factor || weight) fd_norm_rows(j->ops, &o, s->r->rows, s->threads);
+    s->addend = s->factor = NULL;
+}
+
+/* The same; returns the norm, in area b, or the stream itself. */
+static const void *norm(pass_t *s, const void *weight) {
+    norm_to(s, weight, s->b);
     return weight ? s->b : s->r->x;
 }
 
@@ -78,41 +95,94 @@ static void add_shared(const pass_t *s, const float *gates) {
     }
 }
 
-/* Adds `mixed`, the outputs of attention or of a rule, to the residual stream, and computes the rest of the block. */
-static fd_status_t feed_forward(pass_t *s, const void *mixed, const fd_feed_forward_t *f) {
-    const fd_joints_t *j = s->j;
-    const size_t rows = s->r->rows;
-    const void *x = norm(s, mixed, f->norm);
-    const fd_expert_rows_t chosen = {x, x, s->of_experts, rows};
+/* The MLP's outputs, in area a, from its inputs x. */
+static fd_status_t mlp(const pass_t *s, const fd_feed_forward_t *f, const void *x) {
+    const fd_gate_rows_t gate = {.x = s->a, .out = s->b, .width = f->inner, .gelu = s->j->gelu};
+    if (multiply(s, FD_LOOP_UP, &f->up, x, s->a) != FD_OK) return FD_INTERNAL;
+    fd_gate_rows(s->j->ops, &gate, s->r->rows, s->threads);
+    return multiply(s, FD_LOOP_DOWN, &f->down, s->b, s->a);
+}
+
+/* Experts and shared expert with norms of their own. */
+static fd_status_t normed_mixture(pass_t *s, const fd_feed_forward_t *f) {
+    const fd_expert_rows_t chosen = {s->b, s->a, s->of_experts, s->r->rows};
+    norm_to(s, f->norms.router, s->a);
+    norm_to(s, f->norms.experts, s->b);
+    fd_status_t status = fd_experts_run(f->experts, &chosen, s->more, s->threads);
+    if (status == FD_OK) status = sum_over_ranks(s, s->of_experts, f->norms.experts_post);
+    if (status == FD_OK) status = mlp(s, f, norm(s, f->norm));
+    if (status == FD_OK) status = sum_over_ranks(s, s->a, f->norms.shared_post);
+    if (status == FD_OK) add_shared(s, NULL);
+    return status;
+}
+
+/* Computes the rest of a block behind attention or a rule, whose outputs are to be added. */
+static fd_status_t feed_forward(pass_t *s, const fd_feed_forward_t *f) {
+    void *y = f->experts ? s->of_experts : s->a;
     fd_status_t status = FD_OK;
-    s->block = f->experts ? s->of_experts : s->a;
-    if (f->experts) status = fd_experts_run(f->experts, &chosen, s->more, s->threads);
-    if (status == FD_OK && f->inner) {
-        const fd_gate_rows_t gate = {.x = s->a, .out = s->b, .width = f->inner, .gelu = j->gelu};
-        const fd_router_rows_t shared = {x, f->shared_gate, NULL, s->more, 1, j->hidden, rows, false};
-        if (f->shared_gate) fd_router_rows(j->ops, &shared, s->threads); /* before area b is overwritten */
-        if (multiply(s, FD_LOOP_UP, &f->up, x, s->a) != FD_OK) return FD_INTERNAL;
-        fd_gate_rows(j->ops, &gate, rows, s->threads);
-        if (multiply(s, FD_LOOP_DOWN, &f->down, s->b, s->a) != FD_OK) return FD_INTERNAL;
-        if (f->experts) add_shared(s, f->shared_gate ? s->more : NULL);
+    if (f->norms.experts) {
+        status = normed_mixture(s, f);
+        if (status == FD_OK) normalise(s, y, f->post_norm);
+    } else {
+        const void *x = norm(s, f->norm);
+        const fd_expert_rows_t chosen = {x, x, s->of_experts, s->r->rows};
+        if (f->experts) status = fd_experts_run(f->experts, &chosen, s->more, s->threads);
+        if (status == FD_OK && f->inner) {
+            const fd_router_rows_t shared = {x, f->shared_gate, NULL, s->more, 1, s->j->hidden, s->r->rows, false};
+            if (f->shared_gate) fd_router_rows(s->j->ops, &shared, s->threads); /* before area b is overwritten */
+            if (mlp(s, f, x) != FD_OK) return FD_INTERNAL;
+            if (f->experts) add_shared(s, f->shared_gate ? s->more : NULL);
+        }
+        if (status == FD_OK) status = sum_over_ranks(s, y, f->post_norm);
     }
-    return status == FD_OK ? sum_over_ranks(s, s->block, f->post_norm) : status;
+    add_later(s, y, s->j->scale);
+    return status;
+}
+
+/* Copies rows of `width` numbers. */
+static void copy_rows(const pass_t *s, void *to, size_t to_stride, const void *from, size_t from_stride, size_t width) {
+    const size_t bytes = s->j->number_bytes;
+    for (size_t row = 0; row < s->r->rows; row++)
+        memcpy((uint8_t *)to + row * to_stride * bytes, (const uint8_t *)from + row * from_stride * bytes,
+               width * bytes);
+}
+
+/* Computes a block's part of the per-layer embedding, which is to be added. */
+static fd_status_t own_embedding(pass_t *s, const fd_own_embedding_t *own) {
+    const size_t size = own->size, bytes = s->j->number_bytes;
+    const fd_gate_rows_t gate = {.x = s->b, .out = s->a, .width = size, .gelu = s->j->gelu};
+    if (multiply(s, FD_LOOP_OTHER, &own->gate, norm(s, NULL), s->a) != FD_OK) return FD_INTERNAL;
+    copy_rows(s, s->b, 2 * size, s->a, size, size);
+    copy_rows(s, (uint8_t *)s->b + size * bytes, 2 * size, (const uint8_t *)s->r->parts + own->first * bytes,
+              s->r->parts_stride, size);
+    fd_gate_rows(s->j->ops, &gate, s->r->rows, s->threads);
+    if (multiply(s, FD_LOOP_OTHER, &own->out, s->a, s->b) != FD_OK) return FD_INTERNAL;
+    normalise(s, s->b, own->post_norm);
+    add_later(s, s->b, 1.0f);
+    return FD_OK;
 }
 
 /* Computes the rest of a layer from its O rows. */
 static fd_status_t finish(pass_t *s, const fd_joint_layer_t *l) {
-    const size_t width = s->j->q_heads * s->j->head_size;
+    const size_t width = l->q_heads * l->head_size;
     const fd_sigmoid_rows_t gated = {s->r->o, s->r->gate, s->b, width};
+    const void *o = s->r->o;
     if (s->j->output_gate) fd_sigmoid_rows(s->j->ops, &gated, s->r->rows, s->threads);
-    fd_status_t status = multiply(s, FD_LOOP_O, &l->o, s->j->output_gate ? s->b : s->r->o, s->a);
+    else if (width < s->r->o_stride) copy_rows(s, s->b, width, o, s->r->o_stride, width);
+    if (s->j->output_gate || width < s->r->o_stride) o = s->b;
+    fd_status_t status = multiply(s, FD_LOOP_O, &l->o, o, s->a);
     if (status == FD_OK) status = sum_over_ranks(s, s->a, l->attention_post_norm);
-    return status == FD_OK ? feed_forward(s, s->a, &l->feed_forward) : status;
+    add_later(s, s->a, s->j->scale);
+    if (status == FD_OK) status = feed_forward(s, &l->feed_forward);
+    if (status == FD_OK && l->own.size) status = own_embedding(s, &l->own);
+    s->factor = l->factor;
+    return status;
 }
 
 /* Computes a block with a state, which reads and writes `states`. */
 static fd_status_t pass_state(pass_t *s, const fd_state_block_t *block, const fd_states_t *states) {
     const fd_joint_rows_t *r = s->r;
-    const void *x = norm(s, s->block, block->norm);
+    const void *x = norm(s, block->norm);
     if (multiply(s, FD_LOOP_QKV, &block->inputs, x, s->a) != FD_OK) return FD_INTERNAL;
     const fd_delta_rows_t rows = {.y = s->a,
                                   .y_stride = fd_products_outs(&block->inputs),
@@ -129,19 +199,21 @@ static fd_status_t pass_state(pass_t *s, const fd_state_block_t *block, const fd
     if (fd_delta_rows(block->ops, block->rule, &rows, s->threads) != FD_OK) return FD_INTERNAL;
     if (multiply(s, FD_LOOP_O, &block->out, s->b, s->a) != FD_OK) return FD_INTERNAL;
     const fd_status_t status = sum_over_ranks(s, s->a, NULL);
-    return status == FD_OK ? feed_forward(s, s->a, &block->feed_forward) : status;
+    add_later(s, s->a, s->j->scale);
+    return status == FD_OK ? feed_forward(s, &block->feed_forward) : status;
 }
 
 /* Computes Q, K and V of a layer. */
 static fd_status_t project(pass_t *s, const fd_joint_layer_t *l) {
     const fd_joints_t *j = s->j;
     const fd_joint_rows_t *r = s->r;
-    const void *x = norm(s, s->block, l->attention_norm);
+    const void *x = norm(s, l->attention_norm);
     if (multiply(s, FD_LOOP_QKV, &l->qkv, x, s->a) != FD_OK) return FD_INTERNAL;
     const fd_rope_rows_t rope = {
         .qkv = s->a,
         .q_norm = l->q_norm,
         .k_norm = l->k_norm,
+        .v_norm = l->v_norm,
         .q = r->q,
         .kv = r->kv,
         .gate = j->output_gate ? r->gate : NULL,
@@ -149,11 +221,12 @@ static fd_status_t project(pass_t *s, const fd_joint_layer_t *l) {
         .eps = j->eps,
         .q_stride = r->q_stride,
         .kv_stride = r->kv_stride,
-        .q_heads = j->q_heads,
-        .kv_heads = j->kv_heads,
-        .head_size = j->head_size,
-        .pairs = r->pairs,
+        .q_heads = l->q_heads,
+        .kv_heads = l->kv_heads,
+        .head_size = l->head_size,
+        .pairs = l->second_rope ? r->second_pairs : r->pairs,
         .whole_norms = j->whole_norms,
+        .k_as_v = l->k_as_v,
     };
     fd_rope_rows(j->ops, &rope, r->rows, s->threads);
     return FD_OK;
@@ -163,7 +236,7 @@ fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows
                          unsigned threads) {
     const size_t bytes = area_bytes(j, r->rows);
     uint8_t *a = (uint8_t *)fd_round_up((uintptr_t)scratch, LINE);
-    pass_t s = {j, r, a, a + bytes, a + 2 * bytes, a + 3 * bytes, NULL, threads};
+    pass_t s = {j, r, a, a + bytes, a + 2 * bytes, a + 3 * bytes, NULL, NULL, 0.0f, threads};
     size_t state = 0;
     for (size_t i = 0; i < layer; i++) state += j->layers[i].n_states;
     const size_t end = layer < j->n_layers ? state + j->layers[layer].n_states : j->n_states;
@@ -171,6 +244,6 @@ fd_status_t fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows
     for (; state < end && status == FD_OK; state++) status = pass_state(&s, &j->states[state], &r->states[state]);
     if (status != FD_OK) return status;
     if (layer < j->n_layers) return project(&s, &j->layers[layer]);
-    norm(&s, s.block, NULL);
+    norm(&s, NULL);
     return FD_OK;
 }

@@ -1,9 +1,9 @@
 /* What an S-Part on a CPU computes between the attention of two layers, in one call: the rest of a block from its O
  * rows, the blocks that keep a state in place of attention, then Q, K and V of the next block. The blocks have Llama's
  * architecture: RMS norms before attention and MLP, a gated SiLU, RoPE; or Gemma's, which also normalises what a block
- * adds, has a gated GELU, and may turn the heads of some layers by other angles; or OLMo 2's, which normalises only
- * what a block adds. A mixture of experts may stand in place of the MLP, or beside it: then the MLP is the shared
- * expert.
+ * adds, has a gated GELU, and whose layers may differ in their heads, attend to K and V of others, and add a part of an
+ * embedding of their own; or OLMo 2's, which normalises only what a block adds. A mixture of experts may stand in place
+ * of the MLP, or beside it: then the MLP is the shared expert.
  *
  * A single row's products take microseconds, less than Python takes to ask for them.
  */
@@ -16,6 +16,12 @@
 #include "reduction.h"
 #include "row_ops.h"
 
+/* The norms [hidden] of a mixture whose experts, router and shared expert have inputs of their own: of the inputs of
+ * router and experts, and of the outputs of experts and shared expert. */
+typedef struct {
+    const void *router, *experts, *experts_post, *shared_post;
+} fd_mixture_norms_t;
+
 /* A block's MLP, its experts, or both. */
 typedef struct {
     const void *norm;      /* [hidden], or NULL: of their inputs */
@@ -24,7 +30,16 @@ typedef struct {
     fd_products_t up, down;
     const fd_experts_t *experts; /* or NULL: it has none */
     const void *shared_gate;     /* [hidden], or NULL: by the sigmoid of its product the MLP beside experts counts */
+    fd_mixture_norms_t norms;    /* all NULL: experts and router have the inputs of the MLP */
 } fd_feed_forward_t;
+
+/* How a block adds its part of the per-layer embedding, numbers [first, first + size) of a row of these parts: the norm
+ * of out(act(gate(x)) * part). */
+typedef struct {
+    size_t first, size; /* size 0: it adds none */
+    fd_products_t gate, out;
+    const void *post_norm; /* [hidden] */
+} fd_own_embedding_t;
 
 /* A block that keeps a state (delta.h). */
 typedef struct {
@@ -36,20 +51,24 @@ typedef struct {
 } fd_state_block_t;
 
 typedef struct {
-    const void *attention_norm;      /* [hidden], or NULL */
-    const void *attention_post_norm; /* [hidden], or NULL: of the outputs of `o` */
-    const void *q_norm, *k_norm;     /* as in fd_rope_rows_t, or NULL */
-    bool second_rope;                /* RoPE turns its heads by the second angles */
+    size_t q_heads, kv_heads, head_size;  /* no KV heads: it attends to those of an earlier layer */
+    const void *attention_norm;           /* [hidden], or NULL */
+    const void *attention_post_norm;      /* [hidden], or NULL: of the outputs of `o` */
+    const void *q_norm, *k_norm, *v_norm; /* as in fd_rope_rows_t, or NULL */
+    bool second_rope;                     /* RoPE turns its heads by the second angles */
+    bool k_as_v;                          /* as in fd_rope_rows_t */
     fd_products_t qkv, o;
     fd_feed_forward_t feed_forward;
-    size_t n_states; /* blocks with a state before it */
+    fd_own_embedding_t own;
+    const void *factor; /* [1], or NULL: multiplies the residual stream behind the block */
+    size_t n_states;    /* blocks with a state before it */
 } fd_joint_layer_t;
 
 typedef struct {
     const fd_row_ops_t *ops;
     uint32_t act_dtype;
     size_t number_bytes; /* of an activation */
-    size_t hidden, q_heads, kv_heads, head_size;
+    size_t hidden;
     size_t widest;    /* the most numbers of a row between two operations */
     float eps, scale; /* of the norms; of what a block adds to the residual stream */
     bool gelu;        /* see fd_gate_rows_t */
@@ -70,13 +89,13 @@ typedef struct {
 
 /* The rows of a step. */
 typedef struct {
-    void *x;      /* [rows][hidden], the residual stream */
-    void *o;      /* [rows][q_heads * head_size] */
-    void *gate;   /* [rows][q_heads * head_size], with output_gate: from one joint to the next */
-    void *q, *kv; /* rows stand q_stride and kv_stride numbers apart */
-    size_t q_stride, kv_stride;
+    void *x;           /* [rows][hidden], the residual stream */
+    void *q, *kv, *o;  /* a layer's heads; rows stand q_stride, kv_stride and o_stride numbers apart */
+    void *gate;        /* [rows][q_heads * head_size], with output_gate: from one joint to the next */
+    const void *parts; /* NULL, or the parts of the per-layer embedding, which stand parts_stride numbers apart */
+    size_t q_stride, kv_stride, o_stride, parts_stride;
     fd_angles_t angles, second_angles;
-    size_t pairs, rows;
+    size_t pairs, second_pairs, rows;
     const fd_states_t *states; /* [n_states]; and the rows that advance them, as in fd_delta_rows_t */
     const int64_t *singles, *sources, *targets;
     size_t n_singles, n_spans;

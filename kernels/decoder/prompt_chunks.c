@@ -3,12 +3,13 @@
 static fd_status_t attend(const fd_prompt_chunks_t *c, const fd_prompt_chunk_t *chunk, size_t layer,
                           const fd_joints_t *j, const fd_joint_rows_t *r, unsigned threads) {
     const fd_prompt_layer_t *l = &chunk->layers[layer];
-    const size_t size = j->head_size, o_row = j->q_heads * size;
+    const fd_joint_layer_t *heads = &j->layers[layer];
+    const size_t size = heads->head_size;
     const uint8_t *kv = (const uint8_t *)r->kv + chunk->first * r->kv_stride * j->number_bytes;
     const fd_prompt_pack_t pack = {
         .blocks = &l->blocks,
         .k = kv,
-        .v = kv + j->kv_heads * size * j->number_bytes,
+        .v = kv + heads->kv_heads * size * j->number_bytes,
         .pos = chunk->pos,
         .n = chunk->rows,
         .k_head = size,
@@ -20,12 +21,12 @@ static fd_status_t attend(const fd_prompt_chunks_t *c, const fd_prompt_chunk_t *
     const fd_prompt_t prompt = {
         .blocks = &l->blocks,
         .q = (const uint8_t *)r->q + chunk->first * r->q_stride * j->number_bytes,
-        .out = (uint8_t *)r->o + chunk->first * o_row * j->number_bytes,
+        .out = (uint8_t *)r->o + chunk->first * r->o_stride * j->number_bytes,
         .q_row = r->q_stride,
-        .out_row = o_row,
+        .out_row = r->o_stride,
         .rows = chunk->rows,
         .pos = chunk->pos,
-        .group = j->q_heads / j->kv_heads,
+        .group = heads->q_heads / heads->kv_heads,
         .window = l->window,
         .segment = l->segment,
         .scale = c->scale,

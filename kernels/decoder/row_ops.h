@@ -13,11 +13,12 @@
 
 static inline float fd_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-/* x [rows][width] += scale * y, unless y is NULL; out = x / sqrt(mean(x^2) + eps) * weight [width] (RMS norm, Zhang and
- * Sennrich, arXiv 1910.07467), unless weight is NULL. Everything is in the activation dtype. `out` may be x. */
+/* x [rows][width] += scale * y, unless y is NULL; x *= factor [1], unless that is NULL; out = x / sqrt(mean(x^2) + eps)
+ * * weight [width] (RMS norm, Zhang and Sennrich, arXiv 1910.07467), unless weight is NULL. Everything is in the
+ * activation dtype. `out` may be x or y. */
 typedef struct {
     void *x, *out;
-    const void *y, *weight;
+    const void *y, *weight, *factor;
     float scale, eps;
     size_t width;
 } fd_norm_rows_t;
@@ -65,18 +66,19 @@ typedef struct {
     const float *cos, *sin, *q_cos, *q_sin;
 } fd_angles_t;
 
-/* A row of qkv is Q heads, K heads, V heads. Q goes to q; K and then V go to kv; rows stand `q_stride` and `kv_stride`
- * elements apart there. If `gate` is not NULL, each Q head of qkv is followed by as many elements, which go to gate
- * [rows][q_heads * head_size]. Heads are normalised if there are weights [head_size] for them; with `whole_norms` all Q
- * heads as one, and all K heads, by weights for all of their elements. The halves (a, b) of the first 2 * pairs
- * elements of Q and K heads become (a cos - b sin, b cos + a sin). */
+/* A row of qkv is Q heads, K heads, V heads; with `k_as_v` it has no V heads, which are the K heads. Q goes to q; K and
+ * then V go to kv; rows stand `q_stride` and `kv_stride` elements apart there. If `gate` is not NULL, each Q head of
+ * qkv is followed by as many elements, which go to gate [rows][q_heads * head_size]. Heads are normalised if there are
+ * weights [head_size] for them; with `whole_norms` all Q heads as one, and all K heads, by weights for all of their
+ * elements. The halves (a, b) of the first 2 * pairs elements of Q and K heads become (a cos - b sin, b cos + a sin).
+ */
 typedef struct {
     const void *qkv, *q_norm, *k_norm, *v_norm;
     void *q, *kv, *gate;
     fd_angles_t angles;
     float eps;
     size_t q_stride, kv_stride, q_heads, kv_heads, head_size, pairs;
-    bool whole_norms;
+    bool whole_norms, k_as_v;
 } fd_rope_rows_t;
 
 /* A router's rows are computed in blocks of this many rows, because each block reads the whole matrix. */

@@ -37,6 +37,13 @@ FD_INLINE void norm_rows(const uint32_t dtype, const fd_norm_rows_t *o, size_t r
                 store(dtype, x, i, vec_fma(load(dtype, y, i), scale, load(dtype, x, i)));
             for (; i < width; i++) store_one(dtype, x, i, fmaf(load_one(dtype, y, i), o->scale, load_one(dtype, x, i)));
         }
+        if (o->factor) {
+            const float one = load_one(dtype, o->factor, 0);
+            const vec_t factor = vec_set1(one);
+            size_t i = 0;
+            for (; i + LANES <= width; i += LANES) store(dtype, x, i, vec_mul(load(dtype, x, i), factor));
+            for (; i < width; i++) store_one(dtype, x, i, load_one(dtype, x, i) * one);
+        }
         if (!o->weight) continue;
         const float inverse = inverse_rms(dtype, x, width, o->eps);
         const vec_t factor = vec_set1(inverse);
@@ -216,7 +223,7 @@ FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t r
     const fd_angles_t *angles = &o->angles;
     for (size_t r = row; r < row + n; r++) {
         const size_t first = r * o->pairs;
-        const void *from = at(dtype, o->qkv, r * (o->q_heads * q_step + 2 * o->kv_heads * size));
+        const void *from = at(dtype, o->qkv, r * (o->q_heads * q_step + (o->k_as_v ? 1 : 2) * o->kv_heads * size));
         void *q = (void *)at(dtype, o->q, r * o->q_stride), *kv = (void *)at(dtype, o->kv, r * o->kv_stride);
         rope_heads(dtype, o, from, q_step, o->q_heads, o->q_norm, angles->q_cos + first, angles->q_sin + first, q);
         for (size_t head = 0; o->gate && head < o->q_heads; head++)
@@ -224,9 +231,9 @@ FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t r
                    head_bytes);
         from = at(dtype, from, o->q_heads * q_step);
         rope_heads(dtype, o, from, size, o->kv_heads, o->k_norm, angles->cos + first, angles->sin + first, kv);
-        from = at(dtype, from, o->kv_heads * size);
+        if (!o->k_as_v) from = at(dtype, from, o->kv_heads * size);
         void *v = (void *)at(dtype, kv, o->kv_heads * size);
-        const fd_norm_rows_t v_heads = {(void *)from, v, NULL, o->v_norm, 0, o->eps, size};
+        const fd_norm_rows_t v_heads = {.x = (void *)from, .out = v, .weight = o->v_norm, .eps = o->eps, .width = size};
         if (o->v_norm) norm_rows(dtype, &v_heads, 0, o->kv_heads);
         else memcpy(v, from, o->kv_heads * head_bytes);
     }

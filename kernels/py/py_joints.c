@@ -20,6 +20,7 @@ typedef struct {
     fd_states_t *memory; /* [n_states]: the states of the last step's pool, which all steps share */
     PyObject *products;  /* the layers and the last states as they were given */
     PyObject *reduction; /* the RankReduction, or None */
+    bool has_parts;      /* some layer adds a part of the per-layer embedding */
     void *scratch;
     size_t scratch_bytes;
 } joints_t;
@@ -47,12 +48,27 @@ static bool read_experts(const fd_joints_t *j, PyObject *o, fd_feed_forward_t *f
 
 static bool read_feed_forward(fd_joints_t *j, PyObject *o, fd_feed_forward_t *f) {
     PyObject *mlp, *experts;
+    fd_mixture_norms_t *n = &f->norms;
     if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "an MLP and experts are a tuple");
-    if (!PyArg_ParseTuple(o, "KKOOK", FD_ADDRESS(f->norm), FD_ADDRESS(f->post_norm), &mlp, &experts,
-                          FD_ADDRESS(f->shared_gate)))
+    if (!PyArg_ParseTuple(o, "KKOOK(KKKK)", FD_ADDRESS(f->norm), FD_ADDRESS(f->post_norm), &mlp, &experts,
+                          FD_ADDRESS(f->shared_gate), FD_ADDRESS(n->router), FD_ADDRESS(n->experts),
+                          FD_ADDRESS(n->experts_post), FD_ADDRESS(n->shared_post)))
         return false;
-    return (mlp == Py_None || read_mlp(j, mlp, f)) && (experts == Py_None || read_experts(j, experts, f)) &&
-           (f->experts || (f->inner && !f->shared_gate) || FD_PY_FAIL(PyExc_ValueError, "a block has no MLP"));
+    if ((mlp != Py_None && !read_mlp(j, mlp, f)) || (experts != Py_None && !read_experts(j, experts, f))) return false;
+    if (!f->experts && (!f->inner || f->shared_gate)) return FD_PY_FAIL(PyExc_ValueError, "a block has no MLP");
+    return !n->experts || (f->experts && f->inner && n->router) ||
+           FD_PY_FAIL(PyExc_ValueError, "norms of a mixture without a shared expert");
+}
+
+static bool read_own_embedding(joints_t *self, PyObject *o, fd_own_embedding_t *own) {
+    fd_joints_t *j = &self->joints;
+    PyObject *gate, *out;
+    self->has_parts = true;
+    if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "a part of the per-layer embedding is a tuple");
+    if (!PyArg_ParseTuple(o, "nnOOK", &own->first, &own->size, &gate, &out, FD_ADDRESS(own->post_norm))) return false;
+    if (!own->size || own->size > MOST) return FD_PY_FAIL(PyExc_ValueError, "no such part");
+    return fd_py_products(gate, j->act_dtype, j->hidden, own->size, &own->gate) &&
+           fd_py_products(out, j->act_dtype, own->size, j->hidden, &own->out) && widen(j, 2 * own->size);
 }
 
 static bool read_state(fd_joints_t *j, PyObject *o, fd_state_block_t *block) {
@@ -84,19 +100,24 @@ static bool read_states(joints_t *self, PyObject *blocks) {
 
 static bool read_layer(joints_t *self, PyObject *o, fd_joint_layer_t *layer) {
     fd_joints_t *j = &self->joints;
-    PyObject *qkv, *out, *feed_forward, *states;
-    int second_rope;
+    PyObject *qkv, *out, *feed_forward, *own, *states;
+    int second_rope, k_as_v;
     if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "a layer is a tuple");
-    if (!PyArg_ParseTuple(o, "KKKKpOOOO!", FD_ADDRESS(layer->attention_norm), FD_ADDRESS(layer->attention_post_norm),
-                          FD_ADDRESS(layer->q_norm), FD_ADDRESS(layer->k_norm), &second_rope, &qkv, &out, &feed_forward,
-                          &PyTuple_Type, &states))
+    if (!PyArg_ParseTuple(o, "(nnn)KKKKKppOOOOKO!", &layer->q_heads, &layer->kv_heads, &layer->head_size,
+                          FD_ADDRESS(layer->attention_norm), FD_ADDRESS(layer->attention_post_norm),
+                          FD_ADDRESS(layer->q_norm), FD_ADDRESS(layer->k_norm), FD_ADDRESS(layer->v_norm), &second_rope,
+                          &k_as_v, &qkv, &out, &feed_forward, &own, FD_ADDRESS(layer->factor), &PyTuple_Type, &states))
         return false;
-    layer->second_rope = second_rope, layer->n_states = (size_t)PyTuple_GET_SIZE(states);
-    const size_t q = j->q_heads * j->head_size, kv = j->kv_heads * j->head_size;
-    const size_t width = (j->output_gate ? 2 * q : q) + 2 * kv;
+    layer->second_rope = second_rope, layer->k_as_v = k_as_v, layer->n_states = (size_t)PyTuple_GET_SIZE(states);
+    if (!layer->q_heads || !layer->head_size || layer->q_heads > MOST || layer->kv_heads > MOST ||
+        layer->head_size > MOST)
+        return FD_PY_FAIL(PyExc_ValueError, "a layer has no such heads");
+    const size_t q = layer->q_heads * layer->head_size, kv = layer->kv_heads * layer->head_size;
+    const size_t width = (j->output_gate ? 2 * q : q) + (k_as_v ? kv : 2 * kv);
     return fd_py_products(qkv, j->act_dtype, j->hidden, width, &layer->qkv) &&
            fd_py_products(out, j->act_dtype, q, j->hidden, &layer->o) && widen(j, width) &&
-           read_feed_forward(j, feed_forward, &layer->feed_forward) && read_states(self, states);
+           read_feed_forward(j, feed_forward, &layer->feed_forward) &&
+           (own == Py_None || read_own_embedding(self, own, &layer->own)) && read_states(self, states);
 }
 
 static bool read_blocks(joints_t *self, PyObject *layers, PyObject *last_states) {
@@ -112,23 +133,21 @@ static bool read_blocks(joints_t *self, PyObject *layers, PyObject *last_states)
 }
 
 static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"act_dtype", "hidden",         "q_heads",   "kv_heads",    "head_size",
-                           "eps",       "residual_scale", "gelu",      "whole_norms", "output_gate",
-                           "layers",    "last_states",    "reduction", NULL};
+    static char *keys[] = {"act_dtype",   "hidden", "eps",         "residual_scale", "gelu", "whole_norms",
+                           "output_gate", "layers", "last_states", "reduction",      NULL};
     fd_joints_t j = {0};
     PyObject *layers, *last_states, *reduction;
     fd_isa_t isa;
     int gelu, whole_norms, output_gate;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InnnnffpppO!O!O", keys, &j.act_dtype, &j.hidden, &j.q_heads,
-                                     &j.kv_heads, &j.head_size, &j.eps, &j.scale, &gelu, &whole_norms, &output_gate,
-                                     &PyTuple_Type, &layers, &PyTuple_Type, &last_states, &reduction) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "InffpppO!O!O", keys, &j.act_dtype, &j.hidden, &j.eps, &j.scale,
+                                     &gelu, &whole_norms, &output_gate, &PyTuple_Type, &layers, &PyTuple_Type,
+                                     &last_states, &reduction) ||
         !fd_py_choose_isa(NULL, &isa) || (reduction != Py_None && !(j.reduction = fd_py_reduction(reduction))))
         return NULL;
     j.gelu = gelu, j.whole_norms = whole_norms, j.output_gate = output_gate;
     j.ops = fd_row_ops(isa, j.act_dtype);
     if (!j.ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
-    if (!j.hidden || !j.q_heads || !j.kv_heads || !j.head_size || j.hidden > MOST || j.q_heads > MOST ||
-        j.kv_heads > MOST || j.head_size > MOST || !PyTuple_GET_SIZE(layers))
+    if (!j.hidden || j.hidden > MOST || !PyTuple_GET_SIZE(layers))
         return PyErr_Format(PyExc_ValueError, "no such model");
     joints_t *self = (joints_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
@@ -170,21 +189,23 @@ static bool read_memory(joints_t *self, PyObject *addresses) {
     return !PyErr_Occurred();
 }
 
-/* Reads x, o, gate, q, q_stride, kv, kv_stride, angles, second angles, pairs, states, the rows that advance them, rows,
- * threads, and makes room for the rows. */
+/* Reads x, o, o_stride, parts, parts_stride, gate, q, q_stride, kv, kv_stride, angles and pairs, the second ones,
+ * states, the rows that advance them, rows, threads, and makes room for the rows. */
 static bool read_step(joints_t *self, PyObject *tuple, step_t *step) {
     fd_joint_rows_t *r = &step->rows;
     Py_ssize_t rows;
     PyObject *states;
-    if (!PyArg_ParseTuple(tuple, "KKKKnKn(KKKK)(KKKK)nO!(KKKnKn)nI", FD_ADDRESS(r->x), FD_ADDRESS(r->o),
-                          FD_ADDRESS(r->gate), FD_ADDRESS(r->q), &r->q_stride, FD_ADDRESS(r->kv), &r->kv_stride,
-                          FD_ANGLES(r->angles), FD_ANGLES(r->second_angles), &r->pairs, &PyTuple_Type, &states,
-                          FD_ADDRESS(r->singles), FD_ADDRESS(r->sources), FD_ADDRESS(r->targets), &r->n_singles,
-                          FD_ADDRESS(r->spans), &r->n_spans, &rows, &step->threads) ||
+    if (!PyArg_ParseTuple(tuple, "KKnKnKKnKn(KKKK)n(KKKK)nO!(KKKnKn)nI", FD_ADDRESS(r->x), FD_ADDRESS(r->o),
+                          &r->o_stride, FD_ADDRESS(r->parts), &r->parts_stride, FD_ADDRESS(r->gate), FD_ADDRESS(r->q),
+                          &r->q_stride, FD_ADDRESS(r->kv), &r->kv_stride, FD_ANGLES(r->angles), &r->pairs,
+                          FD_ANGLES(r->second_angles), &r->second_pairs, &PyTuple_Type, &states, FD_ADDRESS(r->singles),
+                          FD_ADDRESS(r->sources), FD_ADDRESS(r->targets), &r->n_singles, FD_ADDRESS(r->spans),
+                          &r->n_spans, &rows, &step->threads) ||
         !read_memory(self, states))
         return false;
     r->states = self->memory;
     if (rows < 0) return FD_PY_FAIL(PyExc_ValueError, "%zd rows", rows);
+    if (rows && self->has_parts && !r->parts) return FD_PY_FAIL(PyExc_ValueError, "rows without a per-layer embedding");
     r->rows = (size_t)rows;
     step->scratch_bytes = fd_joint_scratch(&self->joints, r);
     if (step->scratch_bytes > self->scratch_bytes) {

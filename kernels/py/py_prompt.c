@@ -93,16 +93,18 @@ static bool read_chunk(const fd_prompt_ops_t *ops, PyObject *o, const fd_joints_
     for (size_t i = 0; i < j->n_layers && !wrong; i++) {
         uint32_t *words;
         Py_ssize_t head_words, window, segment;
+        const fd_joint_layer_t *heads = &j->layers[i];
         PyObject *layer = PyList_GET_ITEM(list, (Py_ssize_t)i);
         if (!is_tuple(layer) || !PyArg_ParseTuple(layer, "Knnn;a chunk's layer is (words, head_words, window, segment)",
                                                   FD_ADDRESS(words), &head_words, &window, &segment))
             return false;
         layers[i] = (fd_prompt_layer_t){
-            .blocks = {words, (size_t)head_words, j->kv_heads, j->head_size, j->head_size},
+            .blocks = {words, (size_t)head_words, heads->kv_heads, heads->head_size, heads->head_size},
             .window = (size_t)window,
             .segment = (size_t)segment,
         };
         if (head_words < 0 || window < 0 || segment < 0) wrong = "a chunk's layer has a negative size";
+        else if (!heads->kv_heads) wrong = "a chunk's layer has no K and V";
         else wrong = chunk_error(ops, chunk, rows, &layers[i]);
     }
     return !wrong || FD_PY_FAIL(PyExc_ValueError, "%s", wrong);

@@ -31,7 +31,7 @@ static PyObject *supports(PyObject *type, PyObject *args) {
 }
 
 static PyObject *norm(row_ops_t *self, PyObject *args) {
-    fd_norm_rows_t o;
+    fd_norm_rows_t o = {0};
     size_t rows;
     unsigned threads;
     if (!PyArg_ParseTuple(args, "KKfKfKnnI", FD_ADDRESS(o.x), FD_ADDRESS(o.y), &o.scale, FD_ADDRESS(o.weight), &o.eps,

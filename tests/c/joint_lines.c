@@ -80,8 +80,13 @@ int main(void) {
                                    .down = one(INNER, HIDDEN)};
     fd_feed_forward_t shared = mlp;
     shared.experts = &experts, shared.shared_gate = &width;
-    const fd_joint_layer_t layer = {
-        .attention_norm = &width, .qkv = one(HIDDEN, QKV), .o = one(width, HIDDEN), .feed_forward = mlp};
+    const fd_joint_layer_t layer = {.q_heads = HEADS,
+                                    .kv_heads = HEADS,
+                                    .head_size = HEAD_SIZE,
+                                    .attention_norm = &width,
+                                    .qkv = one(HIDDEN, QKV),
+                                    .o = one(width, HIDDEN),
+                                    .feed_forward = mlp};
     fd_joint_layer_t with_experts = layer;
     with_experts.feed_forward = shared, with_experts.n_states = 1;
     const fd_joint_layer_t layers[] = {layer, with_experts};
@@ -93,16 +98,14 @@ int main(void) {
                                 .number_bytes = 2,
                                 .hidden = HIDDEN,
                                 .widest = QKV,
-                                .q_heads = HEADS,
-                                .kv_heads = HEADS,
-                                .head_size = HEAD_SIZE,
                                 .output_gate = true,
                                 .n_layers = 2,
                                 .n_states = 2,
                                 .layers = layers,
                                 .states = states};
     const fd_states_t slots[2] = {0};
-    const fd_joint_rows_t rows = {.o = o, .rows = ROWS, .states = slots, .n_singles = ROWS};
+    const fd_joint_rows_t rows = {
+        .o = o, .o_stride = HEADS * HEAD_SIZE, .rows = ROWS, .states = slots, .n_singles = ROWS};
     const size_t bytes = fd_joint_scratch(&joints, &rows);
     REQUIRE(bytes + LINE <= sizeof memory);
     for (size_t offset = 0; offset < LINE; offset++) {

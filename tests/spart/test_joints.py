@@ -52,7 +52,9 @@ MODELS = {
     ("glm4-moe", "int8"): True,  # with a shared expert, and a layer without experts
     ("qwen3-next", "int8"): True,  # with states, and gates of Q heads and of the shared expert
     ("qwen3.5-last", "int4"): True,  # with a state behind the last layer
-    ("gemma4", "int8"): False,
+    ("gemma4", "int8"): True,  # with layers of other heads, and K as V
+    ("gemma4-e", "int8"): True,  # with layers that attend to K and V of others, and a per-layer embedding
+    ("gemma4-moe", "int4"): True,  # with a mixture that has norms of its own
     ("deepseek-v2", "int8"): False,
     ("opt", "int8"): False,
 }
@@ -137,7 +139,6 @@ def test_models_of_other_blocks_have_no_joints(name, weights, has):
     ("name", "weights", "dtype", "reason"),
     [
         ("opt", "int8", "fp32", "RMS norms"),
-        ("gemma4", "int8", "fp32", "layers have heads"),
         ("deepseek-v2", "int8", "fp32", "latent"),
         ("mixtral", "int8", "bf16", "experts of bf16 rows"),
         ("llama-gqa", "dense", "fp32", "products of fp32 rows"),
@@ -166,9 +167,13 @@ async def test_balanced_layers_are_computed_one_by_one(tmp_path, counted):
 def test_linears_of_other_sizes_are_refused():
     model = load("llama-gqa", "int8")
     ops, layers = make_block_ops(model.config, CPU, torch.float32), model.weights.layers
-    for wrong in ({"hidden_size": 32}, {"n_kv_heads": 1}, {"intermediate_size": 128}, {"n_q_heads": 2}):
+    for wrong in ({"hidden_size": 32}, {"intermediate_size": 128}):
         with pytest.raises(ValueError, match=r"has|have"):
             make_joints(replace(model.config, **wrong), layers, ops)
+    for heads in ({"n_kv": 1}, {"n_q": 2}, {"k_size": 8}):
+        wrong_heads = [replace(layer, heads=layer.heads._replace(**heads)) for layer in layers]
+        with pytest.raises(ValueError, match=r"has|have"):
+            make_joints(model.config, wrong_heads, ops)
 
 
 def cut(config: ModelConfig, n: int) -> ModelConfig:
@@ -204,7 +209,7 @@ def random_layers(config: ModelConfig, n: int, rank: int) -> list[Layer]:
         Layer(
             attention_norm=norm(),
             mlp_norm=norm(),
-            heads=config.heads_of(i),
+            heads=cut(config, n).heads_of(i),
             qkv=share(q + 2 * kv, hidden, (q, kv, kv)),
             q_norm=None,
             k_norm=None,

@@ -117,7 +117,7 @@ def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
     good |= {"head_words": attention.words(model.config.heads_of(0), 64), "window": 0, "segment": 0}
 
     def capsule(first, rows, pos, layers, *layer):
-        step = (*[0] * 7, (0,) * 4, (0,) * 4, 0, (), (0,) * 6, 4, 1)
+        step = (*[0] * 10, (0,) * 4, 0, (0,) * 4, 0, (), (0,) * 6, 4, 1)
         return joints._native.spart_layers(step, (attention.native, 1.0, [(first, rows, pos, [(0, *layer)] * layers)]))
 
     assert capsule(*good.values())
@@ -127,7 +127,7 @@ def test_a_chunk_beyond_the_step_or_its_blocks_is_refused(model, change, match):
 
 def test_prompts_of_another_kind_are_refused(model):
     joints, attention = DecoderLayers(model).joints._native, PackedAttention(model.dtype).native
-    step = (*[0] * 7, (0,) * 4, (0,) * 4, 0, (), (0,) * 6, 4, 1)
+    step = (*[0] * 10, (0,) * 4, 0, (0,) * 4, 0, (), (0,) * 6, 4, 1)
     with pytest.raises(TypeError, match="of the joints' dtype"):
         joints.spart_layers(step, (PackedAttention(torch.float16).native, 1.0, []))
     for prompts in ([attention, 1.0, []], (attention, 1.0, [[0, 4, 0, []]]), (joints, 1.0, [])):

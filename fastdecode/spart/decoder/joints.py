@@ -60,15 +60,15 @@ class LayerJoints:
         self._native = _native.Joints(
             ACT_DTYPES.index(act_dtype),
             config.hidden_size,
-            config.n_q_heads,
-            config.n_kv_heads,
-            config.head_size,
             config.norm_eps,
             config.residual_scale,
             gelu,
             config.whole_qk_norm,
             config.output_gate,
-            tuple((*_native_layer(config, layer), before) for layer, before in zip(layers, states, strict=False)),
+            tuple(
+                (*_native_layer(config, i, layer), before)
+                for i, (layer, before) in enumerate(zip(layers, states, strict=False))
+            ),
             states[-1],
             None if reduction is None else reduction.native,
         )
@@ -80,18 +80,18 @@ class LayerJoints:
         angles: Angles,
         out: RowHeads,
         second_angles: Angles | None = None,
+        parts: torch.Tensor | None = None,
         states: StateRows | None = None,
     ) -> JointRows | None:
-        """The rows of a step: x [n, hidden_size] is the residual stream, o [n, q_heads * head_size] the O rows, and
-        `angles` are in fp32; `second_angles` are those of layers with the second RoPE. Returns None if they do not lie
-        as the joints need them, or if a gated layer is balanced."""
+        """The rows of a step: x [n, hidden_size] is the residual stream, o [n, elements] the O rows, and `angles` are
+        in fp32; `second_angles` are those of layers with the second RoPE, and `parts` [n, blocks, size] those of the
+        per-layer embedding. Returns None if they do not lie as the joints need them, or if a gated layer is balanced.
+        """
         if self._gates and _balanced(self._layers):
             return None
         second = angles if second_angles is None else second_angles
         dense = (x, o, *angles, *second)
         if not all(tensor.is_contiguous() for tensor in dense) or len(o) != len(x) or len(out.q) != len(x):
-            return None
-        if second.cos.shape != angles.cos.shape:
             return None
         assert x.dtype is o.dtype is out.q.dtype is out.kv.dtype
         assert all(tensor.dtype is torch.float32 for tensor in dense[2:])
@@ -103,24 +103,26 @@ class LayerJoints:
             out.kv.data_ptr(),
             out.kv.stride(0),
             angles.addresses,
-            second.addresses,
             angles.cos.shape[-1],
+            second.addresses,
+            second.cos.shape[-1],
             () if states is None else states.pool.addresses,
             (0,) * 6 if states is None else states.addresses,
         )
-        return JointRows(self._native, self._layers, x, o, projected, gates)
+        return JointRows(self._native, self._layers, x, o, parts, projected, gates)
 
-    def last_rows(self, x: torch.Tensor, o: torch.Tensor) -> JointRows:
-        """Rows that are only to be finished in the last layer; x and o as for `rows`, contiguous."""
-        return JointRows(self._native, self._layers, x, o)
+    def last_rows(self, x: torch.Tensor, o: torch.Tensor, parts: torch.Tensor | None) -> JointRows:
+        """Rows that are only to be finished in the last layer; the arguments are as for `rows`, contiguous."""
+        return JointRows(self._native, self._layers, x, o, parts)
 
 
 #: The address of the gates, the addresses and the distances of the rows of Q and of K and V, the addresses of the
-#: angles and of the second ones, their pairs, and the addresses of the states and of the rows' slots.
+#: angles and their pairs, the same of the second ones, and the addresses of the states and of the rows' slots.
+_Addresses = tuple[int, int, int, int]
 _Projected = tuple[
-    int, int, int, int, int, tuple[int, int, int, int], tuple[int, int, int, int], int, tuple[int, ...], tuple[int, ...]
+    int, int, int, int, int, _Addresses, int, _Addresses, int, tuple[int, ...], tuple[int, int, int, int, int, int]
 ]
-_NOTHING: _Projected = (0, 0, 0, 0, 0, (0, 0, 0, 0), (0, 0, 0, 0), 0, (), (0,) * 6)
+_NOTHING: _Projected = (0, 0, 0, 0, 0, (0, 0, 0, 0), 0, (0, 0, 0, 0), 0, (), (0, 0, 0, 0, 0, 0))
 
 
 class JointRows:
@@ -132,11 +134,14 @@ class JointRows:
         layers: tuple[Layer, ...],
         x: torch.Tensor,
         o: torch.Tensor,
+        parts: torch.Tensor | None,
         projected: _Projected = _NOTHING,
         gates: torch.Tensor | None = None,
     ):
+        assert parts is None or (parts.is_contiguous() and parts.dtype is x.dtype and len(parts) == len(x))
         self._native, self._layers, self._gates = native, layers, gates
-        self._step = (x.data_ptr(), o.data_ptr(), *projected, len(x), pool_threads())
+        rows = o.data_ptr(), o.stride(0), address_of(parts), 0 if parts is None else parts.stride(0)
+        self._step = (x.data_ptr(), *rows, *projected, len(x), pool_threads())
 
     def run(self, joint: int) -> bool:
         """Finish layer `joint` - 1 and project layer `joint`, as far as there are such layers. False if nothing was
@@ -170,35 +175,48 @@ def _mlp(block: Block) -> MLP | None:
 
 def _linears(block: Block) -> tuple[Linear, ...]:
     mlp = _mlp(block)
-    return (*block.mixing, *(() if mlp is None else (mlp.up, mlp.down)))
+    return (*block.linears, *(() if mlp is None else (mlp.up, mlp.down)))
 
 
 def _weight(norm: Norm | None) -> int:
     return 0 if norm is None else address_of(norm.weight)
 
 
-def _native_feed_forward(config: ModelConfig, block: Block) -> tuple[object, ...]:
-    """The MLP and the experts of a block as _native.Joints wants them."""
-    mlp, columns, experts, gate = _mlp(block), config.intermediate_size, None, None
+def _native_feed_forward(config: ModelConfig, block: Block, columns: int) -> tuple[object, ...]:
+    """The MLP, of so many columns, and the experts of a block as _native.Joints wants them."""
+    mlp, experts, gate, norms = _mlp(block), None, None, block.mixture_norms
     if isinstance(block.mlp, Mixture):
         assert config.experts is not None
         columns, experts = config.experts.shared_size, block.mlp.native
         gate = None if block.mlp.shared is None else block.mlp.shared.gate
     products = None if mlp is None else (columns, mlp.up.native, mlp.down.native)
-    return _weight(block.mlp_norm), _weight(block.mlp_post_norm), products, experts, address_of(gate)
+    of_mixture = (None,) * 4 if norms is None else (norms.router, norms.experts, norms.experts_post, norms.shared_post)
+    own = _weight(block.mlp_norm), _weight(block.mlp_post_norm)
+    return *own, products, experts, address_of(gate), tuple(map(_weight, of_mixture))
 
 
-def _native_layer(config: ModelConfig, layer: Layer) -> tuple[object, ...]:
-    """The layer as _native.Joints wants it, but for the states before it."""
+def _native_layer(config: ModelConfig, index: int, layer: Layer) -> tuple[object, ...]:
+    """Layer `index` as _native.Joints wants it, but for the states before it."""
     norms = _weight(layer.attention_norm), _weight(layer.attention_post_norm)
-    heads = address_of(layer.q_norm), address_of(layer.k_norm), layer.second_rope, layer.qkv.native, layer.o.native
-    return *norms, *heads, _native_feed_forward(config, layer)
+    of_heads = map(address_of, (layer.q_norm, layer.k_norm, layer.v_norm))
+    columns, own, part = config.intermediate_size, layer.per_layer, None
+    if config.mlp_sizes:  # no family has both these and states, so that layers have the numbers of blocks
+        columns = config.mlp_sizes[index]
+    if own is not None and config.per_layer is not None:
+        size = config.per_layer.size
+        part = own.block * size, size, own.gate.native, own.out.native, _weight(own.post_norm)
+    return (
+        (layer.heads.n_q, layer.heads.n_kv, layer.heads.k_size),
+        *(*norms, *of_heads, layer.second_rope, layer.k_as_v, layer.qkv.native, layer.o.native),
+        *(_native_feed_forward(config, layer, columns), part, address_of(layer.scale)),
+    )
 
 
 def _native_state(config: ModelConfig, block: StateBlock, rule: DeltaBlock) -> tuple[object, ...]:
     """The block as _native.Joints wants it."""
     products = block.delta.inputs.native, block.delta.out.native
-    return _weight(block.attention_norm), *products, rule.native, _native_feed_forward(config, block)
+    mlp = _native_feed_forward(config, block, config.intermediate_size)
+    return _weight(block.attention_norm), *products, rule.native, mlp
 
 
 def why_no_joints(
@@ -226,8 +244,6 @@ def why_no_joints(
         return "kernels/decoder does not have the rule of a state, or its output is normalised"
     if config.latent is not None:
         return "attention is latent"
-    if config.options.heads or config.v_norm or config.names.block_scale or config.per_layer or config.mlp_sizes:
-        return "layers have heads, norms of V, scales, embeddings or MLPs of their own"
     if config.whole_qk_norm and reduction is not None:
         return "ranks share heads that are normalised as one"
     if any(norm and norm.weight is None for block in blocks for norm in (block.attention_norm, block.mlp_norm)):

@@ -192,7 +192,7 @@ class DecoderPass:
         self._joints, self._joint_rows = layers.joints, None
         if layers.joints is not None and adapters is None and self._angles is not None:
             self._joint_rows = layers.joints.rows(
-                self.x, self._o, self._angles, self.heads, self._second_angles, states
+                self.x, self._o, self._angles, self.heads, self._second_angles, self._per_layer, states
             )
 
     def layers(self, clock: StepClock | None = None, timeout: float = 0.0) -> Generator[None, None, None]:
@@ -304,8 +304,13 @@ class DecoderPass:
         self.x = self.x.index_select(0, rows)
         if self._per_layer is not None:
             self._per_layer = self._per_layer.index_select(0, rows)
-        if last and self._joints is not None and self._joint_rows is not None:
-            self._joint_rows = self._joints.last_rows(self.x, self._o)
+        if self._joints is not None and self._joint_rows is not None:
+            if last:
+                self._joint_rows = self._joints.last_rows(self.x, self._o, self._per_layer)
+            else:
+                assert self._angles is not None
+                heads, angles = self.heads, (self._angles, self._second_angles)
+                self._joint_rows = self._joints.rows(self.x, self._o, angles[0], heads, angles[1], self._per_layer)
 
     def _narrow_exchange(self, rows: torch.Tensor, attending: int) -> None:
         """Keep the rows `rows`, int64 [n], of the exchange. R-nodes attend to the first `attending` of them. The S-Part
@@ -432,10 +437,9 @@ class DecoderPass:
         if norms is None:
             return self._decoder.summed(self._mlp(mlp, h))
         assert isinstance(mlp, Mixture) and mlp.shared is not None
-        shared = self._normed(self._decoder.summed(self._mlp(mlp.shared.mlp, h)), norms.shared_post)
         inputs, router_input = self._ops.norm(self.x, norms.experts), self._ops.norm(self.x, norms.router)
-        y = self._decoder.summed(mlp(inputs, self._ops.activate, router_input))
-        return self._normed(y, norms.experts_post).add_(shared)
+        y = self._normed(self._decoder.summed(mlp(inputs, self._ops.activate, router_input)), norms.experts_post)
+        return y.add_(self._normed(self._decoder.summed(self._mlp(mlp.shared.mlp, h)), norms.shared_post))
 
     def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """x [n, hidden_size], normalised if there is a norm."""
