@@ -7,7 +7,6 @@ import dataclasses
 import ipaddress
 import logging
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
@@ -201,12 +200,11 @@ def _load(
     """Load and balance the weights, those of rank 0 if there are `ranks`. `calibration`: the tokens of a text."""
     fitted_to = None if config.no_calibration else calibration
     share = None if ranks is None else ranks.share
-    progress = sys.stderr.isatty()
     log.info("loading the weights of %s", config.model)
     # The S-Part's thread is to be the only one with OpenMP threads.
     began = time.monotonic()
     model = in_own_thread(
-        backend.load, device, dtype, progress, config.weights, adapters, fitted_to, share, config.save_weights
+        backend.load, device, dtype, True, config.weights, adapters, fitted_to, share, config.save_weights
     )
     if ranks is not None:
         ranks.wait_until_loaded()

@@ -49,8 +49,8 @@ class Backend:
         share: Share | None = None,
         save: Path | None = None,
     ) -> Model | HFModel:
-        """Load the weights, or quantise them: `weights` is "auto", "int8" or "int4". `progress` shows a progress bar on
-        stderr. `adapters` are LoRA adapters that chunks may use. `calibration` are the tokens of a text by which the
+        """Load the weights, or quantise them: `weights` is "auto", "int8" or "int4". `progress`: show how much
+        is loaded. `adapters` are LoRA adapters that chunks may use. `calibration` are the tokens of a text by which the
         native decoder rounds to int4; see load_model. `share`: the rank to load. `save`: a directory to make of the
         model with rounded weights. Raises CheckpointError."""
         if self.name == "native":

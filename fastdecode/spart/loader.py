@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from fastdecode.gguf.file import ModelSource
 from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig
@@ -31,6 +30,7 @@ from fastdecode.spart.decoder.weights import Model, Weights
 from fastdecode.spart.lora.adapters import AdapterSet, check_adapted
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.parameters.calibrated import CalibratedParameters
+from fastdecode.spart.parameters.progress import LoadProgress
 from fastdecode.spart.parameters.reader import Parameters
 from fastdecode.spart.ranks.cut import cut_config
 from fastdecode.spart.ranks.share import CutAdapter, CutCheckpoint, Share
@@ -59,8 +59,8 @@ def load_model(
 
     `dtype` is the dtype of activations and of weights that are not quantised: a torch dtype, "fp32", "bf16", "fp16" or
     "auto" (see choose_dtype). `weights` is the format of the linears in memory: "auto" (as stored), "dense" (in
-    `dtype`), "int8" or "int4" (rounded at load). `progress` shows a progress bar on stderr. `adapters` are LoRA
-    adapters that chunks may use. `calibration` are the tokens of a text by which "int4" rounds the blocks
+    `dtype`), "int8" or "int4" (rounded at load). `progress`: show how much is loaded (LoadProgress). `adapters` are
+    LoRA adapters that chunks may use. `calibration` are the tokens of a text by which "int4" rounds the blocks
     (calibration.py); without them each weight is rounded to the nearest number. `mtp`: the tokens that the model's MTP
     head drafts in a step; 0: the head is left aside. `share`: the rank whose share of the model to load. `save`: a
     directory to make of the model with its weights rounded (checkpoints/rounded.py). Raises CheckpointError; if a
@@ -86,10 +86,10 @@ def load_model(
         blueprint = Blueprint(config, blueprint.own_head)
         cut = CutCheckpoint(checkpoint, whole, shapes, _wanted(blueprint).shapes, share)
         checkpoint, adapter_set = cut, AdapterSet([CutAdapter.of(adapter, cut) for adapter in adapters])
-    units: dict[str, Any] = {"unit": "", "unit_scale": True}
-    with torch.inference_mode(), tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar:
+    to_load = sum(map(math.prod, _wanted(blueprint).shapes.values()))
+    with torch.inference_mode(), LoadProgress(to_load, progress) as shown:
         writer = None if save is None else RoundedWriter(source, save)
-        made = checkpoint, device, dtype, weights, adapter_set, bar, writer
+        made = checkpoint, device, dtype, weights, adapter_set, shown, writer
         calibrated = weights == "int4" and not (config.names.sinks or config.delta)
         known = [token for token in calibration or () if token < config.vocab_size] if calibrated else []
         reader = CalibratedParameters(config, known, *made) if known else Parameters(*made)

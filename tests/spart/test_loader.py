@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from models.checkpoints import BUFFERS, VARIANTS, make_checkpoint, reference
+from ranks.in_threads import Ranks
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
@@ -28,6 +30,8 @@ from fastdecode.spart.decoder.block_ops import ACTIVATIONS
 from fastdecode.spart.decoder.blueprint import Blueprint
 from fastdecode.spart.linears.dense import PackedLinear, known_rows
 from fastdecode.spart.loader import _Wanted
+from fastdecode.spart.parameters import progress
+from fastdecode.spart.parameters.progress import LoadProgress
 
 
 @pytest.fixture
@@ -523,11 +527,42 @@ def test_the_package_itself_does_without_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_progress_bar(capsys):
-    load_model(make_checkpoint("llama-mha"), progress=True)
-    assert "loading weights: 100%" in capsys.readouterr().err
+def test_progress_on_a_terminal_is_a_bar(capsys, caplog, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with caplog.at_level(logging.INFO):
+        load_model(make_checkpoint("llama-mha"), progress=True)
+    assert "loading the weights: 100%" in capsys.readouterr().err and not caplog.messages
     load_model(make_checkpoint("llama-mha"))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["llama-mha", "gemma3", "gpt-oss", "qwen3-moe", "qwen3.5-last"])
+@pytest.mark.parametrize("weights", ["auto", "int4"])
+def test_progress_in_a_log_rises_to_100_percent(name, weights, caplog, monkeypatch):
+    """Here each tensor has a line; every number of the checkpoint counts once, whatever it becomes."""
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, progress.__name__):
+        load_model(make_checkpoint(name), weights=weights, calibration=range(3, 40), progress=True)
+    shares = [int(line.removesuffix(" % of the weights are loaded")) for line in caplog.messages]
+    assert shares == sorted(shares) and len(set(shares)) > 3 and shares[-1] == 100
+    caplog.clear()
+    load_model(make_checkpoint(name), weights=weights)
+    assert not caplog.messages
+
+
+def test_progress_of_a_rank_is_that_of_its_share(caplog, monkeypatch):
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, progress.__name__):
+        Ranks(make_checkpoint("llama-gqa"), 2, progress=True)
+    assert caplog.messages.count("100 % of the weights are loaded") == 2
+
+
+def test_a_log_has_a_line_of_progress_every_ten_seconds_at_most(caplog):
+    seconds = itertools.count(step=4)
+    with caplog.at_level(logging.INFO, progress.__name__), LoadProgress(200, clock=lambda: next(seconds)) as shown:
+        for _ in range(9):
+            shown.update(20)
+    assert [line.partition(" ")[0] for line in caplog.messages] == ["30", "60", "90"]
 
 
 # -- where and in what ------------------------------------------------------------------------------------------------

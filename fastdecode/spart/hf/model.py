@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,12 +174,12 @@ def _replace_matrices(
 
 
 def _log_little(progress: bool) -> None:
-    """Let transformers log errors alone, and show its progress on stderr only if wanted."""
+    """Let transformers log errors alone, and show its progress only if wanted and if stderr is a terminal."""
     from transformers.utils import logging as transformers_logging
 
     theirs: Any = transformers_logging
     theirs.set_verbosity_error()  # a table of all tensors that are left aside would be a warning
-    (theirs.enable_progress_bar if progress else theirs.disable_progress_bar)()
+    (theirs.enable_progress_bar if progress and sys.stderr.isatty() else theirs.disable_progress_bar)()
 
 
 def _model_class(config: Any, mtp: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,8 +15,6 @@ from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.dense import DenseEmbedding, DenseLinear
 from fastdecode.spart.linears.stack import make_linear, tied_quantised
 from fastdecode.spart.parameters.reader import Parameters, return_free_memory, row_counts
-
-log = logging.getLogger(__name__)
 
 
 class CalibratedParameters(Parameters):
@@ -68,7 +65,6 @@ class CalibratedParameters(Parameters):
         block = weights.blocks[index]
         assert isinstance(block, AttentionBlock), "a model whose blocks keep states is not calibrated"
         self._calibration.pass_block(index, block)
-        log.info("rounded block %d of %d to int4 by the inputs of a text", index + 1, self._config.n_blocks)
         return_free_memory()
         if index == self._config.n_blocks - 1:
             self._settle_head(weights, self._calibration)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from fastdecode.spart.linears.quantised import BITS, Quantised, activation_bits
 from fastdecode.spart.linears.rounding import quantise
 from fastdecode.spart.linears.stack import make_experts, make_linear, quantised_embedding, tied_quantised
 from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
+from fastdecode.spart.parameters.progress import LoadProgress
 
 
 class Parameters:
@@ -36,10 +36,10 @@ class Parameters:
         dtype: torch.dtype,
         weights: str,
         adapters: AdapterSet,
-        progress: Any,
+        progress: LoadProgress,
         writer: RoundedWriter | None = None,
     ):
-        """`weights` and `writer` as in load_model. `progress` is a tqdm, which counts numbers of the checkpoint."""
+        """`weights` and `writer` as in load_model. `progress` counts numbers of the checkpoint."""
         self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
         self._bits, self._as_stored = BITS.get(weights), weights == "auto"
         self._activation_bits = activation_bits(device)
