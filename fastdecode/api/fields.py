@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import orjson
 
 from fastdecode.api.errors import ApiError
+from fastdecode.text.did_you_mean import did_you_mean
 from fastdecode.text.log_once import log_once
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Fields:
         if not isinstance(body, dict):
             raise invalid(prefix or None, "must be a JSON object")
         self._left = dict(body)
+        self._read: set[str] = set()  # names, of absent fields too
         self.prefix = prefix
 
     def param(self, name: str) -> str:
@@ -47,6 +49,7 @@ class Fields:
 
     def take(self, name: str, default: Any = None) -> Any:
         """The value as it is; `default` if the field is absent or null."""
+        self._read.add(name)
         value = self._left.pop(name, None)
         return default if value is None else value
 
@@ -114,6 +117,7 @@ class Fields:
         self, neutral: Mapping[str, Test] | None = None, left_out: Mapping[str, Test] | None = None
     ) -> None:
         """Refuse all fields that have not been read, except those of which a test in `neutral` or `left_out` passes.
+        The message for an unknown field names a known one that is spelt almost like it.
 
         Args:
             neutral: tests whether a value of a field that the API does not implement asks for nothing.
@@ -124,7 +128,8 @@ class Fields:
         for name, value in self._left.items():
             param = self.param(name)
             if name not in neutral and name not in left_out:
-                raise invalid(param, "unknown field", code="unknown_field")
+                hint = did_you_mean(name, self._read | neutral.keys() | left_out.keys())
+                raise invalid(param, f"unknown field{hint}", code="unknown_field")
             if value is None or (name in neutral and neutral[name](value)):
                 continue
             if name not in left_out or not left_out[name](value):

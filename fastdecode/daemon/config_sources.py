@@ -7,7 +7,6 @@ file, an option's key is its name, with - or _.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fastdecode.daemon.option_values import argument
+from fastdecode.text.did_you_mean import did_you_mean
 
 _PREFIX = "FASTDECODE_"
 #: Variables that are no options: of the kernels, the tests and the scripts.
@@ -59,8 +59,7 @@ def check_environment(fields: Sequence[Field[Any]], environment: Mapping[str, st
     known = {variable(f.name) for f in fields} | _OTHER_VARIABLES
     for name in environment:
         if name.startswith(_PREFIX) and name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(name, known)
             raise ValueError(f"the environment variable {name} is no option of fastdecode{hint}")
 
 

@@ -126,6 +126,30 @@ def shown(parsed):
     return fields | {"background": parsed.background} if hasattr(parsed, "background") else fields
 
 
+@pytest.mark.parametrize(
+    ("kind", "path", "hint"),
+    [
+        ("completion", "temprature", "; did you mean temperature?"),
+        ("completion", "max_new_tokens", "; did you mean max_tokens?"),
+        ("completion", "stream_options.include_useage", "; did you mean include_usage?"),
+        ("chat", "tools[].function.paramters", "; did you mean parameters?"),
+        ("chat", "moddalities", "; did you mean modalities?"),  # which may only have a value that asks for nothing
+        ("response", "instruction", "; did you mean instructions?"),
+        ("message", "stop_sequence", "; did you mean stop_sequences?"),
+        ("completion", "input", ""),
+        ("chat", "prompt", ""),
+        ("completion", "temperature" * 100_000, ""),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_an_unknown_field_is_refused_with_the_field_that_may_be_meant(kind, path, hint):
+    parse, body, _ = REQUESTS[kind]
+    with pytest.raises(ApiError) as refused:
+        parse(at(body, path, "x"))
+    assert refused.value.message.endswith(f": unknown field{hint}")
+    assert refused.value.code == "unknown_field"
+
+
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_every_field_is_used_refused_or_listed(kind, monkeypatch):
     parse, body, names = REQUESTS[kind]
