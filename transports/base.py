@@ -162,8 +162,8 @@ class Lease:
     @property
     def summary(self) -> str:
         """The lease in words, for logs."""
-        pages = f"{self.n_pages} pages of {self.page_bytes} bytes (at most {self.max_pages})"
-        return f"{pages}, {self.max_seqs} sequences, {self.isa}, {self.threads} thread(s)"
+        pages = f"{self.n_pages} KV pages of {self.page_bytes / 2**20:.2f} MiB, at most {self.max_pages}"
+        return f"{pages}, for up to {self.max_seqs} sequences; attention by {self.isa} in {self.threads} thread(s)"
 
 
 class Member(NamedTuple):

@@ -118,16 +118,17 @@ class RNodeLinks:
         for member in link.links:
             lease = member.lease
             block = lease.full_sections + lease.limited_sections
+            room, most = (n_pages // block * PAGE_TOKENS for n_pages in (lease.n_pages, lease.max_pages))
             log.info(
-                "R-node %s: %s, %d thread(s); leased: %d tokens of %s KV-cache (%s); at most %d; "
-                "activation region %s%s",
+                "R-node %s attends by %s in %d thread(s); its lease has room for %d tokens of %s KV-cache (%s)%s; "
+                "the activation region takes %s%s",
                 member.url,
                 lease.isa,
                 lease.threads,
-                lease.n_pages // block * PAGE_TOKENS,
+                room,
                 self._config.kv_dtype,
                 format_bytes(lease.n_pages * lease.page_bytes),
-                lease.max_pages // block * PAGE_TOKENS,
+                f", and for {most} once it has grown" if most > room else "",
                 format_bytes(member.region_bytes),
                 f"; sequences longer than their windows of {lease.reach} take less" if lease.limited_sections else "",
             )

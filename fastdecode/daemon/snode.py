@@ -131,7 +131,8 @@ def serve_model(
             split = for_model
             log.info("the S-Part of only %d parameters computes in one thread", model.parameters)
         set_threads(split.s_threads, model)
-        log.info("exchange: %s", exchange)
+        if device.type != "cpu":  # a CPU has only the direct one
+            log.info("exchange: %s", exchange)
         node = _LoadedNode(config, settings, backend, model, exchange, split, ranks, api, secret)
         uvloop.run(_serve(node))
 
@@ -215,11 +216,11 @@ def _load(
     elif config.weights in BITS and (seconds := time.monotonic() - began) > _LONG_SECONDS:
         log.info("rounding the weights took %.0f s%s", seconds, _how_to_save(backend, ranks))
     log.info(
-        "%s by the %s backend, %s in %s, activations in %s",
+        "%s is loaded by the %s backend: its weights take %s %s, activations are in %s",
         backend.config.architecture,
         backend.name,
         format_bytes(model.weight_bytes),
-        "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
+        "as stored" if config.weights == "auto" else f"in {config.weights}",
         torch_name(dtype),
     )
     if note := precision_note(config, backend, device, dtype):

@@ -98,7 +98,7 @@ async def choose_split(config: NodeConfig, backend: Backend, model: ServedModel,
     if config.tune == "off" or not is_open(config, model.parameters):
         return rule
     if config.tune == "auto" and (found := _remembered(config, backend, model.dtype)):
-        log.info("%s; remembered from %s", found, found.date)
+        log.info("splits of the cores, the chosen one first: %s; remembered from %s", found, found.date)
         return found.speeds[0].split
     try:
         record, others = await _measure(config, backend, model, rule)
@@ -107,12 +107,13 @@ async def choose_split(config: NodeConfig, backend: Backend, model: ServedModel,
         return rule
     if others > _MOST_OTHERS:
         log.info(
-            "%s; measured now, and not remembered, because other programs took %.0f %% of the cpus' time meanwhile",
+            "splits of the cores, the chosen one first: %s; measured now, and not remembered, because other programs "
+            "took %.0f %% of the cpus' time meanwhile",
             record,
             100 * others,
         )
     else:
-        log.info("%s; measured now", record)
+        log.info("splits of the cores, the chosen one first: %s; measured now", record)
         remember(record)
     return record.speeds[0].split
 

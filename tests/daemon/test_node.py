@@ -194,9 +194,8 @@ def test_s_nodes_share_an_r_node_and_leases_grow_to_the_limit(start, tmp_path):
         texts = {complete(api) for api in apis}
         assert len(texts) == 1
         for node, api in zip(nodes, apis, strict=True):
-            leased, most = map(
-                int, node.wait_for(r"leased: (\d+) tokens of fp16 KV-cache \(.*\); at most (\d+);").groups()
-            )
+            room = r"has room for (\d+) tokens of fp16 KV-cache \(.*\), and for (\d+) once"
+            leased, most = map(int, node.wait_for(room).groups())
             assert leased == 256
             base = str(api.base_url).removesuffix("/v1/")
             before = orjson.loads(fetch(f"{base}/health"))["nodes"][0]
