@@ -376,6 +376,16 @@ _RouterChoice = tuple[int, int, int, int]
 #: A router's output_scale, least_sum, scale, single and sigmoid.
 _RouterScores = tuple[float, float, float, bool, bool]
 
+class HeadProducts:
+    """Products of each head's rows with a matrix of that head (head_products.h), for rows of an activation dtype, an
+    index of region.contract.ACT_DTYPES. Raises ValueError if the matrices are not alike, or have no product for these
+    rows."""
+
+    def __new__(cls, act_dtype: int, products: tuple[Dense16Linear, ...]) -> HeadProducts: ...
+    def run(self, x: int, y: int, rows: int, threads: int, /) -> None:
+        """y [heads, rows, outs] from x [heads, rows, ins], addresses of C-contiguous rows, which are not checked. Other
+        Python threads run meanwhile. Raises MemoryError."""
+
 class ExpertOps:
     """The router and the experts of a layer (experts.h), for rows of an activation dtype, an index of
     region.contract.ACT_DTYPES. The addresses are not checked."""

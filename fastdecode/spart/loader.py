@@ -246,6 +246,10 @@ class _Wanted:
                 if bias:
                     self.shapes[f"{name}_bias"] = (n, sum(outs))
 
+    def absorbed(self, name: str, heads: int, k_size: int, v_size: int, rank: int) -> Any:
+        self.shapes[f"{name}.weight"] = (heads * (k_size + v_size), rank)
+        return None, None
+
     def embedding(self, name: str, rows: int, width: int) -> Any:
         self.shapes[f"{name}.weight"] = (rows, width)
 
@@ -264,7 +268,8 @@ def _weight_bytes(weights: Weights) -> int:
         linears.append(weights.mtp.fc)
         blocks = [*blocks, weights.mtp.layer]
     linears += [linear for block in blocks for linear in block.linears]
-    others = weights.embedding.nbytes + sum(block.mlp.nbytes + block.absorbed_bytes for block in blocks)
+    others = weights.embedding.nbytes + sum(block.mlp.nbytes for block in blocks)
+    others += sum(heads.nbytes for block in blocks for heads in block.absorbed)
     if weights.per_layer is not None:
         linears.append(weights.per_layer.projection)
         others += weights.per_layer.table.nbytes

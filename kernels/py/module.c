@@ -15,7 +15,7 @@ extern PyMethodDef fd_quantise_methods[];      /* py_quantise.c */
 bool fd_reduction_add_names(PyObject *module); /* py_reduction.c */
 
 PyTypeObject *fd_py_engine_link_type, *fd_py_linear_type, *fd_py_dense16_type, *fd_py_prompt_type,
-    *fd_py_reduction_type, *fd_py_experts_type, *fd_py_delta_type;
+    *fd_py_reduction_type, *fd_py_experts_type, *fd_py_delta_type, *fd_py_head_products_type;
 
 static const struct {
     PyType_Spec *spec;
@@ -31,6 +31,7 @@ static const struct {
     {&fd_py_prompt_spec, &fd_py_prompt_type},
     {&fd_py_joints_spec, NULL},
     {&fd_py_experts_spec, &fd_py_experts_type},
+    {&fd_py_head_products_spec, &fd_py_head_products_type},
     {&fd_py_reduction_spec, &fd_py_reduction_type},
     {&fd_py_draw_rows_spec, NULL},
 };

@@ -42,7 +42,7 @@ extern PyMemberDef fd_py_isa_member[];
 
 /* The types whose objects are told from others, and the specs of all types, which module.c adds to the module. */
 extern PyTypeObject *fd_py_engine_link_type, *fd_py_linear_type, *fd_py_dense16_type, *fd_py_prompt_type,
-    *fd_py_reduction_type, *fd_py_experts_type, *fd_py_delta_type;
+    *fd_py_reduction_type, *fd_py_experts_type, *fd_py_delta_type, *fd_py_head_products_type;
 extern PyType_Spec fd_py_engine_spec, fd_py_engine_link_spec, fd_py_lists_spec, fd_py_linear_spec, fd_py_dense16_spec,
     fd_py_row_ops_spec, fd_py_delta_spec, fd_py_prompt_spec, fd_py_joints_spec, fd_py_experts_spec,
-    fd_py_reduction_spec, fd_py_draw_rows_spec;
+    fd_py_head_products_spec, fd_py_reduction_spec, fd_py_draw_rows_spec;

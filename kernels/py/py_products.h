@@ -3,6 +3,7 @@
 
 #include <stdbool.h>
 
+#include "decoder/head_products.h"
 #include "decoder/joint.h"
 #include "decoder/prompt_chunks.h"
 
@@ -14,6 +15,10 @@ bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product);   
 /* The fd_experts_t of an ExpertOps, valid as long as `o`; NULL with an exception for another object. In py_experts.c.
  */
 const fd_experts_t *fd_py_experts(PyObject *o);
+
+/* The fd_head_products_t of a HeadProducts, valid as long as `o`; NULL with an exception for another object or another
+ * activation dtype. In py_head_products.c. */
+const fd_head_products_t *fd_py_head_products(PyObject *o, uint32_t act);
 
 /* The fd_delta_t of a DeltaRows and its functions, valid as long as `o`; NULL with an exception for another object or
  * another activation dtype. In py_delta.c. */

@@ -25,6 +25,7 @@ from fastdecode.spart.decoder.weights import (
 )
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.experts import ExpertLinears
+from fastdecode.spart.linears.heads import HeadLinears
 from fastdecode.spart.states.delta import DeltaWeights
 
 #: The index of V among Q, K and V. The matrix of V is small and loses most in 4 bits.
@@ -54,6 +55,10 @@ class ParameterReader(Protocol):
 
     def experts(self, names: Sequence[str], outs: Sequence[int], width: int, n: int, bias: bool) -> ExpertLinears:
         """The linears `names` of `n` experts, as `linear` for each of them; see TensorNames.expert_up."""
+
+    def absorbed(self, name: str, heads: int, k_size: int, v_size: int, rank: int) -> tuple[HeadLinears, HeadLinears]:
+        """The matrices `name`, [heads * (k_size + v_size), rank]: that of K of the first head, that of its V, and so
+        on. The first result multiplies queries, the second O rows (LatentAttention)."""
 
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
         """The embedding `name`, [rows, width]."""
@@ -195,13 +200,15 @@ class Blueprint:
         if latent.q_rank:
             q_norm = reader.tensor(f"{block}{names.q_a_norm}.weight", latent.q_rank)
             of_queries = _block_linear(reader, [f"{block}{names.q_b}"], [n * latent.q_size], latent.q_rank, bias=False)
+        k, v = reader.absorbed(f"{block}{names.kv_b}", n, latent.k_size, latent.v_size, latent.rank)
         return LatentAttention(
             config=latent,
             inputs=_block_linear(reader, [f"{block}{q}", f"{block}{names.kv_a}"], sizes, c.hidden_size, c.qkv_bias),
             q_norm=q_norm,
             q=of_queries,
             kv_norm=reader.tensor(f"{block}{names.kv_a_norm}.weight", latent.rank),
-            kv=reader.tensor(f"{block}{names.kv_b}.weight", n * (latent.k_size + latent.v_size), latent.rank),
+            k=k,
+            v=v,
             o=_block_linear(reader, [f"{block}{c.names.o}"], [c.hidden_size], n * latent.v_size, c.o_bias),
         )
 

@@ -16,19 +16,21 @@ import torch.nn.functional as F
 from fastdecode.spart.checkpoints.config import Latent
 from fastdecode.spart.decoder.rope import Angles
 from fastdecode.spart.linears.base import Linear
+from fastdecode.spart.linears.heads import HeadLinears
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 
 
 @dataclass(slots=True)
 class LatentAttention:
-    """The parameters of a layer, in the activation dtype but for the linears."""
+    """The parameters of a layer; norms are in the activation dtype."""
 
     config: Latent
     inputs: Linear  # of the residual stream: Q, or the row that all queries are made of; the latent row; K with RoPE
     q_norm: torch.Tensor | None  # [q_rank], and the linear [n_q_heads * q_size, q_rank]; None: `inputs` makes Q
     q: Linear | None
     kv_norm: torch.Tensor  # [rank]
-    kv: torch.Tensor  # [n_q_heads * (k_size + v_size), rank]: the matrices of K and of V of the first head, and so on
+    k: HeadLinears  # of queries, [n_q_heads, rank, k_size]
+    v: HeadLinears  # of O rows, [n_q_heads, v_size, rank]
     o: Linear  # [hidden_size, n_q_heads * v_size]
 
     def project(
@@ -37,22 +39,15 @@ class LatentAttention:
         """Write the layer's Q and KV rows of the normalised residual stream h [n, hidden_size] to `q_heads`
         [n, n_q_heads, row_size] and `kv` [n, row_size]."""
         c = self.config
-        k_heads, _ = self._heads
-        widths = [c.q_rank or len(k_heads) * c.q_size, c.rank, c.rope_size]
+        widths = [c.q_rank or q_heads.shape[1] * c.q_size, c.rank, c.rope_size]
         q, latent, k = adapted_product(self.inputs, h, adapters).split_with_sizes(widths, dim=1)
         if self.q is not None:
             q = adapted_product(self.q, F.rms_norm(q, [c.q_rank], self.q_norm, c.norm_eps), adapters)
         plain, turned = q.unflatten(1, (-1, c.q_size)).split_with_sizes([c.k_size, c.rope_size], dim=2)
-        q_heads[..., : c.rank].copy_(torch.bmm(plain.transpose(0, 1), k_heads).transpose(0, 1))
+        q_heads[..., : c.rank].copy_(self.k(plain.transpose(0, 1)).transpose(0, 1))
         self._turn(turned, angles.q_cos, angles.q_sin, q_heads[..., c.rank :])
         kv[:, : c.rank].copy_(F.rms_norm(latent, [c.rank], self.kv_norm, c.norm_eps))
         self._turn(k[:, None], angles.cos, angles.sin, kv[:, None, c.rank :])
-
-    @property
-    def _heads(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matrices of K [n_q_heads, k_size, rank] and of V [n_q_heads, rank, v_size]."""
-        heads = self.kv.unflatten(0, (-1, self.config.k_size + self.config.v_size))
-        return heads[:, : self.config.k_size], heads[:, self.config.k_size :].transpose(1, 2)
 
     def _turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
         """Turn x [n, heads, rope_size] into `out`, in which the two halves of a head are the pairs that RoPE turns."""
@@ -63,7 +58,7 @@ class LatentAttention:
 
     def finish(self, o: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         """O rows [n, n_q_heads * rank] of latent rows -> the output of attention, [n, hidden_size]."""
-        heads = torch.bmm(o.unflatten(1, (-1, self.config.rank)).transpose(0, 1), self._heads[1])
+        heads = self.v(o.unflatten(1, (-1, self.config.rank)).transpose(0, 1))
         return adapted_product(self.o, heads.transpose(0, 1).flatten(1), adapters)
 
     @property

@@ -12,6 +12,7 @@ from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.experts import MLP, Mixture
 from fastdecode.spart.decoder.latent import LatentAttention
 from fastdecode.spart.linears.base import Embedding, Linear
+from fastdecode.spart.linears.heads import HeadLinears
 from fastdecode.spart.ranks.reduction import Reduction
 from fastdecode.spart.served import ServedModel
 from fastdecode.spart.shape import Heads
@@ -91,9 +92,9 @@ class Block:
         return self.mixing if self.per_layer is None else (*self.mixing, self.per_layer.gate, self.per_layer.out)
 
     @property
-    def absorbed_bytes(self) -> int:
-        """Bytes of memory that absorbed matrices take, which latent attention alone has."""
-        return 0
+    def absorbed(self) -> Sequence[HeadLinears]:
+        """The absorbed matrices, which latent attention alone has."""
+        return ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,8 +147,8 @@ class LatentLayer(AttentionBlock):
         return self.latent.linears
 
     @property
-    def absorbed_bytes(self) -> int:
-        return self.latent.kv.nbytes
+    def absorbed(self) -> Sequence[HeadLinears]:
+        return self.latent.k, self.latent.v
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,7 +198,8 @@ class Model(ServedModel):
     @property
     def pooled(self) -> bool:
         blocks = self.weights.blocks
-        pooled = self.config.latent is None and all(linear.pooled for block in blocks for linear in block.linears)
+        pooled = all(linear.pooled for block in blocks for linear in block.linears)
+        pooled = pooled and all(heads.native is not None for block in blocks for heads in block.absorbed)
         return pooled and all(block.mlp.pooled for block in blocks) and self.weights.head.pooled
 
     @property

@@ -7,6 +7,7 @@ quantised    Quantised: a matrix in few bits, whatever file it came from; roundi
 grouped      GroupedLinear: the product with a Quantised, by kernels/linears on a CPU
 grouped_mm   grouped_mm: a product of sorted rows, each group of rows with its own matrix
 experts      one linear of every expert of a layer
+heads        HeadLinears: a matrix for each head, which latent attention has
 gpu          GPULinear, GPUExperts: products with matrices in few bits on a GPU
 gpu_kernels  the library that multiplies them there
 packed       the form of a Quantised on a GPU

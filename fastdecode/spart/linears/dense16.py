@@ -41,6 +41,21 @@ def exact16(weight: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def packed16(weight: torch.Tensor, act: torch.dtype) -> tuple[tuple[_native.Dense16Linear, ...], np.ndarray]:
+    """The products of matrices `weight` [n, out, in], in fp16 or bf16 on the CPU, with rows in `act`, and the memory of
+    all of them, to which they are copied. Raises ValueError for activations without such products on this CPU."""
+    n, outs, ins = weight.shape
+    dtype, rows = act_code(weight.dtype), act_code(act)
+    size = _native.Dense16Linear.packed_bytes(dtype, rows, outs, ins)
+    packed = empty(n * size)
+    products = []
+    for i, matrix in enumerate(weight):
+        of_matrix = packed[i * size : (i + 1) * size]
+        _native.Dense16Linear.pack(dtype, rows, outs, ins, _numbers(matrix.contiguous()), of_matrix, pool_threads())
+        products.append(_native.Dense16Linear(dtype, rows, outs, ins, of_matrix, None))
+    return tuple(products), packed
+
+
 class Linear16(Linear):
     """The product by kernels/linears, for fp32 or bf16 activations."""
 

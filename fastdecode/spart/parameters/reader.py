@@ -19,6 +19,7 @@ from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.dense import make_dense, make_embedding
 from fastdecode.spart.linears.experts import ExpertLinears
+from fastdecode.spart.linears.heads import HeadLinears, absorbed_heads
 from fastdecode.spart.linears.quantised import BITS, Quantised, activation_bits
 from fastdecode.spart.linears.rounding import quantise
 from fastdecode.spart.linears.stack import make_experts, make_linear, quantised_embedding, tied_quantised
@@ -63,6 +64,9 @@ class Parameters:
             return (stored.float() + offset).to(self._device, dtype)
         # A copy, because the checkpoint's tensor may be a view of the file.
         return stored.to(self._device, dtype, copy=True)
+
+    def absorbed(self, name: str, heads: int, k_size: int, v_size: int, rank: int) -> tuple[HeadLinears, HeadLinears]:
+        return absorbed_heads(self.tensor(f"{name}.weight", heads * (k_size + v_size), rank), heads, k_size)
 
     def linear(
         self,
