@@ -306,6 +306,20 @@ class RowOps:
         threads: int,
         /,
     ) -> None: ...
+    def turn(
+        self,
+        x: tuple[int, int, int],
+        out: tuple[int, int, int],
+        cos: int,
+        sin: int,
+        rows: int,
+        heads: int,
+        pairs: int,
+        interleaved: bool,
+        threads: int,
+        /,
+    ) -> None:
+        """fd_turn_rows_t; x and out are an address, and how far rows and heads stand apart."""
 
 #: The addresses of an fd_angles_t.
 _Angles = tuple[int, int, int, int]
@@ -343,16 +357,20 @@ class Joints:
     ) -> Joints:
         """A layer is its Q heads, KV heads and head size; the addresses of the weights of its attention norm, the norm
         of the outputs of O, Q norm, K norm and V norm, 0 for none; whether its RoPE has the second angles; whether K is
-        its V; the linears of QKV and O; its MLP and experts; its part of the per-layer embedding, or None: the first
-        number, the numbers, the linears of gate and out and the address of the norm; the address of the factor of its
-        output, or 0; and the blocks with a state before it. A block with a state is the address of its norm, the
-        linears before and behind the rule, its DeltaRows, and its MLP and experts; `last_states` are those behind the
-        last layer.
+        its V; latent attention, or None; the linears of QKV, or before the latent rows, and of O; its MLP and experts;
+        its part of the per-layer embedding, or None: the first number, the numbers, the linears of gate and out and the
+        address of the norm; the address of the factor of its output, or 0; and the blocks with a state before it. A
+        block with a state is the address of its norm, the linears before and behind the rule, its DeltaRows, and its
+        MLP and experts; `last_states` are those behind the last layer.
 
         MLP and experts are the addresses of the norms of their inputs and outputs; the MLP, a tuple of its columns and
         the linears of up and down, or None; ExpertOps, beside which the MLP is the shared expert, or None; and the
         address of the shared expert's gate, 0 for none; and those of fd_mixture_norms_t. Linears are tuples of
         QuantisedLinear, or of one Dense16Linear.
+
+        Latent attention is the sizes of a head's K and of its part with RoPE, the rank of K and V, the size of V, the
+        rank of Q, or 0; whether RoPE's pairs are neighbours; the eps of its norms and the addresses of those of Q and
+        of K and V; the linears of Q behind its norm, or None; and the HeadProducts of K and V.
 
         `gelu`: see fd_gate_rows_t; `whole_norms`: see fd_rope_rows_t; `output_gate`: Q heads have gates beside them. A
         `reduction` sums the outputs of O and of MLPs and experts over all ranks; heads and columns are then those of

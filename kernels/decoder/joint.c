@@ -7,9 +7,9 @@
 enum { LINE = 64 };
 
 /* A step's rows on their way through a joint. The scratch has two areas, from which the operations read and into which
- * they write in turns, one for the outputs of experts, and one for the scratch of experts and states, if there are any.
- * Each begins with a cache line: then AMX's products store whole lines of outputs past the caches, and load whole lines
- * of rows. */
+ * they write in turns, one for the outputs of experts and for queries of latent attention, and one for the scratch of
+ * experts and states, if there are any. Each begins with a cache line: then AMX's products store whole lines of outputs
+ * past the caches, and load whole lines of rows. */
 typedef struct {
     const fd_joints_t *j;
     const fd_joint_rows_t *r;
@@ -36,18 +36,12 @@ size_t fd_joint_scratch(const fd_joints_t *j, const fd_joint_rows_t *r) {
         more = fd_max(more, experts_scratch(&j->states[i].feed_forward, rows));
         more = fd_max(more, fd_delta_scratch(j->states[i].rule, r->n_singles) * sizeof(float));
     }
-    return (more ? 3 : 2) * area_bytes(j, rows) + more + LINE - 1;
+    return (more || j->layers->latent ? 3 : 2) * area_bytes(j, rows) + more + LINE - 1;
 }
 
 static fd_status_t multiply(const pass_t *s, fd_loop_kind_t kind, const fd_products_t *p, const void *x, void *y) {
-    const size_t stride = fd_products_outs(p);
-    size_t first = 0;
-    fd_status_t status = FD_OK;
     const fd_loop_kind_t before = fd_loops_compute(kind);
-    for (const fd_product_t *part = p->parts; part < p->parts + p->n && status == FD_OK; first += part++->outs) {
-        const fd_linear_task_t task = {part->linear, x, (uint8_t *)y + first * s->j->number_bytes, s->r->rows};
-        status = part->multiply(part->ops, &task, 1, stride, s->threads);
-    }
+    const fd_status_t status = fd_products_multiply(p, x, y, s->r->rows, s->j->number_bytes, s->threads);
     fd_loops_compute(before);
     return status;
 }
@@ -162,15 +156,44 @@ static fd_status_t own_embedding(pass_t *s, const fd_own_embedding_t *own) {
     return FD_OK;
 }
 
+static fd_latent_rows_t latent_rows(const pass_t *s) {
+    const fd_joint_rows_t *r = s->r;
+    return (fd_latent_rows_t){
+        .ops = s->j->ops,
+        .number_bytes = s->j->number_bytes,
+        .rows = r->rows,
+        .q = r->q,
+        .kv = r->kv,
+        .o = r->o,
+        .q_stride = r->q_stride,
+        .kv_stride = r->kv_stride,
+        .o_stride = r->o_stride,
+        .angles = r->angles,
+        .a = s->a,
+        .b = s->b,
+        .c = s->of_experts,
+    };
+}
+
+/* What the linear `o` of a layer multiplies: the O rows, or rows in area b. NULL if memory runs out. */
+static const void *outputs_of_heads(const pass_t *s, const fd_joint_layer_t *l) {
+    const fd_joint_rows_t *r = s->r;
+    const size_t width = l->q_heads * l->head_size;
+    if (l->latent) {
+        const fd_latent_rows_t rows = latent_rows(s);
+        return fd_latent_outputs(l->latent, &rows, s->threads) == FD_OK ? s->b : NULL;
+    }
+    if (!s->j->output_gate && width == r->o_stride) return r->o;
+    const fd_sigmoid_rows_t gated = {r->o, r->gate, s->b, width};
+    if (s->j->output_gate) fd_sigmoid_rows(s->j->ops, &gated, r->rows, s->threads);
+    else copy_rows(s, s->b, width, r->o, r->o_stride, width);
+    return s->b;
+}
+
 /* Computes the rest of a layer from its O rows. */
 static fd_status_t finish(pass_t *s, const fd_joint_layer_t *l) {
-    const size_t width = l->q_heads * l->head_size;
-    const fd_sigmoid_rows_t gated = {s->r->o, s->r->gate, s->b, width};
-    const void *o = s->r->o;
-    if (s->j->output_gate) fd_sigmoid_rows(s->j->ops, &gated, s->r->rows, s->threads);
-    else if (width < s->r->o_stride) copy_rows(s, s->b, width, o, s->r->o_stride, width);
-    if (s->j->output_gate || width < s->r->o_stride) o = s->b;
-    fd_status_t status = multiply(s, FD_LOOP_O, &l->o, o, s->a);
+    const void *outputs = outputs_of_heads(s, l);
+    fd_status_t status = outputs ? multiply(s, FD_LOOP_O, &l->o, outputs, s->a) : FD_INTERNAL;
     if (status == FD_OK) status = sum_over_ranks(s, s->a, l->attention_post_norm);
     add_later(s, s->a, s->j->scale);
     if (status == FD_OK) status = feed_forward(s, &l->feed_forward);
@@ -208,6 +231,8 @@ static fd_status_t project(pass_t *s, const fd_joint_layer_t *l) {
     const fd_joints_t *j = s->j;
     const fd_joint_rows_t *r = s->r;
     const void *x = norm(s, l->attention_norm);
+    const fd_latent_rows_t latent = latent_rows(s);
+    if (l->latent) return fd_latent_project(l->latent, &latent, x, s->threads);
     if (multiply(s, FD_LOOP_QKV, &l->qkv, x, s->a) != FD_OK) return FD_INTERNAL;
     const fd_rope_rows_t rope = {
         .qkv = s->a,

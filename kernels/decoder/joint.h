@@ -3,7 +3,7 @@
  * architecture: RMS norms before attention and MLP, a gated SiLU, RoPE; or Gemma's, which also normalises what a block
  * adds, has a gated GELU, and whose layers may differ in their heads, attend to K and V of others, and add a part of an
  * embedding of their own; or OLMo 2's, which normalises only what a block adds. A mixture of experts may stand in place
- * of the MLP, or beside it: then the MLP is the shared expert.
+ * of the MLP, or beside it: then the MLP is the shared expert. Attention may be latent, in all layers.
  *
  * A single row's products take microseconds, less than Python takes to ask for them.
  */
@@ -12,6 +12,7 @@
 #include "region/region.h"
 #include "delta.h"
 #include "experts.h"
+#include "latent.h"
 #include "product.h"
 #include "reduction.h"
 #include "row_ops.h"
@@ -57,6 +58,7 @@ typedef struct {
     const void *q_norm, *k_norm, *v_norm; /* as in fd_rope_rows_t, or NULL */
     bool second_rope;                     /* RoPE turns its heads by the second angles */
     bool k_as_v;                          /* as in fd_rope_rows_t */
+    const fd_latent_t *latent; /* NULL, or latent attention, whose heads are those of its rows; `qkv` is unused then */
     fd_products_t qkv, o;
     fd_feed_forward_t feed_forward;
     fd_own_embedding_t own;

@@ -23,6 +23,11 @@ typedef struct {
     uint32_t n;
 } fd_products_t;
 
+/* The products of x [rows][ins], side by side in y; a number has `number_bytes` bytes. FD_INTERNAL if memory runs out.
+ */
+fd_status_t fd_products_multiply(const fd_products_t *p, const void *x, void *y, size_t rows, size_t number_bytes,
+                                 unsigned threads);
+
 /* Numbers of an output row. */
 static inline size_t fd_products_outs(const fd_products_t *p) {
     size_t outs = 0;

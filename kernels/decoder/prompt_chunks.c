@@ -9,7 +9,7 @@ static fd_status_t attend(const fd_prompt_chunks_t *c, const fd_prompt_chunk_t *
     const fd_prompt_pack_t pack = {
         .blocks = &l->blocks,
         .k = kv,
-        .v = kv + heads->kv_heads * size * j->number_bytes,
+        .v = heads->latent ? kv : kv + heads->kv_heads * size * j->number_bytes,
         .pos = chunk->pos,
         .n = chunk->rows,
         .k_head = size,

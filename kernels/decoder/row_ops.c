@@ -32,6 +32,10 @@ static void run_rope(void *data, size_t first, size_t n) {
     const run_t *run = data;
     run->ops->rope(run->o, first, n);
 }
+static void run_turn(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    run->ops->turn(run->o, first, n);
+}
 static void run_mix(void *data, size_t first, size_t n) {
     const run_t *run = data;
     run->ops->mix(run->o, first, n);
@@ -59,6 +63,9 @@ void fd_sigmoid_rows(const fd_row_ops_t *ops, const fd_sigmoid_rows_t *o, size_t
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads) {
     const size_t width = (o->q_heads + 2 * o->kv_heads) * o->head_size;
     share(run_rope, &(run_t){ops, o}, rows, fd_worth_threads(rows * width, threads));
+}
+void fd_turn_rows(const fd_row_ops_t *ops, const fd_turn_rows_t *o, size_t rows, unsigned threads) {
+    share(run_turn, &(run_t){ops, o}, rows, fd_worth_threads(rows * o->heads * o->pairs * 2, threads));
 }
 void fd_mix_rows(const fd_row_ops_t *ops, const fd_mix_rows_t *o, size_t rows, unsigned threads) {
     share(run_mix, &(run_t){ops, o}, rows, fd_worth_threads(rows * o->width * o->n, threads));

@@ -81,6 +81,16 @@ typedef struct {
     bool whole_norms, k_as_v;
 } fd_rope_rows_t;
 
+/* RoPE of `heads` heads of 2 * pairs numbers of each row, by the angles cos and sin [rows][pairs]. Rows and heads stand
+ * strides apart. The pairs of x are neighbours, if `interleaved`, else halves of a head; those of `out` are halves. */
+typedef struct {
+    const void *x;
+    void *out;
+    size_t x_row, x_head, out_row, out_head, heads, pairs;
+    const float *cos, *sin;
+    bool interleaved;
+} fd_turn_rows_t;
+
 /* A router's rows are computed in blocks of this many rows, because each block reads the whole matrix. */
 enum { FD_ROUTER_BLOCK = 16 };
 
@@ -92,6 +102,7 @@ typedef struct {
     void (*gate)(const fd_gate_rows_t *o, size_t row, size_t n);
     void (*sigmoid)(const fd_sigmoid_rows_t *o, size_t row, size_t n);
     void (*rope)(const fd_rope_rows_t *o, size_t row, size_t n);
+    void (*turn)(const fd_turn_rows_t *o, size_t row, size_t n);
     void (*mix)(const fd_mix_rows_t *o, size_t row, size_t n);
     void (*router)(const fd_router_rows_t *o, size_t first, size_t n);
 } fd_row_ops_t;
@@ -104,5 +115,6 @@ void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows,
 void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads);
 void fd_sigmoid_rows(const fd_row_ops_t *ops, const fd_sigmoid_rows_t *o, size_t rows, unsigned threads);
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *o, size_t rows, unsigned threads);
+void fd_turn_rows(const fd_row_ops_t *ops, const fd_turn_rows_t *o, size_t rows, unsigned threads);
 void fd_mix_rows(const fd_row_ops_t *ops, const fd_mix_rows_t *o, size_t rows, unsigned threads);
 void fd_router_rows(const fd_row_ops_t *ops, const fd_router_rows_t *o, unsigned threads);

@@ -239,15 +239,32 @@ FD_INLINE void rope_rows(const uint32_t dtype, const fd_rope_rows_t *o, size_t r
     }
 }
 
+FD_INLINE void turn_rows(const uint32_t dtype, const fd_turn_rows_t *o, size_t row, size_t n) {
+    const size_t pairs = o->pairs, step = o->interleaved ? 2 : 1, second = o->interleaved ? 1 : pairs;
+    for (size_t r = row; r < row + n; r++) {
+        const float *cos = o->cos + r * pairs, *sin = o->sin + r * pairs;
+        for (size_t head = 0; head < o->heads; head++) {
+            const void *x = at(dtype, o->x, r * o->x_row + head * o->x_head);
+            void *out = (void *)at(dtype, o->out, r * o->out_row + head * o->out_head);
+            for (size_t i = 0; i < pairs; i++) {
+                const float a = load_one(dtype, x, i * step), b = load_one(dtype, x, i * step + second);
+                store_one(dtype, out, i, a * cos[i] - b * sin[i]);
+                store_one(dtype, out, i + pairs, b * cos[i] + a * sin[i]);
+            }
+        }
+    }
+}
+
 #define FD_ROW_OPS_OF(name, dtype, text)                                                                               \
     static void norm_##name(const fd_norm_rows_t *o, size_t row, size_t n) { norm_rows(dtype, o, row, n); }            \
     static void gate_##name(const fd_gate_rows_t *o, size_t row, size_t n) { gate_rows(dtype, o, row, n); }            \
     static void sigmoid_##name(const fd_sigmoid_rows_t *o, size_t row, size_t n) { sigmoid_rows(dtype, o, row, n); }   \
     static void rope_##name(const fd_rope_rows_t *o, size_t row, size_t n) { rope_rows(dtype, o, row, n); }            \
+    static void turn_##name(const fd_turn_rows_t *o, size_t row, size_t n) { turn_rows(dtype, o, row, n); }            \
     static void mix_##name(const fd_mix_rows_t *o, size_t row, size_t n) { mix_rows(dtype, o, row, n); }               \
     static void router_##name(const fd_router_rows_t *o, size_t first, size_t n) { router_rows(dtype, o, first, n); }
 #define FD_ROW_OPS_ENTRY(name, dtype, text, isa)                                                                       \
-    [dtype] = {isa, norm_##name, gate_##name, sigmoid_##name, rope_##name, mix_##name, router_##name},
+    [dtype] = {isa, norm_##name, gate_##name, sigmoid_##name, rope_##name, turn_##name, mix_##name, router_##name},
 #define FD_ROW_OPS(isa)                                                                                                \
     FD_ACT_FORMATS(FD_ROW_OPS_OF)                                                                                      \
     const fd_row_ops_t fd_row_ops_##isa[FD_ACT_DTYPES] = {FD_ACT_FORMATS(FD_ROW_OPS_ENTRY, #isa)};

@@ -16,6 +16,7 @@ typedef struct {
     PyObject_HEAD
     fd_joints_t joints;
     fd_joint_layer_t *layers;
+    fd_latent_t *latents; /* [n_layers] */
     fd_state_block_t *states;
     fd_states_t *memory; /* [n_states]: the states of the last step's pool, which all steps share */
     PyObject *products;  /* the layers and the last states as they were given */
@@ -98,24 +99,55 @@ static bool read_states(joints_t *self, PyObject *blocks) {
     return true;
 }
 
-static bool read_layer(joints_t *self, PyObject *o, fd_joint_layer_t *layer) {
+/* Reads latent attention and the linears before and behind it. */
+static bool read_latent(fd_joints_t *j, PyObject *o, PyObject *inputs, PyObject *out, fd_joint_layer_t *layer,
+                        fd_latent_t *l) {
+    PyObject *q, *k, *v;
+    int interleaved;
+    if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "latent attention is a tuple");
+    if (!PyArg_ParseTuple(o, "nnnnnpfKKOOO", &l->k_size, &l->rope_size, &l->rank, &l->v_size, &l->q_rank, &interleaved,
+                          &l->eps, FD_ADDRESS(l->q_norm), FD_ADDRESS(l->kv_norm), &q, &k, &v))
+        return false;
+    l->heads = layer->q_heads, l->interleaved = interleaved, layer->latent = l;
+    if (l->k_size > MOST || l->rope_size > MOST || l->rank > MOST || l->v_size > MOST || l->q_rank > MOST ||
+        layer->kv_heads != 1 || layer->head_size != l->rank + l->rope_size)
+        return FD_PY_FAIL(PyExc_ValueError, "no such latent attention");
+    l->k = fd_py_head_products(k, j->act_dtype);
+    if (!l->k || !(l->v = fd_py_head_products(v, j->act_dtype))) return false;
+    if (l->k->heads != l->heads || l->k->ins != l->k_size || l->k->outs != l->rank || l->v->heads != l->heads ||
+        l->v->ins != l->rank || l->v->outs != l->v_size)
+        return FD_PY_FAIL(PyExc_ValueError, "the heads have other matrices");
+    const size_t q_width = l->heads * (l->k_size + l->rope_size);
+    return (!l->q_rank || fd_py_products(q, j->act_dtype, l->q_rank, q_width, &l->q)) &&
+           fd_py_products(inputs, j->act_dtype, j->hidden, fd_latent_inputs(l), &l->inputs) &&
+           fd_py_products(out, j->act_dtype, l->heads * l->v_size, j->hidden, &layer->o) &&
+           widen(j, fd_latent_widest(l));
+}
+
+static bool read_heads(fd_joints_t *j, PyObject *qkv, PyObject *out, fd_joint_layer_t *layer) {
+    const size_t q = layer->q_heads * layer->head_size, kv = layer->kv_heads * layer->head_size;
+    const size_t width = (j->output_gate ? 2 * q : q) + (layer->k_as_v ? kv : 2 * kv);
+    return fd_py_products(qkv, j->act_dtype, j->hidden, width, &layer->qkv) &&
+           fd_py_products(out, j->act_dtype, q, j->hidden, &layer->o) && widen(j, width);
+}
+
+static bool read_layer(joints_t *self, PyObject *o, fd_joint_layer_t *layer, fd_latent_t *latent) {
     fd_joints_t *j = &self->joints;
-    PyObject *qkv, *out, *feed_forward, *own, *states;
+    PyObject *of_latent, *qkv, *out, *feed_forward, *own, *states;
     int second_rope, k_as_v;
     if (!PyTuple_Check(o)) return FD_PY_FAIL(PyExc_TypeError, "a layer is a tuple");
-    if (!PyArg_ParseTuple(o, "(nnn)KKKKKppOOOOKO!", &layer->q_heads, &layer->kv_heads, &layer->head_size,
+    if (!PyArg_ParseTuple(o, "(nnn)KKKKKppOOOOOKO!", &layer->q_heads, &layer->kv_heads, &layer->head_size,
                           FD_ADDRESS(layer->attention_norm), FD_ADDRESS(layer->attention_post_norm),
                           FD_ADDRESS(layer->q_norm), FD_ADDRESS(layer->k_norm), FD_ADDRESS(layer->v_norm), &second_rope,
-                          &k_as_v, &qkv, &out, &feed_forward, &own, FD_ADDRESS(layer->factor), &PyTuple_Type, &states))
+                          &k_as_v, &of_latent, &qkv, &out, &feed_forward, &own, FD_ADDRESS(layer->factor),
+                          &PyTuple_Type, &states))
         return false;
     layer->second_rope = second_rope, layer->k_as_v = k_as_v, layer->n_states = (size_t)PyTuple_GET_SIZE(states);
     if (!layer->q_heads || !layer->head_size || layer->q_heads > MOST || layer->kv_heads > MOST ||
         layer->head_size > MOST)
         return FD_PY_FAIL(PyExc_ValueError, "a layer has no such heads");
-    const size_t q = layer->q_heads * layer->head_size, kv = layer->kv_heads * layer->head_size;
-    const size_t width = (j->output_gate ? 2 * q : q) + (k_as_v ? kv : 2 * kv);
-    return fd_py_products(qkv, j->act_dtype, j->hidden, width, &layer->qkv) &&
-           fd_py_products(out, j->act_dtype, q, j->hidden, &layer->o) && widen(j, width) &&
+    return (of_latent == Py_None ? read_heads(j, qkv, out, layer)
+                                 : read_latent(j, of_latent, qkv, out, layer, latent)) &&
            read_feed_forward(j, feed_forward, &layer->feed_forward) &&
            (own == Py_None || read_own_embedding(self, own, &layer->own)) && read_states(self, states);
 }
@@ -123,10 +155,11 @@ static bool read_layer(joints_t *self, PyObject *o, fd_joint_layer_t *layer) {
 static bool read_blocks(joints_t *self, PyObject *layers, PyObject *last_states) {
     const size_t n = (size_t)PyTuple_GET_SIZE(layers);
     self->joints.layers = self->layers = PyMem_Calloc(n, sizeof *self->layers);
-    if (!self->layers) return PyErr_NoMemory() != NULL;
+    self->latents = PyMem_Calloc(n, sizeof *self->latents);
+    if (!self->layers || !self->latents) return PyErr_NoMemory() != NULL;
     self->joints.n_layers = n;
     for (size_t i = 0; i < n; i++)
-        if (!read_layer(self, PyTuple_GET_ITEM(layers, i), &self->layers[i])) return false;
+        if (!read_layer(self, PyTuple_GET_ITEM(layers, i), &self->layers[i], &self->latents[i])) return false;
     if (!read_states(self, last_states)) return false;
     self->memory = PyMem_Calloc(self->joints.n_states, sizeof *self->memory);
     return self->memory || PyErr_NoMemory() != NULL;
@@ -162,6 +195,7 @@ static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static void joints_dealloc(joints_t *self) {
     PyMem_Free(self->layers);
+    PyMem_Free(self->latents);
     PyMem_Free(self->states);
     PyMem_Free(self->memory);
     PyMem_RawFree(self->scratch);

@@ -99,7 +99,8 @@ static bool read_chunk(const fd_prompt_ops_t *ops, PyObject *o, const fd_joints_
                                                   FD_ADDRESS(words), &head_words, &window, &segment))
             return false;
         layers[i] = (fd_prompt_layer_t){
-            .blocks = {words, (size_t)head_words, heads->kv_heads, heads->head_size, heads->head_size},
+            .blocks = {words, (size_t)head_words, heads->kv_heads, heads->head_size,
+                       heads->latent ? heads->latent->rank : heads->head_size},
             .window = (size_t)window,
             .segment = (size_t)segment,
         };

@@ -68,10 +68,25 @@ static PyObject *rope(row_ops_t *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *turn(row_ops_t *self, PyObject *args) {
+    fd_turn_rows_t o = {0};
+    size_t rows;
+    unsigned threads;
+    int interleaved;
+    if (!PyArg_ParseTuple(args, "(Knn)(Knn)KKnnnpI", FD_ADDRESS(o.x), &o.x_row, &o.x_head, FD_ADDRESS(o.out),
+                          &o.out_row, &o.out_head, FD_ADDRESS(o.cos), FD_ADDRESS(o.sin), &rows, &o.heads, &o.pairs,
+                          &interleaved, &threads))
+        return NULL;
+    o.interleaved = interleaved;
+    FD_WITHOUT_GIL(fd_turn_rows(self->ops, &o, rows, threads));
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"supports", supports, METH_VARARGS | METH_STATIC, "Whether the ISA has operations for a dtype."},
     {"norm", (PyCFunction)norm, METH_VARARGS, "Add and normalise rows (fd_norm_rows_t)."},
     {"gate", (PyCFunction)gate, METH_VARARGS, "Gate rows (fd_gate_rows_t)."},
+    {"turn", (PyCFunction)turn, METH_VARARGS, "Turn the heads of rows (fd_turn_rows_t)."},
     {"rope", (PyCFunction)rope, METH_VARARGS, "Normalise and turn the heads of rows (fd_rope_rows_t)."},
     {NULL, NULL, 0, NULL},
 };

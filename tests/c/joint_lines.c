@@ -62,6 +62,14 @@ fd_status_t fd_delta_rows(const fd_delta_ops_t *ops, const fd_delta_t *d, const 
     REQUIRE(r->n == ROWS && is_line(r->scratch, fd_delta_scratch(d, ROWS) * sizeof(float)));
     return FD_OK;
 }
+fd_status_t fd_latent_project(const fd_latent_t *l, const fd_latent_rows_t *r, const void *x, unsigned threads) {
+    (void)l, (void)r, (void)x, (void)threads;
+    return FD_INTERNAL; /* no layer is latent */
+}
+fd_status_t fd_latent_outputs(const fd_latent_t *l, const fd_latent_rows_t *r, unsigned threads) {
+    (void)l, (void)r, (void)threads;
+    return FD_INTERNAL;
+}
 void fd_rope_rows(const fd_row_ops_t *ops, const fd_rope_rows_t *rows, size_t n, unsigned threads) {
     (void)ops, (void)rows, (void)n, (void)threads;
 }

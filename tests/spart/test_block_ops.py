@@ -142,6 +142,24 @@ def test_heads_come_to_their_places(ops_class, dtype, config, pairs, normed):
     assert (slot_q[:, 72:] == 7).all() and (slot_kv[:, 48:] == 7).all(), "the rest of a slot's row is not written"
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+def test_parts_of_rows_are_normalised_and_turned(ops_class, dtype, config, interleaved):
+    """As latent attention has them: rows and heads stand apart."""
+    ops, n, pairs = ops_class(config, dtype), 7, 5
+    rows, weight = torch.randn(n, 60).to(dtype), torch.randn(21).to(dtype)
+    part, heads = rows[:, 3:24], rows[:, 24:].unflatten(1, (3, 12))[..., 2:]
+    assert_near(ops.norm_parts(part, weight, 1e-6), rms_norm(part, weight, 1e-6))
+    cos, sin = torch.randn(2, n, 1, pairs).clamp(-1, 1).to(ops.angle_dtype)
+    out = torch.full((n, 3, 14), 7.0).to(dtype)
+    ops.turn(heads, cos, sin, out[..., 4:], interleaved)
+    a, b = (heads[..., 0::2], heads[..., 1::2]) if interleaved else heads.chunk(2, dim=2)
+    a, b, cos, sin = a.double(), b.double(), cos.double(), sin.double()
+    budget = 3 * BUDGET[dtype]  # torch rounds products to the dtype
+    want = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2)
+    torch.testing.assert_close(out[..., 4:].double(), want, rtol=budget, atol=budget)
+    assert (out[..., :4] == 7).all(), "the rest of a head is not written"
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3-moe", "qwen3.5", "llama-llama3"])
 async def test_models_have_the_logits_of_transformers_by_the_cuda_kernels(name, host_launch, tmp_path, monkeypatch):
     """A prompt, and a token behind it; kernels on the host."""

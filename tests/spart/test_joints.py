@@ -55,7 +55,10 @@ MODELS = {
     ("gemma4", "int8"): True,  # with layers of other heads, and K as V
     ("gemma4-e", "int8"): True,  # with layers that attend to K and V of others, and a per-layer embedding
     ("gemma4-moe", "int4"): True,  # with a mixture that has norms of its own
-    ("deepseek-v2", "int8"): False,
+    ("deepseek-v2", "int8"): True,  # with latent attention
+    ("deepseek-v2-lite", "int4"): True,  # whose queries are made of no row of their own
+    ("glm4-moe-lite-halves", "dense"): True,  # with RoPE of halves
+    ("deepseek-v3", "int8"): False,  # a checkpoint in fp32
     ("opt", "int8"): False,
 }
 #: Every variant is among them, because why_no_joints could lack an option that only one variant sets.
@@ -139,7 +142,7 @@ def test_models_of_other_blocks_have_no_joints(name, weights, has):
     ("name", "weights", "dtype", "reason"),
     [
         ("opt", "int8", "fp32", "RMS norms"),
-        ("deepseek-v2", "int8", "fp32", "latent"),
+        ("deepseek-v3", "int8", "fp32", "latent attention in fp32"),
         ("mixtral", "int8", "bf16", "experts of bf16 rows"),
         ("llama-gqa", "dense", "fp32", "products of fp32 rows"),
         ("llama-gqa", "int8", "bf16", "products of bf16 rows"),

@@ -103,6 +103,18 @@ class BlockOps:
         whole = x.reshape(len(x), -1, len(weight))
         return F.rms_norm(whole, weight.shape, weight, self._config.norm_eps).view(x.shape)
 
+    def norm_parts(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMS norm of rows x [n, width] that are parts of other rows, by a weight [width]."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, interleaved: bool) -> None:
+        """Turn the heads x [n, heads, size] into `out` by RoPE's cos and sin [n, 1, size / 2]. The pairs of x are
+        neighbours, if `interleaved`, else halves of a head; those of `out` are halves."""
+        a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+        out_a, out_b = out.chunk(2, dim=-1)
+        out_a.copy_(a * cos - b * sin)
+        out_b.copy_(b * cos + a * sin)
+
 
 class VectorOps:
     """kernels/decoder's operations on rows of one dtype on a CPU: [..., width] tensors, C-contiguous."""
@@ -145,6 +157,22 @@ class VectorOps:
         out = x.new_empty(*x.shape[:-1], width)
         self._native.gate(x.data_ptr(), out.data_ptr(), out.numel() // width, width, gelu, pool_threads())
         return out
+
+    def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, interleaved: bool) -> None:
+        """See BlockOps.turn; `cos` and `sin` are fp32."""
+        assert x.dtype is out.dtype is self.dtype and x.stride(2) == out.stride(2) == 1
+        assert all(angle.dtype is torch.float32 and angle.is_contiguous() for angle in (cos, sin))
+        self._native.turn(
+            (x.data_ptr(), x.stride(0), x.stride(1)),
+            (out.data_ptr(), out.stride(0), out.stride(1)),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            len(x),
+            x.shape[1],
+            cos.shape[-1],
+            interleaved,
+            pool_threads(),
+        )
 
     def write_heads(self, qkv: torch.Tensor, layer: Layer, angles: Angles, out: RowHeads, eps: float) -> None:
         """See BlockOps.write_heads; `eps` is that of the heads' norms, and `angles` are fp32."""
@@ -198,6 +226,12 @@ class NativeBlockOps(BlockOps):
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
         return self.vectors.gate(x, self.gelu) if self.gates else super().activate(x)
+
+    def norm_parts(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.vectors.rms_norm(x.contiguous(), weight, eps)
+
+    def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, interleaved: bool) -> None:
+        self.vectors.turn(x, cos, sin, out, interleaved)
 
     def write_heads(self, qkv: torch.Tensor, layer: Layer, angles: Angles | None, out: RowHeads) -> None:
         if angles is None:

@@ -2,7 +2,8 @@
 
 The call does what BlockOps and the linears do one by one, in the same order and with the same results, but for the
 sigmoids of gates, which differ by rounding. A model has joints if its blocks are Llama's or Gemma's (RMS norms, RoPE,
-and a gated SiLU or GELU or experts) or keep a state by the gated delta rule, and kernels/ has all of their products.
+and a gated SiLU or GELU or experts), have latent attention or keep a state by the gated delta rule, and kernels/ has
+all of their products.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.checkpoints.config import ModelConfig
 from fastdecode.spart.decoder.block_ops import BlockOps, NativeBlockOps, RowHeads
 from fastdecode.spart.decoder.experts import MLP, Mixture
+from fastdecode.spart.decoder.latent import LatentAttention
 from fastdecode.spart.decoder.rope import Angles
-from fastdecode.spart.decoder.weights import AttentionBlock, Block, Layer, Norm, StateBlock
+from fastdecode.spart.decoder.weights import AttentionBlock, Block, LatentLayer, Layer, Norm, StateBlock
 from fastdecode.spart.linears.base import Linear, multiplies
 from fastdecode.spart.prefill.prompt_attention import NativePrompts
 from fastdecode.spart.ranks.reduction import Reduction
@@ -40,7 +42,7 @@ class LayerJoints:
     def __init__(
         self,
         config: ModelConfig,
-        layers: Sequence[Layer],
+        layers: Sequence[AttentionBlock],
         act_dtype: str,
         reduction: Reduction | None = None,
         gelu: bool = False,
@@ -131,7 +133,7 @@ class JointRows:
     def __init__(
         self,
         native: _native.Joints,
-        layers: tuple[Layer, ...],
+        layers: tuple[AttentionBlock, ...],
         x: torch.Tensor,
         o: torch.Tensor,
         parts: torch.Tensor | None,
@@ -162,7 +164,7 @@ class JointRows:
         return self._native.spart_layers(self._step, prompts)
 
 
-def _balanced(layers: Sequence[Layer]) -> bool:
+def _balanced(layers: Sequence[AttentionBlock]) -> bool:
     return any(layer.balance is not None for layer in layers)
 
 
@@ -195,10 +197,15 @@ def _native_feed_forward(config: ModelConfig, block: Block, columns: int) -> tup
     return *own, products, experts, address_of(gate), tuple(map(_weight, of_mixture))
 
 
-def _native_layer(config: ModelConfig, index: int, layer: Layer) -> tuple[object, ...]:
+def _native_layer(config: ModelConfig, index: int, layer: AttentionBlock) -> tuple[object, ...]:
     """Layer `index` as _native.Joints wants it, but for the states before it."""
     norms = _weight(layer.attention_norm), _weight(layer.attention_post_norm)
-    of_heads = map(address_of, (layer.q_norm, layer.k_norm, layer.v_norm))
+    if isinstance(layer, LatentLayer):
+        of_heads, k_as_v, products = (0, 0, 0), False, (layer.latent.inputs.native, layer.latent.o.native)
+    else:
+        assert isinstance(layer, Layer)
+        of_heads = address_of(layer.q_norm), address_of(layer.k_norm), address_of(layer.v_norm)
+        k_as_v, products = layer.k_as_v, (layer.qkv.native, layer.o.native)
     columns, own, part = config.intermediate_size, layer.per_layer, None
     if config.mlp_sizes:  # no family has both these and states, so that layers have the numbers of blocks
         columns = config.mlp_sizes[index]
@@ -207,9 +214,20 @@ def _native_layer(config: ModelConfig, index: int, layer: Layer) -> tuple[object
         part = own.block * size, size, own.gate.native, own.out.native, _weight(own.post_norm)
     return (
         (layer.heads.n_q, layer.heads.n_kv, layer.heads.k_size),
-        *(*norms, *of_heads, layer.second_rope, layer.k_as_v, layer.qkv.native, layer.o.native),
+        *(*norms, *of_heads, layer.second_rope, k_as_v),
+        _native_latent(layer.latent) if isinstance(layer, LatentLayer) else None,
+        *products,
         *(_native_feed_forward(config, layer, columns), part, address_of(layer.scale)),
     )
+
+
+def _native_latent(latent: LatentAttention) -> tuple[object, ...]:
+    """Latent attention as _native.Joints wants it."""
+    c = latent.config
+    sizes = c.k_size, c.rope_size, c.rank, c.v_size, c.q_rank or 0
+    q = latent.q.native if latent.q else None
+    norms = address_of(latent.q_norm), address_of(latent.kv_norm)
+    return *sizes, c.interleaved, c.norm_eps, *norms, q, latent.k.native, latent.v.native
 
 
 def _native_state(config: ModelConfig, block: StateBlock, rule: DeltaBlock) -> tuple[object, ...]:
@@ -221,7 +239,7 @@ def _native_state(config: ModelConfig, block: StateBlock, rule: DeltaBlock) -> t
 
 def why_no_joints(
     config: ModelConfig,
-    layers: Sequence[Layer],
+    layers: Sequence[AttentionBlock],
     ops: BlockOps,
     reduction: Reduction | None = None,
     between: StatesBetween = (),
@@ -242,8 +260,8 @@ def why_no_joints(
         return f"kernels/decoder does not compute its experts of {ops.act_dtype} rows"
     if any(rule.native is None or block.attention_post_norm is not None for block, rule in states):
         return "kernels/decoder does not have the rule of a state, or its output is normalised"
-    if config.latent is not None:
-        return "attention is latent"
+    if any(heads.native is None for layer in layers for heads in layer.absorbed):
+        return f"kernels/linears does not multiply its heads of latent attention in {ops.act_dtype}"
     if config.whole_qk_norm and reduction is not None:
         return "ranks share heads that are normalised as one"
     if any(norm and norm.weight is None for block in blocks for norm in (block.attention_norm, block.mlp_norm)):
@@ -261,10 +279,9 @@ def make_joints(
     between: StatesBetween = (),
 ) -> LayerJoints | None:
     """The joints of a model's layers, or None if it has none."""
-    layers = [block for block in blocks if isinstance(block, Layer)]
-    reason = why_no_joints(config, layers, ops, reduction, between)
+    reason = why_no_joints(config, blocks, ops, reduction, between)
     if reason is not None:
         log.debug("the decoder runs operation by operation: %s", reason)
         return None
     assert isinstance(ops, NativeBlockOps)
-    return LayerJoints(config, layers, ops.act_dtype, reduction, ops.gelu, between)
+    return LayerJoints(config, blocks, ops.act_dtype, reduction, ops.gelu, between)

@@ -9,15 +9,25 @@ of K with RoPE, V is the latent row, the first elements of K.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from fastdecode.spart.checkpoints.config import Latent
 from fastdecode.spart.decoder.rope import Angles
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.linears.heads import HeadLinears
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
+
+
+class LatentOps(Protocol):
+    """The operations of BlockOps (block_ops.py) that latent attention needs."""
+
+    def norm_parts(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See BlockOps."""
+
+    def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, interleaved: bool) -> None:
+        """See BlockOps."""
 
 
 @dataclass(slots=True)
@@ -34,27 +44,26 @@ class LatentAttention:
     o: Linear  # [hidden_size, n_q_heads * v_size]
 
     def project(
-        self, h: torch.Tensor, angles: Angles, q_heads: torch.Tensor, kv: torch.Tensor, adapters: AdapterRows | None
+        self,
+        h: torch.Tensor,
+        angles: Angles,
+        q_heads: torch.Tensor,
+        kv: torch.Tensor,
+        ops: LatentOps,
+        adapters: AdapterRows | None,
     ) -> None:
         """Write the layer's Q and KV rows of the normalised residual stream h [n, hidden_size] to `q_heads`
         [n, n_q_heads, row_size] and `kv` [n, row_size]."""
         c = self.config
         widths = [c.q_rank or q_heads.shape[1] * c.q_size, c.rank, c.rope_size]
         q, latent, k = adapted_product(self.inputs, h, adapters).split_with_sizes(widths, dim=1)
-        if self.q is not None:
-            q = adapted_product(self.q, F.rms_norm(q, [c.q_rank], self.q_norm, c.norm_eps), adapters)
+        if self.q is not None and self.q_norm is not None:
+            q = adapted_product(self.q, ops.norm_parts(q, self.q_norm, c.norm_eps), adapters)
         plain, turned = q.unflatten(1, (-1, c.q_size)).split_with_sizes([c.k_size, c.rope_size], dim=2)
         q_heads[..., : c.rank].copy_(self.k(plain.transpose(0, 1)).transpose(0, 1))
-        self._turn(turned, angles.q_cos, angles.q_sin, q_heads[..., c.rank :])
-        kv[:, : c.rank].copy_(F.rms_norm(latent, [c.rank], self.kv_norm, c.norm_eps))
-        self._turn(k[:, None], angles.cos, angles.sin, kv[:, None, c.rank :])
-
-    def _turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
-        """Turn x [n, heads, rope_size] into `out`, in which the two halves of a head are the pairs that RoPE turns."""
-        a, b = (x[..., 0::2], x[..., 1::2]) if self.config.interleaved else x.chunk(2, dim=-1)
-        out_a, out_b = out.chunk(2, dim=-1)
-        out_a.copy_(a * cos - b * sin)
-        out_b.copy_(b * cos + a * sin)
+        ops.turn(turned, angles.q_cos, angles.q_sin, q_heads[..., c.rank :], c.interleaved)
+        kv[:, : c.rank].copy_(ops.norm_parts(latent, self.kv_norm, c.norm_eps))
+        ops.turn(k[:, None], angles.cos, angles.sin, kv[:, None, c.rank :], c.interleaved)
 
     def finish(self, o: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         """O rows [n, n_q_heads * rank] of latent rows -> the output of attention, [n, hidden_size]."""

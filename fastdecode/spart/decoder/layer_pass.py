@@ -354,7 +354,7 @@ class DecoderPass:
         h = self._normed(self.x, layer.attention_norm) if self._config.norm_first else self.x
         if isinstance(layer, LatentLayer):
             assert self._angles is not None, "latent attention has RoPE"
-            layer.latent.project(h, self._angles, self.heads.q_heads, self.heads.kv, self._adapters)
+            layer.latent.project(h, self._angles, self.heads.q_heads, self.heads.kv, self._ops, self._adapters)
             return
         assert isinstance(layer, Layer)
         qkv = adapted_product(layer.qkv, h, self._adapters)

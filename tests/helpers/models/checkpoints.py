@@ -316,10 +316,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "routed_scaling_factor": 1.2,
             "tie_word_embeddings": True,
         },
-        {},
+        {"dtype": torch.bfloat16},
     ),
-    "deepseek-v2": ("deepseek_v2", {**_LATENT, "topk_method": "group_limited_greedy", "rope": _YARN_OF_DEEPSEEK}, {}),
-    "deepseek-v2-lite": ("deepseek_v2", {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5}, {}),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {**_LATENT, "topk_method": "group_limited_greedy", "rope": _YARN_OF_DEEPSEEK},
+        {"dtype": torch.bfloat16},
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5},
+        {"dtype": torch.bfloat16},
+    ),
     "deepseek-v3": ("deepseek_v3", {**_LATENT, "attention_bias": True, "rope": _YARN_OF_DEEPSEEK}, {}),
     "deepseek-v3-dense": ("deepseek_v3", {**_LATENT, "first_k_dense_replace": 3, "q_lora_rank": None}, {}),
     "deepseek-v3-halves": (
