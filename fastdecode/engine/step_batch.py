@@ -53,7 +53,7 @@ def _chunk(planned: PlannedChunk) -> Chunk:
         states_after=() if seq.state is None else seq.state.after(seq.cached, n_tokens),
         prefix=_prefix(seq),
     )
-    if decodes and new_spec is not None and seq.constraints is None:
+    if decodes and not chunk.states_after and new_spec is not None and seq.constraints is None:
         seq.reusable = chunk, new_spec
     return chunk
 

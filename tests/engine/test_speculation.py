@@ -11,10 +11,12 @@ from engines.real_engine import real_engine
 from engines.scheduler_world import WORD, World
 from engines.token_stream import submit, tokens_of
 from models.checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from models.greedy import prompts
 from models.hf_models import save_model
 
 from fastdecode.engine.state.guesser import Guesser
 from fastdecode.engine.state.request import SamplingParams
+from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.step.batch import Sampled
 
 
@@ -78,6 +80,26 @@ async def test_a_state_forgets_wrong_guesses(name, backend, state_slots, tmp_pat
         assert states.free == states.total
     assert [[*prompt, *tokens] for prompt, tokens in zip(wanted, answers, strict=True)] == list(wanted.values())
     assert 0 < totals.guessed_right < totals.guessed
+
+
+async def test_guesses_behind_a_prompt_that_shares_all_tokens_but_one(tmp_path, monkeypatch):
+    """Its first step goes on from a snapshot with one row, as a step without guesses does."""
+    [prompt] = prompts([PAGE_TOKENS + 1])
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    options = {"guesses": 2, "state_slots": 16, "prefix_cache": True}
+    async with real_engine(make_checkpoint("qwen3.5"), tmp_path, **options) as engine:
+        monkeypatch.setattr(Guesser, "guess", lambda *_: [])
+        wanted = await tokens_of(submit(engine, prompt, params))
+
+        def guess(self, tokens, n):
+            """Right guesses in every other step."""
+            done = len(tokens) - len(prompt)
+            return wanted[done : done + n] if done % 4 == 1 else []
+
+        monkeypatch.setattr(Guesser, "guess", guess)
+        assert await tokens_of(submit(engine, prompt, params)) == wanted
+        totals = engine.stats.totals
+        assert totals.prefix_hits == PAGE_TOKENS and totals.guessed_right > 0
 
 
 async def test_a_guess_beyond_the_end_is_not_delivered(tmp_path):
