@@ -29,8 +29,8 @@ typedef struct {
     float *v, *o;                 /* [SPAN_TOKENS][v_width] */
     float *state;                 /* [k_size in whole tiles][STRIP] */
     float *corrections, *outputs; /* [SPAN_TOKENS][STRIP] */
-    float *beta, *total;          /* [SPAN_COLUMNS]; total: the sum G of the decays up to a token */
-    float *fade, *rest;           /* [SPAN_COLUMNS]: exp(G), and the decay from a token to the last one */
+    float *beta, *fade, *rest;    /* [SPAN_COLUMNS]; fade: exp(G); rest: the decay from a token to the last one */
+    float *total, *low;           /* [SPAN_COLUMNS]: the sum G of the decays up to a token, and what it lacks in fp32 */
 } span_chunk_t;
 
 FD_INLINE size_t whole(size_t n, size_t of) { return (n + of - 1) / of * of; }
@@ -119,21 +119,28 @@ FD_INLINE void prepare_v_head(const uint32_t dtype, const fd_delta_t *d, const f
     const size_t size = d->v_size, group = d->v_heads / d->k_heads;
     const size_t channel = 2 * d->k_heads * d->k_size + h * size;
     const size_t stands = d->v.first + h / group * d->v.step + h % group * size;
-    float total = 0.0f;
+    double total = 0.0; /* fp32 would lose a weak decay behind strong ones */
     for (size_t t = 0; t < b->n; t++) {
         const void *y = at(dtype, r->y, ((size_t)s->first + first + t) * r->y_stride);
         b->beta[t] = delta_beta(dtype, d, y, h);
-        b->total[t] = total += delta_decay(dtype, d, y, h);
+        total += (double)delta_decay(dtype, d, y, h);
+        b->total[t] = (float)total, b->low[t] = (float)(total - (double)b->total[t]);
         convolve_token(dtype, d, r, s, (int64_t)(first + t), channel, stands, size, b->v + t * b->v_width);
     }
     memset(b->v + b->n * b->v_width, 0, (b->rows - b->n) * b->v_width * sizeof *b->v);
-    for (size_t t = b->n; t < SPAN_COLUMNS; t++) b->beta[t] = 0.0f, b->total[t] = total;
-    for (size_t t = 0; t < b->rows; t++) b->fade[t] = expf(b->total[t]), b->rest[t] = expf(total - b->total[t]);
+    const float last = b->total[b->n - 1], last_low = b->low[b->n - 1];
+    for (size_t t = b->n; t < SPAN_COLUMNS; t++) b->beta[t] = 0.0f, b->total[t] = last, b->low[t] = last_low;
+    for (size_t t = 0; t < b->rows; t++) {
+        b->fade[t] = expf(b->total[t]);
+        b->rest[t] = expf(last - b->total[t] + (last_low - b->low[t]));
+    }
     for (size_t t = 0; t < b->rows; t++) {
         float *lower = b->lower + t * SPAN_COLUMNS, *shares = b->shares + t * SPAN_COLUMNS;
-        const vec_t until = vec_set1(b->total[t]), unit = vec_set1(LOG2_E), minus_beta = vec_set1(-b->beta[t]);
+        const vec_t until = vec_set1(b->total[t]), until_low = vec_set1(b->low[t]);
+        const vec_t unit = vec_set1(LOG2_E), minus_beta = vec_set1(-b->beta[t]);
         for (size_t c = 0; c <= t; c += LANES) {
-            const vec_t decay = vec_min(vec_zero(), vec_sub(until, vec_load(b->total + c)));
+            const vec_t low = vec_sub(until_low, vec_load(b->low + c));
+            const vec_t decay = vec_min(vec_zero(), vec_add(vec_sub(until, vec_load(b->total + c)), low));
             const vec_t left = vec_exp2_of_float(vec_mul(decay, unit));
             const vec_t of_keys = vec_load(b->of_keys + t * SPAN_COLUMNS + c);
             vec_store(lower + c, vec_mul(vec_mul(minus_beta, left), of_keys));
@@ -228,7 +235,7 @@ FD_INLINE void delta_span(const uint32_t dtype, const fd_delta_t *d, const fd_de
 
 FD_INLINE fd_status_t delta_spans(const uint32_t dtype, const fd_delta_t *d, const fd_delta_rows_t *r, size_t head,
                                   size_t n) {
-    enum { BUFFERS = 16, ALIGNED = 16 };
+    enum { BUFFERS = 17, ALIGNED = 16 };
     const size_t k_rows = whole(d->k_size, TILE_ROWS), v_width = whole(d->v_size, STRIP), tokens = SPAN_TOKENS;
     const size_t square = tokens * SPAN_COLUMNS;
     span_chunk_t b = {.v_width = v_width};
@@ -240,8 +247,8 @@ FD_INLINE fd_status_t delta_spans(const uint32_t dtype, const fd_delta_t *d, con
         {&b.of_keys, square},       {&b.of_queries, square},          {&b.lower, square},
         {&b.shares, square},        {&b.v, tokens * v_width},         {&b.o, tokens * v_width},
         {&b.state, k_rows * STRIP}, {&b.corrections, tokens * STRIP}, {&b.outputs, tokens * STRIP},
-        {&b.beta, SPAN_COLUMNS},    {&b.total, SPAN_COLUMNS},         {&b.fade, SPAN_COLUMNS},
-        {&b.rest, SPAN_COLUMNS},
+        {&b.beta, SPAN_COLUMNS},    {&b.fade, SPAN_COLUMNS},          {&b.rest, SPAN_COLUMNS},
+        {&b.total, SPAN_COLUMNS},   {&b.low, SPAN_COLUMNS},
     };
     size_t total = 0;
     for (int i = 0; i < BUFFERS; i++) total += whole(buffers[i].numbers, ALIGNED);

@@ -192,10 +192,11 @@ def _advance_chunk(
     """Advance a state [heads, k_size, v_size] by n tokens of one sequence; the other arguments as for `_advance_rows`.
     Returns O [n, heads, v_size]."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, n, size]
-    beta, total = beta.T[:, :, None], decay.T.cumsum(1)  # [heads, n, 1], [heads, n]
-    faded = total.exp()[:, :, None]
+    # [heads, n, 1], [heads, n]. A sum in fp32 would lose a weak decay behind strong ones.
+    beta, total = beta.T[:, :, None], decay.T.cumsum(1, dtype=torch.float64)
+    faded = total.float().exp()[:, :, None]
     # The decay from token s to token t, [heads, t, s]; zero for a later s.
-    between = (total[:, :, None] - total[:, None]).tril().exp().tril()
+    between = (total[:, :, None] - total[:, None]).float().tril().exp().tril()
     system = beta * between * (k @ k.mT)
     corrections: torch.Tensor = torch.linalg.solve_triangular(
         system, beta * (v - faded * (k @ state)), upper=False, unitriangular=True
