@@ -91,6 +91,20 @@ static void run_parts(void *data, size_t first, size_t n) {
     }
 }
 
+typedef struct {
+    const fd_dense16_ops_t *ops;
+    const fd_linear_task_t *tasks;
+    unsigned threads; /* of each task */
+    int failed;
+} tasks_run_t;
+
+static void run_tasks(void *data, size_t first, size_t n) {
+    tasks_run_t *run = data;
+    for (const fd_linear_task_t *task = run->tasks + first; task < run->tasks + first + n; task++)
+        if (task->rows && run->ops->multiply_all(task->linear, task->x, task->rows, task->y, run->threads) != FD_OK)
+            __atomic_store_n(&run->failed, 1, __ATOMIC_RELAXED);
+}
+
 fd_status_t fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_linear_task_t *tasks, size_t n,
                                 unsigned threads) {
     enum { WORTH_A_THREAD = 1 << 16 }; /* weights that are read sooner than a thread wakes up */
@@ -103,10 +117,12 @@ fd_status_t fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_linear_tas
     const size_t together = ops->multiply_all ? 1 : used, most = l->outs * l->ins * together / WORTH_A_THREAD + 1;
     const unsigned worth = most < threads ? (unsigned)most : threads;
     if (ops->multiply_all) {
-        fd_status_t status = FD_OK;
-        for (const fd_linear_task_t *task = tasks; task < tasks + n && status == FD_OK; task++)
-            if (task->rows) status = ops->multiply_all(task->linear, task->x, task->rows, task->y, worth);
-        return status;
+        /* One after another, tasks take used / worth times as long as one in one thread; side by side, each thread has
+         * ceil(used / threads) of them. */
+        tasks_run_t run = {ops, tasks, worth, 0};
+        if ((used + threads - 1) / threads * worth > used) run_tasks(&run, 0, n);
+        else run.threads = 1, fd_parallel(run_tasks, &run, n, 1, threads);
+        return run.failed ? FD_INTERNAL : FD_OK;
     }
     run_t run = {ops, tasks, (l->outs + ops->panel - 1) / ops->panel};
     const size_t part = ops->panel * l->ins * ((rows + blocks - 1) / blocks);
