@@ -181,7 +181,10 @@ static const void *outputs_of_heads(const pass_t *s, const fd_joint_layer_t *l) 
     const size_t width = l->q_heads * l->head_size;
     if (l->latent) {
         const fd_latent_rows_t rows = latent_rows(s);
-        return fd_latent_outputs(l->latent, &rows, s->threads) == FD_OK ? s->b : NULL;
+        const fd_loop_kind_t before = fd_loops_compute(FD_LOOP_O);
+        const fd_status_t status = fd_latent_outputs(l->latent, &rows, s->threads);
+        fd_loops_compute(before);
+        return status == FD_OK ? s->b : NULL;
     }
     if (!s->j->output_gate && width == r->o_stride) return r->o;
     const fd_sigmoid_rows_t gated = {r->o, r->gate, s->b, width};
@@ -231,8 +234,13 @@ static fd_status_t project(pass_t *s, const fd_joint_layer_t *l) {
     const fd_joints_t *j = s->j;
     const fd_joint_rows_t *r = s->r;
     const void *x = norm(s, l->attention_norm);
-    const fd_latent_rows_t latent = latent_rows(s);
-    if (l->latent) return fd_latent_project(l->latent, &latent, x, s->threads);
+    if (l->latent) {
+        const fd_latent_rows_t rows = latent_rows(s);
+        const fd_loop_kind_t before = fd_loops_compute(FD_LOOP_QKV);
+        const fd_status_t status = fd_latent_project(l->latent, &rows, x, s->threads);
+        fd_loops_compute(before);
+        return status;
+    }
     if (multiply(s, FD_LOOP_QKV, &l->qkv, x, s->a) != FD_OK) return FD_INTERNAL;
     const fd_rope_rows_t rope = {
         .qkv = s->a,
