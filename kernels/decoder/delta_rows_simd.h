@@ -164,7 +164,7 @@ FD_INLINE float delta_decay(const uint32_t dtype, const fd_delta_t *d, const voi
     const float own = load_one(dtype, y, d->decay.first + h / group * d->decay.step + h % group);
     return d->rate[h] * delta_softplus(own + d->bias[h]);
 }
-/* Where its Z stands there. */
+/* Where the Z of V head h stands in a row of projections. */
 FD_INLINE const void *delta_z(const uint32_t dtype, const fd_delta_t *d, const void *y, size_t h) {
     const size_t group = d->v_heads / d->k_heads;
     return at(dtype, y, d->z.first + h / group * d->z.step + h % group * d->v_size);

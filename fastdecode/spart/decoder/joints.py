@@ -185,7 +185,7 @@ def _weight(norm: Norm | None) -> int:
 
 
 def _native_feed_forward(config: ModelConfig, block: Block, columns: int) -> tuple[object, ...]:
-    """The MLP, of so many columns, and the experts of a block as _native.Joints wants them."""
+    """_native.Joints takes a block's MLP, which has so many `columns`, and the block's experts in this form."""
     mlp, experts, gate, norms = _mlp(block), None, None, block.mixture_norms
     if isinstance(block.mlp, Mixture):
         assert config.experts is not None

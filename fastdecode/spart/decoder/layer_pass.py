@@ -11,7 +11,7 @@ import torch
 from fastdecode.spart.decoder.block_ops import NativeBlockOps, RowHeads, norm_whole, split_gate
 from fastdecode.spart.decoder.cuda_ops import make_block_ops
 from fastdecode.spart.decoder.experts import MLP, Mixture
-from fastdecode.spart.decoder.joints import make_joints
+from fastdecode.spart.decoder.joints import JointRows, make_joints
 from fastdecode.spart.decoder.rope import Angles, RotaryEmbedding
 from fastdecode.spart.decoder.timeline import StepClock
 from fastdecode.spart.decoder.weights import (
@@ -189,11 +189,15 @@ class DecoderPass:
         self._angles = layers.rope.angles(positions, self._long) if layers.rope else None
         self._second_angles = layers.second_rope.angles(positions) if layers.second_rope else None
         self._layers, self._between = layers.layers, layers.between
-        self._joints, self._joint_rows = layers.joints, None
-        if layers.joints is not None and adapters is None and self._angles is not None:
-            self._joint_rows = layers.joints.rows(
-                self.x, self._o, self._angles, self.heads, self._second_angles, self._per_layer, states
-            )
+        self._joints = None if adapters is not None else layers.joints
+        self._joint_rows = self._make_joint_rows()
+
+    def _make_joint_rows(self) -> JointRows | None:
+        """The step's rows for the model's joints. None: there are none for them."""
+        if self._joints is None or self._angles is None:
+            return None
+        angles = self._angles, self._second_angles
+        return self._joints.rows(self.x, self._o, angles[0], self.heads, angles[1], self._per_layer, self._states)
 
     def layers(self, clock: StepClock | None = None, timeout: float = 0.0) -> Generator[None, None, None]:
         """See LayerPass. `clock` None: the device itself waits for the R-nodes."""
@@ -308,9 +312,7 @@ class DecoderPass:
             if last:
                 self._joint_rows = self._joints.last_rows(self.x, self._o, self._per_layer)
             else:
-                assert self._angles is not None
-                heads, angles = self.heads, (self._angles, self._second_angles)
-                self._joint_rows = self._joints.rows(self.x, self._o, angles[0], heads, angles[1], self._per_layer)
+                self._joint_rows = self._make_joint_rows()
 
     def _narrow_exchange(self, rows: torch.Tensor, attending: int) -> None:
         """Keep the rows `rows`, int64 [n], of the exchange. R-nodes attend to the first `attending` of them. The S-Part

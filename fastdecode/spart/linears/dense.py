@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdecode.spart.linears.base import Embedding, Linear
-from fastdecode.spart.linears.dense16 import Linear16, exact16, keeps16, multiplies_bf16
+from fastdecode.spart.linears.dense16 import Linear16, exact16, keeps16, kept16
 
 
 class DenseLinear(Linear):
@@ -102,10 +102,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 def make_dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """The best linear for a weight [out, in] and a bias [out] or None, by their device and dtype."""
-    if weight.dtype is torch.float32 and keeps16(weight.device) and (narrow := exact16(weight)) is not None:
-        return Linear16(narrow, bias)
-    if weight.dtype is torch.bfloat16 and multiplies_bf16(weight.device, weight.shape[1]):
-        return Linear16(weight, bias, torch.bfloat16)
+    if (narrow := kept16(weight)) is not None:
+        return Linear16(narrow, bias, weight.dtype)
     if PackedLinear.is_faster(weight):
         return PackedLinear(weight, bias)
     return DenseLinear(weight, bias)

@@ -17,6 +17,14 @@ from fastdecode.spart.served import act_code
 from fastdecode.spart.threads import pool_threads
 
 
+def kept16(weight: torch.Tensor) -> torch.Tensor | None:
+    """The weight [..., in] in 16 bits, if kernels/linears multiplies these with rows in the dtype of `weight` on its
+    device, and if they have all of its numbers; else None."""
+    if weight.dtype is torch.float32 and keeps16(weight.device):
+        return exact16(weight)
+    return weight if weight.dtype is torch.bfloat16 and multiplies_bf16(weight.device, weight.shape[-1]) else None
+
+
 def keeps16(device: torch.device) -> bool:
     """True if 16-bit weights stay 16-bit in memory for fp32 activations on a device."""
     return _has_products(device, torch.float32)
@@ -41,9 +49,12 @@ def exact16(weight: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def packed16(weight: torch.Tensor, act: torch.dtype) -> tuple[tuple[_native.Dense16Linear, ...], np.ndarray]:
+def packed16(
+    weight: torch.Tensor, act: torch.dtype, bias: np.ndarray | None = None
+) -> tuple[tuple[_native.Dense16Linear, ...], np.ndarray]:
     """The products of matrices `weight` [n, out, in], in fp16 or bf16 on the CPU, with rows in `act`, and the memory of
-    all of them, to which they are copied. Raises ValueError for activations without such products on this CPU."""
+    all of them, to which they are copied. Each has the `bias`, fp32 [out]. Raises ValueError for activations without
+    such products on this CPU."""
     n, outs, ins = weight.shape
     dtype, rows = act_code(weight.dtype), act_code(act)
     size = _native.Dense16Linear.packed_bytes(dtype, rows, outs, ins)
@@ -52,7 +63,7 @@ def packed16(weight: torch.Tensor, act: torch.dtype) -> tuple[tuple[_native.Dens
     for i, matrix in enumerate(weight):
         of_matrix = packed[i * size : (i + 1) * size]
         _native.Dense16Linear.pack(dtype, rows, outs, ins, _numbers(matrix.contiguous()), of_matrix, pool_threads())
-        products.append(_native.Dense16Linear(dtype, rows, outs, ins, of_matrix, None))
+        products.append(_native.Dense16Linear(dtype, rows, outs, ins, of_matrix, bias))
     return tuple(products), packed
 
 
@@ -69,13 +80,9 @@ class Linear16(Linear):
 
         Raises ValueError for activations without such products on this CPU.
         """
-        outs, ins = weight.shape
-        dtype, rows = act_code(weight.dtype), act_code(act)
-        packed = empty(_native.Dense16Linear.packed_bytes(dtype, rows, outs, ins))
-        _native.Dense16Linear.pack(dtype, rows, outs, ins, _numbers(weight.contiguous()), packed, pool_threads())
         vector = None if bias is None else bias.float().contiguous().numpy()
-        self._native = _native.Dense16Linear(dtype, rows, outs, ins, packed, vector)
-        self._outs = outs
+        (self._native,), packed = packed16(weight[None], act, vector)
+        self._outs = len(weight)
         self.nbytes = packed.nbytes + (0 if vector is None else vector.nbytes)
 
     @property

@@ -8,7 +8,7 @@ import torch
 
 from fastdecode.kernels import _native
 from fastdecode.spart.linears.base import Weight
-from fastdecode.spart.linears.dense16 import exact16, keeps16, multiplies_bf16, packed16
+from fastdecode.spart.linears.dense16 import kept16, packed16
 from fastdecode.spart.served import act_code
 from fastdecode.spart.threads import pool_threads
 
@@ -80,8 +80,5 @@ def absorbed_heads(weight: torch.Tensor, heads: int, k_size: int) -> tuple[HeadL
 def _make_heads(weight: torch.Tensor) -> HeadLinears:
     """The best linears for weights [heads, out, in], by their device and dtype, which is that of activations; as
     make_dense."""
-    if weight.dtype is torch.float32 and keeps16(weight.device) and (narrow := exact16(weight)) is not None:
-        return Heads16(narrow, torch.float32)
-    if weight.dtype is torch.bfloat16 and multiplies_bf16(weight.device, weight.shape[2]):
-        return Heads16(weight, torch.bfloat16)
-    return DenseHeads(weight)
+    narrow = kept16(weight)
+    return DenseHeads(weight) if narrow is None else Heads16(narrow, weight.dtype)
