@@ -167,6 +167,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "qwen3-next": ("qwen3_next", {**_DELTA, **_QWEN3_MOE, "shared_expert_intermediate_size": 48}, {}),
+    "qwen3-next-bf16": (
+        "qwen3_next",
+        {**_DELTA, **_QWEN3_MOE, "shared_expert_intermediate_size": 48},
+        {"dtype": torch.bfloat16},
+    ),
     "qwen3-next-dense": (
         "qwen3_next",
         {
