@@ -12,9 +12,10 @@
 
 enum { TILE_ROWS = FD_DENSE16_TILE, PANEL = TILE_VECTORS * LANES };
 
-/* Weights are prefetched AHEAD bytes early: a processor prefetches too little by itself while it multiplies. Several
- * tiles of rows read DEPTH inputs of a panel, which stay in a cache. */
-enum { LINE = 64 /* bytes */, AHEAD = 4096 };
+/* A processor prefetches too little by itself while it multiplies. The only tile of rows prefetches its weights AHEAD
+ * bytes early. Several tiles read a block of at most DEPTH inputs of a panel, which stays in a cache, and prefetch the
+ * next block meanwhile, each its share: only so do memory and multiplications keep each other waiting little. */
+enum { AHEAD = 4096 };
 #ifdef FD_BF16_PAIRS
 typedef uint16_t in_t;
 enum { PER_WORD = 2, DEPTH = 512 };
@@ -50,25 +51,45 @@ FD_INLINE void store_outputs(void *y, size_t at, const float *sums, size_t n) {
 }
 #endif
 
+/* Bytes of a cache line, and of a panel's weights for a word of inputs. */
+enum { LINE = 64, WORD_BYTES = PER_WORD * PANEL * sizeof(uint16_t) };
+
+/* What a tile prefetches: `lines` before it multiplies some `words`, and so on, from `at` on. */
+typedef struct {
+    const uint8_t *at;
+    size_t words, lines;
+} ahead_t;
+
+/* For one of `tiles` that read a block of `depth` inputs. */
+FD_INLINE ahead_t ahead_of(const uint16_t *weights, size_t depth, size_t tiles) {
+    enum { FEW = WORD_BYTES < LINE ? LINE / WORD_BYTES : 1, WORDS = 8 };
+    if (tiles == 1) return (ahead_t){(const uint8_t *)weights + AHEAD, FEW, FEW * WORD_BYTES / LINE};
+    return (ahead_t){(const uint8_t *)(weights + depth * PANEL), WORDS,
+                     (WORDS * WORD_BYTES / LINE + tiles - 1) / tiles};
+}
+
 /* sums [rows][PANEL] += x [rows][depth] times the weights of `depth` inputs. */
 FD_INLINE void add_products(const uint32_t dtype, const int rows, const in_t *x, size_t x_stride,
-                            const uint16_t *weights, size_t depth, float *sums) {
+                            const uint16_t *weights, size_t depth, ahead_t ahead, float *sums) {
     vec_t s[TILE_ROWS][TILE_VECTORS];
     FD_UNROLL
     for (int r = 0; r < rows; r++) {
         FD_UNROLL
         for (int j = 0; j < TILE_VECTORS; j++) s[r][j] = vec_load(sums + r * PANEL + j * LANES);
     }
-    for (size_t i = 0; i < depth; i += PER_WORD, weights += PER_WORD * PANEL) {
-        const uint8_t *ahead = (const uint8_t *)weights + AHEAD;
-        for (size_t at = 0; at < PER_WORD * PANEL * sizeof *weights; at += LINE) __builtin_prefetch(ahead + at, 0, 2);
-        vec_t w[TILE_VECTORS];
-        FD_UNROLL
-        for (int j = 0; j < TILE_VECTORS; j++) w[j] = load_weights(dtype, weights + j * PER_WORD * LANES);
-        FD_UNROLL
-        for (int r = 0; r < rows; r++) {
+    for (size_t i = 0, end; i < depth;) {
+        for (size_t k = 0; k < ahead.lines; k++, ahead.at += LINE) __builtin_prefetch(ahead.at, 0, 2);
+        for (end = depth - i < ahead.words * PER_WORD ? depth : i + ahead.words * PER_WORD; i < end; i += PER_WORD) {
+            vec_t w[TILE_VECTORS];
             FD_UNROLL
-            for (int j = 0; j < TILE_VECTORS; j++) s[r][j] = add_product(s[r][j], w[j], x + (size_t)r * x_stride + i);
+            for (int j = 0; j < TILE_VECTORS; j++) w[j] = load_weights(dtype, weights + j * PER_WORD * LANES);
+            FD_UNROLL
+            for (int r = 0; r < rows; r++) {
+                FD_UNROLL
+                for (int j = 0; j < TILE_VECTORS; j++)
+                    s[r][j] = add_product(s[r][j], w[j], x + (size_t)r * x_stride + i);
+            }
+            weights += PER_WORD * PANEL;
         }
     }
     FD_UNROLL
@@ -79,14 +100,14 @@ FD_INLINE void add_products(const uint32_t dtype, const int rows, const in_t *x,
 }
 
 FD_INLINE void add_tile(const uint32_t dtype, size_t rows, const in_t *x, size_t x_stride, const uint16_t *weights,
-                        size_t depth, float *sums) {
+                        size_t depth, ahead_t ahead, float *sums) {
     switch (rows) {
-    case 1: add_products(dtype, 1, x, x_stride, weights, depth, sums); return;
-    case 2: add_products(dtype, 2, x, x_stride, weights, depth, sums); return;
-    case 3: add_products(dtype, 3, x, x_stride, weights, depth, sums); return;
-    case 4: add_products(dtype, 4, x, x_stride, weights, depth, sums); return;
-    case 5: add_products(dtype, 5, x, x_stride, weights, depth, sums); return;
-    default: add_products(dtype, 6, x, x_stride, weights, depth, sums); return;
+    case 1: add_products(dtype, 1, x, x_stride, weights, depth, ahead, sums); return;
+    case 2: add_products(dtype, 2, x, x_stride, weights, depth, ahead, sums); return;
+    case 3: add_products(dtype, 3, x, x_stride, weights, depth, ahead, sums); return;
+    case 4: add_products(dtype, 4, x, x_stride, weights, depth, ahead, sums); return;
+    case 5: add_products(dtype, 5, x, x_stride, weights, depth, ahead, sums); return;
+    default: add_products(dtype, 6, x, x_stride, weights, depth, ahead, sums); return;
     }
 }
 
@@ -98,12 +119,15 @@ FD_INLINE void multiply(const uint32_t dtype, const fd_dense16_t *l, const void 
     if (l->bias) memcpy(bias, l->bias + column, n * sizeof *bias);
     for (size_t r = 0; r < rows; r++) memcpy(sums + r * PANEL, bias, sizeof bias);
     const size_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, tile = (rows + tiles - 1) / tiles;
-    const size_t step = tiles > 1 ? DEPTH : l->ins;
+    const size_t blocks = tiles > 1 ? (l->ins + DEPTH - 1) / DEPTH : 1;
+    const size_t step = (l->ins / PER_WORD + blocks - 1) / blocks * PER_WORD;
     for (size_t first = 0; first < l->ins; first += step) {
         const size_t depth = l->ins - first < step ? l->ins - first : step;
-        for (size_t r = 0; r < rows; r += tile)
-            add_tile(dtype, rows - r < tile ? rows - r : tile, x + r * l->ins + first, l->ins,
-                     l->weights + (panel * l->ins + first) * PANEL, depth, sums + r * PANEL);
+        const uint16_t *weights = l->weights + (panel * l->ins + first) * PANEL;
+        ahead_t ahead = ahead_of(weights, depth, tiles);
+        for (size_t r = 0; r < rows; r += tile, ahead.at += depth / PER_WORD / ahead.words * ahead.lines * LINE)
+            add_tile(dtype, rows - r < tile ? rows - r : tile, x + r * l->ins + first, l->ins, weights, depth, ahead,
+                     sums + r * PANEL);
     }
     for (size_t r = 0; r < rows; r++) store_outputs(y, r * l->outs + column, sums + r * PANEL, n);
 }
