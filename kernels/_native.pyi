@@ -399,7 +399,7 @@ class HeadProducts:
     index of region.contract.ACT_DTYPES. Raises ValueError if the matrices are not alike, or have no product for these
     rows."""
 
-    def __new__(cls, act_dtype: int, products: tuple[Dense16Linear, ...]) -> HeadProducts: ...
+    def __new__(cls, act_dtype: int, products: tuple[Dense16Linear | QuantisedLinear, ...]) -> HeadProducts: ...
     def run(self, x: int, y: int, rows: int, threads: int, /) -> None:
         """y [heads, rows, outs] from x [heads, rows, ins], addresses of C-contiguous rows, which are not checked. Other
         Python threads run meanwhile. Raises MemoryError."""

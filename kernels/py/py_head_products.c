@@ -13,6 +13,10 @@ typedef struct {
     PyObject *products; /* as they were given */
 } head_products_t;
 
+static bool alike(const fd_product_t *a, const fd_product_t *b) {
+    return a->ins == b->ins && a->outs == b->outs && a->multiply == b->multiply && a->ops == b->ops;
+}
+
 static PyObject *head_products_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keys[] = {"act_dtype", "products", NULL};
     unsigned act;
@@ -27,8 +31,7 @@ static PyObject *head_products_new(PyTypeObject *type, PyObject *args, PyObject 
     self->each = PyMem_Calloc(n, sizeof *self->each);
     if (!self->each) PyErr_NoMemory();
     for (size_t i = 0; self->each && !PyErr_Occurred() && i < n; i++)
-        if (!fd_py_dense16_product(PyTuple_GET_ITEM(products, i), act, &self->each[i]) ||
-            self->each[i].ins != self->each[0].ins || self->each[i].outs != self->each[0].outs)
+        if (!fd_py_product(PyTuple_GET_ITEM(products, i), act, &self->each[i]) || !alike(&self->each[i], self->each))
             PyErr_SetString(PyExc_ValueError, "the heads' matrices are not alike, or have no product for these rows");
     if (!PyErr_Occurred()) {
         self->heads = (fd_head_products_t){n, self->each[0].ins, self->each[0].outs, self->each};

@@ -186,7 +186,15 @@ async def test_logits_are_those_of_llama_cpp(legacy, tmp_path):
     assert got.argmax(1).tolist() == want.argmax(1).tolist()
 
 
-@pytest.mark.parametrize(("name", "kind"), [("deepseek-v2-lite", "F32"), ("glm4-moe-lite", "Q8_0")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("deepseek-v2-lite", "F32"),
+        ("glm4-moe-lite", "Q8_0"),
+        ("glm4-moe-lite", {"attn_k_b": "F16", "attn_v_b": "Q4_1", "": "Q8_0"}),
+    ],
+    ids=str,
+)
 async def test_logits_are_those_of_the_model_in_the_file(name, kind, tmp_path):
     path, tokens, model = tmp_path / "m.gguf", text(50), make_model(name)
     write_gguf(path, model, kind, tokenizer_fields(make_checkpoint(name), "glm4"))

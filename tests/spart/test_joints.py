@@ -9,7 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from models.checkpoints import VARIANTS, make_checkpoint
+from models.checkpoints import VARIANTS, make_checkpoint, make_model
+from models.gguf_made import tokenizer_fields, write_gguf
 from models.spart_steps import GREEDY, linked, run, text
 from quick import quick
 from ranks.rank_processes import make_reductions
@@ -130,6 +131,18 @@ async def test_a_joint_gives_the_results_of_its_operations(form, isa, tmp_path, 
             assert (got - want).abs().max() < (1e-4 if form[1] == "dense" else 0.1) * want.std()
         else:
             assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
+async def test_a_joint_multiplies_heads_as_a_file_stores_them(isa, tmp_path, monkeypatch):
+    fields = tokenizer_fields(make_checkpoint("glm4-moe-lite"), "glm4")
+    write_gguf(tmp_path / "m.gguf", make_model("glm4-moe-lite"), "Q8_0", fields)
+    model = load_model(tmp_path / "m.gguf", device=CPU, dtype="fp32")
+    assert joints_of(model)
+    with_joints = await logits(SPart, tmp_path / "a", model)
+    monkeypatch.setattr(layer_pass, "make_joints", lambda *_: None)
+    one_by_one = await logits(SPart, tmp_path / "b", model)
+    assert all(torch.equal(got, want) for got, want in zip(with_joints, one_by_one, strict=True))
 
 
 @pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")

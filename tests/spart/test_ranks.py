@@ -7,7 +7,7 @@ import re
 import pytest
 from models.adapters_made import merged, save_adapter
 from models.checkpoints import FAMILIES, MIXTURES, STATEFUL, make_checkpoint, make_model, reference
-from models.gguf_made import write_gguf
+from models.gguf_made import tokenizer_fields, write_gguf
 from models.quantised_checks import EXACT as QUANTISED_EXACT
 from models.quantised_made import make, make_mxfp4
 from models.spart_steps import EXACT, text
@@ -50,6 +50,12 @@ async def test_gguf_files_equal_transformers(variant, tmp_path):
     theirs = make_model(variant)
     write_gguf(tmp_path / "m.gguf", theirs, "F32")
     assert await error_of(Ranks(tmp_path / "m.gguf", 2, dtype="fp32"), theirs, tmp_path) < EXACT
+
+
+async def test_quantised_heads_of_latent_attention_equal_transformers_with_the_same_numbers(tmp_path):
+    theirs, fields = make_model("glm4-moe-lite"), tokenizer_fields(make_checkpoint("glm4-moe-lite"))
+    write_gguf(tmp_path / "m.gguf", theirs, {"attn_k_b": "F16", "attn_v_b": "Q8_0", "": "F32"}, fields)
+    assert await error_of(Ranks(tmp_path / "m.gguf", 2, dtype="fp32"), theirs, tmp_path) < QUANTISED_EXACT
 
 
 async def test_mxfp4_experts_equal_transformers_with_the_same_numbers(tmp_path):

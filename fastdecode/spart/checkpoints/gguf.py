@@ -17,7 +17,7 @@ from fastdecode.spart.checkpoints.config import CheckpointError, ModelConfig, Te
 from fastdecode.spart.checkpoints.gguf_layouts import Part, find_parts
 from fastdecode.spart.checkpoints.mxfp4 import mxfp4
 from fastdecode.spart.checkpoints.tensors import Checkpoint, require_finite
-from fastdecode.spart.linears.quantised import GROUP, Quantised, concatenate
+from fastdecode.spart.linears.quantised import GROUP, HeadMatrices, Quantised, concatenate
 from fastdecode.spart.linears.rounding import quantise
 
 #: Divisors of RoPE's frequencies (Llama 3.1 and later), which are a part of the model's configuration.
@@ -59,6 +59,12 @@ class GGUFCheckpoint(Checkpoint):
         matrix = matrix if part.rows is None else matrix.select_rows(part.rows)
         return matrix if part.inputs is None else matrix.select_inputs(part.inputs)
 
+    def absorbed(self, name: str, heads: int, k_size: int) -> tuple[HeadMatrices, HeadMatrices]:
+        part = self._parts[name]
+        if part.v_heads is None:  # a file from before llama.cpp absorbed them
+            return super().absorbed(name, heads, k_size)
+        return _by_heads(part.tensor), _by_heads(part.v_heads)
+
     def head_differs(self, names: TensorNames) -> bool:
         return f"{names.head}.weight" in self._parts
 
@@ -66,6 +72,15 @@ class GGUFCheckpoint(Checkpoint):
     def quantisation(self) -> str | None:
         kinds = {part.tensor.type.name for part in self._parts.values()} - FLOATS.keys()
         return f"GGUF {', '.join(sorted(kinds))}" if kinds else None
+
+
+def _by_heads(tensor: GGUFTensor) -> HeadMatrices:
+    """The matrices of a tensor [heads, out, in]."""
+    if tensor.type.name in FLOATS:
+        return float_tensor(tensor)
+    heads, outs, _ = tensor.shape
+    matrix = unpack_matrix(tensor)
+    return [matrix.select_rows(slice(i * outs, (i + 1) * outs)) for i in range(heads)]
 
 
 def _numbers(tensor: GGUFTensor) -> torch.Tensor:

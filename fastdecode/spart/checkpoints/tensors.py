@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from fastdecode.gguf.file import pointer_fault
 from fastdecode.spart.checkpoints.config import CheckpointError, TensorNames
-from fastdecode.spart.linears.quantised import Quantised
+from fastdecode.spart.linears.quantised import HeadMatrices, Quantised
 
 #: The types of floats that are read, in safetensors' spelling.
 FLOATS = {"F32", "F16", "BF16"}
@@ -47,6 +47,13 @@ class Checkpoint(ABC):
     def expert(self, name: str, index: int) -> torch.Tensor | Quantised:
         """The weight [out, in] of one expert in the tensor `name` [experts, in, out], as it is stored."""
         raise NotImplementedError  # where the experts of a layer lie one by one
+
+    def absorbed(self, name: str, heads: int, k_size: int) -> tuple[HeadMatrices, HeadMatrices]:
+        """The matrices [rank, k_size] and [v_size, rank] of each head of latent attention, as they are stored, from the
+        tensor `name` [heads * (k_size + v_size), rank]: that of K of the first head, that of its V, and so on. Those of
+        K are transposed."""
+        each = self.tensor(name).unflatten(0, (heads, -1))
+        return each[:, :k_size].mT, each[:, k_size:]
 
     @property
     def quantisation(self) -> str | None:

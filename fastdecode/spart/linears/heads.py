@@ -7,8 +7,10 @@ from abc import abstractmethod
 import torch
 
 from fastdecode.kernels import _native
-from fastdecode.spart.linears.base import Weight
+from fastdecode.spart.linears.base import NativeProducts, Weight
 from fastdecode.spart.linears.dense16 import kept16, packed16
+from fastdecode.spart.linears.grouped import GroupedLinear
+from fastdecode.spart.linears.quantised import HeadMatrices
 from fastdecode.spart.served import act_code
 from fastdecode.spart.threads import pool_threads
 
@@ -44,18 +46,18 @@ class DenseHeads(HeadLinears):
         return self._weight.nbytes
 
 
-class Heads16(HeadLinears):
-    """The products by kernels/, of 16-bit weights and of fp32 or bf16 rows (Linear16)."""
+class NativeHeads(HeadLinears):
+    """The products by kernels/."""
 
     __slots__ = ("_act", "_native", "_sizes", "nbytes")
 
     nbytes: int
 
-    def __init__(self, weight: torch.Tensor, act: torch.dtype):
-        """`weight` [heads, out, in] in fp16 or bf16, on the CPU, is copied; `act` is the activations' dtype."""
-        heads, packed = packed16(weight, act)
-        self._native = _native.HeadProducts(act_code(act), heads)
-        self._act, self._sizes, self.nbytes = act, weight.shape, packed.nbytes
+    def __init__(self, products: NativeProducts, sizes: tuple[int, int, int], act: torch.dtype, nbytes: int):
+        """`products` of rows in `act` with the matrix of each head; `sizes`: heads, out, in. The weights take
+        `nbytes`."""
+        self._native = _native.HeadProducts(act_code(act), products)
+        self._act, self._sizes, self.nbytes = act, sizes, nbytes
 
     @property
     def native(self) -> _native.HeadProducts:
@@ -70,15 +72,20 @@ class Heads16(HeadLinears):
         return y
 
 
-def absorbed_heads(weight: torch.Tensor, heads: int, k_size: int) -> tuple[HeadLinears, HeadLinears]:
-    """The linears of queries, [heads, rank, k_size], and of O rows, [heads, v_size, rank], of latent attention, from
-    the matrices of K and of V of the first head, and so on: `weight` [heads * (k_size + v_size), rank]."""
-    each = weight.unflatten(0, (heads, -1))
-    return _make_heads(each[:, :k_size].mT), _make_heads(each[:, k_size:])
-
-
-def _make_heads(weight: torch.Tensor) -> HeadLinears:
-    """The best linears for weights [heads, out, in], by their device and dtype, which is that of activations; as
-    make_dense."""
+def make_heads(matrices: HeadMatrices, device: torch.device, act: torch.dtype, as_stored: bool = True) -> HeadLinears:
+    """The best linears on a device, for activations in `act`. The matrices are copied. Quantised ones remain so with
+    `as_stored`, on a CPU with fp32 activations; else they become `act`."""
+    if not isinstance(matrices, torch.Tensor):
+        if as_stored and device.type == "cpu" and act is torch.float32:
+            linears = [GroupedLinear(matrix, None) for matrix in matrices]
+            sizes = len(linears), linears[0].outs, linears[0].ins
+            natives = tuple(native for linear in linears for native in linear.native)
+            return NativeHeads(natives, sizes, act, sum(linear.nbytes for linear in linears))
+        matrices = torch.stack([matrix.dequantise() for matrix in matrices])
+    weight = matrices.to(device, act, copy=True)
     narrow = kept16(weight)
-    return DenseHeads(weight) if narrow is None else Heads16(narrow, weight.dtype)
+    if narrow is None:
+        return DenseHeads(weight)
+    heads, outs, ins = narrow.shape
+    products, packed = packed16(narrow, act)
+    return NativeHeads(products, (heads, outs, ins), act, packed.nbytes)

@@ -111,6 +111,10 @@ class Quantised:
         return replace(self, q=self.q[:, index], scales=self.scales[:, groups], mins=mins)
 
 
+#: A matrix [out, in] for each head: a tensor [heads, out, in], or quantised matrices of one form.
+HeadMatrices = torch.Tensor | Sequence[Quantised]
+
+
 def activation_bits(device: torch.device) -> int:
     """Bits of the activations for which `--weights` rounds: those of a GPU have 16, so its weights are not
     transformed, and their numbers lie at equal steps."""

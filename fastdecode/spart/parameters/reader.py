@@ -19,7 +19,7 @@ from fastdecode.spart.int4.gptq import quantise_head
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.dense import make_dense, make_embedding
 from fastdecode.spart.linears.experts import ExpertLinears
-from fastdecode.spart.linears.heads import HeadLinears, absorbed_heads
+from fastdecode.spart.linears.heads import HeadLinears, make_heads
 from fastdecode.spart.linears.quantised import BITS, Quantised, activation_bits
 from fastdecode.spart.linears.rounding import quantise
 from fastdecode.spart.linears.stack import make_experts, make_linear, quantised_embedding, tied_quantised
@@ -42,7 +42,7 @@ class Parameters:
     ):
         """`weights` and `writer` as in load_model. `progress` counts numbers of the checkpoint."""
         self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
-        self._bits, self._as_stored = BITS.get(weights), weights == "auto"
+        self._bits, self._as_stored, self._heads_as_stored = BITS.get(weights), weights == "auto", weights != "dense"
         self._activation_bits = activation_bits(device)
         self._adapters, self._progress = adapters, progress
         self._writer = writer
@@ -66,7 +66,10 @@ class Parameters:
         return stored.to(self._device, dtype, copy=True)
 
     def absorbed(self, name: str, heads: int, k_size: int, v_size: int, rank: int) -> tuple[HeadLinears, HeadLinears]:
-        return absorbed_heads(self.tensor(f"{name}.weight", heads * (k_size + v_size), rank), heads, k_size)
+        matrices = self._checkpoint.absorbed(f"{name}.weight", heads, k_size)
+        k, v = (make_heads(each, self._device, self._dtype, self._heads_as_stored) for each in matrices)
+        self._progress.update(heads * (k_size + v_size) * rank)
+        return k, v
 
     def linear(
         self,

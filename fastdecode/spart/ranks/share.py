@@ -14,7 +14,7 @@ import torch
 
 from fastdecode.spart.checkpoints.config import CheckpointError, DeltaRule, ModelConfig
 from fastdecode.spart.checkpoints.tensors import Checkpoint
-from fastdecode.spart.linears.quantised import Quantised, rows_of
+from fastdecode.spart.linears.quantised import HeadMatrices, Quantised, rows_of
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.ranks.cut import delta_heads_of_rank, heads_of_rank, part_of
 from fastdecode.spart.ranks.reduction import Reduction
@@ -138,6 +138,12 @@ class CutCheckpoint(Checkpoint):
     def expert(self, name: str, index: int) -> torch.Tensor | Quantised:
         cut = self._cuts[name]  # of the tensor [experts, in, out]; the matrix is [out, in]
         return self._part_of(self._whole.expert(name, index), cut._replace(axis=2 - cut.axis), name)
+
+    def absorbed(self, name: str, heads: int, k_size: int) -> tuple[HeadMatrices, HeadMatrices]:
+        whole, [own], of_head = self._whole.shape(name)[0], self._cuts[name].parts, self.shape(name)[0] // heads
+        k, v = self._whole.absorbed(name, whole // of_head, k_size)
+        part = slice(own.start // of_head, own.stop // of_head)
+        return k[part], v[part]
 
     def _part_of(self, matrix: torch.Tensor | Quantised, cut: Cut, name: str) -> torch.Tensor | Quantised:
         if isinstance(matrix, torch.Tensor):

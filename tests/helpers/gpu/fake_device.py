@@ -132,9 +132,12 @@ class EmptyParameters:
         return make_dense(self.tensor("", sum(outs), width), self.tensor("", sum(outs)) if bias else None)
 
     def absorbed(self, name: str, heads: int, k_size: int, v_size: int, rank: int) -> Any:
-        from fastdecode.spart.linears.heads import absorbed_heads
+        from fastdecode.spart.linears.heads import make_heads
 
-        return absorbed_heads(self.tensor(name, heads * (k_size + v_size), rank), heads, k_size)
+        return tuple(
+            make_heads(self.tensor(name, heads, *size), self._device, self._dtype)
+            for size in ((rank, k_size), (v_size, rank))
+        )
 
     def embedding(self, name: str, rows: int, width: int) -> Any:
         from fastdecode.spart.linears.dense import DenseEmbedding
