@@ -23,7 +23,7 @@ TESTS_S = 1500.0 + 60.0 * CYCLES
 ALL = "FASTDECODE_RDMA_ALL" in os.environ
 
 #: A guest that hangs is ended before its test, so that the test prints the guest's console.
-pytestmark = [pytest.mark.tools, pytest.mark.timeout(BOOT_S + TESTS_S + 60.0)]
+pytestmark = [pytest.mark.tools, pytest.mark.timeout(2 * (BOOT_S + TESTS_S + 60.0))]
 
 #: The address of the R-node in the conformance suite, and a command that prepares the wire.
 NETEM = "for i in va vb; do tc qdisc add dev $i root netem delay 100us reorder 95% loss 0.1%; done"
