@@ -3,8 +3,8 @@
  * its functions, dot_fours, which is that instruction, and UNROLL_CHUNKS, which is FD_UNROLL or nothing. */
 #pragma once
 
-/* A vector of outputs is not unpacked for many rows: that was measured with AVX2 alone. Two passes over bytes take as
- * many instructions here as one over 16 bits. */
+/* Numbers of 4 bits are unpacked for each pass of rows: to unpack a vector of outputs once for 16 to 64 rows took
+ * longer on a Zen 4. Two passes over bytes take as many instructions here as one over 16 bits. */
 enum { FEWEST_WIDE = 0, FEWEST_UNPACKED = 0 };
 FD_INLINE void widen_chunk(ivec_t q, uint32_t bits, uint8_t *to) {}
 
