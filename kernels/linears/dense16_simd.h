@@ -12,9 +12,9 @@
 
 enum { TILE_ROWS = FD_DENSE16_TILE, PANEL = TILE_VECTORS * LANES };
 
-/* A processor prefetches too little by itself while it multiplies. The only tile of rows prefetches its weights AHEAD
- * bytes early. Several tiles read a block of at most DEPTH inputs of a panel, which stays in a cache, and prefetch the
- * next block meanwhile, each its share: only so do memory and multiplications keep each other waiting little. */
+/* A processor prefetches too little by itself while it multiplies. A single tile of rows prefetches its weights AHEAD
+ * bytes early. Several tiles read the same block of a panel, of at most DEPTH inputs, which stays in a cache. Meanwhile
+ * each prefetches its share of the next block, so that memory is read as long as anything is multiplied. */
 enum { AHEAD = 4096 };
 #ifdef FD_BF16_PAIRS
 typedef uint16_t in_t;
