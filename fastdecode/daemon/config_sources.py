@@ -36,6 +36,14 @@ class Parser(argparse.ArgumentParser):
     source = ""  # the source of the arguments, if it is not the command line
     help_option = "--help"  # lists all options
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse does, but a mistyped option is answered with the one that may be meant."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            hint = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         """Print the message and end with status 2."""
         source = f"{self.source}: " if self.source else ""
@@ -105,7 +113,7 @@ def from_mapping(fields: Sequence[Field[Any]], content: Mapping[Any, Any]) -> li
     for key, value in content.items():
         f = known.get(str(key).replace("-", "_"))
         if f is None:
-            raise ValueError(f"there is no option {key!r}")
+            raise ValueError(f"there is no option {key!r}{did_you_mean(str(key).replace('-', '_'), known)}")
         if value is None:
             continue
         if value is False and "off" in (f.default, *(f.metadata["choices"] or ())):

@@ -96,7 +96,8 @@ def test_off_in_a_file_is_the_choice_off(write):
     ("text", "says"),
     [
         ("port: many", "node.yaml: argument --port: 'many' is not a whole number"),
-        ("nonsense: 1", "there is no option 'nonsense'"),
+        ("nonsense: 1", "there is no option 'nonsense' ("),
+        ("modle: x", "there is no option 'modle'; did you mean model?"),
         ("config: x", "there is no option 'config'"),
         ("port: true", "port: must not be true or false"),
         ("port: off", "port: must not be true or false"),

@@ -20,7 +20,7 @@ from fastdecode.demo import model_dir
 S_STARTS = [
     # options that are no values
     ("--port 70000", "argument --port: 70000 is not a TCP port"),
-    ("--modle x", "unrecognized arguments: --modle x"),
+    ("--modle x", "unrecognized arguments: --modle x; did you mean --model?"),
     ("--weights int3", "argument --weights: invalid choice: 'int3'"),
     ("--dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
     ("--kv-memory 64", "argument --kv-memory: 64 is less than a MiB; is 64GiB meant?"),
