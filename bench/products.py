@@ -55,15 +55,15 @@ def measure(shapes: Sequence[tuple[int, int]], batches: Sequence[int], rounds: i
             ours = [Linear16(weight, None, torch.bfloat16) for _ in range(n)]
             theirs = [PackedLinear(weight) for _ in range(n)]
             for batch in tqdm(batches, desc=f"{outs} x {ins}", unit="batch", leave=False):
-                rows.append(_row(roofline, ours, theirs, batch, ins, rounds) | {"outs": outs, "ins": ins})
+                rows.append(_row(roofline, ours, theirs, batch, outs, ins, rounds) | {"outs": outs, "ins": ins})
     return {"threads": threads, "isa": ours[0].native[0].isa, "rows": rows}
 
 
 def _row(
-    roofline: Roofline, ours: Sequence[Linear16], theirs: Sequence[Linear], batch: int, ins: int, rounds: int
+    roofline: Roofline, ours: Sequence[Linear16], theirs: Sequence[Linear], batch: int, outs: int, ins: int, rounds: int
 ) -> dict[str, Any]:
     x = torch.randn(batch, ins).bfloat16()
-    weights = ours[0].nbytes // 2
+    weights = outs * ins  # without the zeros that fill panels
     calls = max(1, min(len(ours), int(_OPERATIONS / (2 * batch * weights))))
     _seconds(theirs[:1], x)  # oneDNN compiles a kernel
     read, in_step, our_seconds, their_seconds = [], [], [], []

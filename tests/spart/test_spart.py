@@ -112,7 +112,8 @@ async def test_logits_equal_transformers(variant, tmp_path):
         for _ in range(9):
             step, check = feed(spart, 0, [(t, t.prompt if t.pos == 0 else 1) for t in texts])
             check(run(step))
-    assert max(error for t in texts for error in t.errors) < EXACT
+    # The scores of this Gemma are large: the error of transformers in fp32 is half of EXACT.
+    assert max(error for t in texts for error in t.errors) < (2 * EXACT if variant == "gemma" else EXACT)
     assert all(len(t.errors) == 9 for t in texts)
 
 
