@@ -30,9 +30,13 @@ static PyObject *head_products_new(PyTypeObject *type, PyObject *args, PyObject 
     self->products = Py_NewRef(products);
     self->each = PyMem_Calloc(n, sizeof *self->each);
     if (!self->each) PyErr_NoMemory();
-    for (size_t i = 0; self->each && !PyErr_Occurred() && i < n; i++)
-        if (!fd_py_product(PyTuple_GET_ITEM(products, i), act, &self->each[i]) || !alike(&self->each[i], self->each))
+    for (size_t i = 0; self->each && !PyErr_Occurred() && i < n; i++) {
+        PyObject *o = PyTuple_GET_ITEM(products, i);
+        fd_product_t *product = &self->each[i];
+        if ((!fd_py_dense16_product(o, act, product) && !fd_py_quantised_product(o, act, product)) ||
+            !alike(product, self->each))
             PyErr_SetString(PyExc_ValueError, "the heads' matrices are not alike, or have no product for these rows");
+    }
     if (!PyErr_Occurred()) {
         self->heads = (fd_head_products_t){n, self->each[0].ins, self->each[0].outs, self->each};
         return (PyObject *)self;

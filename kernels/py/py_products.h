@@ -11,9 +11,6 @@
  * `act`. The product is valid as long as `o`. */
 bool fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product); /* py_linears.c */
 bool fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product);   /* py_dense16.c */
-static inline bool fd_py_product(PyObject *o, uint32_t act, fd_product_t *product) {
-    return fd_py_dense16_product(o, act, product) || fd_py_quantised_product(o, act, product);
-}
 
 /* The fd_experts_t of an ExpertOps, valid as long as `o`; NULL with an exception for another object. In py_experts.c.
  */
