@@ -54,13 +54,13 @@ FD_INLINE void store_outputs(void *y, size_t at, const float *sums, size_t n) {
 /* Bytes of a cache line, and of a panel's weights for a word of inputs. */
 enum { LINE = 64, WORD_BYTES = PER_WORD * PANEL * sizeof(uint16_t) };
 
-/* What a tile prefetches: `lines` before it multiplies some `words`, and so on, from `at` on. */
+/* What a tile of rows prefetches, from `at` on: `lines` cache lines before each `words` words of inputs. */
 typedef struct {
     const uint8_t *at;
     size_t words, lines;
 } ahead_t;
 
-/* For one of `tiles` that read a block of `depth` inputs. */
+/* What the first of `tiles` tiles prefetches while it reads a block of `depth` inputs. */
 FD_INLINE ahead_t ahead_of(const uint16_t *weights, size_t depth, size_t tiles) {
     enum { FEW = WORD_BYTES < LINE ? LINE / WORD_BYTES : 1, WORDS = 8 };
     if (tiles == 1) return (ahead_t){(const uint8_t *)weights + AHEAD, FEW, FEW * WORD_BYTES / LINE};

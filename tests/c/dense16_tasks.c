@@ -21,7 +21,7 @@ static fd_status_t multiply_all(const fd_dense16_t *l, const void *x, size_t row
 
 static const fd_dense16_ops_t ops = {.isa = "test", .panel = 32, .multiply_all = multiply_all};
 
-/* This multiplies with `n` matrices of outs x ins, and requires that each product has so many threads. */
+/* Multiplies rows with `n` matrices of outs x ins, and checks that each product gets `threads` threads. */
 static void multiply(size_t n, size_t outs, size_t ins, unsigned threads) {
     const fd_dense16_t linear = {outs, ins, NULL, NULL};
     const int x = 7;

@@ -269,8 +269,8 @@ class Guest:
                 return None, f"{self.output}\nthe guest gave no exit status; its console ends with:\n{tail}"
 
 
-#: Among the last words of a guest whose kernel hangs: if a link goes down under load, Linux 6.1's rxe_requester loops
-#: for ever once in some hundred times.
+#: The console of a guest whose kernel hangs has these words. If a link goes down under load, rxe_requester of Linux 6.1
+#: may loop for ever.
 _HUNG = "softlockup: hung tasks"
 
 

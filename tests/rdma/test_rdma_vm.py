@@ -22,7 +22,8 @@ BOOT_S = 120.0
 TESTS_S = 1500.0 + 60.0 * CYCLES
 ALL = "FASTDECODE_RDMA_ALL" in os.environ
 
-#: A guest that hangs is ended before its test, so that the test prints the guest's console.
+#: A test may run two guests (guest.run). The limit of a guest ends before that of its test, which then prints the
+#: guest's console.
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(2 * (BOOT_S + TESTS_S + 60.0))]
 
 #: The address of the R-node in the conformance suite, and a command that prepares the wire.

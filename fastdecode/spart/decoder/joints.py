@@ -185,7 +185,7 @@ def _weight(norm: Norm | None) -> int:
 
 
 def _native_feed_forward(config: ModelConfig, block: Block, columns: int) -> tuple[object, ...]:
-    """_native.Joints takes a block's MLP, which has so many `columns`, and the block's experts in this form."""
+    """The MLP of a block, which has `columns` columns, and the block's experts, as _native.Joints wants them."""
     mlp, experts, gate, norms = _mlp(block), None, None, block.mixture_norms
     if isinstance(block.mlp, Mixture):
         assert config.experts is not None
